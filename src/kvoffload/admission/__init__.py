@@ -1,0 +1,34 @@
+"""Admission rules: which blocks may enter a tier. Written ``all`` or ``reuse:N``."""
+
+from __future__ import annotations
+
+from kvoffload.admission.base import Admission
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.errors import ConfigError
+
+ALLOWED = "allowed: all, reuse:N with N >= 1 (reuse:1 is all)"
+
+
+def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
+    """The rule that `spec` describes; None for ``all``: no gate, no cost.
+
+    Raises `ConfigError` for what cannot be understood.
+    """
+    if spec is None or isinstance(spec, Admission):
+        return spec
+    name, _, argument = spec.partition(":")
+    if name == "all" and not argument:
+        return None
+    if name == "reuse":
+        try:
+            store_threshold = int(argument)
+        except ValueError:
+            raise ConfigError("admission", spec, ALLOWED) from None
+        if store_threshold == 1:
+            return None
+        if store_threshold >= 2:
+            return ReuseAdmission(key_bytes, store_threshold)
+    raise ConfigError("admission", spec, ALLOWED)
+
+
+__all__ = ["Admission", "ReuseAdmission", "create"]

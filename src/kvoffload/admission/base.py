@@ -1,0 +1,37 @@
+"""What an admission rule is: the gate in front of a cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from kvoffload.core.keys import Keys
+
+
+class Admission(ABC):
+    """Decides which of the blocks that are offered may enter. Composes with every policy.
+
+    One instance serves one manager, on the manager's thread. The manager tells it of every block of a
+    request once (`count`), when the request touches it, offers it or finishes, and asks `admit` before
+    a store.
+
+    Attributes:
+        name: what users type, before the colon.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def count(self, keys: Keys) -> None:
+        """One request referred to these blocks, resident or not; in prefix order, each once a request."""
+
+    @abstractmethod
+    def admit(self, keys: Keys) -> int:
+        """How many of the absent blocks `keys`, from the first on, may enter.
+
+        A length and not a choice: a block behind one that was refused could not be reached.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything that was counted."""

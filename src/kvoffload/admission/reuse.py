@@ -1,0 +1,95 @@
+"""Reuse-gated admission: a block enters once enough requests have asked for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.admission.base import Admission
+from kvoffload.core.index import ABSENT, find, hash_row
+from kvoffload.core.jit import (
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    kernel,
+)
+from kvoffload.core.keylists import KeyLists, forget_coldest, remember
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, move_to_head
+from kvoffload.errors import ConfigError
+
+DEFAULT_TRACKER_SIZE = 64_000
+
+
+class ReuseAdmission(Admission):
+    """Admit a block once `store_threshold` requests have referred to it, the storing one included.
+
+    Counts are kept for the `max_tracker_size` keys that were referred to last. Within a request they are
+    refreshed from the tail to the head, so a tail is forgotten before its head and a block that is
+    admitted never lacks an admitted parent.
+
+    Cost: one index probe a key, and a few writes. Memory: 29 bytes and the key for each tracked key.
+    """
+
+    name = "reuse"
+
+    def __init__(
+        self, key_bytes: int, store_threshold: int, max_tracker_size: int = DEFAULT_TRACKER_SIZE
+    ) -> None:
+        if store_threshold < 2:
+            raise ConfigError("store_threshold", store_threshold, "it must be 2 or more; 1 is no filter")
+        if max_tracker_size < 1:
+            raise ConfigError("max_tracker_size", max_tracker_size, "it must be 1 or more")
+        self.store_threshold = store_threshold
+        self._tracker = KeyLists(max_tracker_size, key_bytes, 1)
+        self._counts = np.zeros(max_tracker_size, np.int32)
+
+    def count(self, keys: Keys) -> None:
+        index, links = self._tracker.index, self._tracker.lists.links
+        _count(index.table, index.keys, links, self._counts, keys.words)
+
+    def admit(self, keys: Keys) -> int:
+        index = self._tracker.index
+        return int(_admit(index.table, index.keys, self._counts, keys.words, self.store_threshold))
+
+    def reset(self) -> None:
+        self._tracker.clear()
+
+    def tracked(self) -> dict[bytes, int]:
+        """Every tracked key with its count, most recent first. Cost: O(keys), for tests and reports."""
+        positions = self._tracker.lists.members(0)
+        return {self._tracker.index.key_at(p): int(self._counts[p]) for p in positions}
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_MATRIX, I32_ARRAY, READONLY_U64_MATRIX))
+def _count(table, keys, links, counts, batch):  # type: ignore[no-untyped-def]
+    tracked, spare = links.shape[0] - 2, links.shape[0] - 1
+    # Of a request longer than the tracker only the head can be remembered.
+    length = min(batch.shape[0], keys.shape[0])
+    # What is tracked already goes to the front first, so that new keys never push it out.
+    for row in range(length - 1, -1, -1):
+        position = find(table, keys, batch, row, hash_row(batch, row))
+        if position != ABSENT:
+            move_to_head(links, tracked, position)
+            counts[position] += 1
+    for row in range(length - 1, -1, -1):
+        h = hash_row(batch, row)
+        position = find(table, keys, batch, row, h)
+        if position != ABSENT:
+            move_to_head(links, tracked, position)
+            continue
+        if links[spare, LIST] == 0:
+            forget_coldest(table, keys, links, tracked)
+        counts[remember(table, keys, links, tracked, batch, row, h)] = 1
+    return length
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, READONLY_U64_MATRIX, I64))
+def _admit(table, keys, counts, batch, threshold):  # type: ignore[no-untyped-def]
+    for row in range(batch.shape[0]):
+        position = find(table, keys, batch, row, hash_row(batch, row))
+        if position == ABSENT or counts[position] < threshold:
+            return row
+    return batch.shape[0]

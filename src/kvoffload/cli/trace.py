@@ -1,0 +1,151 @@
+"""``kvoffload trace``: make traces, and say what a trace is like."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvoffload.errors import ConfigError
+from kvoffload.replay.optimum import infinite, optimum
+from kvoffload.replay.readers import write_trace
+from kvoffload.replay.sources import load_trace
+from kvoffload.replay.statistics import Percentiles, TraceStatistics, describe
+from kvoffload.replay.trace import Trace
+from kvoffload.replay.workloads import BUILTIN, LogNormal, Workload, builtin
+from kvoffload.replay.workloads import generate as generate_trace
+
+_CAPACITIES_PERCENT = (1, 2, 5, 10, 20)
+
+
+def _workload_options(command: Callable[..., None]) -> Callable[..., None]:
+    """One option per parameter of `Workload`, explained by its docstring."""
+    types = get_type_hints(Workload)
+    described = re.findall(r"^    (\w+): ((?:.+\n?)(?:^ {8}.+\n?)*)", inspect.getdoc(Workload) or "", re.M)
+    help_of = {name: " ".join(text.split()) for name, text in described}
+    for field in reversed(fields(Workload)):
+        if field.name != "name":
+            pair = types[field.name] is LogNormal
+            command = click.option(
+                f"--{field.name.replace('_', '-')}",
+                type=(float, float) if pair else types[field.name],
+                metavar="MEDIAN SIGMA" if pair else None,
+                help=help_of.get(field.name),
+            )(command)
+    return command
+
+
+@click.group()
+def trace() -> None:
+    """Make traces, and say what a trace is like."""
+
+
+@trace.command()
+@click.argument("name", metavar=f"[{'|'.join(BUILTIN)}]")
+@click.option(
+    "--output", type=click.Path(path_type=Path), required=True, help="JSONL; .gz, .xz, .zst compress."
+)
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@_workload_options
+def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
+    """Write a built-in workload as a trace file.
+
+    Options replace parameters of the built-in one; what they mean and what they are stands in
+    docs/workloads.md.
+    """
+    given = {
+        key: LogNormal(*value) if isinstance(value, tuple) else value
+        for key, value in parameters.items()
+        if value is not None
+    }
+    workload = builtin(name, **given)
+    if output.exists() and not force:
+        raise ConfigError("output", str(output), "a file that does not exist yet, or --force")
+    made = generate_trace(workload)
+    try:
+        write_trace(made, output)
+    except OSError as error:
+        raise ConfigError("output", str(output), f"a writable file ({error.strerror})") from None
+    click.echo(
+        f"{output}: {made.requests:,} requests, {made.block_refs:,} block references, "
+        f"{made.unique_blocks:,} unique blocks"
+    )
+
+
+@trace.command()
+@click.argument("trace_", metavar="TRACE")
+@click.option("--block-tokens", type=int, default=512, show_default=True, help="Tokens in one block.")
+@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines out and count them.")
+@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal")
+def info(trace_: str, block_tokens: int, skip_bad_lines: bool, form: str) -> None:
+    """Say what TRACE, a file or a built-in name, is like, and what the best policy would reach on it."""
+    loaded = load_trace(trace_, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
+    statistics, best = describe(loaded), _best(loaded)
+    if form == "json":
+        click.echo(json.dumps(_as_json(loaded.name, statistics, best), indent=2))
+    else:
+        console = Console()
+        console.print(_statistics_table(loaded.name, statistics))
+        console.print(_best_table(best))
+
+
+def _best(loaded: Trace) -> list[dict[str, Any]]:
+    """The optimum at some capacities, the last one without a limit."""
+    rows = []
+    for percent in (*_CAPACITIES_PERCENT, None):
+        capacity = None if percent is None else loaded.unique_blocks * percent // 100
+        result = infinite(loaded) if capacity is None else optimum(loaded, capacity)
+        rows.append(
+            {
+                "capacity_percent": percent,
+                "capacity_blocks": capacity,
+                "prefix_hit_blocks": result.prefix_hit_blocks,
+                "prefix_hit_ratio": result.prefix_hit_blocks / max(loaded.block_refs, 1),
+                "blocks_written": result.blocks_written,
+            }
+        )
+    return rows
+
+
+def _as_json(name: str, statistics: TraceStatistics, best: list[dict[str, Any]]) -> dict[str, Any]:
+    distributions = {
+        field: value._asdict() if isinstance(value, Percentiles) else value
+        for field, value in vars(statistics).items()
+    }
+    return {"trace": name, **distributions, "optimum": best}
+
+
+def _statistics_table(name: str, statistics: TraceStatistics) -> Table:
+    table = Table(title=f"trace {name}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for heading in ("", *Percentiles._fields):
+        table.add_column(heading, justify="right")
+    for field, value in vars(statistics).items():
+        cells = value if isinstance(value, Percentiles) else [value]
+        texts = [f"{cell:,.1f}" if isinstance(cell, float) else f"{cell:,}" for cell in cells]
+        table.add_row(field.replace("_", " "), *(["", *texts] if len(texts) > 1 else texts))
+    return table
+
+
+def _best_table(best: list[dict[str, Any]]) -> Table:
+    table = Table(title="the best that any policy could reach", title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("capacity", "blocks", "prefix-hit ratio", "blocks written"):
+        table.add_column(heading, justify="right")
+    for row in best:
+        limited = row["capacity_percent"] is not None
+        table.add_row(
+            f"{row['capacity_percent']} %" if limited else "no limit",
+            f"{row['capacity_blocks']:,}" if limited else "",
+            f"{row['prefix_hit_ratio']:.4f}",
+            f"{row['blocks_written']:,}",
+        )
+    return table

@@ -1,0 +1,489 @@
+"""The life-cycle of a block: the one place that decides what a cache of blocks holds.
+
+Owns the index, the state of every slot, the free slots, the events and the counters. Asks a policy who
+leaves and an admission rule who may enter. Moves no bytes and does no I/O: its plans say what is to be
+copied where, and whoever copies reports back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload import admission as admissions
+from kvoffload.admission.base import Admission
+from kvoffload.core import steps
+from kvoffload.core.index import ABSENT, MAX_POSITIONS, Index, find_bytes
+from kvoffload.core.keys import MAX_KEY_BYTES, Keys
+from kvoffload.core.protection import FREE, WRITING, Protected
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError, MisuseError, PolicyError
+from kvoffload.policies import POLICIES, EvictionPolicy
+from kvoffload.types import (
+    LoadPlan,
+    LookupResult,
+    ManagerStats,
+    OffloadingEvent,
+    PrefixLookup,
+    Slots,
+    StorePlan,
+)
+
+
+class OffloadingManager:
+    """Keeps track of which blocks a tier holds, and decides which it keeps.
+
+    A block's life: `prepare_store` gives it a slot, `complete_store` makes it readable, `prepare_load`
+    pins it while it is read and `complete_load` lets it go, until it is evicted for another one. What a
+    request used is committed once per request, by `touch` or at the latest by `finish_request`.
+
+    Every method takes a batch of keys as a list of ``bytes`` or as `Keys`. Batches are in prefix order.
+    Single-threaded: all calls from the thread of the scheduler, and none of them blocks. No call does
+    work in proportion to the capacity, except the constructor and `reset`.
+
+    Args:
+        capacity_blocks: number of slots.
+        key_bytes: length of every key. vLLM's are a block hash and 4 bytes more.
+        policy: who leaves: a name, ``module:Class``, or a subclass of `EvictionPolicy`.
+        admission: who may enter: ``all``, ``reuse:N``, or an `Admission`.
+        enable_events: whether `take_events` has something to tell.
+        medium: what events call this tier.
+        block_size: tokens in a block, for events.
+
+    Raises:
+        ConfigError: names the argument, its value and what is allowed.
+    """
+
+    def __init__(
+        self,
+        capacity_blocks: int,
+        *,
+        key_bytes: int = 32,
+        policy: str | type[EvictionPolicy] = "lru",
+        admission: str | Admission | None = "all",
+        enable_events: bool = False,
+        medium: str = "CPU",
+        block_size: int = 0,
+    ) -> None:
+        if not 1 <= capacity_blocks <= MAX_POSITIONS // 2:
+            raise ConfigError("capacity_blocks", capacity_blocks, f"allowed: 1 to {MAX_POSITIONS // 2}")
+        if not 1 <= key_bytes <= MAX_KEY_BYTES:
+            raise ConfigError("key_bytes", key_bytes, f"allowed: 1 to {MAX_KEY_BYTES}")
+        self.capacity_blocks = capacity_blocks
+        self.key_bytes = key_bytes
+        self.medium = medium
+        self.block_size = block_size
+        self.index = Index(capacity_blocks, key_bytes)
+        policy_class = POLICIES.find(policy) if isinstance(policy, str) else policy
+        self.policy = policy_class(self.index)
+        self.admission = admissions.create(admission, key_bytes)
+        self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
+        # Counts up when a block leaves its slot: what a request has noted of the block holds no longer.
+        self._generation = np.zeros(capacity_blocks, np.uint32)
+        # Popped from the end: slots are first given out in ascending order, so neighbours stay together.
+        self._free = np.arange(capacity_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_free = capacity_blocks
+        self._num_evictable = 0
+        self._condemned: set[int] = set()
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._epoch = 0
+        self._void_before = 0
+        self._counts = ManagerStats(capacity=capacity_blocks)
+
+    # ---- requests
+
+    def begin_request(self, request_id: str) -> RequestContext:
+        """Open the record of one inference request; pass it to every call made for that request."""
+        return RequestContext(request_id, self.key_bytes)
+
+    def finish_request(self, ctx: RequestContext) -> None:
+        """Commit what the request used, its whole path in one go. Transfers may still be in flight.
+
+        Blocks that it has touched already, or stored itself, are not accessed a second time; they only
+        take their place in the order of the path.
+        """
+        self._check_open(ctx)
+        ctx.flush()
+        self._commit(ctx, np.arange(ctx.length, dtype=np.int32), whole_path=True)
+        ctx.finished = True
+
+    def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
+        """Commit now that the request uses these blocks: all of its prefix, whoever served it.
+
+        Absent blocks count as seen, for the admission rule. A second touch by the same request changes
+        nothing. Without a request every call is an access of its own.
+        """
+        ctx = self._context(ctx)
+        self._commit(ctx, ctx.see(self._pack(keys)))
+
+    # ---- lookup
+
+    def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
+        """Length of the leading run that is ready, and what ended it. Changes no order.
+
+        Cost: one index probe for each key up to the first that is not ready.
+        """
+        ctx = self._context(ctx)
+        positions = ctx.see(self._pack(keys))
+        index, path = self.index, ctx.path
+        ready = steps.leading_ready(
+            index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions
+        )
+        if ready < 0:
+            return PrefixLookup(~ready, LookupResult.HIT_PENDING)
+        return PrefixLookup(ready, LookupResult.HIT if ready == len(positions) else LookupResult.MISS)
+
+    def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
+        """What one block is, for engines that ask key by key. Cost: one index probe."""
+        if len(key) != self.key_bytes:
+            raise ValueError(f"key {key.hex()} has {len(key)} bytes; all keys here have {self.key_bytes}")
+        if ctx is not None:
+            self._check_open(ctx)
+            ctx.ask(key)
+        slot = find_bytes(self.index.table, self.index.keys, key)
+        if slot == ABSENT:
+            return LookupResult.MISS
+        return LookupResult.HIT_PENDING if self.ref_cnt[slot] == WRITING else LookupResult.HIT
+
+    # ---- load
+
+    def prepare_load(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> LoadPlan:
+        """Pin blocks that `lookup` found ready, until `complete_load`.
+
+        Raises:
+            MisuseError: names the first key that is not ready; nothing is pinned.
+        """
+        ctx = self._context(ctx)
+        batch = self._pack(keys)
+        positions = ctx.see(batch)
+        index, path = self.index, ctx.path
+        slots = np.empty(len(batch), np.int32)
+        pinned = steps.pin(
+            index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions, slots
+        )
+        if pinned < 0:
+            raise MisuseError(f"prepare_load of a block that is not ready: key {batch[~pinned].hex()}")
+        self._num_evictable -= pinned
+        return LoadPlan(ctx.request_id, batch, slots, self._epoch)
+
+    def complete_load(self, plan: LoadPlan, damaged: Sequence[int] = ()) -> None:
+        """Unpin the blocks of a load that has ended, however it ended.
+
+        Args:
+            plan: from `prepare_load`.
+            damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten:
+                from now on they are misses.
+        """
+        if not self._close(plan, "complete_load"):
+            return
+        released = steps.unpin(self.ref_cnt, plan.slots)
+        self._num_evictable += released
+        self._counts.loaded += len(plan.slots) - len(damaged)
+        if self._condemned:
+            self._num_evictable -= self._release_condemned(plan.slots)
+        if damaged:
+            rows = np.asarray(damaged, np.int32)
+            self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        """Forget ready blocks that cannot be trusted; returns how many were here.
+
+        A block that is being read leaves at once too: it becomes a miss, and its slot is reused when the
+        last reader has gone.
+        """
+        batch = self._pack(keys)
+        return self._discard(batch, np.full(len(batch), ABSENT, np.int32))
+
+    # ---- store
+
+    def prepare_store(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> StorePlan | None:
+        """Choose which of the offered blocks are stored, give them slots, and say who left for them.
+
+        Blocks that are here, or on their way, are left out. Of the others the leading run that the
+        admission rule lets in is stored, as much of its head as there is room for. Nothing of this
+        request is evicted for it. The blocks are in flight until `complete_store`.
+
+        Returns:
+            The plan, whose `keys` are empty when there was nothing to store. None when there is
+            something to store and no room for any of it, because everything is pinned, in flight or this
+            request's own: then nothing has changed, and the same offer may succeed later.
+        """
+        ctx = self._context(ctx)
+        batch = self._pack(keys)
+        positions = ctx.see(batch)
+        index, path = self.index, ctx.path
+        fresh = np.empty(batch.words.shape, np.uint64)
+        rows = np.empty(len(batch), np.int32)
+        num_fresh = steps.missing(
+            index.table, index.keys, self._generation, path.keys, ctx.notes, positions, fresh, rows
+        )
+        room = self._room(num_fresh, ctx)
+        if num_fresh and not room:
+            self._counts.dropped += num_fresh
+            return None
+        num_admitted = num_fresh
+        if self.admission is not None:
+            self._count(ctx, positions)
+            num_admitted = self.admission.admit(Keys(fresh[:num_fresh], self.key_bytes))
+        count = min(num_admitted, room)
+        self._counts.refused += num_fresh - num_admitted
+        self._counts.dropped += num_admitted - count
+
+        slots = np.empty(count, np.int32)
+        evicted = np.empty((count - min(count, self._num_free), fresh.shape[1]), np.uint64)
+        entering = Keys(fresh[:count], self.key_bytes)
+        if count:
+            self._enter(ctx, positions, rows[:count], entering, slots, evicted)
+        return StorePlan(
+            ctx.request_id,
+            entering,
+            slots,
+            rows[:count],
+            Keys(evicted, self.key_bytes),
+            num_fresh - num_admitted,
+            num_admitted - count,
+            self._epoch,
+        )
+
+    def complete_store(self, plan: StorePlan, success: bool = True) -> None:
+        """End a store: its blocks become readable, or, if it failed, are forgotten and their slots freed.
+
+        Nothing may be copied into the plan's slots any more when this is called.
+        """
+        if not self._close(plan, "complete_store"):
+            return
+        count = len(plan.slots)
+        if plan.epoch != self._epoch:
+            self._release_condemned(plan.slots)
+            return
+        self._counts.writing -= count
+        if success:
+            steps.become_ready(self.ref_cnt, plan.slots)
+            self._num_evictable += count
+            self._counts.stored += count
+            if count:
+                self._emit(plan.keys, removed=False)
+        else:
+            self.policy.remove(plan.slots)
+            index = self.index
+            steps.abandon(index.table, index.keys, self.ref_cnt, self._generation, plan.slots)
+            self._give_back(plan.slots)
+            self._counts.store_failed += count
+
+    # ---- everything at once
+
+    def reset(self, *, drop_in_flight: bool = False) -> None:
+        """Forget every block, order, ghost and count. Cost: O(capacity).
+
+        Slots that a transfer still uses stay reserved until that transfer is completed.
+
+        Args:
+            drop_in_flight: the caller vouches that no transfer runs any more, and will complete none:
+                their slots are free at once, and completing an old plan does nothing.
+        """
+        ready = np.flatnonzero(self.ref_cnt >= 0).astype(np.int32)
+        if self._condemned:
+            ready = np.setdiff1d(ready, np.fromiter(self._condemned, np.int32)).astype(np.int32)
+        self._counts.discarded += len(ready)
+        if len(ready) and self._events is not None:
+            self._emit(self.index.keys_at(ready), removed=True)
+        self._epoch += 1
+        if drop_in_flight:
+            self._void_before = self._epoch
+            self._condemned.clear()
+            self.ref_cnt.fill(FREE)
+        else:
+            busy = (self.ref_cnt > 0) | (self.ref_cnt == WRITING)
+            self._condemned = set(np.flatnonzero(busy).tolist())
+            self.ref_cnt[~busy] = FREE
+        free = np.flatnonzero(self.ref_cnt == FREE)[::-1]
+        self._num_free = len(free)
+        self._free[: len(free)] = free
+        self._num_evictable = 0
+        self._counts.writing = 0
+        self.index.clear()
+        self._generation += np.uint32(1)
+        self.policy.reset()
+        if self.admission is not None:
+            self.admission.reset()
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Events since the last call, in order. Applying them to a set gives the readable blocks."""
+        events = self._events or []
+        if self._events is not None:
+            self._events = []
+        return events
+
+    def stats(self) -> ManagerStats:
+        """A copy of the counters, and how the slots are used now. Cost: O(1)."""
+        counts = self._counts
+        condemned = len(self._condemned)
+        ready = self.capacity_blocks - self._num_free - counts.writing - condemned
+        return replace(
+            counts,
+            free=self._num_free,
+            ready=ready,
+            evictable=self._num_evictable,
+            condemned=condemned,
+            policy=self.policy.stats(),
+        )
+
+    # ---- inside
+
+    def _context(self, ctx: RequestContext | None) -> RequestContext:
+        if ctx is None:
+            return RequestContext("", self.key_bytes)
+        self._check_open(ctx)
+        return ctx
+
+    def _check_open(self, ctx: RequestContext) -> None:
+        if ctx.finished:
+            raise MisuseError(f"request {ctx.request_id!r} has finished")
+
+    def _pack(self, keys: Sequence[bytes]) -> Keys:
+        if isinstance(keys, Keys):
+            if keys.key_bytes != self.key_bytes:
+                raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {self.key_bytes}")
+            return keys
+        return Keys.pack(keys, self.key_bytes)
+
+    def _close(self, plan: LoadPlan | StorePlan, call: str) -> bool:
+        """Mark a plan as completed; False if `reset` has made it void."""
+        if plan.completed:
+            key = plan.keys[0].hex() if len(plan.keys) else "none"
+            raise MisuseError(f"{call} of a plan that is completed: request {plan.request_id!r}, key {key}")
+        plan.completed = True
+        return plan.epoch >= self._void_before
+
+    def _commit(self, ctx: RequestContext, positions: Slots, *, whole_path: bool = False) -> None:
+        index = self.index
+        slots, reused = np.empty(len(positions), np.int32), np.empty(len(positions), np.bool_)
+        found = steps.access(
+            index.table,
+            index.keys,
+            self._generation,
+            ctx.path.keys,
+            ctx.notes,
+            positions,
+            whole_path,
+            slots,
+            reused,
+        )
+        if found:
+            self.policy.access(slots[:found], reused[:found])
+        if self.admission is not None:
+            self._count(ctx, positions)
+
+    def _count(self, ctx: RequestContext, positions: Slots) -> None:
+        assert self.admission is not None
+        out = np.empty((len(positions), self.index.keys.shape[1]), np.uint64)
+        found = steps.uncounted(ctx.path.keys, ctx.notes, positions, out)
+        if found:
+            self.admission.count(Keys(out[:found], self.key_bytes))
+
+    def _room(self, wanted: int, ctx: RequestContext) -> int:
+        """How many of `wanted` new blocks fit: free slots, and blocks that may be evicted for them."""
+        short = wanted - self._num_free
+        if short <= 0:
+            return wanted
+        evictable = self._num_evictable
+        if short > evictable - ctx.length:
+            index = self.index
+            evictable -= steps.own_evictable(
+                index.table,
+                index.keys,
+                self.ref_cnt,
+                self._generation,
+                ctx.path.keys,
+                ctx.notes,
+                ctx.length,
+            )
+        return wanted if short <= evictable else self._num_free + evictable
+
+    def _enter(
+        self,
+        ctx: RequestContext,
+        positions: Slots,
+        rows: Slots,
+        entering: Keys,
+        slots: Slots,
+        evicted: npt.NDArray[np.uint64],
+    ) -> None:
+        """Give slots to blocks that all have room; the policy says whose, where none are free."""
+        index, path = self.index, ctx.path
+        num_evicted = len(evicted)
+        num_free = len(slots) - num_evicted
+        if num_free:
+            slots[:num_free] = self._free[self._num_free - num_free : self._num_free][::-1]
+        if num_evicted:
+            slots[num_free:] = ABSENT
+        self.policy.replace(entering, slots, num_free, Protected(self.ref_cnt, index, ctx))
+        wrong = steps.enter(
+            index.table,
+            index.keys,
+            self.ref_cnt,
+            self._generation,
+            path.table,
+            path.keys,
+            ctx.notes,
+            positions,
+            rows,
+            slots,
+            num_free,
+            evicted,
+        )
+        if wrong >= 0:
+            raise PolicyError(
+                f"policy {self.policy.name!r} named slot {slots[wrong]} to leave for key "
+                f"{entering[wrong].hex()}: it is protected, absent, or was named before"
+            )
+        self._num_free -= num_free
+        self._num_evictable -= num_evicted
+        self._counts.writing += len(slots)
+        self._counts.evicted += num_evicted
+        if num_evicted:
+            self._emit(Keys(evicted, self.key_bytes), removed=True)
+
+    def _discard(self, batch: Keys, slots: Slots) -> int:
+        index, ctx = self.index, RequestContext("", self.key_bytes)
+        positions = ctx.see(batch)
+        found = steps.discard(
+            index.table,
+            index.keys,
+            self.ref_cnt,
+            self._generation,
+            ctx.path.keys,
+            ctx.notes,
+            positions,
+            slots,
+        )
+        slots = slots[:found]
+        if found:
+            self._counts.discarded += found
+            self._emit(self.index.keys_at(slots), removed=True)
+            self.policy.remove(slots)
+            idle = slots[self.ref_cnt[slots] == 0]
+            self._num_evictable -= len(idle)
+            self.ref_cnt[idle] = FREE
+            self._give_back(idle)
+            self._condemned.update(slots[self.ref_cnt[slots] > 0].tolist())
+        return found
+
+    def _release_condemned(self, slots: Slots) -> int:
+        """Free those of `slots` whose block has gone and which nobody uses any more; how many."""
+        idle = [s for s in dict.fromkeys(slots.tolist()) if s in self._condemned and self.ref_cnt[s] <= 0]
+        self._condemned.difference_update(idle)
+        self.ref_cnt[idle] = FREE
+        self._give_back(np.asarray(idle, np.int32))
+        return len(idle)
+
+    def _give_back(self, slots: Slots) -> None:
+        self._free[self._num_free : self._num_free + len(slots)] = slots
+        self._num_free += len(slots)
+
+    def _emit(self, keys: Keys, *, removed: bool) -> None:
+        if self._events is not None:
+            self._events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))

@@ -1,0 +1,47 @@
+"""Which slots must survive an eviction."""
+
+from __future__ import annotations
+
+from kvoffload.core.index import ABSENT, Index, find, find_one, hash_row
+from kvoffload.core.jit import inline
+from kvoffload.core.keys import Keys
+from kvoffload.core.request import RequestContext
+
+FREE = -2
+WRITING = -1
+"""Values of `ref_cnt` for slots that hold no block that can be read; a ready block has 0 or more pins."""
+
+
+class Protected:
+    """The slots that an eviction must leave alone: free, in flight, pinned, or of the storing request.
+
+    Python asks ``slot in protected``; kernels take `ref_cnt`, `path_table`, `path_keys`, `index_keys`
+    and ask `evictable`. Valid during one call of `EvictionPolicy.replace`.
+
+    Attributes:
+        entering: slots that a policy has already given to blocks of this call; Python policies add to
+            it, kernels keep such slots out of their lists until they have chosen every victim.
+    """
+
+    __slots__ = ("entering", "index_keys", "key_bytes", "path_keys", "path_table", "ref_cnt")
+
+    def __init__(self, ref_cnt, index: Index, ctx: RequestContext) -> None:  # type: ignore[no-untyped-def]
+        self.ref_cnt = ref_cnt
+        self.index_keys, self.key_bytes = index.keys, index.key_bytes
+        self.path_table, self.path_keys = ctx.path.table, ctx.path.keys
+        self.entering: set[int] = set()
+
+    def __contains__(self, slot: int) -> bool:
+        if self.ref_cnt[slot] != 0 or slot in self.entering:
+            return True
+        key = Keys(self.index_keys[slot : slot + 1], self.key_bytes)
+        return bool(find_one(self.path_table, self.path_keys, key.words, 0) != ABSENT)
+
+
+@inline
+def evictable(ref_cnt, path_table, path_keys, index_keys, slot):  # type: ignore[no-untyped-def]
+    """Whether the block in `slot` may leave."""
+    if ref_cnt[slot] != 0:
+        return False
+    h = hash_row(index_keys, slot)
+    return find(path_table, path_keys, index_keys, slot, h) == ABSENT

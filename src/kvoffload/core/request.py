@@ -1,0 +1,110 @@
+"""What a manager knows of one inference request while it runs.
+
+Owns the request's *path*: the keys it has asked for, loaded, touched or offered, in the order of first
+sight, and what was already counted of each. This is what makes one request one access per block, however
+often it is retried, what protects a request's own blocks while it stores, and what lets each key be
+hashed once and looked for in the manager's index once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.index import ABSENT, Index, bucket_of, fill_bucket, hash_row, position_in, same_key
+from kvoffload.core.jit import I32_ARRAY, I64, READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, kernel
+from kvoffload.core.keys import Keys
+
+HASH, HINT, FLAGS = 0, 1, 2
+"""Columns of `notes`. The hint is where the block was last seen: ``generation << 32 | slot + 1``, or 0. It
+holds as long as the slot's generation has not changed; a block may leave and come back while a request
+runs."""
+
+ACCESSED = 1
+COUNTED = 2
+SCRATCH = 4
+
+_FIRST_CAPACITY = 32
+
+
+class RequestContext:
+    """One inference request, from `begin_request` to `finish_request`.
+
+    Belongs to the manager that made it, and to its thread. Memory: about 70 bytes a block of the request,
+    until it finishes.
+
+    Attributes:
+        path: index of the request's keys; a position is the order of first sight.
+        notes: shape ``(positions, 3)``, uint64: what is known of each key, for the manager's kernels.
+        length: number of keys on the path.
+    """
+
+    __slots__ = ("_asked", "finished", "length", "notes", "path", "request_id")
+
+    def __init__(self, request_id: str, key_bytes: int) -> None:
+        self.request_id = request_id
+        self.finished = False
+        self.path = Index(_FIRST_CAPACITY, key_bytes)
+        self.length = 0
+        self.notes = np.zeros((_FIRST_CAPACITY, 3), np.uint64)
+        self._asked: list[bytes] = []
+
+    def __repr__(self) -> str:
+        return f"RequestContext({self.request_id!r}, {self.length} blocks{', finished' * self.finished})"
+
+    def ask(self, key: bytes) -> None:
+        """Note a single key; packed later, with others, because one at a time is slow."""
+        self._asked.append(key)
+        if len(self._asked) >= 512:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring the path up to date with the keys that were asked for one by one."""
+        if self._asked:
+            asked, self._asked = self._asked, []
+            self.see(Keys.pack(asked, self.path.key_bytes))
+
+    def see(self, batch: Keys) -> npt.NDArray[np.int32]:
+        """Add `batch` to the path; returns the position of each key on it. Cost: O(batch)."""
+        if self._asked:
+            self.flush()
+        if self.length + len(batch) > len(self.notes):
+            self._grow(self.length + len(batch))
+        positions = np.empty(len(batch), np.int32)
+        self.length = _see(
+            self.path.table, self.path.keys, self.notes, self.length, batch.words, positions
+        )
+        return positions
+
+    def keys(self) -> Keys:
+        """The path: every key of the request, in the order of first sight (a view)."""
+        return Keys(self.path.keys[: self.length], self.path.key_bytes)
+
+    def _grow(self, needed: int) -> None:
+        capacity = needed if self.length == 0 else max(needed, 2 * len(self.notes))
+        old, notes = self.keys(), self.notes
+        self.path = Index(capacity, self.path.key_bytes)
+        self.notes = np.zeros((capacity, 3), np.uint64)
+        _see(self.path.table, self.path.keys, self.notes, 0, old.words, np.empty(len(old), np.int32))
+        self.notes[: self.length] = notes[: self.length]
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, U64_MATRIX, I64, READONLY_U64_MATRIX, I32_ARRAY))
+def _see(table, keys, notes, length, batch, positions):  # type: ignore[no-untyped-def]
+    following = 0
+    for row in range(batch.shape[0]):
+        # Batches of one request repeat each other: most keys follow their predecessor on the path.
+        if following < length and same_key(keys, following, batch, row):
+            position = following
+        else:
+            h = hash_row(batch, row)
+            bucket = bucket_of(table, keys, batch, row, h)
+            position = position_in(table[bucket])
+            if position == ABSENT:
+                position = length
+                fill_bucket(table, bucket, keys, batch, row, h, position)
+                notes[position, HASH] = h
+                length += 1
+        positions[row] = position
+        following = position + 1
+    return length

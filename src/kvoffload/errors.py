@@ -1,0 +1,27 @@
+"""The exceptions of kvoffload. Everything that the *world* does wrong is a result, not one of these."""
+
+from __future__ import annotations
+
+
+class KVOffloadError(Exception):
+    """Base of every error that kvoffload raises on purpose."""
+
+
+class ConfigError(KVOffloadError, ValueError):
+    """The user asked for something impossible; the message names field, value and what is allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field, self.value, self.allowed = field, value, allowed
+        super().__init__(f"{field}: {value!r} is not possible; {allowed}")
+
+
+class MisuseError(KVOffloadError, RuntimeError):
+    """The caller broke the life-cycle (completed twice, loaded what is absent). Nothing has changed."""
+
+
+class PolicyError(KVOffloadError, RuntimeError):
+    """An eviction policy broke its contract (named a pinned slot, too few victims, a slot twice)."""
+
+
+class TraceError(KVOffloadError, ValueError):
+    """A trace cannot be read; the message names file, line, field and reason."""

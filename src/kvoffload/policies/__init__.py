@@ -1,0 +1,15 @@
+"""Eviction policies: one file each, found by name."""
+
+from __future__ import annotations
+
+from kvoffload.plugins import Registry
+from kvoffload.policies.base import BlockwisePolicy, EvictionPolicy
+
+POLICIES: Registry[EvictionPolicy] = Registry(
+    "policy",
+    EvictionPolicy,
+    "kvoffload.policies",
+    {"lru": "kvoffload.policies.lru:LRU", "arc": "kvoffload.policies.arc:ARC"},
+)
+
+__all__ = ["POLICIES", "BlockwisePolicy", "EvictionPolicy"]

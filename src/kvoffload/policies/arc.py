@@ -1,0 +1,270 @@
+"""ARC: a list for blocks used once, a list for blocks used again, and a balance learnt from regret.
+
+Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.index import ABSENT, Index, find, hash_row, home_bucket
+from kvoffload.core.jit import (
+    F64_ARRAY,
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    READONLY_BOOL_ARRAY,
+    READONLY_I32_ARRAY,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    inline,
+    kernel,
+    prefetch,
+)
+from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+
+T1, T2 = 0, 1
+B1, B2 = 0, 1
+
+
+class ARC(EvictionPolicy):
+    """The paper's algorithm, with all four cases and its bounds, for batches with pins.
+
+    T1 holds blocks used by one request, T2 by more; B1 and B2 remember the keys that left them. A miss
+    that B1 remembers moves the target size `p` of T1 up, one that B2 remembers moves it down, and the
+    block enters T2. At all times ``|T1| + |B1| <= c`` and ``|T1| + |T2| + |B1| + |B2| <= 2c``.
+
+    Where the paper is silent, because it knows neither batches, pins nor failures:
+
+    - A batch is its blocks one after the other: each sees the lists and the target as the block before
+      it left them. Blocks of one batch never evict each other.
+    - A request's own store is no second access: when it finishes, the block moves to the front of the
+      list that it is in, with the rest of its path.
+    - A miss counts when the block is stored. A refused block has changed nothing, the target included.
+    - If every block of the list that REPLACE points to is protected, the other list gives the victim,
+      and it becomes a ghost of the list that it was in.
+    - While slots are free (at the start, after failures), no victim is needed: REPLACE is left out, the
+      rest of the case is done, so the target learns and the bounds hold.
+    - A block whose store failed, or that was damaged, leaves no ghost: nobody chose it. While the slot
+      of a damaged block is still pinned, the lists are shorter than the cache is; at most `c` ghosts are
+      kept all the same (the coldest of B2 goes, then of B1).
+
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
+    for the lists, and 25 bytes and the key for each of `c` ghosts.
+    """
+
+    name = "arc"
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._lists = Lists(self.capacity_blocks, 2)
+        self._ghosts = KeyLists(self.capacity_blocks, index.key_bytes, 2)
+        self._target = np.zeros(1, np.float64)
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        _access(self._lists.links, slots, reused)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        _replace(
+            keys.words,
+            slots,
+            num_free,
+            self._lists.links,
+            self._ghosts.index.table,
+            self._ghosts.index.keys,
+            self._ghosts.lists.links,
+            self._target,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._lists.links, slots)
+
+    def reset(self) -> None:
+        self._lists.clear()
+        self._ghosts.clear()
+        self._target[0] = 0.0
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "t1_blocks": self._lists.size(T1),
+            "t2_blocks": self._lists.size(T2),
+            "b1_keys": self._ghosts.lists.size(B1),
+            "b2_keys": self._ghosts.lists.size(B2),
+            "target_t1_blocks": float(self._target[0]),
+        }
+
+    def lists(self) -> tuple[list[int], list[int], list[bytes], list[bytes]]:
+        """Slots of T1 and T2, keys of B1 and B2, each most recent first. Cost: O(blocks), for tests."""
+        return (
+            self._lists.members(T1),
+            self._lists.members(T2),
+            self._ghosts.members(B1),
+            self._ghosts.members(B2),
+        )
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
+def _access(links, slots, reused):  # type: ignore[no-untyped-def]
+    """Case I: a hit makes the block the most recent of T2."""
+    t2 = links.shape[0] - 1
+    for i in range(slots.shape[0] - 1, -1, -1):
+        move_to_head(links, t2 if reused[i] else links[slots[i], LIST], slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links, slots):  # type: ignore[no-untyped-def]
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+    return slots.shape[0]
+
+
+@inline
+def _coldest(links, slot, sentinel, ref_cnt, path_table, path_keys, index_keys):  # type: ignore[no-untyped-def]
+    """The coldest block of a list, from `slot` on, that may leave; the sentinel if there is none."""
+    while slot != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
+        slot = links[slot, PREV]
+    return slot
+
+
+@inline
+def _prefetch(batch, num_evicted, links, tail, index_keys, ghost_table, ghost_keys, ghost_links, ghost_tail):  # type: ignore[no-untyped-def]
+    """Ask for the cache lines of a batch: what is likely to be evicted, and forgotten, as things stand.
+
+    A wrong guess (the balance may tip within the batch) costs time, never correctness.
+    """
+    c = index_keys.shape[0]
+    for i in range(batch.shape[0]):
+        prefetch(ghost_table, home_bucket(ghost_table, hash_row(batch, i)))
+    slot, ghost = links[tail, PREV], ghost_links[ghost_tail, PREV]
+    for _ in range(num_evicted):
+        prefetch(index_keys, slot)
+        prefetch(ghost_keys, ghost)
+        slot, ghost = links[slot, PREV], ghost_links[ghost, PREV]
+    slot, ghost = links[tail, PREV], ghost_links[ghost_tail, PREV]
+    for _ in range(num_evicted):
+        if slot < c:
+            prefetch(ghost_table, home_bucket(ghost_table, hash_row(index_keys, slot)))
+        if ghost < c:
+            prefetch(ghost_table, home_bucket(ghost_table, hash_row(ghost_keys, ghost)))
+        slot, ghost = links[slot, PREV], ghost_links[ghost, PREV]
+
+
+@kernel(
+    I64(
+        READONLY_U64_MATRIX,
+        I32_ARRAY,
+        I64,
+        I32_MATRIX,
+        U64_ARRAY,
+        U64_MATRIX,
+        I32_MATRIX,
+        F64_ARRAY,
+        I32_ARRAY,
+        U64_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+    )
+)
+def _replace(  # type: ignore[no-untyped-def]
+    batch,
+    slots,
+    num_free,
+    links,
+    ghost_table,
+    ghost_keys,
+    ghost_links,
+    target,
+    ref_cnt,
+    path_table,
+    path_keys,
+    index_keys,
+):
+    c = index_keys.shape[0]
+    t1, t2 = links.shape[0] - 2, links.shape[0] - 1
+    b1, b2 = ghost_links.shape[0] - 3, ghost_links.shape[0] - 2
+    # New blocks join their lists after the last victim was chosen: a slot that changes hands must not be
+    # taken for the block that left it. Until then they count here.
+    new_t1 = 0
+    new_t2 = 0
+    p = target[0]
+    cold_list = t1 if links[t1, LIST] > p else t2
+    cold_ghosts = b1 if links[t1, LIST] + ghost_links[b1, LIST] == c else b2
+    num_evicted = slots.shape[0] - num_free
+    _prefetch(
+        batch, num_evicted, links, cold_list, index_keys, ghost_table, ghost_keys, ghost_links, cold_ghosts
+    )
+    # Where the search for the next victim goes on: who was protected before stays so.
+    next_t1, next_t2 = links[t1, PREV], links[t2, PREV]
+    for i in range(slots.shape[0]):
+        h = hash_row(batch, i)
+        ghost = find(ghost_table, ghost_keys, batch, i, h)
+        in_b1 = ghost != ABSENT and ghost_links[ghost, LIST] == b1
+        in_b2 = ghost != ABSENT and ghost_links[ghost, LIST] == b2
+        size_b1, size_b2 = ghost_links[b1, LIST], ghost_links[b2, LIST]
+        size_t1 = links[t1, LIST] + new_t1
+        size_t2 = links[t2, LIST] + new_t2
+        keeps_ghost = True
+        from_t1 = False
+        if in_b1:  # Case II
+            p = min(p + max(1.0, size_b2 / size_b1), float(c))
+            forget(ghost_table, ghost_keys, ghost_links, ghost)
+        elif in_b2:  # Case III
+            p = max(p - max(1.0, size_b1 / size_b2), 0.0)
+            forget(ghost_table, ghost_keys, ghost_links, ghost)
+        elif size_t1 + size_b1 == c:  # Case IV, A
+            if size_t1 < c:
+                forget_coldest(ghost_table, ghost_keys, ghost_links, b1)
+            else:
+                keeps_ghost = False
+        elif size_t1 + size_t2 + size_b1 + size_b2 == 2 * c:  # Case IV, B
+            forget_coldest(ghost_table, ghost_keys, ghost_links, b2)
+
+        if i >= num_free:  # REPLACE
+            from_t1 = size_t1 >= 1 and (size_t1 > p or (in_b2 and size_t1 == p))
+            from_t1 = from_t1 or not keeps_ghost
+            origin = t2
+            for second_try in range(2):
+                origin = t1 if from_t1 != (second_try == 1) else t2
+                cold = next_t1 if origin == t1 else next_t2
+                victim = _coldest(links, cold, origin, ref_cnt, path_table, path_keys, index_keys)
+                if origin == t1:
+                    next_t1 = links[victim, PREV] if victim != t1 else victim
+                else:
+                    next_t2 = links[victim, PREV] if victim != t2 else victim
+                if victim != origin:
+                    break
+            if victim == origin:
+                return i
+            unlink(links, victim)
+            if keeps_ghost:
+                if ghost_links[ghost_links.shape[0] - 1, LIST] == 0:
+                    coldest = b2 if ghost_links[b2, LIST] > 0 else b1
+                    forget_coldest(ghost_table, ghost_keys, ghost_links, coldest)
+                ghosts = b1 if origin == t1 else b2
+                key_hash = hash_row(index_keys, victim)
+                remember(ghost_table, ghost_keys, ghost_links, ghosts, index_keys, victim, key_hash)
+            slots[i] = victim
+        # The sign tells the list until the blocks can join it.
+        if in_b1 or in_b2:
+            new_t2 += 1
+            slots[i] = ~slots[i]
+        else:
+            new_t1 += 1
+    for i in range(slots.shape[0]):
+        if slots[i] < 0:
+            slots[i] = ~slots[i]
+            push_head(links, t2, slots[i])
+        else:
+            push_head(links, t1, slots[i])
+    target[0] = p
+    return slots.shape[0]

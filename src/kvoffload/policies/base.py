@@ -1,0 +1,132 @@
+"""What an eviction policy is.
+
+A policy orders slots. It owns no bytes, no slots, no clock and no counters of pins; it may remember keys
+of blocks that have gone. One instance serves one manager, on the manager's thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.index import Index
+from kvoffload.core.keys import Keys
+from kvoffload.core.protection import Protected
+
+Slots = npt.NDArray[np.int32]
+Reused = npt.NDArray[np.bool_]
+
+
+class EvictionPolicy(ABC):
+    """Decides which blocks leave when others come: the batch contract that the manager calls.
+
+    The manager asks only for what can be had: when `replace` is called, at least as many blocks may
+    leave as must. So a policy has no way to fail and nothing to roll back, and a refusal, which the
+    manager decides before, leaves no trace in it. What a policy names is checked all the same
+    (`PolicyError`).
+
+    Attributes:
+        name: what users type.
+        index: the manager's index; ``index.keys[slot]`` is the key of a resident block, readable in
+            `replace` until it returns.
+        capacity_blocks: number of slots.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.capacity_blocks = len(index.keys)
+
+    @abstractmethod
+    def access(self, slots: Slots, reused: Reused) -> None:
+        """One request used these resident blocks, in prefix order.
+
+        A policy for which order matters goes from the last to the first, so that the head of a prefix
+        ends as the most recent block and a prefix is lost from its tail.
+
+        Args:
+            slots: shape ``(n,)``, int32.
+            reused: shape ``(n,)``, bool. True where this is the request's one access of the block. False
+                where the request had accessed it before, or stored it itself: the block takes its place
+                in the order, and counts for nothing else.
+        """
+
+    @abstractmethod
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        """Take in the absent blocks `keys`, in prefix order; name who leaves for them.
+
+        The first `num_free` entries of `slots` are free slots. The policy fills the others with its
+        victims, in the order in which they leave: ``keys[i]`` enters ``slots[i]``. It drops the victims
+        from its order and adds the new blocks.
+
+        Args:
+            keys: keys of the new blocks, none of them resident, all different.
+            slots: shape ``(len(keys),)``, int32; in and out.
+            num_free: how many slots are free; 0 to ``len(keys)``.
+            protected: slots that may not be named. Free slots count as protected.
+        """
+
+    @abstractmethod
+    def remove(self, slots: Slots) -> None:
+        """These blocks have gone without being chosen: a store failed, or a block was damaged."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything, adaptive state and ghosts included."""
+
+    def stats(self) -> dict[str, float]:
+        """State worth showing to people (sizes of lists, adaptive targets)."""
+        return {}
+
+
+class BlockwisePolicy(EvictionPolicy):
+    """A policy written one block at a time, in plain Python: the short way, for research.
+
+    Implement `hit`, `insert`, `victim` and `forget`, and `refresh` if recency matters; the batches are loops over them. Slower than
+    kernels by one to two orders of magnitude, and otherwise equal.
+    """
+
+    @abstractmethod
+    def hit(self, slot: int) -> None:
+        """The block in `slot` was used. Called from the tail of a request to its head."""
+
+    def refresh(self, slot: int) -> None:
+        """The block in `slot` takes its place in the order of its request's path; no second use."""
+
+    @abstractmethod
+    def insert(self, slot: int, key: bytes) -> None:
+        """A new block is in `slot`."""
+
+    @abstractmethod
+    def victim(self, key: bytes, protected: Protected) -> int:
+        """Choose the block that leaves for `key`, drop it and return its slot.
+
+        ``slot in protected`` tells who may not leave; someone else always may.
+        """
+
+    @abstractmethod
+    def forget(self, slot: int) -> None:
+        """The block in `slot` has gone without being chosen."""
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        for slot, is_reuse in zip(reversed(slots.tolist()), reversed(reused.tolist()), strict=True):
+            if is_reuse:
+                self.hit(slot)
+            else:
+                self.refresh(slot)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        for row, key in enumerate(keys):
+            if row >= num_free:
+                slots[row] = self.victim(key, protected)
+            slot = int(slots[row])
+            protected.entering.add(slot)
+            self.insert(slot, key)
+
+    def remove(self, slots: Slots) -> None:
+        for slot in slots.tolist():
+            self.forget(slot)

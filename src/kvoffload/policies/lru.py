@@ -1,0 +1,89 @@
+"""Least recently used: the block that was used longest ago leaves first."""
+
+from __future__ import annotations
+
+from kvoffload.core.index import Index
+from kvoffload.core.jit import (
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    READONLY_I32_ARRAY,
+    U64_ARRAY,
+    U64_MATRIX,
+    kernel,
+)
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import NEXT, PREV, UNLISTED, LIST, Lists, move_to_head, push_head, unlink
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+
+
+class LRU(EvictionPolicy):
+    """One list, most recent first. The default, and what every other policy is measured against.
+
+    A store counts as a use. When a request finishes, its whole path moves to the front, the head first
+    (see `EvictionPolicy.access`). Cost per block: O(1), and O(skipped) for protected blocks at the cold end.
+    """
+
+    name = "lru"
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._order = Lists(self.capacity_blocks, 1)
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        _access(self._order.links, slots)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        _replace(
+            self._order.links,
+            slots,
+            num_free,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._order.links, slots)
+
+    def reset(self) -> None:
+        self._order.clear()
+
+    def coldest_first(self) -> list[int]:
+        """Slots in the order in which they would leave. Cost: O(blocks), for tests and reports."""
+        return self._order.members(0)[::-1]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def _access(links, slots):  # type: ignore[no-untyped-def]
+    sentinel = links.shape[0] - 1
+    for i in range(slots.shape[0] - 1, -1, -1):
+        move_to_head(links, sentinel, slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, I32_ARRAY, I64, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX))
+def _replace(links, slots, num_free, ref_cnt, path_table, path_keys, index_keys):  # type: ignore[no-untyped-def]
+    sentinel = links.shape[0] - 1
+    candidate = links[sentinel, PREV]
+    for i in range(num_free, slots.shape[0]):
+        while candidate != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, candidate):
+            candidate = links[candidate, PREV]
+        if candidate == sentinel:
+            return i
+        warmer = links[candidate, PREV]
+        unlink(links, candidate)
+        slots[i] = candidate
+        candidate = warmer
+    for i in range(slots.shape[0]):
+        push_head(links, sentinel, slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links, slots):  # type: ignore[no-untyped-def]
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+    return slots.shape[0]

@@ -1,0 +1,79 @@
+"""Files that may be compressed, opened by suffix: ``.gz``, ``.xz``, ``.zst``, anything else is plain.
+
+Does not know what is in a file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import zlib
+from typing import IO, cast
+
+import zstandard
+
+_CHUNK_BYTES = 1 << 14
+
+DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
+"""What reading a damaged or truncated file raises."""
+
+
+def decompressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
+    """The content of `raw`, as a file to read from. Reading to the end raises one of `DAMAGE` if cut off."""
+    if suffix == ".gz":
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="rb"))
+    if suffix == ".xz":
+        return lzma.LZMAFile(raw)
+    if suffix == ".zst":
+        return io.BufferedReader(_WholeZstd(raw), _CHUNK_BYTES)
+    return raw
+
+
+def compressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
+    """A file to write to, whose content reaches `raw` compressed. Equal content gives equal bytes."""
+    if suffix == ".gz":
+        # Neither a time nor a name in the header.
+        return cast("IO[bytes]", gzip.GzipFile("", "wb", fileobj=raw, mtime=0))
+    if suffix == ".xz":
+        return lzma.LZMAFile(raw, "wb")
+    if suffix == ".zst":
+        return cast("IO[bytes]", zstandard.ZstdCompressor().stream_writer(raw, closefd=False))
+    return raw
+
+
+class _WholeZstd(io.RawIOBase):
+    """Decompresses zstd frames and insists that the last one is complete.
+
+    zstandard's own reader takes a truncated file for a shorter one.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._inside_frame = False
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._content:
+            chunk = self._raw.read(_CHUNK_BYTES)
+            if not chunk:
+                if self._inside_frame:
+                    raise EOFError("the last frame is not complete")
+                return 0
+            self._content = memoryview(self._decompress(chunk))
+        count = min(len(buffer), len(self._content))
+        buffer[:count], self._content = self._content[:count], self._content[count:]
+        return count
+
+    def _decompress(self, chunk: bytes) -> bytes:
+        parts = []
+        while chunk:
+            parts.append(self._frame.decompress(chunk))
+            chunk, self._inside_frame = self._frame.unused_data, not self._frame.eof
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+        return b"".join(parts)

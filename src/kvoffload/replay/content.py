@@ -1,0 +1,105 @@
+"""Contents of blocks, made from their keys: what a replay writes to a device and expects to read back.
+
+Word `j` of a block (64 bits, little-endian as every machine that numba knows) is ``mix(digest + j * ODD)``,
+where `digest` is the key's (`tiers.base.key_digests`) and `mix` splitmix64's finisher. Both steps are
+bijections of 64-bit numbers, hence
+
+- a wrong byte is always found: the comparison is exact;
+- no two words of a block are equal: a shift within it changes all of them;
+- another key's block differs in every word, unless both keys have one digest (2^-64 a pair).
+
+Knows keys and arrays; no tiers, devices or traces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.jit import (
+    BOOL_ARRAY,
+    I64,
+    I64_ARRAY,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    inline,
+    kernel,
+)
+from kvoffload.core.keys import Keys
+from kvoffload.tiers.base import ODD, Checksums, Mask, key_digests, mix
+from kvoffload.transfer import Blocks, Rows, check_rows
+
+Words = npt.NDArray[np.uint64]
+
+
+def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
+    """Write the content of ``keys[i]`` to ``out[rows[i]]``.
+
+    Args:
+        out: ``(num_blocks, block_bytes)`` uint8, C-contiguous, writeable, starting at a multiple of 8;
+            `block_bytes` is one as well.
+        rows: ``(len(keys),)``.
+
+    Cost: memory speed. Thread: any; releases the GIL. Raises: `IndexError` that names the first row out
+    of range, `ValueError` for an array of another form; then nothing has been written.
+    """
+    if not out.flags.writeable:
+        raise ValueError("out is read-only")
+    words, digests, checked = _prepared(keys, out, rows)
+    _fill(digests, words, checked)
+
+
+def matches(keys: Keys, data: Blocks, rows: Rows) -> Mask:
+    """Whether ``data[rows[i]]`` is the content of ``keys[i]``, ``(len(keys),)`` bool.
+
+    Arguments, cost, thread and errors as for `fill`; no copy is made.
+    """
+    words, digests, checked = _prepared(keys, data, rows)
+    equal = np.empty(len(checked), np.bool_)
+    _compare(digests, words, checked, equal)
+    return equal
+
+
+def _prepared(keys: Keys, blocks: Blocks, rows: Rows) -> tuple[Words, Checksums, npt.NDArray[np.int64]]:
+    if blocks.dtype != np.uint8 or blocks.ndim != 2 or not blocks.flags.c_contiguous:
+        raise ValueError(
+            f"expected C-contiguous (num_blocks, block_bytes) uint8, not {blocks.dtype} {blocks.shape}"
+        )
+    if blocks.shape[1] == 0 or blocks.shape[1] % 8:
+        raise ValueError(f"block_bytes is {blocks.shape[1]}; contents are made of words of 8 bytes")
+    words = blocks.view(np.uint64)
+    if not words.flags.aligned:
+        raise ValueError("the array does not start at a multiple of 8 bytes")
+    checked = check_rows("rows", rows, len(blocks))
+    if len(keys) != len(checked):
+        raise ValueError(f"{len(keys)} keys but {len(checked)} rows")
+    return words, key_digests(keys), checked
+
+
+@inline
+def _word(digest: np.uint64, position: int) -> Any:
+    return mix(digest + np.uint64(position) * ODD)
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I64_ARRAY))
+def _fill(digests: Checksums, words: Words, rows: npt.NDArray[np.int64]) -> int:
+    for i in range(len(rows)):
+        block = words[rows[i]]
+        for j in range(len(block)):
+            block[j] = _word(digests[i], j)
+    return len(rows)
+
+
+@kernel(I64(U64_ARRAY, READONLY_U64_MATRIX, I64_ARRAY, BOOL_ARRAY))
+def _compare(digests: Checksums, words: Words, rows: npt.NDArray[np.int64], equal: Mask) -> int:
+    for i in range(len(rows)):
+        block = words[rows[i]]
+        # No early exit: without a branch the loop becomes vector instructions, and damage is rare.
+        difference = np.uint64(0)
+        for j in range(len(block)):
+            difference |= block[j] ^ _word(digests[i], j)
+        equal[i] = difference == 0
+    return len(rows)

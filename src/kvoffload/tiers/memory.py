@@ -1,0 +1,219 @@
+"""The RAM tier: one contiguous pool of slots, and a checksum for each.
+
+Owns the pool's memory and the checksums. Does not know which slots are in use, nor why a block comes or
+goes; a slot belongs to whom the manager gave it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.keys import Keys
+from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.tiers.base import NO_CHECKSUM, Checksums, Mask, block_checksums, key_digests
+from kvoffload.transfer import Blocks, CopyEngine, Rows, check_rows, copy_engine_for
+from kvoffload.transfer.engine import DeviceArray
+
+_SLOT_ALIGNMENT = 64
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+class MemoryTier:
+    """A pool of `num_slots` blocks of `block_bytes` in page-aligned anonymous memory.
+
+    Verification is by identity. A slot's checksum is the xxh3_64 of its bytes, seeded with the digest of
+    the key under which it was written, so `read` and `verify_slots` detect
+
+    - damaged bytes, zeroed or torn blocks: all but one in 2^64. The checksum lies in other memory than
+      the bytes; damage to it makes a sound block count as damaged, never the reverse;
+    - bytes of another block, also when its checksum came along (slots swapped, a stale slot number),
+      likewise. Only two keys with one digest are taken for each other: 2^-64 a pair;
+    - a slot that was never written, or erased: always.
+
+    Not detected: bytes that were wrong before `write` took the checksum; damage between verification and
+    the copy right after it; and forgery, since xxh3 keeps out accidents, not adversaries.
+
+    With ``verify=False`` there are no checksums: every block of a valid slot counts as sound, whatever
+    it holds.
+
+    Args:
+        num_slots: at least 1.
+        block_bytes: at least 1. Slots start at multiples of 64 bytes, so an odd size leaves gaps.
+        verify: keep and check checksums.
+
+    Attributes:
+        slot_stride: bytes from one slot to the next.
+        checksums: ``(num_slots,)`` uint64, or None without verification.
+
+    Memory is populated page by page as slots are first written; untouched slots cost nothing.
+    Thread: one at a time. Whoever drives transfers by an engine of their own (`pool`, `seal`,
+    `verify_slots`) keeps the slots of a transfer under way out of the other calls.
+    Cost: a write or read moves each byte twice, once for the checksum.
+    Raises: `ConfigError` when the pool is larger than what the machine can give; `IndexError` that names
+    the first slot or row out of range, before anything changes; `MisuseError` after `close`.
+    """
+
+    def __init__(self, num_slots: int, block_bytes: int, *, verify: bool = True) -> None:
+        if num_slots < 1:
+            raise ConfigError("num_slots", num_slots, "it is at least 1")
+        if block_bytes < 1:
+            raise ConfigError("block_bytes", block_bytes, "it is at least 1")
+        self.num_slots, self.block_bytes = num_slots, block_bytes
+        self.slot_stride = -(-block_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        self._memory: mmap.mmap | None = _allocate(num_slots, block_bytes, num_slots * self.slot_stride)
+        self.checksums: Checksums | None = np.full(num_slots, NO_CHECKSUM, np.uint64) if verify else None
+        self._bytes = memoryview(self._memory)
+        self._slots = np.frombuffer(self._memory, np.uint8).reshape(num_slots, self.slot_stride)
+
+    @property
+    def pool(self) -> Blocks:
+        """The slots, ``(num_slots, block_bytes)`` uint8, in place: row `i` starts at ``i * slot_stride``."""
+        self._check_open()
+        return self._slots[:, : self.block_bytes]
+
+    def write(self, keys: Keys, slots: Rows, source: DeviceArray | CopyEngine, source_rows: Rows) -> None:
+        """Copy blocks in and take their checksums: block `i` is ``source[source_rows[i]]``.
+
+        `source` is a device or, better for many calls, its engine. Every slot is named once. If the
+        device fails on the way, its error is raised and the slots it did not finish count as never
+        written.
+        """
+        engine = self._engine_for(source)
+        slots = self._checked(keys, slots)
+        source_rows = self._checked_rows("source_rows", source_rows, engine, len(slots))
+        pool = self.pool
+        self.erase(slots)
+        transfers = []
+        # The stack waits for what is under way also when a later chunk fails: nobody writes to the slots
+        # after the error.
+        with contextlib.ExitStack() as under_way:
+            for batch in self._chunks(slots):
+                transfer = engine.store(source_rows[batch], pool, slots[batch])
+                under_way.callback(transfer.wait)
+                transfers.append((batch, transfer))
+            for batch, transfer in transfers:
+                transfer.wait()
+                self.seal(keys[batch], slots[batch])
+
+    def read(self, keys: Keys, slots: Rows, dest: DeviceArray | CopyEngine, dest_rows: Rows) -> Mask:
+        """Verify blocks and copy out those that are sound: ``(n,)`` bool. A damaged one moves no byte."""
+        engine = self._engine_for(dest)
+        slots = self._checked(keys, slots)
+        dest_rows = self._checked_rows("dest_rows", dest_rows, engine, len(slots))
+        pool = self.pool
+        sound = np.empty(len(slots), np.bool_)
+        # In chunks, so that a block is still in the cache when it is copied, and so that a device copies
+        # one chunk while the next is verified.
+        with contextlib.ExitStack() as under_way:
+            for batch in self._chunks(slots):
+                sound[batch] = good = self.verify_slots(keys[batch], slots[batch])
+                transfer = engine.load(pool, slots[batch][good], dest_rows[batch][good])
+                under_way.callback(transfer.wait)
+        return sound
+
+    def seal(self, keys: Keys, slots: Rows) -> None:
+        """Take the checksums of what the slots hold now, as blocks of `keys`: the end of a write."""
+        slots = self._checked(keys, slots)
+        if self.checksums is not None:
+            self.checksums[slots] = self._compute(keys, slots)
+
+    def verify_slots(self, keys: Keys, slots: Rows) -> Mask:
+        """Which slots hold what was written under these keys: ``(n,)`` bool. Nothing is copied."""
+        slots = self._checked(keys, slots)
+        if self.checksums is None:
+            return np.ones(len(slots), np.bool_)
+        found: Mask = self.checksums[slots] == self._compute(keys, slots)
+        return found
+
+    def erase(self, slots: Rows) -> None:
+        """Make the slots count as never written. Their bytes stay."""
+        self._check_open()
+        slots = check_rows("slots", slots, self.num_slots)
+        if self.checksums is not None:
+            self.checksums[slots] = NO_CHECKSUM
+
+    def close(self) -> None:
+        """Give the memory back, once views of `pool` that others hold are gone. Once more does nothing."""
+        if self._memory is None:
+            return
+        memory, self._memory = self._memory, None
+        self._bytes.release()
+        del self._slots
+        # Somebody still holds a view: the memory goes with the last of them, not under their feet.
+        with contextlib.suppress(BufferError):
+            memory.close()
+
+    def _compute(self, keys: Keys, slots: npt.NDArray[np.int64]) -> Checksums:
+        starts = (slots * self.slot_stride).tolist()
+        return block_checksums(self._bytes, starts, self.block_bytes, key_digests(keys))
+
+    def _checked(self, keys: Keys, slots: Rows) -> npt.NDArray[np.int64]:
+        self._check_open()
+        checked = check_rows("slots", slots, self.num_slots)
+        if len(keys) != len(checked):
+            raise ValueError(f"{len(keys)} keys but {len(checked)} slots")
+        return checked
+
+    def _engine_for(self, device: DeviceArray | CopyEngine) -> CopyEngine:
+        engine = copy_engine_for(device)
+        if engine.block_bytes != self.block_bytes:
+            raise ValueError(
+                f"the device has blocks of {engine.block_bytes} bytes and the tier of {self.block_bytes}"
+            )
+        return engine
+
+    def _checked_rows(
+        self, name: str, rows: Rows, engine: CopyEngine, num_slots: int
+    ) -> npt.NDArray[np.int64]:
+        checked = check_rows(name, rows, engine.num_blocks)
+        if len(checked) != num_slots:
+            raise ValueError(f"{num_slots} slots but {len(checked)} {name}")
+        return checked
+
+    def _check_open(self) -> None:
+        if self._memory is None:
+            raise MisuseError(f"this memory tier of {self.num_slots} slots is closed")
+
+    def _chunks(self, slots: Rows) -> Iterator[slice]:
+        size = max(1, _CHUNK_BYTES // self.block_bytes)
+        return (slice(start, start + size) for start in range(0, len(slots), size))
+
+
+def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:
+    available = available_bytes()
+    problem = ConfigError(
+        "num_slots * block_bytes",
+        f"{num_slots} * {block_bytes} = {num_bytes / 2**30:.1f} GiB",
+        f"this machine can give {available / 2**30:.1f} GiB",
+    )
+    if num_bytes > available:
+        raise problem
+    try:
+        return mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise problem from error
+
+
+def available_bytes() -> int:
+    """Memory that this process can still fill: what the system calls available, within its cgroup's limit.
+
+    An anonymous mapping of any size succeeds; what it cannot hold shows when pages are written, and then
+    the kernel kills the process. So it is asked before.
+    """
+    found = [2**63 - 1]
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(Path(limit).read_text()))
+    return min(found)

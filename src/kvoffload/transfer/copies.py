@@ -1,0 +1,142 @@
+"""Copies of scattered blocks between two arrays in host memory, at the speed of one big memcpy.
+
+Owns the copy kernel and the coalescing of neighbouring rows. Knows neither devices nor tiers: a block is
+a row of bytes.
+
+A block that leaves for the pool is not read again soon, and so it is written around the caches
+(`streaming`). `docs/performance.md` has the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from numba import types as nb
+
+from kvoffload.core.jit import BOOL, I64, kernel
+from kvoffload.transfer.streaming import fence, memcpy, stream
+
+Blocks: TypeAlias = npt.NDArray[np.uint8]
+"""Shape ``(num_blocks, block_bytes)``; the bytes of a row are contiguous, rows may lie further apart."""
+
+Rows: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+"""Shape ``(n,)``: numbers of rows."""
+
+STREAM_FROM_BYTES = 16 * 1024
+"""A smaller call is copied through the caches: its reader is probably the next to run."""
+
+_READONLY_ROWS = nb.Array(nb.int64, 1, "C", readonly=True)
+
+
+def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
+    """Copy blocks: ``dst[dst_rows[i]] = src[src_rows[i]]``, in the order of `i`.
+
+    Args:
+        src: ``(any, block_bytes)``.
+        dst: ``(any, block_bytes)``, writeable. It must not overlap with the rows that are read.
+        src_rows, dst_rows: ``(n,)``. A destination named twice ends up with the later block.
+
+    Cost: 6 µs a call, then memory speed. Releases the GIL: several threads may copy at a time, into
+    different rows. When it returns, every thread sees the bytes.
+    Raises: `IndexError` that names the first row out of range, `ValueError` for arrays that do not fit
+    together; in both cases no byte has moved.
+    """
+    _check_blocks("src", src)
+    _check_blocks("dst", dst)
+    if src.shape[1] != dst.shape[1]:
+        raise ValueError(f"src has blocks of {src.shape[1]} bytes and dst of {dst.shape[1]}")
+    if not dst.flags.writeable:
+        raise ValueError("dst is read-only")
+    src_rows = check_rows("src_rows", src_rows, len(src))
+    dst_rows = check_rows("dst_rows", dst_rows, len(dst))
+    if len(src_rows) != len(dst_rows):
+        raise ValueError(f"{len(src_rows)} src_rows but {len(dst_rows)} dst_rows")
+    _copy(
+        address_of(src), src.strides[0], src_rows, address_of(dst), dst.strides[0], dst_rows, src.shape[1],
+        len(src_rows) * src.shape[1] >= STREAM_FROM_BYTES,
+    )  # fmt: skip
+
+
+def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
+    """Answer `rows` as contiguous int64, all of them in ``[0, num_rows)``.
+
+    Raises: `IndexError` that names the first row out of range; `ValueError` for anything but a
+    one-dimensional array of integers.
+    """
+    array = np.asarray(rows)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"{name}: expected one dimension of integers, not {array.dtype} {array.shape}")
+    checked = np.ascontiguousarray(array, np.int64)
+    position = _first_outside(checked, num_rows)
+    if position < len(checked):
+        raise IndexError(f"{name}[{position}] is {array[position]}; there are {num_rows} rows")
+    return checked
+
+
+def coalesce(src_rows: npt.NDArray[np.int64], dst_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where the runs begin that are neighbours on both sides: ``(runs + 1,)``, the last entry is `n`.
+
+    Run `r` copies rows ``src_rows[starts[r]]`` onwards to ``dst_rows[starts[r]]`` onwards, as many as
+    ``starts[r + 1] - starts[r]``.
+    """
+    breaks = (src_rows[1:] - src_rows[:-1] != 1) | (dst_rows[1:] - dst_rows[:-1] != 1)
+    inner = np.flatnonzero(breaks) + 1
+    return np.concatenate(([0], inner, [len(src_rows)])) if len(src_rows) else np.zeros(1, np.int64)
+
+
+def _check_blocks(name: str, blocks: Blocks) -> None:
+    if blocks.dtype != np.uint8 or blocks.ndim != 2 or (blocks.shape[1] > 1 and blocks.strides[1] != 1):
+        raise ValueError(
+            f"{name}: expected (num_blocks, block_bytes) of uint8 with contiguous rows, "
+            f"not {blocks.dtype} {blocks.shape} with strides {blocks.strides}"
+        )
+
+
+def address_of(array: npt.NDArray[np.uint8]) -> int:
+    """Where the first byte of `array` lies in memory."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@kernel(nb.void(I64, I64, _READONLY_ROWS, I64, I64, _READONLY_ROWS, I64, BOOL))
+def _copy(
+    src: int,
+    src_stride: int,
+    src_rows: Rows,
+    dst: int,
+    dst_stride: int,
+    dst_rows: Rows,
+    block_bytes: int,
+    streaming: bool,
+) -> None:
+    """Copy checked rows between two addresses, runs that are contiguous on both sides at once."""
+    packed = src_stride == block_bytes and dst_stride == block_bytes
+    first = 0
+    while first < len(src_rows):
+        end = first + 1
+        while (
+            packed
+            and end < len(src_rows)
+            and src_rows[end] == src_rows[end - 1] + 1
+            and dst_rows[end] == dst_rows[end - 1] + 1
+        ):
+            end += 1
+        source, destination = src + src_rows[first] * src_stride, dst + dst_rows[first] * dst_stride
+        if streaming:
+            stream(destination, source, (end - first) * block_bytes)
+        else:
+            memcpy(destination, source, (end - first) * block_bytes)
+        first = end
+    if streaming:
+        fence()
+
+
+@kernel(I64(_READONLY_ROWS, I64))
+def _first_outside(rows: Rows, num_rows: int) -> int:
+    """Position of the first row outside ``[0, num_rows)``; ``len(rows)`` when there is none."""
+    for position in range(len(rows)):
+        if rows[position] < 0 or rows[position] >= num_rows:
+            return position
+    return len(rows)

@@ -1,0 +1,119 @@
+"""What the manager answers: outcomes, plans, events, statistics. Plain values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.keys import Keys
+
+Slots = npt.NDArray[np.int32]
+
+
+class LookupResult(Enum):
+    """What the manager knows of one block; the names are vLLM's."""
+
+    MISS = auto()
+    """Not here: compute it."""
+    HIT = auto()
+    """Ready. A promise: `prepare_load` will succeed in this step."""
+    HIT_PENDING = auto()
+    """Being stored by another request: ask again in the next step, or compute it."""
+    RETRY = auto()
+    """Being brought up from a lower tier: ask again in the next step."""
+
+
+class PrefixLookup(NamedTuple):
+    """How much of a prefix is ready.
+
+    `num_ready` leading blocks are ready; `stopped_by` says what the block after them is (`HIT` if there
+    is none).
+    """
+
+    num_ready: int
+    stopped_by: LookupResult
+
+
+@dataclass(eq=False)
+class LoadPlan:
+    """Blocks that are pinned until `complete_load`: copy `slots[i]` to where `keys[i]` belongs.
+
+    `slots` has shape ``(len(keys),)``, int32.
+    """
+
+    request_id: str
+    keys: Keys
+    slots: Slots
+    epoch: int
+    completed: bool = False
+
+
+@dataclass(eq=False)
+class StorePlan:
+    """Blocks to copy: ``keys[i]`` into ``slots[i]``; in flight until `complete_store`.
+
+    Attributes:
+        keys: the offered keys that are to be stored, in the order in which they were offered. Empty if
+            all are here already, or none was admitted.
+        slots: shape ``(len(keys),)``, int32.
+        rows: shape ``(len(keys),)``, int32; position of each key in the batch that was offered.
+        evicted: keys that left for them. Their slots are reused at once: whoever reads them holds a pin,
+            and a pinned block is never evicted.
+        num_refused: offered keys that the admission rule refused.
+        num_dropped: offered keys, from the tail, for which there was no room.
+    """
+
+    request_id: str
+    keys: Keys
+    slots: Slots
+    rows: npt.NDArray[np.int32]
+    evicted: Keys
+    num_refused: int
+    num_dropped: int
+    epoch: int
+    completed: bool = False
+
+
+@dataclass(frozen=True)
+class OffloadingEvent:
+    """Blocks became readable in a medium (`removed` is False), or left it.
+
+    `block_size` is the number of tokens in a block, 0 where the manager was not told.
+    """
+
+    keys: Keys
+    block_size: int
+    medium: str
+    removed: bool
+
+
+@dataclass
+class ManagerStats:
+    """Counters since the manager was made, and how its slots are used now. All in blocks.
+
+    At all times ``free + writing + ready + condemned == capacity`` and
+    ``stored == ready + evicted + discarded``.
+    """
+
+    capacity: int = 0
+    free: int = 0
+    writing: int = 0
+    ready: int = 0
+    evictable: int = 0
+    condemned: int = 0
+    """Slots whose block is forgotten and which a transfer still uses: free when it ends."""
+    stored: int = 0
+    store_failed: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    refused: int = 0
+    """Not admitted."""
+    dropped: int = 0
+    """Admitted, but without room: everything else was pinned, in flight, or the request's own."""
+    discarded: int = 0
+    """Left without being evicted: damaged, or forgotten by `reset`."""
+    policy: dict[str, float] = field(default_factory=dict)

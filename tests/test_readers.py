@@ -1,0 +1,246 @@
+"""Trace files: what is read, what is written, and each complaint word for word."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.errors import TraceError
+from kvoffload.replay.readers import read_trace, write_trace
+from kvoffload.replay.trace import Trace
+from kvoffload.replay.workloads import BUILTIN, builtin, generate
+
+SUFFIXES = ["", ".gz", ".xz", ".zst"]
+
+
+def line(ids: list[object], *, input_length: object = None, timestamp: object = 0, **other: object) -> str:
+    length = 512 * len(ids) if input_length is None else input_length
+    request = {"timestamp": timestamp, "input_length": length, "output_length": 7, "hash_ids": ids}
+    return json.dumps({**request, **other})
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Callable[..., Path]:
+    """Writes lines into a file named chat.jsonl."""
+
+    def write(*lines: str | bytes) -> Path:
+        path = tmp_path / "chat.jsonl"
+        path.write_bytes(b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines))
+        return path
+
+    return write
+
+
+def chains(trace: Trace) -> list[list[int]]:
+    """The ids of each request."""
+    return [part.tolist() for part in np.split(trace.block_ids[trace.refs], trace.offsets[1:-1])]
+
+
+def assert_equal(one: Trace, other: Trace) -> None:
+    for name in ("refs", "offsets", "timestamps_ms", "output_tokens"):
+        left, right = getattr(one, name), getattr(other, name)
+        assert left.dtype == right.dtype, name
+        assert np.array_equal(left, right), name
+
+
+def test_reads_the_full_blocks_in_file_order(chat: Callable[..., Path]) -> None:
+    path = chat(
+        line([70, 80, 90], input_length=3 * 512 - 1, timestamp=3000, session=4),
+        line([70, -5], timestamp=1000),
+        line([1], input_length=511),
+        "",
+        "  ",
+    )
+    trace = read_trace(path)
+    assert chains(trace) == [[70, 80], [70, -5], []]
+    assert trace.name == "chat"
+    assert trace.block_ids.tolist() == [70, 80, -5]
+    assert trace.refs.tolist() == [0, 1, 0, 2]
+    assert trace.offsets.tolist() == [0, 2, 4, 4]
+    assert trace.timestamps_ms.tolist() == [3000, 1000, 0]
+    assert trace.output_tokens.tolist() == [7, 7, 7]
+    assert trace.skipped_lines == 0
+    assert [a.dtype for a in (trace.block_ids, trace.refs, trace.offsets)] == [np.int64, np.int32, np.int64]
+
+
+def test_ids_may_use_all_64_bits(chat: Callable[..., Path]) -> None:
+    assert chains(read_trace(chat(line([2**63 - 1, -(2**63)])))) == [[2**63 - 1, -(2**63)]]
+
+
+def test_block_tokens_decide_how_many_ids_count(chat: Callable[..., Path]) -> None:
+    assert chains(read_trace(chat(line([1, 2, 3], input_length=100)), block_tokens=50)) == [[1, 2]]
+
+
+BAD_LINES = {
+    "not json": ("{", "invalid JSON (Input data was truncated)"),
+    "two objects": (line([1]) + " x", "invalid JSON (JSON is malformed: trailing characters (byte 76))"),
+    "array": ("[]", "line: expected object, got array"),
+    "missing": ('{"timestamp": 1}', "field input_length: missing"),
+    "negative": (line([1], timestamp=-1), "field timestamp: expected int >= 0"),
+    "float": (line([1], timestamp=1.5), "field timestamp: expected int, got float"),
+    "null": (line([1], input_length="x"), "field input_length: expected int, got str"),
+    "huge": (line([1], timestamp=2**63), "field timestamp: expected int <= 9223372036854775807"),
+    "ids no list": ('{"timestamp":0,"input_length":1,"output_length":0,"hash_ids":5}',
+                    "field hash_ids: expected array, got int"),
+    "id of wrong type": (line([1, 2, 3, "4"]), "field hash_ids[3]: expected int, got str"),
+    "id too large": (line([1, 2**63]), "field hash_ids[1]: 9223372036854775808 does not fit into 64 bits"),
+    "too few ids": (line([1, 2], input_length=1536),
+                    "field hash_ids: 2 ids, but input_length 1536 has 3 blocks of 512 tokens"),
+    "not utf-8": (b'{"\xff": 1}', "not UTF-8 (byte 2)"),
+    "id twice": (line([1, 2, 1]), "field hash_ids[2]: id 1 stands twice in this request"),
+    "other parent": (line([9, 11]),
+                     "field hash_ids[1]: id 11 follows id 9 here, but follows id 10 in line 1"),
+    "no parent": (line([11]), "field hash_ids[0]: id 11 comes first here, but follows id 10 in line 1"),
+    "new parent": (line([9, 10]), "field hash_ids[1]: id 10 follows id 9 here, but comes first in line 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_named_or_skipped(chat: Callable[..., Path], bad: str | bytes, reason: str) -> None:
+    path = chat(line([10, 11]), "", bad, line([10, 12]))
+    with pytest.raises(TraceError) as error:
+        read_trace(path)
+    assert str(error.value) == f"{path}:3: {reason}"
+    trace = read_trace(path, skip_bad_lines=True)
+    assert chains(trace) == [[10, 11], [10, 12]]
+    assert trace.skipped_lines == 1
+
+
+def test_a_skipped_line_does_not_say_what_follows_what(chat: Callable[..., Path]) -> None:
+    broken, good = line([5, 2, 3], timestamp=1), line([6, 3], timestamp=2)
+    trace = read_trace(chat(line([1, 2]), broken, good, "nonsense"), skip_bad_lines=True)
+    assert chains(trace) == [[1, 2], [6, 3]]
+    assert trace.timestamps_ms.tolist() == [0, 2]
+    assert trace.skipped_lines == 2
+
+
+UNREADABLE = {
+    "missing.jsonl": (None, "no such file or directory"),
+    "empty.jsonl": (b"", "no requests in it"),
+    "blank.jsonl": (b"\n\n", "no requests in it"),
+    "empty.jsonl.gz": (b"", "no requests in it"),
+    "empty.jsonl.zst": (b"", "no requests in it"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, name: str) -> None:
+    content, reason = UNREADABLE[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TraceError) as error:
+        read_trace(tmp_path / name)
+    assert str(error.value) == f"{tmp_path / name}: {reason}"
+
+
+def test_a_directory_is_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="is a directory"):
+        read_trace(tmp_path)
+
+
+def test_a_file_without_a_good_line_is_an_error_even_when_skipping(chat: Callable[..., Path]) -> None:
+    path = chat("{", "}")
+    with pytest.raises(TraceError) as error:
+        read_trace(path, skip_bad_lines=True)
+    assert str(error.value) == f"{path}: no requests in it (2 bad lines)"
+
+
+COMPRESS = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_truncated_file_is_an_error(tmp_path: Path, suffix: str, skip: bool) -> None:
+    whole = COMPRESS[suffix](b"".join(line([i, -i - 1]).encode() + b"\n" for i in range(5000)))
+    path = tmp_path / f"cut.jsonl{suffix}"
+    for length in (len(whole) - 3, len(whole) // 2, 9):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TraceError, match=r"cut\.jsonl\.\w+: damaged or truncated after line \d+ \("):
+            read_trace(path, skip_bad_lines=skip)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_file_of_another_kind_is_an_error(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"plain.jsonl{suffix}"
+    path.write_text(line([1]) + "\n")
+    with pytest.raises(TraceError, match="damaged or truncated after line 0"):
+        read_trace(path)
+
+
+def test_zstd_frames_one_after_the_other_are_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "two.jsonl.zst"
+    path.write_bytes(b"".join(COMPRESS[".zst"](line([i]).encode() + b"\n") for i in (1, 2)))
+    assert chains(read_trace(path)) == [[1], [2]]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_written_is_read_and_its_bytes_repeat(tmp_path: Path, suffix: str) -> None:
+    trace = generate(builtin("agent", sessions=2))
+    first, second = tmp_path / f"agent.jsonl{suffix}", tmp_path / f"again.jsonl{suffix}"
+    write_trace(trace, first)
+    write_trace(trace, second)
+    assert first.read_bytes() == second.read_bytes()
+    if suffix == ".gz":
+        assert first.read_bytes()[3:8] == bytes(5), "neither a name nor a time in the header"
+    again = read_trace(first)
+    assert again.name == "agent"
+    assert np.array_equal(again.block_ids, trace.block_ids)
+    assert_equal(again, trace)
+
+
+@given(
+    st.sampled_from(sorted(BUILTIN)),
+    st.integers(1, 6),
+    st.sampled_from([16, 512, 3000]),
+    st.integers(0, 999_999_999),
+)
+@settings(max_examples=20, deadline=None)
+def test_any_generated_trace_is_chained(
+    tmp_path_factory: pytest.TempPathFactory, name: str, sessions: int, block_tokens: int, seed: int
+) -> None:
+    trace = generate(builtin(name, sessions=sessions, block_tokens=block_tokens, seed=seed))
+    path = tmp_path_factory.mktemp("generated") / "trace.jsonl"
+    write_trace(trace, path)
+    assert_equal(read_trace(path, block_tokens=block_tokens), trace)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_progress_grows_to_one(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"chat.jsonl{suffix}"
+    write_trace(generate(builtin("chat")), path)
+    told: list[float] = []
+    read_trace(path, progress=told.append)
+    assert told == sorted(told)
+    assert len(told) > 5
+    assert told[0] >= 0
+    assert told[-1] == 1.0
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize(
+    ("name", "requests", "block_refs", "unique_blocks"),
+    [
+        ("conversation_first60", 6_848, 164_481, 105_145),
+        ("agentic_12h", 26_087, 4_601_044, 186_550),
+        ("agentic_3h", 26_087, 4_601_044, 186_550),
+    ],
+)
+def test_recorded_traces(
+    recorded_trace_path: Callable[[str], Path],
+    name: str,
+    requests: int,
+    block_refs: int,
+    unique_blocks: int,
+) -> None:
+    trace = read_trace(recorded_trace_path(name))
+    assert (trace.name, trace.requests) == (name, requests)
+    assert (trace.block_refs, trace.unique_blocks) == (block_refs, unique_blocks)

@@ -1,0 +1,98 @@
+"""``kvoffload trace``, and the names that it takes for a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from kvoffload.cli.trace import trace as command
+from kvoffload.errors import ConfigError, TraceError
+from kvoffload.replay.sources import load_trace
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+def test_a_generated_file_is_the_built_in_trace(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl.zst"
+    result = invoke("generate", "chat", "--output", str(path))
+    assert result.exit_code == 0, result.output
+    assert result.output == f"{path}: 1,992 requests, 48,494 block references, 30,871 unique blocks\n"
+    read, made = load_trace(path), load_trace("chat")
+    assert np.array_equal(read.refs, made.refs)
+    assert (read.name, made.name) == ("mine", "chat")
+
+
+def test_parameters_are_options(tmp_path: Path) -> None:
+    path = tmp_path / "few.jsonl"
+    options = ["--sessions", "5", "--turns", "1", "--first-tokens", "1000", "0", "--seed", "4"]
+    assert invoke("generate", "chat", "--output", str(path), *options).exit_code == 0
+    trace = load_trace(path)
+    assert trace.requests == 5
+    assert set(np.diff(trace.offsets).tolist()) == {3}
+    assert "think-time-s MEDIAN SIGMA" in invoke("generate", "--help").output
+    assert "other dice, same workload" in invoke("generate", "--help").output
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+    path = tmp_path / "precious.jsonl"
+    path.write_text("precious")
+    arguments = ("generate", "rag", "--sessions", "3", "--output", str(path))
+    error = invoke(*arguments).exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == f"output: {str(path)!r} is not possible; a file that does not exist yet, or --force"
+    assert path.read_text() == "precious"
+    assert invoke(*arguments, "--force").exit_code == 0
+    assert load_trace(path).requests >= 3
+
+
+def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    error = invoke(
+        "generate", "rag", "--sessions", "1", "--output", str(tmp_path / "no" / "x.jsonl")
+    ).exception
+    assert isinstance(error, ConfigError)
+    assert str(error).endswith("is not possible; a writable file (No such file or directory)")
+
+
+def test_info_as_json() -> None:
+    result = invoke("info", "chat", "--format", "json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["trace"] == "chat"
+    assert found["block_refs"] == 48_494
+    assert list(found["reuse_time_s"]) == ["p10", "p25", "p50", "p75", "p90", "p99"]
+    assert [row["capacity_percent"] for row in found["optimum"]] == [1, 2, 5, 10, 20, None]
+    assert found["optimum"][-1]["prefix_hit_blocks"] == 48_494 - found["unique_blocks"]
+
+
+def test_info_for_people(tmp_path: Path) -> None:
+    path = tmp_path / "two.jsonl"
+    request = '{"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}\n'
+    path.write_text(request * 2 + "bad\n")
+    assert isinstance(invoke("info", str(path)).exception, TraceError)
+    output = invoke("info", str(path), "--skip-bad-lines").output
+    assert "trace two" in output
+    assert "skipped lines" in output
+    assert "no limit" in output
+    assert "0.5000" in output
+
+
+def test_what_is_neither_file_nor_built_in() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_trace("no-such-trace")
+    assert str(error.value) == "trace: 'no-such-trace' is not possible; a file, or one of: agent, chat, rag"
+    with pytest.raises(ConfigError, match="block_tokens: 0 is not possible"):
+        load_trace("chat", block_tokens=0)
+    with pytest.raises(ConfigError, match="block_tokens: 0 is not possible"):
+        load_trace(__file__, block_tokens=0)
+
+
+def test_a_built_in_trace_is_cut_into_blocks_of_the_asked_size() -> None:
+    assert load_trace("rag", block_tokens=256).block_refs == pytest.approx(
+        2 * load_trace("rag").block_refs, rel=0.1
+    )
