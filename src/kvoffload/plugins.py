@@ -6,7 +6,7 @@ import difflib
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from kvoffload.errors import ConfigError
 
@@ -19,7 +19,7 @@ class Registry(Generic[T]):
     A class is imported when it is asked for.
     """
 
-    def __init__(self, field: str, base: type[T], group: str, builtin: Mapping[str, str]) -> None:
+    def __init__(self, field: str, base: type[Any], group: str, builtin: Mapping[str, str]) -> None:
         self._field, self._base, self._group, self._builtin = field, base, group, dict(builtin)
 
     def names(self) -> list[str]:
@@ -35,9 +35,7 @@ class Registry(Generic[T]):
         if not attribute:
             near = difflib.get_close_matches(name, self.names(), 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ConfigError(
-                self._field, name, f"allowed: {', '.join(self.names())}, or module:Class{hint}"
-            )
+            raise ConfigError(self._field, name, f"allowed: {', '.join(self.names())}, or module:Class{hint}")
         try:
             found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
@@ -47,4 +45,4 @@ class Registry(Generic[T]):
     def _check(self, name: str, found: object) -> type[T]:
         if not (isinstance(found, type) and issubclass(found, self._base)):
             raise ConfigError(self._field, name, f"it must be a subclass of {self._base.__name__}")
-        return cast("type[T]", found)
+        return found

@@ -51,6 +51,15 @@ class LoadPlan:
     epoch: int
     completed: bool = False
 
+    def split(self) -> list[LoadPlan]:
+        """One plan for each block, to be completed one by one in place of this one."""
+        self.completed = True
+        rows = range(len(self.slots))
+        return [
+            LoadPlan(self.request_id, self.keys[row : row + 1], self.slots[row : row + 1], self.epoch)
+            for row in rows
+        ]
+
 
 @dataclass(eq=False)
 class StorePlan:
@@ -59,23 +68,47 @@ class StorePlan:
     Attributes:
         keys: the offered keys that are to be stored, in the order in which they were offered. Empty if
             all are here already, or none was admitted.
-        slots: shape ``(len(keys),)``, int32.
-        rows: shape ``(len(keys),)``, int32; position of each key in the batch that was offered.
-        evicted: keys that left for them. Their slots are reused at once: whoever reads them holds a pin,
-            and a pinned block is never evicted.
+        slots: shape ``(len(keys),)``, int32. The last ``len(evicted)`` are those of the evicted blocks,
+            in that order.
+        missing_rows: int32; the rows of the offered batch that were not here: first those that are
+            stored, then those that were dropped, then those that were refused.
+        evicted: keys that left. Their slots are reused at once: whoever reads them holds a pin, and a
+            pinned block is never evicted.
+        num_dropped: offered keys that were admitted and found no room.
         num_refused: offered keys that the admission rule refused.
-        num_dropped: offered keys, from the tail, for which there was no room.
     """
 
     request_id: str
     keys: Keys
     slots: Slots
-    rows: npt.NDArray[np.int32]
+    missing_rows: npt.NDArray[np.int32]
     evicted: Keys
-    num_refused: int
     num_dropped: int
+    num_refused: int
     epoch: int
     completed: bool = False
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """Shape ``(len(keys),)``, int32; the row of each key in the batch that was offered."""
+        return self.missing_rows[: len(self.slots)]
+
+    def split(self) -> list[StorePlan]:
+        """One plan for each block, to be completed one by one in place of this one."""
+        self.completed = True
+        return [
+            StorePlan(
+                self.request_id,
+                self.keys[row : row + 1],
+                self.slots[row : row + 1],
+                self.missing_rows[row : row + 1],
+                self.evicted[:0],
+                0,
+                0,
+                self.epoch,
+            )
+            for row in range(len(self.slots))
+        ]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from kvoffload.core.jit import (
     READONLY_U64_MATRIX,
     U64_ARRAY,
     U64_MATRIX,
+    I32s,
+    U64s,
     kernel,
 )
 from kvoffload.core.keylists import KeyLists, forget_coldest, remember
@@ -64,7 +66,7 @@ class ReuseAdmission(Admission):
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, I32_MATRIX, I32_ARRAY, READONLY_U64_MATRIX))
-def _count(table, keys, links, counts, batch):  # type: ignore[no-untyped-def]
+def _count(table: U64s, keys: U64s, links: I32s, counts: I32s, batch: U64s) -> int:
     tracked, spare = links.shape[0] - 2, links.shape[0] - 1
     # Of a request longer than the tracker only the head can be remembered.
     length = min(batch.shape[0], keys.shape[0])
@@ -87,7 +89,7 @@ def _count(table, keys, links, counts, batch):  # type: ignore[no-untyped-def]
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, READONLY_U64_MATRIX, I64))
-def _admit(table, keys, counts, batch, threshold):  # type: ignore[no-untyped-def]
+def _admit(table: U64s, keys: U64s, counts: I32s, batch: U64s, threshold: int) -> int:
     for row in range(batch.shape[0]):
         position = find(table, keys, batch, row, hash_row(batch, row))
         if position == ABSENT or counts[position] < threshold:

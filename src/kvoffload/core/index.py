@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.jit import BYTES, I64, READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, inline, kernel
+from kvoffload.core.jit import BYTES, I64, READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, U64s, inline, kernel
 from kvoffload.core.keys import Keys, words_per_key
 
 ABSENT = -1
@@ -47,23 +47,24 @@ class Index:
 
     def key_at(self, position: int) -> bytes:
         """The key at `position`."""
-        return self.keys[position].tobytes()[: self.key_bytes]
+        row: bytes = self.keys[position].tobytes()
+        return row[: self.key_bytes]
 
 
 @inline
-def _mix(h, word):  # type: ignore[no-untyped-def]
+def _mix(h: np.uint64, word: np.uint64) -> np.uint64:
     h = (h ^ word) * np.uint64(0xFF51AFD7ED558CCD)
     return h ^ (h >> np.uint64(32))
 
 
 @inline
-def _finish(h):  # type: ignore[no-untyped-def]
+def _finish(h: np.uint64) -> np.uint64:
     h *= np.uint64(0xC4CEB9FE1A85EC53)
     return h ^ (h >> np.uint64(29))
 
 
 @inline
-def hash_row(keys, row):  # type: ignore[no-untyped-def]
+def hash_row(keys: U64s, row: int) -> np.uint64:
     """64-bit hash of a packed key: a multiply and a shift a word, and murmur3's finisher."""
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):
@@ -72,37 +73,35 @@ def hash_row(keys, row):  # type: ignore[no-untyped-def]
 
 
 @inline
-def same_key(a, i, b, j):  # type: ignore[no-untyped-def]
+def same_key(a: U64s, i: int, b: U64s, j: int) -> bool:
     """Whether the rows `a[i]` and `b[j]` are one key."""
-    for word in range(a.shape[1]):
+    for word in range(a.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if a[i, word] != b[j, word]:
             return False
     return True
 
 
 @inline
-def copy_key(to, i, source, j):  # type: ignore[no-untyped-def]
+def copy_key(to: U64s, i: int, source: U64s, j: int) -> None:
     """``to[i] = source[j]``."""
     for word in range(to.shape[1]):
         to[i, word] = source[j, word]
 
 
 @inline
-def home_bucket(table, h):  # type: ignore[no-untyped-def]
+def home_bucket(table: U64s, h: np.uint64) -> int:
     """Where the search for a key with hash `h` begins."""
     return np.int64(((h >> np.uint64(32)) * np.uint64(table.shape[0])) >> np.uint64(32))
 
 
 @inline
-def bucket_of(table, keys, batch, row, h):  # type: ignore[no-untyped-def]
+def bucket_of(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64) -> int:
     """Bucket of the key `batch[row]`, whose hash is `h`; the empty one where it belongs if it is absent."""
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
     while True:
         entry = table[bucket]
-        if entry == 0 or (
-            entry >> np.uint64(32) == tag and same_key(keys, position_in(entry), batch, row)
-        ):
+        if entry == 0 or (entry >> np.uint64(32) == tag and same_key(keys, position_in(entry), batch, row)):
             return bucket
         bucket += 1
         if bucket == table.shape[0]:
@@ -110,26 +109,28 @@ def bucket_of(table, keys, batch, row, h):  # type: ignore[no-untyped-def]
 
 
 @inline
-def position_in(entry):  # type: ignore[no-untyped-def]
+def position_in(entry: np.uint64) -> int:
     """Position that a bucket's entry stands for; ABSENT for an empty bucket."""
     return np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
 
 
 @inline
-def find(table, keys, batch, row, h):  # type: ignore[no-untyped-def]
+def find(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64) -> int:
     """Position of the key `batch[row]`, whose hash is `h`, or ABSENT."""
     return position_in(table[bucket_of(table, keys, batch, row, h)])
 
 
 @inline
-def fill_bucket(table, bucket, keys, batch, row, h, position):  # type: ignore[no-untyped-def]
+def fill_bucket(
+    table: U64s, bucket: int, keys: U64s, batch: U64s, row: int, h: np.uint64, position: int
+) -> None:
     """Put the key `batch[row]` at `position`; `bucket` is the empty one that `bucket_of` gave."""
     copy_key(keys, position, batch, row)
     table[bucket] = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
 
 
 @inline
-def insert(table, keys, batch, row, h, position):  # type: ignore[no-untyped-def]
+def insert(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64, position: int) -> None:
     """Put the key `batch[row]`, which must be absent, at `position`."""
     bucket = home_bucket(table, h)
     while table[bucket] != 0:
@@ -140,7 +141,7 @@ def insert(table, keys, batch, row, h, position):  # type: ignore[no-untyped-def
 
 
 @inline
-def remove(table, keys, position):  # type: ignore[no-untyped-def]
+def remove(table: U64s, keys: U64s, position: int) -> None:
     """Take the key at `position` out of the table and close the gap. The key's row stays readable."""
     size = table.shape[0]
     h = hash_row(keys, position)
@@ -169,27 +170,27 @@ def remove(table, keys, position):  # type: ignore[no-untyped-def]
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, READONLY_U64_MATRIX, I64))
-def find_one(table, keys, batch, row):  # type: ignore[no-untyped-def]
+def find_one(table: U64s, keys: U64s, batch: U64s, row: int) -> int:
     """`find`, for callers in Python."""
     return find(table, keys, batch, row, hash_row(batch, row))
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, READONLY_U64_MATRIX, I64, I64))
-def insert_one(table, keys, batch, row, position):  # type: ignore[no-untyped-def]
+def insert_one(table: U64s, keys: U64s, batch: U64s, row: int, position: int) -> int:
     """`insert`, for callers in Python."""
     insert(table, keys, batch, row, hash_row(batch, row), position)
     return position
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, I64))
-def remove_one(table, keys, position):  # type: ignore[no-untyped-def]
+def remove_one(table: U64s, keys: U64s, position: int) -> int:
     """`remove`, for callers in Python."""
     remove(table, keys, position)
     return position
 
 
 @inline
-def _word(key, word):  # type: ignore[no-untyped-def]
+def _word(key: bytes, word: int) -> np.uint64:
     """Word `word` of a key given as bytes, packed as `Keys.pack` does."""
     packed = np.uint64(0)
     for byte in range(min(8, len(key) - 8 * word)):
@@ -198,7 +199,7 @@ def _word(key, word):  # type: ignore[no-untyped-def]
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, BYTES))
-def find_bytes(table, keys, key):  # type: ignore[no-untyped-def]
+def find_bytes(table: U64s, keys: U64s, key: bytes) -> int:
     """`find` for one key as bytes, without packing it first: the path of engines that ask key by key."""
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):

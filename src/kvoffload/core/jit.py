@@ -10,14 +10,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numba
+import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types as nb
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+F64s: TypeAlias = npt.NDArray[np.float64]
+I32s: TypeAlias = npt.NDArray[np.int32]
+U32s: TypeAlias = npt.NDArray[np.uint32]
+U64s: TypeAlias = npt.NDArray[np.uint64]
 
 I64 = nb.int64
 F64 = nb.float64
@@ -47,25 +55,26 @@ BYTES = nb.Bytes(nb.uint8, 1, "C", readonly=True)
 
 def kernel(signature: Any) -> Callable[[F], F]:
     """Compile a function for exactly `signature`, now, through numba's on-disk cache."""
-    compiled: Callable[[F], F] = numba.njit(signature, cache=True, nogil=True, _nrt=False)
+    options: Any = {"cache": True, "nogil": True, "_nrt": False}
+    compiled: Callable[[F], F] = numba.njit(signature, **options)
     return compiled
 
 
 def inline(function: F) -> F:
     """Mark a helper that kernels call: compiled into each of them, never called from Python."""
-    compiled: F = numba.njit(forceinline=True, _nrt=False)(function)
+    options: Any = {"forceinline": True, "_nrt": False}
+    compiled: F = numba.njit(**options)(function)
     return compiled
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing_context, array, row):  # type: ignore[no-untyped-def]
+def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
     """Ask the processor to fetch the first bytes of ``array[row]``; a kernel goes on meanwhile.
 
     Most of what the control plane costs at a million blocks is waiting for memory, one cache line after
     the other. A loop that first asks for all its lines waits about once.
     """
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array_type = signature.args[0]
         view = context.make_array(array_type)(context, builder, arguments[0])
         stride = builder.extract_value(view.strides, 0)
@@ -79,6 +88,9 @@ def prefetch(typing_context, array, row):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return nb.void(array, nb.int64), generate
+
+
+prefetch: Any = intrinsic(_prefetch)
 
 
 def _drop_stale_kernels() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.core.index import Index, insert, remove
-from kvoffload.core.jit import inline
+from kvoffload.core.jit import I32s, U64s, inline
 from kvoffload.core.lists import PREV, Lists, push_head, unlink
 
 
@@ -50,7 +50,7 @@ class KeyLists:
 
 
 @inline
-def remember(table, keys, links, sentinel, batch, row, h):  # type: ignore[no-untyped-def]
+def remember(table: U64s, keys: U64s, links: I32s, sentinel: int, batch: U64s, row: int, h: np.uint64) -> int:
     """Put the absent key `batch[row]` at the head of a list; a spare position must be left."""
     spare = links.shape[0] - 1
     position = links[spare, PREV]
@@ -61,7 +61,7 @@ def remember(table, keys, links, sentinel, batch, row, h):  # type: ignore[no-un
 
 
 @inline
-def forget(table, keys, links, position):  # type: ignore[no-untyped-def]
+def forget(table: U64s, keys: U64s, links: I32s, position: int) -> None:
     """Forget the key at `position`, which becomes spare."""
     remove(table, keys, position)
     unlink(links, position)
@@ -69,6 +69,6 @@ def forget(table, keys, links, position):  # type: ignore[no-untyped-def]
 
 
 @inline
-def forget_coldest(table, keys, links, sentinel):  # type: ignore[no-untyped-def]
+def forget_coldest(table: U64s, keys: U64s, links: I32s, sentinel: int) -> None:
     """Forget the last key of a list that is not empty."""
     forget(table, keys, links, links[sentinel, PREV])

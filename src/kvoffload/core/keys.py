@@ -66,7 +66,8 @@ class Keys(Sequence[bytes]):
     def __getitem__(self, item: int | slice) -> bytes | Keys:
         if isinstance(item, slice):
             return Keys(np.ascontiguousarray(self.words[item]), self.key_bytes)
-        return self.words[item].tobytes()[: self.key_bytes]
+        row: bytes = self.words[item].tobytes()
+        return row[: self.key_bytes]
 
     def __iter__(self) -> Iterator[bytes]:
         size, stride = self.key_bytes, self.words.shape[1] * 8

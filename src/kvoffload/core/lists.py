@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.jit import inline
+from kvoffload.core.jit import I32s, inline
 
 PREV, NEXT, LIST = 0, 1, 2
 UNLISTED = -1
@@ -53,7 +53,7 @@ class Lists:
 
 
 @inline
-def push_head(links, sentinel, position):  # type: ignore[no-untyped-def]
+def push_head(links: I32s, sentinel: int, position: int) -> None:
     """Make `position`, which is in no list, the head."""
     head = links[sentinel, NEXT]
     links[position, PREV] = sentinel
@@ -65,7 +65,7 @@ def push_head(links, sentinel, position):  # type: ignore[no-untyped-def]
 
 
 @inline
-def unlink(links, position):  # type: ignore[no-untyped-def]
+def unlink(links: I32s, position: int) -> None:
     """Take `position` out of its list."""
     before, after = links[position, PREV], links[position, NEXT]
     links[before, NEXT] = after
@@ -75,7 +75,7 @@ def unlink(links, position):  # type: ignore[no-untyped-def]
 
 
 @inline
-def move_to_head(links, sentinel, position):  # type: ignore[no-untyped-def]
+def move_to_head(links: I32s, sentinel: int, position: int) -> None:
     """Make `position`, wherever it is, the head of the list."""
     unlink(links, position)
     push_head(links, sentinel, position)

@@ -95,9 +95,19 @@ class OffloadingManager:
 
     # ---- requests
 
-    def begin_request(self, request_id: str) -> RequestContext:
-        """Open the record of one inference request; pass it to every call made for that request."""
-        return RequestContext(request_id, self.key_bytes)
+    def begin_request(self, request_id: str, keys: Sequence[bytes] = ()) -> RequestContext:
+        """Open the record of one inference request; pass it to every call made for that request.
+
+        Args:
+            request_id: for messages; need not be unique.
+            keys: the request's whole prefix, if it is known. Give it where the device serves the head
+                and only the rest is looked up here: a hit refreshes the whole path from the root, and
+                all of it is protected while the request stores.
+        """
+        ctx = RequestContext(request_id, self.key_bytes)
+        if keys:
+            ctx.see(self._pack(keys))
+        return ctx
 
     def finish_request(self, ctx: RequestContext) -> None:
         """Commit what the request used, its whole path in one go. Transfers may still be in flight.
@@ -233,7 +243,7 @@ class OffloadingManager:
         self._counts.dropped += num_admitted - count
 
         slots = np.empty(count, np.int32)
-        evicted = np.empty((count - min(count, self._num_free), fresh.shape[1]), np.uint64)
+        evicted = np.empty((count - min(count, self._num_free), index.keys.shape[1]), np.uint64)
         entering = Keys(fresh[:count], self.key_bytes)
         if count:
             self._enter(ctx, positions, rows[:count], entering, slots, evicted)
@@ -241,10 +251,10 @@ class OffloadingManager:
             ctx.request_id,
             entering,
             slots,
-            rows[:count],
+            rows[:num_fresh],
             Keys(evicted, self.key_bytes),
-            num_fresh - num_admitted,
             num_admitted - count,
+            num_fresh - num_admitted,
             self._epoch,
         )
 

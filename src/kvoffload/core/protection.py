@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffload.core.index import ABSENT, Index, find, find_one, hash_row
-from kvoffload.core.jit import inline
+from kvoffload.core.jit import I32s, U64s, inline
 from kvoffload.core.keys import Keys
 from kvoffload.core.request import RequestContext
 
@@ -39,7 +39,7 @@ class Protected:
 
 
 @inline
-def evictable(ref_cnt, path_table, path_keys, index_keys, slot):  # type: ignore[no-untyped-def]
+def evictable(ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s, slot: int) -> bool:
     """Whether the block in `slot` may leave."""
     if ref_cnt[slot] != 0:
         return False

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.index import ABSENT, Index, bucket_of, fill_bucket, hash_row, position_in, same_key
-from kvoffload.core.jit import I32_ARRAY, I64, READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, kernel
+from kvoffload.core.jit import I32_ARRAY, I64, READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, I32s, U64s, kernel
 from kvoffload.core.keys import Keys
 
 HASH, HINT, FLAGS = 0, 1, 2
@@ -71,9 +71,7 @@ class RequestContext:
         if self.length + len(batch) > len(self.notes):
             self._grow(self.length + len(batch))
         positions = np.empty(len(batch), np.int32)
-        self.length = _see(
-            self.path.table, self.path.keys, self.notes, self.length, batch.words, positions
-        )
+        self.length = _see(self.path.table, self.path.keys, self.notes, self.length, batch.words, positions)
         return positions
 
     def keys(self) -> Keys:
@@ -90,7 +88,7 @@ class RequestContext:
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, U64_MATRIX, I64, READONLY_U64_MATRIX, I32_ARRAY))
-def _see(table, keys, notes, length, batch, positions):  # type: ignore[no-untyped-def]
+def _see(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, positions: I32s) -> int:
     following = 0
     for row in range(batch.shape[0]):
         # Batches of one request repeat each other: most keys follow their predecessor on the path.

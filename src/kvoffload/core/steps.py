@@ -21,6 +21,10 @@ from kvoffload.core.jit import (
     U32_ARRAY,
     U64_ARRAY,
     U64_MATRIX,
+    Bools,
+    I32s,
+    U32s,
+    U64s,
     inline,
     kernel,
     prefetch,
@@ -33,7 +37,7 @@ _CHUNK = 128
 
 
 @inline
-def _hinted(generation, notes, position):  # type: ignore[no-untyped-def]
+def _hinted(generation: U32s, notes: U64s, position: int) -> int:
     """Slot of a key that was found before and has not moved since, or ABSENT."""
     hint = notes[position, HINT]
     if hint != 0:
@@ -44,12 +48,12 @@ def _hinted(generation, notes, position):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _note(generation, notes, position, slot):  # type: ignore[no-untyped-def]
+def _note(generation: U32s, notes: U64s, position: int, slot: int) -> None:
     notes[position, HINT] = (np.uint64(generation[slot]) << np.uint64(32)) | np.uint64(slot + 1)
 
 
 @inline
-def _resolve(table, keys, generation, path_keys, notes, position):  # type: ignore[no-untyped-def]
+def _resolve(table: U64s, keys: U64s, generation: U32s, path_keys: U64s, notes: U64s, position: int) -> int:
     """Slot of the key at `position`, or ABSENT."""
     slot = _hinted(generation, notes, position)
     if slot == ABSENT:
@@ -60,7 +64,7 @@ def _resolve(table, keys, generation, path_keys, notes, position):  # type: igno
 
 
 @inline
-def _prefetch(table, keys, notes, positions, start):  # type: ignore[no-untyped-def]
+def _prefetch(table: U64s, keys: U64s, notes: U64s, positions: I32s, start: int) -> None:
     """Ask for the cache lines that resolving the next chunk will need."""
     stop = min(start + _CHUNK, positions.shape[0])
     for row in range(start, stop):
@@ -73,7 +77,9 @@ def _prefetch(table, keys, notes, positions, start):  # type: ignore[no-untyped-
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY))
-def leading_ready(table, keys, ref_cnt, generation, path_keys, notes, positions):  # type: ignore[no-untyped-def]
+def leading_ready(
+    table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, path_keys: U64s, notes: U64s, positions: I32s
+) -> int:
     """Length of the leading run of ready blocks; its complement (``~n``) if a block in flight ends it."""
     for row in range(positions.shape[0]):
         if row % _CHUNK == 0:
@@ -89,7 +95,16 @@ def leading_ready(table, keys, ref_cnt, generation, path_keys, notes, positions)
 @kernel(
     I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY, I32_ARRAY)
 )
-def pin(table, keys, ref_cnt, generation, path_keys, notes, positions, slots):  # type: ignore[no-untyped-def]
+def pin(
+    table: U64s,
+    keys: U64s,
+    ref_cnt: I32s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    slots: I32s,
+) -> int:
     """Pin a batch; returns how many blocks had no pin before, or ``~row`` of one that is not ready."""
     for row in range(positions.shape[0]):
         slot = _resolve(table, keys, generation, path_keys, notes, positions[row])
@@ -104,7 +119,7 @@ def pin(table, keys, ref_cnt, generation, path_keys, notes, positions, slots):  
 
 
 @kernel(I64(I32_ARRAY, READONLY_I32_ARRAY))
-def unpin(ref_cnt, slots):  # type: ignore[no-untyped-def]
+def unpin(ref_cnt: I32s, slots: I32s) -> int:
     """Take one pin from each slot; returns how many have none left."""
     released = 0
     for i in range(slots.shape[0]):
@@ -126,7 +141,17 @@ def unpin(ref_cnt, slots):  # type: ignore[no-untyped-def]
         BOOL_ARRAY,
     )
 )
-def access(table, keys, generation, path_keys, notes, positions, whole_path, slots, reused):  # type: ignore[no-untyped-def]
+def access(
+    table: U64s,
+    keys: U64s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    whole_path: bool,
+    slots: I32s,
+    reused: Bools,
+) -> int:
     """Mark a batch as accessed by its request; collects the slots of those that are here.
 
     `reused` tells which of them were not accessed before. The others are left out, unless `whole_path`.
@@ -147,7 +172,7 @@ def access(table, keys, generation, path_keys, notes, positions, whole_path, slo
 
 
 @kernel(I64(U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY, U64_MATRIX))
-def uncounted(path_keys, notes, positions, out):  # type: ignore[no-untyped-def]
+def uncounted(path_keys: U64s, notes: U64s, positions: I32s, out: U64s) -> int:
     """Mark a batch as counted by the admission rule; collects the keys that were not."""
     found = 0
     for row in range(positions.shape[0]):
@@ -172,7 +197,16 @@ def uncounted(path_keys, notes, positions, out):  # type: ignore[no-untyped-def]
         I32_ARRAY,
     )
 )
-def missing(table, keys, generation, path_keys, notes, positions, fresh, rows):  # type: ignore[no-untyped-def]
+def missing(
+    table: U64s,
+    keys: U64s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    fresh: U64s,
+    rows: I32s,
+) -> int:
     """Collect the keys of a batch that are not here, each once, and their rows in the batch."""
     found = 0
     for row in range(positions.shape[0]):
@@ -192,7 +226,9 @@ def missing(table, keys, generation, path_keys, notes, positions, fresh, rows): 
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, I64))
-def own_evictable(table, keys, ref_cnt, generation, path_keys, notes, length):  # type: ignore[no-untyped-def]
+def own_evictable(
+    table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, path_keys: U64s, notes: U64s, length: int
+) -> int:
     """How many blocks of a request's path are here without a pin."""
     found = 0
     for position in range(length):
@@ -202,7 +238,9 @@ def own_evictable(table, keys, ref_cnt, generation, path_keys, notes, length):  
 
 
 @inline
-def _first_wrong_victim(ref_cnt, path_table, path_keys, keys, slots, num_free):  # type: ignore[no-untyped-def]
+def _first_wrong_victim(
+    ref_cnt: I32s, path_table: U64s, path_keys: U64s, keys: U64s, slots: I32s, num_free: int
+) -> int:
     """Row of the first victim that may not leave or is named twice, or -1: a policy is not trusted."""
     wrong = -1
     checked = slots.shape[0]
@@ -234,20 +272,20 @@ def _first_wrong_victim(ref_cnt, path_table, path_keys, keys, slots, num_free): 
         U64_MATRIX,
     )
 )
-def enter(  # type: ignore[no-untyped-def]
-    table,
-    keys,
-    ref_cnt,
-    generation,
-    path_table,
-    path_keys,
-    notes,
-    positions,
-    rows,
-    slots,
-    num_free,
-    evicted,
-):
+def enter(
+    table: U64s,
+    keys: U64s,
+    ref_cnt: I32s,
+    generation: U32s,
+    path_table: U64s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    rows: I32s,
+    slots: I32s,
+    num_free: int,
+    evicted: U64s,
+) -> int:
     """Put some rows of a batch into `slots`, in flight; collects the keys of the blocks that leave.
 
     The slots from `num_free` on are the policy's victims. If one of them is wrong, its index is returned
@@ -277,7 +315,7 @@ def enter(  # type: ignore[no-untyped-def]
 
 
 @kernel(I64(I32_ARRAY, READONLY_I32_ARRAY))
-def become_ready(ref_cnt, slots):  # type: ignore[no-untyped-def]
+def become_ready(ref_cnt: I32s, slots: I32s) -> int:
     """Blocks in flight can be read from now on."""
     for i in range(slots.shape[0]):
         ref_cnt[slots[i]] = 0
@@ -285,7 +323,7 @@ def become_ready(ref_cnt, slots):  # type: ignore[no-untyped-def]
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, READONLY_I32_ARRAY))
-def abandon(table, keys, ref_cnt, generation, slots):  # type: ignore[no-untyped-def]
+def abandon(table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, slots: I32s) -> int:
     """Blocks in flight are forgotten: their keys leave the index and their slots are free."""
     for i in range(slots.shape[0]):
         remove(table, keys, slots[i])
@@ -306,7 +344,16 @@ def abandon(table, keys, ref_cnt, generation, slots):  # type: ignore[no-untyped
         I32_ARRAY,
     )
 )
-def discard(table, keys, ref_cnt, generation, path_keys, notes, positions, slots):  # type: ignore[no-untyped-def]
+def discard(
+    table: U64s,
+    keys: U64s,
+    ref_cnt: I32s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    slots: I32s,
+) -> int:
     """Take the ready blocks of a batch out of the index; collects their slots.
 
     An entry of `slots` that is not negative restricts its row to the block in that slot: a key that was

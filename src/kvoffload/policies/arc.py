@@ -18,6 +18,10 @@ from kvoffload.core.jit import (
     READONLY_U64_MATRIX,
     U64_ARRAY,
     U64_MATRIX,
+    Bools,
+    F64s,
+    I32s,
+    U64s,
     inline,
     kernel,
     prefetch,
@@ -113,7 +117,7 @@ class ARC(EvictionPolicy):
 
 
 @kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
-def _access(links, slots, reused):  # type: ignore[no-untyped-def]
+def _access(links: I32s, slots: I32s, reused: Bools) -> int:
     """Case I: a hit makes the block the most recent of T2."""
     t2 = links.shape[0] - 1
     for i in range(slots.shape[0] - 1, -1, -1):
@@ -122,14 +126,16 @@ def _access(links, slots, reused):  # type: ignore[no-untyped-def]
 
 
 @kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links, slots):  # type: ignore[no-untyped-def]
+def _remove(links: I32s, slots: I32s) -> int:
     for i in range(slots.shape[0]):
         unlink(links, slots[i])
     return slots.shape[0]
 
 
 @inline
-def _coldest(links, slot, sentinel, ref_cnt, path_table, path_keys, index_keys):  # type: ignore[no-untyped-def]
+def _coldest(
+    links: I32s, slot: int, sentinel: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
+) -> int:
     """The coldest block of a list, from `slot` on, that may leave; the sentinel if there is none."""
     while slot != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
         slot = links[slot, PREV]
@@ -137,7 +143,17 @@ def _coldest(links, slot, sentinel, ref_cnt, path_table, path_keys, index_keys):
 
 
 @inline
-def _prefetch(batch, num_evicted, links, tail, index_keys, ghost_table, ghost_keys, ghost_links, ghost_tail):  # type: ignore[no-untyped-def]
+def _prefetch(
+    batch: U64s,
+    num_evicted: int,
+    links: I32s,
+    tail: int,
+    index_keys: U64s,
+    ghost_table: U64s,
+    ghost_keys: U64s,
+    ghost_links: I32s,
+    ghost_tail: int,
+) -> None:
     """Ask for the cache lines of a batch: what is likely to be evicted, and forgotten, as things stand.
 
     A wrong guess (the balance may tip within the batch) costs time, never correctness.
@@ -175,20 +191,20 @@ def _prefetch(batch, num_evicted, links, tail, index_keys, ghost_table, ghost_ke
         U64_MATRIX,
     )
 )
-def _replace(  # type: ignore[no-untyped-def]
-    batch,
-    slots,
-    num_free,
-    links,
-    ghost_table,
-    ghost_keys,
-    ghost_links,
-    target,
-    ref_cnt,
-    path_table,
-    path_keys,
-    index_keys,
-):
+def _replace(
+    batch: U64s,
+    slots: I32s,
+    num_free: int,
+    links: I32s,
+    ghost_table: U64s,
+    ghost_keys: U64s,
+    ghost_links: I32s,
+    target: F64s,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
     c = index_keys.shape[0]
     t1, t2 = links.shape[0] - 2, links.shape[0] - 1
     b1, b2 = ghost_links.shape[0] - 3, ghost_links.shape[0] - 2

@@ -86,8 +86,8 @@ class EvictionPolicy(ABC):
 class BlockwisePolicy(EvictionPolicy):
     """A policy written one block at a time, in plain Python: the short way, for research.
 
-    Implement `hit`, `insert`, `victim` and `forget`, and `refresh` if recency matters; the batches are loops over them. Slower than
-    kernels by one to two orders of magnitude, and otherwise equal.
+    Implement `hit`, `insert`, `victim` and `forget`, and `refresh` if recency matters; the batches are
+    loops over them. Slower than kernels by one to two orders of magnitude, and otherwise equal.
     """
 
     @abstractmethod

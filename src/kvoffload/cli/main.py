@@ -1,0 +1,52 @@
+"""``kvoffload``: the command line. Parses, calls, prints; a user's error is one line and exit code 2."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from kvoffload import __version__
+from kvoffload.errors import ConfigError, PolicyError, TraceError
+
+_COMMANDS = {"replay": "kvoffload.cli.replay:replay", "trace": "kvoffload.cli.trace:trace"}
+
+
+class _Commands(click.Group):
+    """Imports a command when it is asked for: ``--help`` must not wait for numba."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module, _, attribute = _COMMANDS.get(cmd_name, "").partition(":")
+        if not attribute:
+            return None
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvoffload")
+def cli() -> None:
+    """Keep an LLM server's KV-cache blocks in RAM and behind it, and prove what that is worth."""
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (ConfigError, PolicyError, TraceError) as error:
+        click.echo(f"kvoffload: {error}", err=True)
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("kvoffload: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone (``| head``); Python would complain once more at exit.
+        sys.stdout = None
+        sys.exit(141)

@@ -1,0 +1,149 @@
+"""``kvoffload replay``: run a trace through the offloading manager, with real bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvoffload.config import parse_capacity, parse_size
+from kvoffload.errors import ConfigError
+from kvoffload.replay.data import DataPlane
+from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.report import ReplayReport
+from kvoffload.replay.report import size as format_size
+from kvoffload.replay.sources import load_trace
+from kvoffload.replay.trace import Trace
+from kvoffload.testing.faults import parse_injection
+from kvoffload.tiers.memory import available_bytes
+
+
+@click.command()
+@click.argument("trace", default="chat")
+@click.option("--policy", default="lru", show_default=True, help="lru, arc, or module:Class.")
+@click.option("--admission", default="all", show_default=True, help="all, or reuse:N.")
+@click.option(
+    "--capacity",
+    default="5%",
+    show_default=True,
+    help="Of the tier: 5000 (blocks), 5% (of the unique), 4GiB.",
+)
+@click.option("--device-blocks", default=0, show_default=True, type=click.IntRange(min=0),
+              help="Blocks of an LRU device cache in front; 0 for none.")  # fmt: skip
+@click.option("--block-bytes", default="64KiB", show_default=True, help="Bytes of a block; a multiple of 8.")
+@click.option("--no-data", is_flag=True, help="Replay the decisions alone, without bytes.")
+@click.option(
+    "--inject", metavar="KIND:RATE", help="Damage stored blocks on purpose: bitflip:1e-4, swap, ..."
+)
+@click.option("--seed", default=0, show_default=True, help="Of --inject.")
+@click.option("--block-tokens", default=512, show_default=True, type=click.IntRange(min=1),
+              help="Tokens in a block of the trace.")  # fmt: skip
+@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of the trace out, and count them.")
+@click.option(
+    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
+)
+@click.option("--output", type=click.Path(path_type=Path), help="Write the report to a file.")
+@click.option("--decisions", type=click.Path(path_type=Path), help="Write every decision to a file.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+def replay(
+    trace: str,
+    policy: str,
+    admission: str,
+    capacity: str,
+    device_blocks: int,
+    block_bytes: str,
+    no_data: bool,
+    inject: str | None,
+    seed: int,
+    block_tokens: int,
+    skip_bad_lines: bool,
+    form: str,
+    output: Path | None,
+    decisions: Path | None,
+    quiet: bool,
+) -> None:
+    """Run TRACE through the offloading manager and say what it saved.
+
+    TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag.
+    Blocks are stored, evicted, loaded and verified for real: their contents follow from their keys, so a
+    wrong byte is always found. Exit code 1 if one was served.
+    """
+    size = _block_bytes(block_bytes)
+    injection = parse_injection(inject, seed) if inject else None
+    if injection is not None and no_data:
+        raise ConfigError("inject", inject, "it needs bytes to damage: leave out --no-data")
+    loaded = load_trace(trace, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
+    if loaded.block_refs == 0:
+        raise ConfigError(
+            "trace", trace, f"it must have a request of at least one block ({block_tokens} tokens)"
+        )
+    blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
+    config = ReplayConfig(blocks, policy, admission, device_blocks)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(_writable("decisions", decisions)) if decisions else None
+        report_file = stack.enter_context(_writable("output", output)) if output else None
+        data = None
+        if not no_data:
+            data = DataPlane(_slots_that_fit(loaded, capacity, blocks, size), size, injection)
+            stack.callback(data.close)
+        run = Replay(loaded, config, data, log)
+        with _progress(loaded.requests, quiet) as progress:
+            report = run.run(progress)
+        if report_file is not None:
+            report_file.write(report.to_json() if form == "json" else _plain(report))
+        elif form == "json":
+            click.echo(report.to_json(), nl=False)
+        else:
+            Console().print(report.to_table())
+    if injection is not None and form == "terminal":
+        click.echo(f"  Damage: {injection.kind}, seed {injection.seed}", err=True)
+    if report.mismatches_served:
+        raise SystemExit(1)
+
+
+def _block_bytes(text: str) -> int:
+    size = parse_size("block-bytes", text)
+    if size < 8 or size % 8:
+        raise ConfigError("block-bytes", text, "allowed: a multiple of 8 bytes")
+    return size
+
+
+def _slots_that_fit(trace: Trace, capacity: str, blocks: int, block_bytes: int) -> int:
+    slots, available = slots_needed(trace, blocks), available_bytes()
+    if slots * block_bytes > available:
+        raise ConfigError(
+            "capacity",
+            capacity,
+            f"{slots:,} blocks of {format_size(block_bytes)} are {format_size(slots * block_bytes)}, and "
+            f"this machine can give {format_size(available)}; take less, smaller --block-bytes, or --no-data",
+        )
+    return slots
+
+
+def _plain(report: ReplayReport) -> bytes:
+    console = Console(width=100, no_color=True, file=None, record=True, quiet=False, force_terminal=False)
+    with console.capture() as captured:
+        console.print(report.to_table())
+    return captured.get().encode()
+
+
+def _writable(field: str, path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(field, str(path), f"a file that can be written ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("replay", total=total)
+        yield lambda done: bar.update(task, completed=done)

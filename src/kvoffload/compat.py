@@ -1,0 +1,314 @@
+"""The older forms of the offloading interface: managers by key over a pluggable block pool.
+
+For engines and tests written against vLLM's first offloading managers. Each form is a few lines over one
+`OffloadingManager`, which does all of the work; nothing here keeps an order, a count of pins or a ghost.
+They are convenient, not fast: a Python object for each key. New code calls `OffloadingManager`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvoffload.admission import ReuseAdmission
+from kvoffload.admission.reuse import DEFAULT_TRACKER_SIZE
+from kvoffload.core.keys import Keys, OffloadKey
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.policies import EvictionPolicy
+from kvoffload.types import LoadPlan, LookupResult, OffloadingEvent, StorePlan
+
+Plan = TypeVar("Plan", LoadPlan, StorePlan)
+
+
+class LoadStoreSpec(ABC):
+    """Where a worker finds blocks, or puts them. What it holds is between the pool and the worker."""
+
+    @staticmethod
+    @abstractmethod
+    def medium() -> str:
+        """Name of the medium, by which a worker is chosen."""
+
+
+class CPULoadStoreSpec(LoadStoreSpec):
+    """Blocks of a pool in host RAM, by number, in the order of the keys."""
+
+    def __init__(self, block_ids: Sequence[int]) -> None:
+        self.block_ids = list(block_ids)
+
+    @staticmethod
+    def medium() -> str:
+        return "CPU"
+
+    def __repr__(self) -> str:
+        return f"CPULoadStoreSpec({self.block_ids})"
+
+
+@dataclass
+class PrepareStoreOutput:
+    """What is to be stored, where, and who left for it."""
+
+    keys_to_store: list[OffloadKey]
+    store_spec: LoadStoreSpec
+    evicted_keys: list[OffloadKey]
+
+
+class BlockPool(ABC):
+    """Gives out the places where blocks are kept: the pluggable part of the older managers."""
+
+    block_size: int
+    """Tokens in a block, for events."""
+    medium: str
+
+    @abstractmethod
+    def get_num_free_blocks(self) -> int:
+        """How many blocks can be allocated. Read once, by the manager's constructor."""
+
+    @abstractmethod
+    def allocate_block(self, key: OffloadKey) -> int:
+        """Give out a free block; its number."""
+
+    @abstractmethod
+    def free(self, block_id: int) -> None:
+        """Take a block back."""
+
+    @abstractmethod
+    def get_load_store_spec(self, block_ids: Sequence[int]) -> LoadStoreSpec:
+        """Describe blocks to the worker."""
+
+
+class CPUBlockPool(BlockPool):
+    """Numbers of blocks in host RAM."""
+
+    medium = "CPU"
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate_block(self, key: OffloadKey) -> int:
+        return self._free.pop()
+
+    def free(self, block_id: int) -> None:
+        self._free.append(block_id)
+
+    def get_load_store_spec(self, block_ids: Sequence[int]) -> LoadStoreSpec:
+        return CPULoadStoreSpec(block_ids)
+
+
+class AbstractOffloadingManager(ABC):
+    """The abstract manager: seven primitives over batches of keys."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[OffloadKey]) -> int:
+        """Length of the leading run of blocks that are ready."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadStoreSpec:
+        """Protect blocks from eviction and say where they are."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that blocks were used, whoever served them."""
+
+    @abstractmethod
+    def complete_load(self, keys: Iterable[OffloadKey]) -> None:
+        """End the protection of blocks that were prepared, in any order and grouping."""
+
+    @abstractmethod
+    def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        """Make room for blocks; None if there is none."""
+
+    @abstractmethod
+    def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
+        """Make blocks that were prepared loadable, or forget them."""
+
+    @abstractmethod
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What was stored and removed since the last call."""
+
+
+class PooledOffloadingManager(AbstractOffloadingManager):
+    """An `OffloadingManager` by key, whose blocks a `BlockPool` gives out.
+
+    Args:
+        pool: gives out blocks; nobody else may allocate from it.
+        policy, store_threshold, max_tracker_size: who leaves; how many requests must have asked for a
+            block before it enters (1: no filter), and how many keys are counted.
+        key_bytes: length of every key.
+        enable_events: whether `take_events` has something to tell.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        policy: str | type[EvictionPolicy] = "lru",
+        store_threshold: int = 1,
+        max_tracker_size: int = DEFAULT_TRACKER_SIZE,
+        key_bytes: int = 32,
+        enable_events: bool = False,
+    ) -> None:
+        if store_threshold < 1:
+            raise ConfigError("store_threshold", store_threshold, "it must be 1 or more; 1 is no filter")
+        gated = store_threshold > 1
+        self.pool = pool
+        self.manager = OffloadingManager(
+            pool.get_num_free_blocks(),
+            key_bytes=key_bytes,
+            policy=policy,
+            admission=ReuseAdmission(key_bytes, store_threshold, max_tracker_size) if gated else None,
+            enable_events=enable_events,
+            medium=pool.medium,
+            block_size=pool.block_size,
+        )
+        self._blocks: dict[int, int] = {}
+        self._loads: defaultdict[OffloadKey, list[LoadPlan]] = defaultdict(list)
+        self._stores: defaultdict[OffloadKey, list[StorePlan]] = defaultdict(list)
+
+    def begin_request(self, request_id: str) -> RequestContext:
+        """See `OffloadingManager.begin_request`; without a context every call is a request of its own."""
+        return self.manager.begin_request(request_id)
+
+    def finish_request(self, ctx: RequestContext) -> None:
+        """Recency, frequency and the reuse filter count here: once per request, not at each lookup."""
+        self.manager.finish_request(ctx)
+
+    def lookup(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> int:
+        return self.manager.lookup(keys, ctx).num_ready
+
+    def lookup_key(self, key: OffloadKey, ctx: RequestContext | None = None) -> LookupResult:
+        """Whether one block is ready (`HIT`), in flight (`HIT_PENDING`) or absent (`MISS`)."""
+        return self.manager.lookup_key(key, ctx)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> LoadStoreSpec:
+        plan = self.manager.prepare_load(keys, ctx)
+        for part in plan.split():
+            self._loads[part.keys[0]].append(part)
+        return self.pool.get_load_store_spec([self._blocks[slot] for slot in plan.slots.tolist()])
+
+    def touch(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> None:
+        self.manager.touch(keys, ctx)
+
+    def complete_load(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            self.manager.complete_load(_taken(self._loads, key, "complete_load"))
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None
+    ) -> PrepareStoreOutput | None:
+        plan = self.manager.prepare_store(keys, ctx)
+        if plan is None:
+            return None
+        slots = plan.slots.tolist()
+        for slot in slots[len(slots) - len(plan.evicted) :]:
+            self.pool.free(self._blocks[slot])
+        for part, slot in zip(plan.split(), slots, strict=True):
+            self._stores[part.keys[0]].append(part)
+            self._blocks[slot] = self.pool.allocate_block(part.keys[0])
+        spec = self.pool.get_load_store_spec([self._blocks[slot] for slot in slots])
+        return PrepareStoreOutput(list(plan.keys), spec, list(plan.evicted))
+
+    def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
+        for key in keys:
+            plan = _taken(self._stores, key, "complete_store")
+            self.manager.complete_store(plan, success)
+            if not success:
+                self.pool.free(self._blocks.pop(int(plan.slots[0])))
+
+    def take_events(self) -> list[OffloadingEvent]:
+        return self.manager.take_events()
+
+
+class LRUOffloadingManager(PooledOffloadingManager):
+    """LRU over any block pool."""
+
+    def __init__(self, pool: BlockPool, enable_events: bool = False, key_bytes: int = 32) -> None:
+        super().__init__(pool, policy="lru", enable_events=enable_events, key_bytes=key_bytes)
+
+
+class ARCOffloadingManager(PooledOffloadingManager):
+    """ARC, the paper's, over any block pool."""
+
+    def __init__(self, pool: BlockPool, enable_events: bool = False, key_bytes: int = 32) -> None:
+        super().__init__(pool, policy="arc", enable_events=enable_events, key_bytes=key_bytes)
+
+
+class CPUOffloadingManager(PooledOffloadingManager):
+    """Blocks in host RAM under a cache policy chosen by name, with the reuse filter built in."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cache_policy: str | type[EvictionPolicy] = "lru",
+        enable_events: bool = False,
+        store_threshold: int = 1,
+        max_tracker_size: int = DEFAULT_TRACKER_SIZE,
+        block_size: int = 0,
+        key_bytes: int = 32,
+    ) -> None:
+        super().__init__(
+            CPUBlockPool(block_size, num_blocks),
+            policy=cache_policy,
+            store_threshold=store_threshold,
+            max_tracker_size=max_tracker_size,
+            key_bytes=key_bytes,
+            enable_events=enable_events,
+        )
+
+
+class FilterReusedOffloadingManager(AbstractOffloadingManager):
+    """The reuse filter as a decorator around any manager: a lookup counts, `prepare_store` is gated.
+
+    Counts at each lookup, as a manager without requests must. Where requests are known, use the filter
+    that is built in (`store_threshold`, or ``admission="reuse:N"``): it counts once per request.
+    """
+
+    def __init__(
+        self,
+        backing: AbstractOffloadingManager,
+        store_threshold: int = 2,
+        max_tracker_size: int = DEFAULT_TRACKER_SIZE,
+        key_bytes: int = 32,
+    ) -> None:
+        self._backing, self._key_bytes = backing, key_bytes
+        self._gate = ReuseAdmission(key_bytes, store_threshold, max_tracker_size)
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> int:
+        self._gate.count(Keys.pack(list(dict.fromkeys(keys)), self._key_bytes))
+        return self._backing.lookup(keys)
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadStoreSpec:
+        return self._backing.prepare_load(keys)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self._backing.touch(keys)
+
+    def complete_load(self, keys: Iterable[OffloadKey]) -> None:
+        self._backing.complete_load(keys)
+
+    def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        return self._backing.prepare_store(keys[: self._gate.admit(Keys.pack(keys, self._key_bytes))])
+
+    def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
+        self._backing.complete_store(keys, success)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._backing.take_events()
+
+
+def _taken(plans: defaultdict[OffloadKey, list[Plan]], key: OffloadKey, call: str) -> Plan:
+    """Take one plan of `key` out of those that wait for completion."""
+    if not plans.get(key):
+        raise MisuseError(f"{call} of a block that was not prepared: key {key.hex()}")
+    found = plans[key].pop()
+    if not plans[key]:
+        del plans[key]
+    return found

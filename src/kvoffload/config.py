@@ -1,0 +1,59 @@
+"""Values that users type: sizes and capacities. The same grammar everywhere."""
+
+from __future__ import annotations
+
+import re
+
+from kvoffload.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
+
+
+def parse_size(field: str, text: str) -> int:
+    """Bytes that ``64KiB``, ``1.5GiB``, ``500MB`` or ``4096`` mean. Raises `ConfigError`."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(field, text, "allowed: a number of bytes, or one with KiB, MiB, GiB, TiB, KB, ...")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_capacity(field: str, text: str, block_bytes: int, unique_blocks: int) -> int:
+    """Blocks that ``5000``, ``5%`` (of the trace's unique blocks, rounded down) or ``4GiB`` mean.
+
+    Raises `ConfigError` for what cannot be understood, and for less than one block.
+    """
+    allowed = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(field, text, allowed)
+    if match[2] == "":
+        if "." in match[1]:
+            raise ConfigError(field, text, allowed)
+        blocks, what = int(match[1]), "it is no block"
+    elif match[2] == "%":
+        # In exact arithmetic: 0.29 * 100 is 28.999999999999996 in floating point.
+        whole, _, fraction = match[1].partition(".")
+        blocks = int(whole + fraction) * unique_blocks // (100 * 10 ** len(fraction))
+        what = f"it is less than one of the trace's {unique_blocks:,} unique blocks"
+    elif match[2].upper() in _UNITS:
+        blocks, what = (
+            parse_size(field, text) // block_bytes,
+            f"it is less than one block ({block_bytes:,} B)",
+        )
+    else:
+        raise ConfigError(field, text, allowed)
+    if blocks < 1:
+        raise ConfigError(field, text, f"{what}; {allowed}")
+    return blocks

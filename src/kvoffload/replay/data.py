@@ -1,0 +1,88 @@
+"""The data plane of a replay: real bytes, from a device through the RAM tier and back, all of them checked.
+
+Owns a piece of device memory, the tier and the injection of damage. What a block contains follows from
+its key (`replay.content`), so a wrong byte is always found, whatever the tier believes.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.keys import Keys
+from kvoffload.replay import content
+from kvoffload.testing.faults import Injection
+from kvoffload.tiers.memory import MemoryTier
+from kvoffload.types import LoadPlan, StorePlan
+
+_DEVICE_BYTES = 32 << 20
+
+
+class DataPlane:
+    """Executes the manager's plans on a `MemoryTier` of `num_slots` blocks.
+
+    The device holds 32 MiB (at least one block) of a request at a time: a plan is carried out in pieces
+    of that size.
+
+    Attributes:
+        seconds: time spent in transfers and checks.
+        blocks_verified: blocks read whose checksum was compared.
+        mismatches_served: blocks that the tier called sound and whose bytes were not the key's.
+        damage_injected: blocks damaged on purpose.
+    """
+
+    def __init__(self, num_slots: int, block_bytes: int, injection: Injection | None = None) -> None:
+        self._tier = MemoryTier(num_slots, block_bytes, verify=True)
+        self._rows = max(1, _DEVICE_BYTES // block_bytes)
+        self._device = np.empty((self._rows, block_bytes), np.uint8)
+        self._injection = injection
+        self.block_bytes = block_bytes
+        self.seconds = 0.0
+        self.bytes_stored = self.bytes_loaded = 0
+        self.blocks_verified = self.mismatches_served = 0
+
+    @property
+    def damage_injected(self) -> int:
+        """Blocks damaged on purpose so far."""
+        return self._injection.injected if self._injection else 0
+
+    def load(self, plan: LoadPlan) -> npt.NDArray[np.bool_]:
+        """Copy a plan's blocks to the device and verify them; which of them are sound."""
+        start = time.perf_counter()
+        sound = np.empty(len(plan.slots), np.bool_)
+        for piece, rows in self._pieces(len(plan.slots)):
+            keys = plan.keys[piece]
+            # What an earlier request left on the device must not pass for what this read brought.
+            self._device[rows] = 0
+            sound[piece] = self._tier.read(keys, plan.slots[piece], self._device, rows)
+            right = content.matches(keys, self._device, rows)
+            self.mismatches_served += int((sound[piece] & ~right).sum())
+        self.blocks_verified += len(sound)
+        self.bytes_loaded += int(sound.sum()) * self.block_bytes
+        self.seconds += time.perf_counter() - start
+        return sound
+
+    def store(self, plan: StorePlan) -> None:
+        """Compute a plan's blocks on the device and copy them to the tier."""
+        start = time.perf_counter()
+        for piece, rows in self._pieces(len(plan.slots)):
+            keys: Keys = plan.keys[piece]
+            content.fill(keys, self._device, rows)
+            self._tier.write(keys, plan.slots[piece], self._device, rows)
+        if self._injection is not None:
+            self._injection.apply(self._tier, plan.slots)
+        self.bytes_stored += len(plan.slots) * self.block_bytes
+        self.seconds += time.perf_counter() - start
+
+    def close(self) -> None:
+        """Release the tier's memory."""
+        self._tier.close()
+
+    def _pieces(self, count: int) -> list[tuple[slice, npt.NDArray[np.int64]]]:
+        starts = range(0, count, self._rows)
+        return [
+            (slice(start, min(start + self._rows, count)), np.arange(min(self._rows, count - start)))
+            for start in starts
+        ]

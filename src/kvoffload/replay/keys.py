@@ -1,0 +1,32 @@
+"""Keys of a trace's blocks: what stands in for the engine's block hashes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.keys import Keys, KeyWords
+from kvoffload.replay.trace import Trace
+
+KEY_BYTES = 32
+"""As long as the SHA-256 block hashes of an engine."""
+
+
+class TraceKeys:
+    """One 32-byte key for each block of a trace, made once, as one array (splitmix64 of the block id)."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._refs, self._offsets = trace.refs, trace.offsets
+        lanes = np.arange(1, KEY_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        with np.errstate(over="ignore"):
+            words: KeyWords = trace.block_ids.astype(np.uint64)[:, None] + lanes[None, :]
+            words ^= words >> np.uint64(30)
+            words *= np.uint64(0xBF58476D1CE4E5B9)
+            words ^= words >> np.uint64(27)
+            words *= np.uint64(0x94D049BB133111EB)
+            words ^= words >> np.uint64(31)
+        self._words = words
+
+    def of_request(self, request: int) -> Keys:
+        """Keys of one request, in prefix order."""
+        codes = self._refs[self._offsets[request] : self._offsets[request + 1]]
+        return Keys(self._words.take(codes, axis=0), KEY_BYTES)

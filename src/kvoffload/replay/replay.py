@@ -1,0 +1,223 @@
+"""The replay: a trace runs through the manager, policy and admission objects that serve in production.
+
+One request at a time, in file order. The counting rules are those of the golden numbers: a request hits
+the leading run of its blocks that the device holds, then the run that follows in the tier; then what it
+misses is stored, in prefix order; then its whole path becomes the most recent, the head first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload import __version__
+from kvoffload.core.keys import Keys
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.request import RequestContext
+from kvoffload.policies import EvictionPolicy
+from kvoffload.replay.data import DataPlane
+from kvoffload.replay.decisions import DecisionLog
+from kvoffload.replay.keys import KEY_BYTES, TraceKeys
+from kvoffload.replay.optimum import infinite, optimum
+from kvoffload.replay.report import ReplayReport
+from kvoffload.replay.trace import Trace
+from kvoffload.types import StorePlan
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What a trace is replayed through. Values are checked where they are used.
+
+    Attributes:
+        capacity_blocks: slots of the RAM tier.
+        policy, admission: as `OffloadingManager` takes them.
+        device_blocks: blocks of an LRU device cache in front of it; 0 for none.
+    """
+
+    capacity_blocks: int
+    policy: str | type[EvictionPolicy] = "lru"
+    admission: str = "all"
+    device_blocks: int = 0
+
+
+def slots_needed(trace: Trace, capacity_blocks: int) -> int:
+    """Slots that a cache of this capacity can ever use: one that holds every block evicts none."""
+    return min(capacity_blocks, trace.unique_blocks)
+
+
+class Replay:
+    """One run of a trace. Use once: construct, `run`, read the report.
+
+    Args:
+        trace: what is replayed.
+        config: through what.
+        data: the data plane; None replays the decisions alone.
+        decisions: where the decision log is written; it is hashed in any case.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        data: DataPlane | None = None,
+        decisions: BinaryIO | None = None,
+    ) -> None:
+        self._trace, self._config, self._data = trace, config, data
+        self._log = DecisionLog(decisions)
+        self._keys = TraceKeys(trace)
+        num_slots = slots_needed(trace, config.capacity_blocks)
+        self.manager = OffloadingManager(
+            num_slots, key_bytes=KEY_BYTES, policy=config.policy, admission=config.admission
+        )
+        self._device = (
+            OffloadingManager(slots_needed(trace, config.device_blocks), key_bytes=KEY_BYTES, medium="GPU")
+            if config.device_blocks
+            else None
+        )
+        # Code of the block in each slot, to name what leaves.
+        self._held = np.full(num_slots, -1, np.int32)
+        self._device_hits = self._tier_hits = self._block_hits = 0
+        self._damaged = self._dropped = 0
+        self._control_seconds = 0.0
+
+    def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
+        """Replay every request. `progress` is told how many requests are done, about 200 times."""
+        step = max(1, self._trace.requests // 200)
+        for request in range(self._trace.requests):
+            self._serve(request)
+            if (request + 1) % step == 0:
+                progress(request + 1)
+        progress(self._trace.requests)
+        return self._report()
+
+    def _serve(self, request: int) -> None:
+        codes = self._trace.refs[self._trace.offsets[request] : self._trace.offsets[request + 1]]
+        keys = self._keys.of_request(request)
+        start, data_before = time.perf_counter(), self._data_seconds()
+        on_device = self._serve_from_device(keys)
+        ctx = self.manager.begin_request(str(request), keys)
+        from_tier = self._load(request, codes[on_device:], keys[on_device:], ctx)
+        self._log.numbers(request, "hit", on_device, from_tier)
+        self._store(request, codes, keys, ctx)
+        self.manager.finish_request(ctx)
+        self._device_hits += on_device
+        self._tier_hits += from_tier
+        self._control_seconds += time.perf_counter() - start - (self._data_seconds() - data_before)
+
+    def _serve_from_device(self, keys: Keys) -> int:
+        """Leading blocks that the engine's own cache holds; afterwards it holds the request's blocks."""
+        if self._device is None:
+            return 0
+        ctx = self._device.begin_request("")
+        hits = self._device.lookup(keys, ctx).num_ready
+        plan = self._device.prepare_store(keys, ctx)
+        if plan is not None:
+            self._device.complete_store(plan)
+        self._device.finish_request(ctx)
+        return hits
+
+    def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
+        """Leading blocks that the tier delivers: all that it holds, up to the first damaged one."""
+        hits = self.manager.lookup(keys, ctx).num_ready
+        if self._data is None or hits == 0:
+            # Without bytes a load is its bookkeeping.
+            self.manager.complete_load(self.manager.prepare_load(keys[:hits], ctx))
+            return hits
+        plan = self.manager.prepare_load(keys[:hits], ctx)
+        sound = self._data.load(plan)
+        damaged = np.flatnonzero(~sound)
+        self.manager.complete_load(plan, damaged.tolist())
+        if len(damaged) == 0:
+            return hits
+        self._damaged += len(damaged)
+        self._log.blocks(request, "damaged", self._ids(codes[damaged]))
+        return int(damaged[0])
+
+    def _store(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> None:
+        plan = self.manager.prepare_store(keys, ctx)
+        if plan is None:
+            dropped = self.manager.stats().dropped
+            self._block_hits += len(codes) - (dropped - self._dropped)
+            self._log.numbers(request, "full", dropped - self._dropped)
+            self._dropped = dropped
+            return
+        self._dropped += plan.num_dropped
+        stored = codes[plan.rows]
+        self._log_store(request, codes, stored, plan)
+        self._held[plan.slots] = stored
+        self._block_hits += len(codes) - len(stored) - plan.num_refused - plan.num_dropped
+        if self._data is not None and len(stored):
+            self._data.store(plan)
+        self.manager.complete_store(plan)
+
+    def _log_store(
+        self,
+        request: int,
+        codes: npt.NDArray[np.int32],
+        stored: npt.NDArray[np.int32],
+        plan: StorePlan,
+    ) -> None:
+        admitted = len(stored) + plan.num_dropped
+        if admitted:
+            self._log.numbers(request, "admit", admitted)
+        if plan.num_refused or plan.num_dropped:
+            missing = codes[plan.missing_rows]
+            self._log.blocks(request, "refuse", self._ids(missing[admitted:]))
+            self._log.blocks(request, "drop", self._ids(missing[len(stored) : admitted]))
+        if len(plan.evicted):
+            self._log.blocks(request, "evict", self._ids(self._held[plan.slots[-len(plan.evicted) :]]))
+        self._log.blocks(request, "store", self._ids(stored))
+
+    def _ids(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        return self._trace.block_ids[codes]
+
+    def _data_seconds(self) -> float:
+        return self._data.seconds if self._data is not None else 0.0
+
+    def _report(self) -> ReplayReport:
+        trace, config, data, stats = self._trace, self._config, self._data, self.manager.stats()
+        refs = max(1, trace.block_refs)
+        hits = self._device_hits + self._tier_hits
+        best = None if config.device_blocks else optimum(trace, config.capacity_blocks)
+        return ReplayReport(
+            trace=trace.name,
+            policy=self.manager.policy.name,
+            admission=config.admission,
+            capacity_blocks=config.capacity_blocks,
+            device_blocks=config.device_blocks,
+            requests=trace.requests,
+            block_refs=trace.block_refs,
+            unique_blocks=trace.unique_blocks,
+            skipped_lines=trace.skipped_lines,
+            prefix_hit_blocks=hits,
+            prefix_hit_ratio=hits / refs,
+            device_hit_blocks=self._device_hits,
+            offload_hit_blocks=self._tier_hits,
+            block_hit_ratio=self._block_hits / refs,
+            infinite_hit_ratio=infinite(trace).prefix_hit_blocks / refs,
+            optimum_hit_ratio=best.prefix_hit_blocks / refs if best else None,
+            tokens=trace.block_refs * trace.block_tokens,
+            tokens_saved=hits * trace.block_tokens,
+            blocks_written=stats.stored,
+            blocks_evicted=stats.evicted,
+            blocks_refused=stats.refused,
+            blocks_dropped=stats.dropped,
+            writes_per_ref=stats.stored / refs,
+            block_bytes=data.block_bytes if data else 0,
+            bytes_stored=data.bytes_stored if data else 0,
+            bytes_loaded=data.bytes_loaded if data else 0,
+            blocks_verified=data.blocks_verified if data else 0,
+            mismatches_caught=self._damaged,
+            mismatches_served=data.mismatches_served if data else 0,
+            damage_injected=data.damage_injected if data else 0,
+            control_plane_s=self._control_seconds,
+            data_plane_s=self._data_seconds(),
+            decisions_sha256=self._log.hexdigest(),
+            version=__version__,
+            policy_state=stats.policy,
+        )

@@ -1,0 +1,192 @@
+"""Checks a manager from the inside: every invariant that ties its parts together, in O(capacity).
+
+The one place that may look at private attributes. A test calls `audit` after every step of whatever it
+does; a failure is an `AssertionError` that says which parts disagree, and about which slots or keys.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from kvoffload.admission import ReuseAdmission
+from kvoffload.core.index import ABSENT, Index, find_bytes, find_one
+from kvoffload.core.keylists import KeyLists
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, NEXT, PREV, UNLISTED, Lists
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.protection import FREE, WRITING
+from kvoffload.policies import EvictionPolicy
+from kvoffload.policies.arc import ARC
+from kvoffload.policies.lru import LRU
+from kvoffload.testing.naive import NaiveARC, NaiveLRU
+
+
+def audit(manager: OffloadingManager) -> None:
+    """Check everything that must hold between two calls of a manager. Changes nothing.
+
+    Policies and admission rules of third parties are taken as they are: of them only the manager's side
+    is checked.
+
+    Raises:
+        AssertionError: says what is wrong.
+    """
+    _audit_slots(manager)
+    _audit_counters(manager)
+    resident = _indexed_slots(manager)
+    _audit_index("the manager's index", manager.index, resident)
+    _audit_policy(manager.policy, resident, manager)
+    if isinstance(manager.admission, ReuseAdmission):
+        rule = manager.admission
+        _audit_key_lists("the tracker of reuse", rule._tracker)
+        low = {key.hex(): n for key, n in rule.tracked().items() if n < 1}
+        assert not low, f"tracked keys were never counted: {low}"
+
+
+def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
+    """All of the state of `thing`, nested, in values that compare with ``==``: arrays byte for byte.
+
+    Two equal snapshots prove that nothing has changed between them.
+
+    Args:
+        thing: anything made of plain values, containers, arrays and objects; no cycles.
+        ignore: names of attributes to leave out, at any depth.
+    """
+    if isinstance(thing, np.ndarray):
+        return (thing.dtype.str, thing.shape, thing.tobytes())
+    if thing is None or isinstance(thing, (bool, int, float, str, bytes, Enum, type)):
+        return thing
+    if isinstance(thing, Mapping):
+        return [(snapshot(key, ignore), snapshot(value, ignore)) for key, value in thing.items()]
+    if isinstance(thing, (set, frozenset)):
+        return sorted(thing)
+    if isinstance(thing, (list, tuple)):
+        return [snapshot(item, ignore) for item in thing]
+    names = [*getattr(thing, "__dict__", ()), *(n for c in type(thing).__mro__ for n in _slots_of(c))]
+    state = {name: snapshot(getattr(thing, name), ignore) for name in names if name not in ignore}
+    return (type(thing).__qualname__, state)
+
+
+def _slots_of(cls: type) -> Iterable[str]:
+    return (name for name in vars(cls).get("__slots__", ()) if not name.startswith("__"))
+
+
+def _indexed_slots(manager: OffloadingManager) -> set[int]:
+    in_use = np.flatnonzero(manager.ref_cnt >= WRITING).tolist()
+    return set(in_use) - manager._condemned
+
+
+def _audit_slots(manager: OffloadingManager) -> None:
+    ref_cnt, condemned = manager.ref_cnt, manager._condemned
+    assert (ref_cnt >= FREE).all(), f"slots in no known state: {np.flatnonzero(ref_cnt < FREE)}"
+    stack = manager._free[: manager._num_free].tolist()
+    twice = [slot for slot, n in Counter(stack).items() if n > 1]
+    assert not twice, f"slots are free twice: {twice}"
+    marked = set(np.flatnonzero(ref_cnt == FREE).tolist())
+    assert set(stack) == marked, f"free stack and slot states disagree about {set(stack) ^ marked}"
+    idle = {slot for slot in condemned if ref_cnt[slot] in (0, FREE)}
+    assert not idle, f"condemned slots that nobody uses were not freed: {idle}"
+
+
+def _audit_counters(manager: OffloadingManager) -> None:
+    stats, ref_cnt, condemned = manager.stats(), manager.ref_cnt, manager._condemned
+    kept = np.ones(manager.capacity_blocks, np.bool_)
+    kept[list(condemned)] = False
+    found = {
+        "free": int((ref_cnt == FREE).sum()),
+        "writing": int((kept & (ref_cnt == WRITING)).sum()),
+        "ready": int((kept & (ref_cnt >= 0)).sum()),
+        "evictable": int((kept & (ref_cnt == 0)).sum()),
+        "condemned": len(condemned),
+    }
+    told = {name: getattr(stats, name) for name in found}
+    assert told == found, f"the counters say {told}, the slots say {found}"
+    slots = stats.free + stats.writing + stats.ready + stats.condemned
+    assert slots == stats.capacity == manager.capacity_blocks, f"{slots} slots of {stats.capacity}"
+    left = stats.ready + stats.evicted + stats.discarded
+    assert stats.stored == left, f"stored {stats.stored}, but ready + evicted + discarded = {left}"
+    counts = {name: value for name, value in vars(stats).items() if name != "policy"}
+    assert all(value >= 0 for value in counts.values()), f"negative counters: {counts}"
+
+
+def _audit_index(what: str, index: Index, positions: set[int]) -> None:
+    entries = index.table[index.table != 0]
+    listed = [int(entry & np.uint64(0xFFFFFFFF)) - 1 for entry in entries]
+    twice = [position for position, n in Counter(listed).items() if n > 1]
+    assert not twice, f"{what} has positions twice: {twice}"
+    assert set(listed) == positions, f"{what} and its owner disagree about {set(listed) ^ positions}"
+    for position in listed:
+        key = index.key_at(position)
+        packed = Keys.pack([key], index.key_bytes)
+        found = find_one(index.table, index.keys, packed.words, 0)
+        assert found == position, f"{what} does not find {key.hex()} at {position}, but {found}"
+        found = find_bytes(index.table, index.keys, key)
+        assert found == position, f"{what} does not find the bytes {key.hex()} at {position}, but {found}"
+
+
+def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
+    """Check that links and sizes agree; the members of each list."""
+    links, all_members = lists.links, []
+    for number in range(lists.num_lists):
+        sentinel = lists.sentinel(number)
+        members, row = [], int(links[sentinel, NEXT])
+        while row != sentinel:
+            assert len(members) < lists.num_positions, f"list {number} of {what} does not end"
+            assert links[row, LIST] == sentinel, f"{row} is in list {number} of {what}, and denies it"
+            assert links[links[row, NEXT], PREV] == row, f"links of {what} disagree at {row}"
+            members.append(row)
+            row = int(links[row, NEXT])
+        size = lists.size(number)
+        assert size == len(members), f"list {number} of {what} has {len(members)} members, says {size}"
+        all_members.append(members)
+    listed = {row for members in all_members for row in members}
+    claim = set(np.flatnonzero(links[: lists.num_positions, LIST] != UNLISTED).tolist())
+    assert listed == claim, f"positions of {what} claim lists that do not have them: {listed ^ claim}"
+    return all_members
+
+
+def _audit_key_lists(what: str, key_lists: KeyLists) -> None:
+    *used, spare = _audit_lists(what, key_lists.lists)
+    positions = [position for members in used for position in members]
+    assert len(positions) + len(spare) == key_lists.lists.num_positions, f"{what} has lost positions"
+    _audit_index(f"the index of {what}", key_lists.index, set(positions))
+
+
+def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: OffloadingManager) -> None:
+    if isinstance(policy, (LRU, NaiveLRU)):
+        if isinstance(policy, LRU):
+            _audit_lists("LRU", policy._order)
+        listed = policy.coldest_first()
+    elif isinstance(policy, (ARC, NaiveARC)):
+        if isinstance(policy, ARC):
+            _audit_lists("T1 and T2", policy._lists)
+            _audit_key_lists("B1 and B2", policy._ghosts)
+        _audit_arc(policy, manager)
+        t1, t2, _, _ = policy.lists()
+        listed = t1 + t2
+    else:
+        return
+    twice = [slot for slot, n in Counter(listed).items() if n > 1]
+    assert not twice, f"policy {policy.name} orders slots twice: {twice}"
+    differ = set(listed) ^ resident
+    assert not differ, f"policy {policy.name} and the manager disagree about the slots {differ}"
+
+
+def _audit_arc(policy: ARC | NaiveARC, manager: OffloadingManager) -> None:
+    c = manager.capacity_blocks
+    t1, t2, b1, b2 = policy.lists()
+    target = policy.stats()["target_t1_blocks"]
+    sizes = f"|T1|, |T2|, |B1|, |B2| = {len(t1)}, {len(t2)}, {len(b1)}, {len(b2)}, c = {c}"
+    assert len(t1) + len(b1) <= c, f"|T1| + |B1| > c: {sizes}"
+    assert len(t1) + len(t2) + len(b1) + len(b2) <= 2 * c, f"more than 2c: {sizes}"
+    assert len(b1) + len(b2) <= c, f"more than c ghosts: {sizes}"
+    assert 0 <= target <= c, f"the target {target} is not in 0..{c}"
+    ghosts = b1 + b2
+    twice = [key.hex() for key, n in Counter(ghosts).items() if n > 1]
+    assert not twice, f"keys are remembered twice: {twice}"
+    both = [key.hex() for key in ghosts if find_bytes(manager.index.table, manager.index.keys, key) != ABSENT]
+    assert not both, f"keys are here and remembered as gone: {both}"

@@ -1,0 +1,338 @@
+"""A Hypothesis state machine that lives a manager's life, against a model of two dicts.
+
+Jobs that finish, fail and are lost are rules of their own, so a single-threaded test explores every
+interleaving of completions. The model knows no order: which block *should* leave is for the tests of a
+policy; here it is checked that whoever leaves *may*, and that nothing else changes.
+
+    TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from kvoffload.admission import Admission
+from kvoffload.core.index import Index, insert_one
+from kvoffload.core.keys import Keys
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import MisuseError
+from kvoffload.policies import EvictionPolicy
+from kvoffload.testing.audit import audit, snapshot
+from kvoffload.types import LoadPlan, LookupResult, ManagerStats, PrefixLookup, StorePlan
+
+NUM_KEYS = 16
+WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT
+
+runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
+batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
+"""Numbers of keys: prefixes of chains, which is what engines send, and anything else, repeats included."""
+
+
+@dataclass
+class Request:
+    """An inference request, and what it has asked for so far: its path, which protects its blocks."""
+
+    ctx: RequestContext | None
+    path: set[bytes] = field(default_factory=set)
+
+
+@dataclass
+class Job:
+    """A transfer that somebody runs. `reset` may have made it stale (forgotten) or void (never to end)."""
+
+    plan: LoadPlan | StorePlan
+    stale: bool = False
+    void: bool = False
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """The rules and the model. Make a class of it with `manager_machine`.
+
+    The model: `state`, key to WRITING or READY, and `slot_of`, key to slot. Beside it `pins`, readers
+    of each slot, and `memory`, what a tier would hold in each slot: the bytes of a block are its key.
+    """
+
+    make: Callable[[], OffloadingManager]
+
+    requests: Bundle[Request] = Bundle("requests")
+    stores: Bundle[Job] = Bundle("stores")
+    loads: Bundle[Job] = Bundle("loads")
+
+    @initialize()
+    def start(self) -> None:
+        self.manager = type(self).make()
+        self.universe = colliding_keys(self.manager.capacity_blocks, self.manager.key_bytes)
+        self.state: dict[bytes, LookupResult] = {}
+        self.slot_of: dict[bytes, int] = {}
+        self.pins: Counter[int] = Counter()
+        self.condemned: set[int] = set()
+        self.memory: dict[int, bytes] = {}
+        self.readable: set[bytes] = set()
+        self.jobs: list[Job] = []
+        self.before = ManagerStats()
+
+    # ---- requests
+
+    @rule(target=requests, numbers=batches)
+    def begin(self, numbers: list[int]) -> Request:
+        keys = self._keys(numbers)
+        return Request(self.manager.begin_request("test", keys), set(keys))
+
+    @rule(target=requests)
+    def nameless(self) -> Request:
+        """Calls without a context stand for themselves."""
+        return Request(None)
+
+    @rule(request=consumes(requests))
+    def finish(self, request: Request) -> None:
+        if request.ctx is not None:
+            self.manager.finish_request(request.ctx)
+            self._refused_as_misuse(lambda: self.manager.finish_request(request.ctx))  # type: ignore[arg-type]
+            self._refused_as_misuse(lambda: self.manager.touch(self.universe, request.ctx))
+
+    @rule(request=requests, numbers=batches)
+    def touch(self, request: Request, numbers: list[int]) -> None:
+        self.manager.touch(self._seen(request, numbers), request.ctx)
+
+    @rule(request=requests, numbers=batches)
+    def lookup(self, request: Request, numbers: list[int]) -> None:
+        keys = self._seen(request, numbers)
+        assert self.manager.lookup(keys, request.ctx) == self._expected(keys)
+
+    @rule(request=requests, number=st.integers(0, NUM_KEYS - 1))
+    def lookup_key(self, request: Request, number: int) -> None:
+        [key] = self._seen(request, [number])
+        assert self.manager.lookup_key(key, request.ctx) is self.state.get(key, LookupResult.MISS)
+
+    # ---- jobs
+
+    @rule(target=stores, request=requests, numbers=batches)
+    def prepare_store(self, request: Request, numbers: list[int]) -> Job:
+        manager, keys = self.manager, self._seen(request, numbers)
+        protected = request.path.union(keys)
+        missing = [key for key in dict.fromkeys(keys) if key not in self.state]
+        may_leave = {key for key in self.state if self._is_evictable(key) and key not in protected}
+        num_free = manager.capacity_blocks - len(self.state) - len(self.condemned)
+        room = num_free + len(may_leave)
+        before = snapshot(manager, ignore=["dropped"])
+        plan = manager.prepare_store(keys, request.ctx)
+        if plan is None:
+            assert missing, "None, with nothing to store"
+            assert room == 0, f"refused, with room for {room}"
+            assert snapshot(manager, ignore=["dropped"]) == before, "a refusal left a trace"
+            # Whoever is refused has nothing to complete; an empty store stands for it.
+            return self._started(manager.prepare_store([]))
+        admitted = len(missing) - plan.num_refused
+        assert room or not missing, "no room for anything is None, not an empty plan"
+        assert plan.keys == missing[: min(admitted, room)], "not the head of what was missing"
+        assert plan.num_dropped == max(0, admitted - room)
+        assert [keys[row] for row in plan.rows] == list(plan.keys), "rows are not those of the keys"
+        evicted = list(plan.evicted)
+        assert len(set(evicted)) == len(evicted) == max(0, len(plan.keys) - num_free)
+        assert may_leave.issuperset(evicted), f"may not leave: {set(evicted) - may_leave}"
+        for key in evicted:
+            del self.state[key], self.slot_of[key]
+        slots = plan.slots.tolist()
+        busy = {*self.slot_of.values(), *self.condemned}
+        assert len({*slots, *busy}) == len(slots) + len(busy), f"slots {slots} are in use: {busy}"
+        for key, slot in zip(plan.keys, slots, strict=True):
+            self.state[key], self.slot_of[key], self.memory[slot] = WRITING, slot, b"half written"
+        return self._started(plan)
+
+    @rule(job=consumes(stores), success=st.booleans())
+    def complete_store(self, job: Job, success: bool) -> None:
+        plan = job.plan
+        assert isinstance(plan, StorePlan)
+        self.manager.complete_store(plan, success)
+        self._refused_as_misuse(lambda: self.manager.complete_store(plan))
+        self.jobs.remove(job)
+        for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
+            if job.stale:
+                self.condemned.discard(slot)
+            elif success and not job.void:
+                self.state[key], self.memory[slot] = READY, key
+            elif not job.void:
+                del self.state[key], self.slot_of[key]
+
+    @rule(target=loads, request=requests, numbers=batches)
+    def prepare_load(self, request: Request, numbers: list[int]) -> Job:
+        keys = self._seen(request, numbers)
+        ready, _ = self._expected(keys)
+        if ready < len(keys):
+            failed = self._refused_as_misuse(lambda: self.manager.prepare_load(keys, request.ctx))
+            assert keys[ready].hex() in failed, "the error does not name the key"
+        plan = self.manager.prepare_load(keys[:ready], request.ctx)
+        assert plan.slots.tolist() == [self.slot_of[key] for key in keys[:ready]]
+        self.pins.update(plan.slots.tolist())
+        return self._started(plan)
+
+    @rule(job=consumes(loads), damaged=st.sets(st.integers(0, 7), max_size=2))
+    def complete_load(self, job: Job, damaged: set[int]) -> None:
+        plan = job.plan
+        assert isinstance(plan, LoadPlan)
+        slots = plan.slots.tolist()
+        if not job.void:
+            assert [self.memory[slot] for slot in slots] == list(plan.keys), "a pinned block changed"
+        rows = sorted(row for row in damaged if row < len(slots))
+        self.manager.complete_load(plan, rows)
+        self._refused_as_misuse(lambda: self.manager.complete_load(plan))
+        self.jobs.remove(job)
+        if job.void:
+            return
+        self.pins.subtract(slots)
+        self.condemned -= {slot for slot in slots if not self.pins[slot]}
+        for row in rows:
+            if self.slot_of.get(plan.keys[row]) == slots[row]:
+                self._forget(plan.keys[row])
+
+    @rule(numbers=batches)
+    def discard(self, numbers: list[int]) -> None:
+        keys = self._keys(numbers)
+        here = {key for key in keys if self.state.get(key) is READY}
+        assert self.manager.discard(keys) == len(here)
+        for key in here:
+            self._forget(key)
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset()
+        self.condemned |= {slot for key, slot in self.slot_of.items() if not self._is_evictable(key)}
+        for job in self.jobs:
+            job.stale = True
+        self.state.clear()
+        self.slot_of.clear()
+
+    @rule()
+    def reset_after_jobs_were_lost(self) -> None:
+        """The connection broke, say: no transfer runs, and what is still reported means nothing."""
+        self.manager.reset(drop_in_flight=True)
+        for job in self.jobs:
+            job.stale, job.void = False, True
+        for forgotten in (self.state, self.slot_of, self.pins, self.condemned):
+            forgotten.clear()
+
+    # ---- what holds at every step
+
+    @invariant()
+    def sound_inside(self) -> None:
+        audit(self.manager)
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        for key in self.universe:
+            assert self.manager.lookup_key(key) is self.state.get(key, LookupResult.MISS), key.hex()
+
+    @invariant()
+    def events_give_the_readable_blocks(self) -> None:
+        for event in self.manager.take_events():
+            keys = set(event.keys)
+            assert keys and len(keys) == len(event.keys), f"empty, or keys twice: {event}"
+            if event.removed:
+                assert keys <= self.readable, f"removed, and was not here: {event}"
+            else:
+                assert not keys & self.readable, f"stored twice: {event}"
+            self.readable ^= keys
+        assert self.readable == {key for key, state in self.state.items() if state is READY}
+
+    @invariant()
+    def statistics_agree(self) -> None:
+        stats = self.manager.stats()
+        states = Counter(self.state.values())
+        assert (stats.writing, stats.ready) == (states[WRITING], states[READY])
+        assert stats.condemned == len(self.condemned)
+        assert stats.evictable == sum(map(self._is_evictable, self.state))
+        for name in ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "discarded"):
+            assert getattr(stats, name) >= getattr(self.before, name), f"{name} went down"
+        self.before = stats
+
+    # ---- inside
+
+    def _keys(self, numbers: list[int]) -> list[bytes]:
+        return [self.universe[number % NUM_KEYS] for number in numbers]
+
+    def _seen(self, request: Request, numbers: list[int]) -> list[bytes]:
+        keys = self._keys(numbers)
+        if request.ctx is not None:
+            request.path.update(keys)
+        return keys
+
+    def _expected(self, keys: list[bytes]) -> PrefixLookup:
+        states = [self.state.get(key, LookupResult.MISS) for key in keys]
+        ready = next((i for i, state in enumerate(states) if state is not READY), len(keys))
+        return PrefixLookup(ready, (*states, READY)[ready])
+
+    def _is_evictable(self, key: bytes) -> bool:
+        return self.state[key] is READY and not self.pins[self.slot_of[key]]
+
+    def _forget(self, key: bytes) -> None:
+        slot = self.slot_of.pop(key)
+        del self.state[key]
+        if self.pins[slot]:
+            self.condemned.add(slot)
+
+    def _started(self, plan: LoadPlan | StorePlan | None) -> Job:
+        assert plan is not None
+        job = Job(plan)
+        self.jobs.append(job)
+        return job
+
+    def _refused_as_misuse(self, call: Callable[[], object]) -> str:
+        before = snapshot(self.manager)
+        try:
+            call()
+        except MisuseError as error:
+            assert snapshot(self.manager) == before, "a misuse changed something"
+            return str(error)
+        raise AssertionError("a misuse was accepted")
+
+
+def manager_machine(
+    policy: str | type[EvictionPolicy] = "lru",
+    admission: str | Callable[[], Admission] = "all",
+    *,
+    capacity_blocks: int = 5,
+    key_bytes: int = 32,
+    max_examples: int = 50,
+    step_count: int = 40,
+) -> type[ManagerMachine]:
+    """A state machine for managers with this policy and admission; its `TestCase` is what pytest runs.
+
+    Args:
+        policy: as `OffloadingManager` takes it.
+        admission: a name, or a function that makes a rule, since one rule serves one manager.
+        capacity_blocks: keep it small: everything interesting happens when there is no room.
+    """
+
+    def make() -> OffloadingManager:
+        rule = admission if isinstance(admission, str) else admission()
+        return OffloadingManager(
+            capacity_blocks, key_bytes=key_bytes, policy=policy, admission=rule, enable_events=True
+        )
+
+    machine = type("Machine", (ManagerMachine,), {"make": staticmethod(make)})
+    machine.TestCase.settings = settings(
+        max_examples=max_examples, stateful_step_count=step_count, deadline=None
+    )
+    return machine
+
+
+@cache
+def colliding_keys(capacity_blocks: int, key_bytes: int) -> list[bytes]:
+    """`NUM_KEYS` keys that crowd into the last home buckets of the manager's index, and wrap around."""
+    rng = np.random.default_rng(0)
+    keys = Keys.pack(list({rng.bytes(key_bytes): None for _ in range(NUM_KEYS * 20)}), key_bytes)
+    homes = []
+    for row in range(len(keys)):
+        index = Index(capacity_blocks, key_bytes)
+        insert_one(index.table, index.keys, keys.words, row, 0)
+        homes.append(np.flatnonzero(index.table)[0])
+    return [keys[int(row)] for row in np.argsort(homes, kind="stable")[-NUM_KEYS:]]
