@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from kvoffload.admission import ReuseAdmission
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.naive import NaiveARC, NaiveLRU, NaiveReuse
 
 TestLru = manager_machine("lru", key_bytes=32).TestCase
-TestLruWithReuse = manager_machine("lru", "reuse:2", capacity_blocks=3, key_bytes=20).TestCase
+TestLruWithReuse = manager_machine(
+    "lru", lambda: ReuseAdmission(20, 2, 7), capacity_blocks=3, key_bytes=20
+).TestCase
 TestArc = manager_machine("arc", key_bytes=36).TestCase
-TestArcWithReuse = manager_machine("arc", "reuse:2", capacity_blocks=4, key_bytes=8).TestCase
+TestArcWithReuse = manager_machine(
+    "arc", lambda: ReuseAdmission(8, 2, 40), capacity_blocks=4, key_bytes=8
+).TestCase
 TestArcOfOneBlock = manager_machine("arc", capacity_blocks=1, key_bytes=5, max_examples=20).TestCase
+TestReuseByName = manager_machine("lru", "reuse:2", max_examples=5).TestCase
 TestNaiveLru = manager_machine(NaiveLRU, max_examples=20).TestCase
 TestNaiveLruWithReuse = manager_machine(NaiveLRU, lambda: NaiveReuse(2, 4), max_examples=20).TestCase
 TestNaiveArc = manager_machine(NaiveARC, max_examples=20).TestCase
-TestNaiveArcWithReuse = manager_machine(NaiveARC, lambda: NaiveReuse(2, 4), max_examples=20).TestCase
+TestNaiveArcWithReuse = manager_machine(NaiveARC, lambda: NaiveReuse(2, 9), max_examples=20).TestCase

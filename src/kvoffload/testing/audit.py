@@ -130,22 +130,23 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
 
 def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
     """Check that links and sizes agree; the members of each list."""
-    links, all_members = lists.links, []
+    previous, following, owner = (lists.links[:, column].tolist() for column in (PREV, NEXT, LIST))
+    all_members = []
     for number in range(lists.num_lists):
         sentinel = lists.sentinel(number)
-        members, row = [], int(links[sentinel, NEXT])
+        members, row = [], following[sentinel]
         while row != sentinel:
             assert len(members) < lists.num_positions, f"list {number} of {what} does not end"
-            assert links[row, LIST] == sentinel, f"{row} is in list {number} of {what}, and denies it"
-            assert links[links[row, NEXT], PREV] == row, f"links of {what} disagree at {row}"
+            assert owner[row] == sentinel, f"{row} is in list {number} of {what}, and denies it"
+            assert previous[following[row]] == row, f"links of {what} disagree at {row}"
             members.append(row)
-            row = int(links[row, NEXT])
+            row = following[row]
         size = lists.size(number)
         assert size == len(members), f"list {number} of {what} has {len(members)} members, says {size}"
         all_members.append(members)
-    listed = {row for members in all_members for row in members}
-    claim = set(np.flatnonzero(links[: lists.num_positions, LIST] != UNLISTED).tolist())
-    assert listed == claim, f"positions of {what} claim lists that do not have them: {listed ^ claim}"
+    num_listed = sum(map(len, all_members))
+    claims = lists.num_positions - owner[: lists.num_positions].count(UNLISTED)
+    assert num_listed == claims, f"{claims} positions of {what} say they are in a list, {num_listed} are"
     return all_members
 
 

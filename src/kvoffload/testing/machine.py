@@ -207,7 +207,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.reset()
         self.condemned |= {slot for key, slot in self.slot_of.items() if not self._is_evictable(key)}
         for job in self.jobs:
-            job.stale = True
+            job.stale = not job.void
         self.state.clear()
         self.slot_of.clear()
 

@@ -1,0 +1,134 @@
+"""The command line, as a user meets it: what it prints, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ("--capacity", "200", "--block-bytes", "4KiB", "--quiet")
+
+
+def kvoffload(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "small.jsonl.gz"
+    done = kvoffload("trace", "generate", "chat", "--sessions", "60", "--output", path)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_replay_prints_a_table(trace_file: Path) -> None:
+    done = kvoffload("replay", trace_file, *SMALL)
+    assert done.returncode == 0, done.stderr
+    for words in ("offload tier", "computed anew", "stored", "evicted", "refused by admission",
+                  "loaded and verified", "mismatches served", "of the prefill work is saved"):  # fmt: skip
+        assert words in done.stdout, words
+
+
+def test_replay_json_is_one_object_and_nothing_else(trace_file: Path) -> None:
+    done = kvoffload("replay", trace_file, *SMALL, "--format", "json")
+    report = json.loads(done.stdout)
+    assert report["trace"] == "small"
+    assert report["capacity_blocks"] == 200
+    assert report["blocks_verified"] == report["offload_hit_blocks"] > 0
+    assert report["mismatches_served"] == 0
+
+
+def test_reports_go_to_files(trace_file: Path, tmp_path: Path) -> None:
+    report, table, log = tmp_path / "r.json", tmp_path / "r.txt", tmp_path / "d.txt"
+    kvoffload("replay", trace_file, *SMALL, "--format", "json", "--output", report, "--decisions", log)
+    done = kvoffload("replay", trace_file, *SMALL, "--output", table)
+    assert done.stdout == ""
+    assert "offload tier" in table.read_text()
+    digest = json.loads(report.read_text())["decisions_sha256"]
+    summed = subprocess.run(["sha256sum", log], capture_output=True, text=True, check=True)
+    assert summed.stdout.split()[0] == digest
+
+
+def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
+    arguments = ("--capacity", "100%", "--inject", "bitflip:0.05", "--seed", "3", "--format", "json")
+    done = kvoffload("replay", trace_file, "--block-bytes", "4KiB", *arguments)
+    report = json.loads(done.stdout)
+    assert report["damage_injected"] >= report["mismatches_caught"] > 0
+    assert report["mismatches_served"] == 0
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/file"], "trace: '/no/such/file' is not possible; a file, or one of: agent, chat, rag"),
+        (["--policy", "lruu"], "policy: 'lruu' is not possible; allowed: arc, lru, or module:Class "
+                               "(did you mean lru?)"),
+        (["--policy", "nomodule:LRU"], "policy: 'nomodule:LRU' is not possible; it cannot be imported: "
+                                       "No module named 'nomodule'"),
+        (["--policy", "json:loads"], "policy: 'json:loads' is not possible; it must be a subclass of "
+                                     "EvictionPolicy"),
+        (["--admission", "reuse:0"], "admission: 'reuse:0' is not possible; allowed: all, reuse:N with "
+                                     "N >= 1 (reuse:1 is all)"),
+        (["--capacity", "0"], "capacity: '0' is not possible; it is no block; allowed: a number of blocks "
+                              "(5000), a share of the unique blocks (5%), or a size (4GiB)"),
+        (["--capacity", "10B"], "capacity: '10B' is not possible; it is less than one block (65,536 B); "
+                                "allowed: a number of blocks (5000), a share of the unique blocks (5%), or "
+                                "a size (4GiB)"),
+        (["--block-bytes", "12"], "block-bytes: '12' is not possible; allowed: a multiple of 8 bytes"),
+        (["--inject", "bitflip:2"], "inject: 'bitflip:2' is not possible; expected KIND:PROBABILITY, KIND "
+                                    "one of bitflip, swap, zero, torn, PROBABILITY in 0..1"),
+        (["--inject", "zero:1", "--no-data"], "inject: 'zero:1' is not possible; it needs bytes to damage: "
+                                              "leave out --no-data"),
+        (["--no-data", "--output", "/no/such/dir/x"], "output: '/no/such/dir/x' is not possible; a file that "
+                                                      "can be written (No such file or directory)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_clear_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    done = kvoffload("replay", *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvoffload: {message}\n")
+
+
+def test_more_than_the_machine_has(trace_file: Path) -> None:
+    done = kvoffload("replay", trace_file, "--capacity", "100%", "--block-bytes", "1TiB")
+    assert done.returncode == 2
+    assert "this machine can give" in done.stderr
+    assert "--no-data" in done.stderr
+
+
+def test_a_bad_line_is_named_or_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
+    path.write_text(good + '{"timestamp": 0, "input_length": "x"}\n' + good)
+    done = kvoffload("replay", path, "--no-data", "--capacity", "2")
+    assert done.returncode == 2
+    assert "bad.jsonl:2" in done.stderr
+    assert "input_length" in done.stderr
+    done = kvoffload("replay", path, "--no-data", "--capacity", "2", "--skip-bad-lines", "--format", "json")
+    report = json.loads(done.stdout)
+    assert (report["requests"], report["skipped_lines"]) == (2, 1)
+
+
+def test_a_trace_without_a_full_block_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 100, "output_length": 1, "hash_ids": [1]}\n')
+    done = kvoffload("replay", path, "--no-data")
+    assert done.returncode == 2
+    assert "at least one block (512 tokens)" in done.stderr
+
+
+def test_help_names_the_commands() -> None:
+    done = kvoffload("--help")
+    assert done.returncode == 0
+    assert "replay" in done.stdout
+    assert "trace" in done.stdout
+
+
+def test_unknown_option_is_exit_code_2() -> None:
+    assert kvoffload("replay", "--bogus").returncode == 2
+    assert kvoffload("bogus").returncode == 2

@@ -1,0 +1,203 @@
+"""The golden numbers: prefix-hit ratio and blocks written on the recorded traces, by other simulators.
+
+LRU agrees to the last digit, LRU with `reuse:2` within 0.001 (it does so exactly), ARC within 0.005. The
+same numbers come from vLLM's real manager and from libCacheSim; where they come from, and how a replay
+counts, stands in docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from kvoffload.replay.readers import read_trace
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.sources import load_trace
+from kvoffload.replay.trace import Trace
+
+# trace, policy, admission: capacity in blocks -> (prefix-hit ratio, blocks written)
+GOLDEN = {
+    ("conversation_first60", "lru", "all"): {
+        1_000: (0.045878, 156_935),
+        2_000: (0.057368, 155_045),
+        5_000: (0.123662, 144_141),
+        10_000: (0.217752, 128_665),
+        20_000: (0.295894, 115_812),
+    },
+    ("conversation_first60", "lru", "reuse:2"): {
+        1_000: (0.060499, 49_212),
+        2_000: (0.097762, 43_083),
+        5_000: (0.166135, 31_837),
+        10_000: (0.200947, 26_111),
+        20_000: (0.204735, 25_490),
+    },
+    ("conversation_first60", "arc", "all"): {
+        1_000: (0.054949, 155_443),
+        2_000: (0.075109, 152_127),
+        5_000: (0.125528, 143_714),
+        10_000: (0.226239, 127_269),
+        20_000: (0.289851, 116_806),
+    },
+    ("conversation_first60", "arc", "reuse:2"): {
+        1_000: (0.071796, 47_354),
+        2_000: (0.095823, 43_297),
+        5_000: (0.165654, 31_916),
+        10_000: (0.190527, 27_825),
+        20_000: (0.204723, 25_490),
+    },
+    ("agentic_12h", "lru", "all"): {
+        1_865: (0.644198, 1_637_061),
+        3_731: (0.864312, 624_307),
+        9_327: (0.941922, 267_218),
+        18_655: (0.952757, 217_365),
+    },
+    ("agentic_12h", "lru", "reuse:2"): {
+        1_865: (0.638384, 1_471_187),
+        3_731: (0.840222, 542_520),
+        9_327: (0.907739, 231_869),
+        18_655: (0.917616, 186_425),
+    },
+    ("agentic_12h", "arc", "all"): {
+        1_865: (0.636173, 1_636_437),
+        3_731: (0.847937, 694_126),
+        9_327: (0.936231, 293_128),
+        18_655: (0.950657, 226_994),
+    },
+    ("agentic_12h", "arc", "reuse:2"): {
+        1_865: (0.628685, 1_479_141),
+        3_731: (0.826560, 600_185),
+        9_327: (0.903862, 249_524),
+        18_655: (0.916854, 189_848),
+    },
+    ("agentic_3h", "lru", "all"): {
+        1_865: (0.252400, 3_439_740),
+        3_731: (0.517664, 2_219_251),
+        9_327: (0.854971, 667_286),
+        18_655: (0.932401, 311_027),
+    },
+    ("agentic_3h", "lru", "reuse:2"): {
+        1_865: (0.255836, 3_226_560),
+        3_731: (0.519452, 2_013_650),
+        9_327: (0.831738, 576_807),
+        18_655: (0.900057, 262_467),
+    },
+    ("agentic_3h", "arc", "all"): {
+        1_865: (0.349351, 2_967_091),
+        3_731: (0.542084, 2_078_332),
+        9_327: (0.832994, 763_184),
+        18_655: (0.925487, 342_196),
+    },
+    ("agentic_3h", "arc", "reuse:2"): {
+        1_865: (0.342867, 2_793_064),
+        3_731: (0.538125, 1_902_339),
+        9_327: (0.811342, 665_054),
+        18_655: (0.895967, 280_946),
+    },
+}
+
+# With a device cache in front: (ratio of device and tier together, what the tier adds, blocks written)
+GOLDEN_BEHIND_DEVICE = {
+    ("conversation_first60", "lru", "all", 1_000): {
+        1_000: (0.0459, 0.0000, 156_935),
+        4_000: (0.0943, 0.0484, 148_969),
+        8_000: (0.1865, 0.1406, 133_810),
+    },
+    ("conversation_first60", "lru", "reuse:2", 1_000): {
+        1_000: (0.0616, 0.0158, 49_212),
+        4_000: (0.1532, 0.1073, 34_150),
+        8_000: (0.1923, 0.1464, 27_722),
+    },
+    ("conversation_first60", "arc", "all", 1_000): {
+        1_000: (0.0567, 0.0108, 155_443),
+        4_000: (0.1046, 0.0587, 147_248),
+        8_000: (0.1952, 0.1493, 132_377),
+    },
+    ("agentic_3h", "lru", "all", 2_000): {
+        2_000: (0.2711, 0.0000, 3_353_655),
+        4_000: (0.5506, 0.2795, 2_067_600),
+        8_000: (0.8212, 0.5501, 822_495),
+    },
+    ("agentic_3h", "lru", "reuse:2", 2_000): {
+        2_000: (0.2836, 0.0125, 3_140_487),
+        4_000: (0.5606, 0.2895, 1_865_920),
+        8_000: (0.8107, 0.5396, 715_227),
+    },
+    ("agentic_3h", "arc", "all", 2_000): {
+        2_000: (0.3944, 0.1233, 2_889_660),
+        4_000: (0.5767, 0.3055, 1_955_504),
+        8_000: (0.8028, 0.5317, 908_294),
+    },
+}
+TOLERANCE = {("lru", "all"): 0.0, ("lru", "reuse:2"): 0.001, ("arc", "all"): 0.005, ("arc", "reuse:2"): 0.005}
+
+CASES = [(*case, capacity) for case, rows in GOLDEN.items() for capacity in rows]
+CASES_BEHIND_DEVICE = [(*case, capacity) for case, rows in GOLDEN_BEHIND_DEVICE.items() for capacity in rows]
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path) -> Trace:
+    return read_trace(path)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize(("name", "policy", "admission", "capacity"), CASES)
+def test_golden_number(
+    recorded_trace_path: Callable[[str], Path], name: str, policy: str, admission: str, capacity: int
+) -> None:
+    trace = _read(recorded_trace_path(name))
+    report = Replay(trace, ReplayConfig(capacity, policy, admission)).run()
+    ratio, written = GOLDEN[name, policy, admission][capacity]
+    tolerance = TOLERANCE[policy, admission]
+    assert round(report.prefix_hit_ratio, 6) == pytest.approx(ratio, abs=tolerance)
+    assert report.blocks_written == pytest.approx(written, abs=tolerance * trace.block_refs)
+    assert report.optimum_hit_ratio is not None
+    assert report.prefix_hit_ratio <= report.optimum_hit_ratio <= report.infinite_hit_ratio
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize(("name", "policy", "admission", "device_blocks", "capacity"), CASES_BEHIND_DEVICE)
+def test_golden_number_behind_a_device_cache(
+    recorded_trace_path: Callable[[str], Path],
+    name: str,
+    policy: str,
+    admission: str,
+    device_blocks: int,
+    capacity: int,
+) -> None:
+    trace = _read(recorded_trace_path(name))
+    report = Replay(trace, ReplayConfig(capacity, policy, admission, device_blocks)).run()
+    ratio, added, written = GOLDEN_BEHIND_DEVICE[name, policy, admission, device_blocks][capacity]
+    tolerance = TOLERANCE[policy, admission] + 0.00005
+    assert report.prefix_hit_ratio == pytest.approx(ratio, abs=tolerance)
+    assert report.offload_hit_blocks / report.block_refs == pytest.approx(added, abs=tolerance)
+    assert report.blocks_written == pytest.approx(
+        written, abs=TOLERANCE[policy, admission] * trace.block_refs
+    )
+
+
+@pytest.mark.parametrize("name", ["chat", "agent", "rag"])
+@pytest.mark.parametrize(("policy", "admission"), list(TOLERANCE))
+def test_builtin_workloads_decide_the_same_everywhere(name: str, policy: str, admission: str) -> None:
+    """Equal on every run, machine and Python version: the digest of every decision is pinned."""
+    trace = load_trace(name)
+    report = Replay(trace, ReplayConfig(trace.unique_blocks // 20, policy, admission)).run()
+    assert report.decisions_sha256[:16] == DIGESTS[name, policy, admission]
+
+
+DIGESTS = {
+    ("chat", "lru", "all"): "d97630ad9b3fd205",
+    ("chat", "lru", "reuse:2"): "b1c532b65afce14e",
+    ("chat", "arc", "all"): "f5e16bd0372f3bb2",
+    ("chat", "arc", "reuse:2"): "4fe81b6089ac4ea1",
+    ("agent", "lru", "all"): "6f52487347d0d0ee",
+    ("agent", "lru", "reuse:2"): "f44b333c1d8c6d7f",
+    ("agent", "arc", "all"): "b0870c046b9ff107",
+    ("agent", "arc", "reuse:2"): "8892c1edcbdab62f",
+    ("rag", "lru", "all"): "5d36e7e710625e33",
+    ("rag", "lru", "reuse:2"): "1cc82a2f9cacece0",
+    ("rag", "arc", "all"): "c4bfa0868ba824b2",
+    ("rag", "arc", "reuse:2"): "b536998c63642263",
+}
