@@ -1,0 +1,54 @@
+# What everyone does. Each target sets up what it needs; PYTHON may be any of 3.10 to 3.13.
+PYTHON ?= python3
+VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
+BIN := $(VENV)/bin
+TRACE ?=
+ARGS ?=
+
+.PHONY: help install replay test test-vllm lint format bench vllm-env clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --group dev
+	touch $@
+
+install: $(VENV)/installed  ## the environment and the package
+
+replay: $(VENV)/installed  ## the main job: run a trace through the manager (TRACE=file, ARGS="--policy arc")
+	$(BIN)/kvoffload replay $(TRACE) $(ARGS)
+
+test: $(VENV)/installed-dev  ## every test that runs in minutes
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-dev  ## ruff and mypy --strict
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev  ## let ruff format and sort
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/installed-dev  ## control plane and copies (beside vLLM's where `make vllm-env` has been)
+	@if [ -x $(VLLM_VENV)/bin/python ]; then $(VLLM_VENV)/bin/python bench/control_plane.py $(ARGS); \
+	else $(BIN)/python bench/control_plane.py $(ARGS); fi
+	$(BIN)/python bench/copies.py
+
+vllm-env:  ## an environment with a CPU build of vLLM 0.32 (3.4 GB, minutes)
+	PYTHON=$(PYTHON) bash bench/vllm_env.sh $(VLLM_VENV)
+
+test-vllm: vllm-env  ## our manager beside vLLM's, operation by operation
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+
+clean:  ## remove environments and caches
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

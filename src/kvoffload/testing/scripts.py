@@ -1,0 +1,75 @@
+"""Random scripts for a manager, and the log of what it decided: how twins are compared.
+
+A script is data, so that it can be played to several managers. Its steps name requests, keys and jobs by
+numbers that are good for every manager, whatever it decides; two managers that decide alike give equal logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from hypothesis import strategies as st
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.request import RequestContext
+from kvoffload.types import LoadPlan, StorePlan
+
+Step: TypeAlias = tuple[str, int, list[int]]
+"""What to do; a number that says to which request or job; numbers of keys."""
+
+ACTIONS = (
+    ["store", "stored"] * 4 + ["load", "loaded", "finish"] * 2 + ["touch", "failed", "damaged", "discard"]
+)
+
+
+def scripts(num_keys: int = 12, num_requests: int = 3, max_steps: int = 60) -> st.SearchStrategy[list[Step]]:
+    """Scripts over prefixes of a few chains, by interleaved requests."""
+    chain = st.tuples(st.integers(0, num_keys - 1), st.integers(1, 5)).map(lambda r: [*range(r[0], sum(r))])
+    step = st.tuples(st.sampled_from(ACTIONS), st.integers(0, num_requests - 1), chain)
+    return st.lists(step, max_size=max_steps)
+
+
+def play(
+    manager: OffloadingManager,
+    script: Sequence[Step],
+    after_step: Callable[[OffloadingManager], Any] = lambda manager: None,
+) -> list[Any]:
+    """Do what the script says; returns every decision in order, with what `after_step` saw."""
+    contexts: dict[int, RequestContext] = {}
+    stores: list[StorePlan] = []
+    loads: list[LoadPlan] = []
+    log: list[Any] = []
+    for action, number, key_numbers in script:
+        keys = [key_of(n, manager.key_bytes) for n in key_numbers]
+        if number not in contexts:
+            contexts[number] = manager.begin_request(f"request {number}")
+        ctx = contexts[number]
+        decision: Any = None
+        if action == "store":
+            plan = manager.prepare_store(keys, ctx)
+            if plan is not None:
+                stores.append(plan)
+                decision = (list(plan.keys), plan.slots.tolist(), list(plan.evicted), plan.num_refused)
+        elif action in ("stored", "failed") and stores:
+            manager.complete_store(stores.pop(number % len(stores)), action == "stored")
+        elif action == "load":
+            found = manager.lookup(keys, ctx)
+            loads.append(manager.prepare_load(keys[: found.num_ready], ctx))
+            decision = found
+        elif action in ("loaded", "damaged") and loads:
+            load = loads.pop(number % len(loads))
+            manager.complete_load(load, [0] if action == "damaged" and len(load.keys) else [])
+        elif action == "touch":
+            manager.touch(keys, ctx)
+        elif action == "discard":
+            decision = manager.discard(keys[:1])
+        elif action == "finish":
+            manager.finish_request(contexts.pop(number))
+        log.append((action, decision, after_step(manager)))
+    return log
+
+
+def key_of(number: int, key_bytes: int) -> bytes:
+    """The key that has `number` in a script."""
+    return bytes([number]) * key_bytes

@@ -1,0 +1,166 @@
+"""The index against a dict, with keys that are made to collide, in a table that is full and wraps around."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.core.index import ABSENT, Index, find_bytes, find_one, insert_one, remove_one
+from kvoffload.core.keys import Keys
+from kvoffload.core.request import ABSENT as ABSENT_ON_PATH
+from kvoffload.core.request import HASH, RequestContext
+from kvoffload.testing.naive import NaiveIndex
+
+MASK = 2**64 - 1
+MULTIPLY, FINISH, SEED = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15
+NUM_POSITIONS = 6
+KEY_BYTES = [8, 11, 20, 32, 36]
+
+
+def key_with_hash(h: int, key_bytes: int, salt: int = 0) -> bytes:
+    """A key whose hash is `h`: every step of the hash can be undone, so solve for the first word.
+
+    The words behind the first are `salt`.
+    """
+    rest = [salt] * ((key_bytes - 1) // 8)
+    state = h ^ h >> 29 ^ h >> 58
+    state = state * pow(FINISH, -1, 2**64) & MASK
+    for word in reversed(rest):
+        state = _unmixed(state) ^ word
+    words = [_unmixed(state) ^ SEED, *rest]
+    return b"".join(word.to_bytes(8, "little") for word in words)[:key_bytes]
+
+
+def _unmixed(h: int) -> int:
+    return (h ^ h >> 32) * pow(MULTIPLY, -1, 2**64) & MASK
+
+
+def tag_of_home(bucket: int, buckets: int) -> int:
+    """The smallest tag whose home is `bucket`."""
+    return -(-bucket * 2**32 // buckets)
+
+
+def colliding(key_bytes: int) -> list[bytes]:
+    """Keys at home in the last two buckets and the first, three of each tag: they wrap, run over, touch."""
+    buckets = 2 * NUM_POSITIONS + 1
+    homes = [buckets - 2, buckets - 1, 0, 1]
+    tags = [tag_of_home(home, buckets) + extra for home in homes for extra in (0, 1)]
+    return [key_with_hash(tag << 32 | low, key_bytes, salt=low) for tag in tags for low in (1, 2, 3)]
+
+
+def one(key: bytes) -> np.ndarray:
+    return Keys.pack([key], len(key)).words
+
+
+@pytest.mark.parametrize("key_bytes", KEY_BYTES)
+def test_keys_can_be_made_for_a_hash(key_bytes: int) -> None:
+    wanted = [(7 << 32 | 9), MASK, 0, 0x0123456789ABCDEF]
+    ctx = RequestContext("", key_bytes)
+    ctx.see(Keys.pack([key_with_hash(h, key_bytes) for h in wanted], key_bytes))
+    assert ctx.notes[:4, HASH].tolist() == wanted
+
+
+@pytest.mark.parametrize("key_bytes", KEY_BYTES)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 23)), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_equals_a_dict(key_bytes: int, steps: list[tuple[bool, int]]) -> None:
+    universe = colliding(key_bytes)
+    index, twin = Index(NUM_POSITIONS, key_bytes), NaiveIndex()
+    for insert, number in steps:
+        key, unused = universe[number], set(range(NUM_POSITIONS)) - set(twin.positions.values())
+        position = twin.find(key)
+        if insert and position == ABSENT and unused:
+            insert_one(index.table, index.keys, one(key), 0, max(unused))
+            twin.insert(key, max(unused))
+        elif not insert and position != ABSENT:
+            remove_one(index.table, index.keys, position)
+            twin.remove(position)
+        for other in universe:
+            assert find_one(index.table, index.keys, one(other), 0) == twin.find(other)
+            assert find_bytes(index.table, index.keys, other) == twin.find(other)
+    assert np.count_nonzero(index.table) == len(twin.positions)
+
+
+@pytest.mark.parametrize("gone", range(NUM_POSITIONS))
+def test_a_full_table_closes_the_gap_across_its_end(gone: int) -> None:
+    keys = colliding(32)[: NUM_POSITIONS + 1]
+    index = Index(NUM_POSITIONS, 32)
+    for position in range(NUM_POSITIONS):
+        insert_one(index.table, index.keys, one(keys[position]), 0, position)
+    assert index.table[0] != 0, "the keys do not wrap around"
+    remove_one(index.table, index.keys, gone)
+    expected = [position if position != gone else ABSENT for position in range(NUM_POSITIONS)]
+    assert [find_one(index.table, index.keys, one(key), 0) for key in keys[:-1]] == expected
+    insert_one(index.table, index.keys, one(keys[-1]), 0, gone)
+    assert find_one(index.table, index.keys, one(keys[-1]), 0) == gone
+
+
+def test_an_entry_at_its_home_does_not_move_into_a_gap_before_it() -> None:
+    # Two neighbours, each at home: when the first goes, the second must stay where it is looked for.
+    buckets = 2 * NUM_POSITIONS + 1
+    first, second = (key_with_hash(tag_of_home(home, buckets) << 32, 8) for home in (4, 5))
+    index = Index(NUM_POSITIONS, 8)
+    insert_one(index.table, index.keys, one(first), 0, 0)
+    insert_one(index.table, index.keys, one(second), 0, 1)
+    remove_one(index.table, index.keys, 0)
+    assert np.flatnonzero(index.table).tolist() == [5]
+    assert find_one(index.table, index.keys, one(second), 0) == 1
+
+
+def test_keys_that_differ_in_their_last_byte_are_two() -> None:
+    index = Index(4, 20)
+    keys = [bytes(19) + b"\0", bytes(19) + b"\1", b"\1" + bytes(19)]
+    for position, key in enumerate(keys):
+        assert find_bytes(index.table, index.keys, key) == ABSENT
+        insert_one(index.table, index.keys, one(key), 0, position)
+    assert [find_bytes(index.table, index.keys, key) for key in keys] == [0, 1, 2]
+    assert [index.key_at(position) for position in range(3)] == keys
+    assert list(index.keys_at(np.array([2, 0]))) == [keys[2], keys[0]]
+
+
+def test_clear_forgets_everything() -> None:
+    index = Index(2, 8)
+    insert_one(index.table, index.keys, one(b"12345678"), 0, 0)
+    index.clear()
+    assert find_bytes(index.table, index.keys, b"12345678") == ABSENT
+
+
+# ---- the path of a request: the same table, filled in the order of first sight
+
+
+@given(st.lists(st.lists(st.integers(0, 60), max_size=70), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]) -> None:
+    assert ABSENT_ON_PATH == ABSENT
+    ctx, order = RequestContext("", 8), dict[bytes, int]()
+    for batch in batches:
+        keys = [number.to_bytes(8, "big") for number in batch]
+        positions = ctx.see(Keys.pack(keys, 8)).tolist()
+        for key in keys:
+            order.setdefault(key, len(order))
+        assert positions == [order[key] for key in keys]
+        assert list(ctx.keys()) == list(order)
+        assert ctx.length == len(order)
+
+
+@given(st.lists(st.integers(0, 700), max_size=1500))
+@settings(max_examples=10, deadline=None)
+def test_keys_asked_for_one_by_one_make_the_same_path(numbers: list[int]) -> None:
+    keys = [number.to_bytes(8, "big") for number in numbers]
+    ctx = RequestContext("", 8)
+    for key in keys:
+        ctx.ask(key)
+    ctx.flush()
+    assert list(ctx.keys()) == list(dict.fromkeys(keys))
+
+
+def test_what_was_noted_of_a_key_survives_growth() -> None:
+    ctx = RequestContext("", 8)
+    first = [number.to_bytes(8, "big") for number in range(30)]
+    ctx.see(Keys.pack(first, 8))
+    ctx.notes[:30, 1] = np.arange(30)
+    ctx.see(Keys.pack([number.to_bytes(8, "big") for number in range(20, 100)], 8))
+    assert ctx.notes[:30, 1].tolist() == [*range(30)]
+    assert ctx.see(Keys.pack(first, 8)).tolist() == [*range(30)]
