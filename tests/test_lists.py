@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.core.index import ABSENT, find_bytes, find_one
-from kvoffload.core.jit import (
-    I32_MATRIX,
-    I64,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    kernel,
-)
+from kvoffload.core.index import ABSENT, find_bytes, find_one, hash_row
 from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.core.keys import Keys
-from kvoffload.core.index import hash_row
 from kvoffload.core.lists import Lists, move_to_head, push_head, unlink
 from kvoffload.testing.audit import _audit_key_lists, _audit_lists
 from kvoffload.testing.naive import NaiveLists
 
 NUM_POSITIONS, NUM_LISTS = 6, 3
 
-
-@kernel(I64(I32_MATRIX, I64, I64, I64))
-def _step(links, step, sentinel, position):  # type: ignore[no-untyped-def]
-    if step == 0:
-        push_head(links, sentinel, position)
-    elif step == 1:
-        unlink(links, position)
-    else:
-        move_to_head(links, sentinel, position)
-    return step
-
-
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_MATRIX, I64, READONLY_U64_MATRIX))
-def _remember(table, keys, links, sentinel, batch):  # type: ignore[no-untyped-def]
-    return remember(table, keys, links, sentinel, batch, 0, hash_row(batch, 0))
-
-
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_MATRIX, I64))
-def _forget(table, keys, links, position):  # type: ignore[no-untyped-def]
-    forget(table, keys, links, position)
-    return position
-
-
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_MATRIX, I64))
-def _forget_coldest(table, keys, links, sentinel):  # type: ignore[no-untyped-def]
-    forget_coldest(table, keys, links, sentinel)
-    return sentinel
+# The helpers of kernels are called from Python here: compiled for each test run, so never stale.
 
 
 steps = st.lists(
@@ -66,12 +32,14 @@ def test_lists_equal_python_lists(script: list[tuple[int, int, int]]) -> None:
         listed = any(position in members for members in twin.lists)
         if (step == 0) == listed:
             continue
-        _step(lists.links, step, lists.sentinel(number), position)
         if step == 0:
+            push_head(lists.links, lists.sentinel(number), position)
             twin.push_head(number, position)
         elif step == 1:
+            unlink(lists.links, position)
             twin.unlink(position)
         else:
+            move_to_head(lists.links, lists.sentinel(number), position)
             twin.move_to_head(number, position)
         assert [lists.members(i) for i in range(NUM_LISTS)] == twin.lists
         assert [lists.size(i) for i in range(NUM_LISTS)] == [len(members) for members in twin.lists]
@@ -94,13 +62,13 @@ def test_lists_of_keys_equal_python_lists(script: list[tuple[int, int, int]]) ->
         assert (position != ABSENT) == (key in twin[0] + twin[1])
         sentinel = key_lists.lists.sentinel(number)
         if step == 0 and position == ABSENT and len(twin[0] + twin[1]) < capacity:
-            _remember(index.table, index.keys, links, sentinel, batch)
+            remember(index.table, index.keys, links, sentinel, batch, 0, np.uint64(hash_row(batch, 0)))
             twin[number].insert(0, key)
         elif step == 1 and position != ABSENT:
-            _forget(index.table, index.keys, links, position)
+            forget(index.table, index.keys, links, position)
             twin = [[other for other in members if other != key] for members in twin]
         elif step == 2 and twin[number]:
-            _forget_coldest(index.table, index.keys, links, sentinel)
+            forget_coldest(index.table, index.keys, links, sentinel)
             twin[number].pop()
         assert [key_lists.members(0), key_lists.members(1)] == twin
         _audit_key_lists("key lists", key_lists)
@@ -111,7 +79,8 @@ def test_lists_of_keys_start_and_clear_with_every_position_spare() -> None:
     spare = key_lists.lists.members(2)
     assert sorted(spare) == [0, 1, 2, 3, 4]
     index, links = key_lists.index, key_lists.lists.links
-    _remember(index.table, index.keys, links, key_lists.lists.sentinel(1), Keys.pack([b"12345678"], 8).words)
+    batch, sentinel = Keys.pack([b"12345678"], 8).words, key_lists.lists.sentinel(1)
+    remember(index.table, index.keys, links, sentinel, batch, 0, np.uint64(hash_row(batch, 0)))
     assert key_lists.members(1) == [b"12345678"]
     assert key_lists.lists.size(2) == 4
     key_lists.clear()

@@ -1,0 +1,106 @@
+"""LRU: the order by hand, and every decision against the naive twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.request import RequestContext
+from kvoffload.policies import EvictionPolicy
+from kvoffload.policies.lru import LRU
+from kvoffload.testing.audit import audit
+from kvoffload.testing.naive import NaiveLRU
+from kvoffload.testing.scripts import Step, play, scripts
+
+
+def order(manager: OffloadingManager) -> str:
+    """Resident keys, which are single letters here, the coldest first."""
+    policy: Any = manager.policy
+    return b"".join(manager.index.key_at(slot) for slot in policy.coldest_first()).decode()
+
+
+def keys(letters: str) -> list[bytes]:
+    return [letter.encode() for letter in letters]
+
+
+def store(manager: OffloadingManager, letters: str, ctx: RequestContext | None = None) -> str:
+    """Store and finish; the keys that were evicted."""
+    plan = manager.prepare_store(keys(letters), ctx)
+    assert plan is not None
+    manager.complete_store(plan)
+    return b"".join(plan.evicted).decode()
+
+
+@pytest.fixture(params=[LRU, NaiveLRU])
+def manager(request: pytest.FixtureRequest) -> OffloadingManager:
+    return OffloadingManager(4, key_bytes=1, policy=request.param)
+
+
+def test_the_block_that_was_used_longest_ago_leaves(manager: OffloadingManager) -> None:
+    assert store(manager, "abcd") == ""
+    assert order(manager) == "abcd"
+    assert store(manager, "e") == "a"
+    manager.touch(keys("b"))
+    assert order(manager) == "cdeb"
+    assert store(manager, "fg") == "cd"
+    assert order(manager) == "ebfg"
+
+
+def test_a_path_is_lost_from_its_tail(manager: OffloadingManager) -> None:
+    ctx = manager.begin_request("r")
+    store(manager, "abcd", ctx)
+    manager.finish_request(ctx)
+    assert order(manager) == "dcba"
+    assert [store(manager, new) for new in "wxyz"] == ["d", "c", "b", "a"]
+
+
+def test_the_path_takes_its_place_when_the_request_finishes(manager: OffloadingManager) -> None:
+    store(manager, "abcd")
+    ctx = manager.begin_request("r", keys("ab"))
+    assert manager.lookup(keys("ab"), ctx).num_ready == 2
+    manager.complete_load(manager.prepare_load(keys("ab"), ctx))
+    assert order(manager) == "abcd"
+    manager.finish_request(ctx)
+    assert order(manager) == "cdba"
+
+
+def test_pinned_blocks_and_those_in_flight_are_passed_over(manager: OffloadingManager) -> None:
+    store(manager, "ab")
+    in_flight = manager.prepare_store(keys("c"))
+    store(manager, "d")
+    load = manager.prepare_load(keys("a"))
+    assert store(manager, "e") == "b"
+    assert store(manager, "f") == "d"
+    assert order(manager) == "acef"
+    manager.complete_load(load)
+    assert in_flight is not None
+    manager.complete_store(in_flight)
+    assert store(manager, "gh") == "ac"
+
+
+def test_blocks_that_are_removed_leave_the_order(manager: OffloadingManager) -> None:
+    store(manager, "abc")
+    manager.discard(keys("b"))
+    plan = manager.prepare_store(keys("d"))
+    assert plan is not None
+    manager.complete_store(plan, success=False)
+    assert order(manager) == "ac"
+    manager.reset()
+    assert order(manager) == ""
+
+
+@given(scripts())
+@settings(max_examples=150, deadline=None)
+def test_decides_as_its_naive_twin(script: list[Step]) -> None:
+    def run(policy: type[EvictionPolicy]) -> list[Any]:
+        def look(manager: OffloadingManager) -> list[int]:
+            audit(manager)
+            seen: list[int] = manager.policy.coldest_first()  # type: ignore[attr-defined]
+            return seen
+
+        return play(OffloadingManager(7, key_bytes=20, policy=policy), script, look)
+
+    assert run(LRU) == run(NaiveLRU)
