@@ -11,6 +11,7 @@ from kvoffload.core.index import ABSENT, Index, find_bytes, find_one, insert_one
 from kvoffload.core.keys import Keys
 from kvoffload.core.request import HASH, RequestContext
 from kvoffload.testing.naive import NaiveIndex
+from kvoffload.testing.scripts import long_lists
 
 MASK = 2**64 - 1
 MULTIPLY, FINISH, SEED = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15
@@ -62,7 +63,7 @@ def test_keys_can_be_made_for_a_hash(key_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("key_bytes", KEY_BYTES)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 23)), max_size=40))
+@given(long_lists(st.tuples(st.booleans(), st.integers(0, 23)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_equals_a_dict(key_bytes: int, steps: list[tuple[bool, int]]) -> None:
     universe = colliding(key_bytes)
@@ -129,7 +130,7 @@ def test_clear_forgets_everything() -> None:
 # ---- the path of a request: the same table, filled in the order of first sight
 
 
-@given(st.lists(st.lists(st.integers(0, 60), max_size=70), max_size=4))
+@given(st.lists(long_lists(st.integers(0, 60), max_size=70), max_size=4))
 @settings(max_examples=60, deadline=None)
 def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]) -> None:
     ctx, order = RequestContext("", 8), dict[bytes, int]()
@@ -143,7 +144,7 @@ def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]
         assert ctx.length == len(order)
 
 
-@given(st.lists(st.integers(0, 700), max_size=1500))
+@given(long_lists(st.integers(0, 700), max_size=1500))
 @settings(max_examples=10, deadline=None)
 def test_keys_asked_for_one_by_one_make_the_same_path(numbers: list[int]) -> None:
     keys = [number.to_bytes(8, "big") for number in numbers]

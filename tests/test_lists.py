@@ -12,13 +12,14 @@ from kvoffload.core.keys import Keys
 from kvoffload.core.lists import Lists, move_to_head, push_head, unlink
 from kvoffload.testing.audit import _audit_key_lists, _audit_lists
 from kvoffload.testing.naive import NaiveLists
+from kvoffload.testing.scripts import long_lists
 
 NUM_POSITIONS, NUM_LISTS = 6, 3
 
 # The helpers of kernels are called from Python here: compiled for each test run, so never stale.
 
 
-steps = st.lists(
+steps = long_lists(
     st.tuples(st.integers(0, 2), st.integers(0, NUM_LISTS - 1), st.integers(0, NUM_POSITIONS - 1)),
     max_size=50,
 )

@@ -94,7 +94,8 @@ def info(trace_: str, block_tokens: int, skip_bad_lines: bool, form: str) -> Non
         click.echo(json.dumps(_as_json(loaded.name, statistics, best), indent=2))
     else:
         console = Console()
-        console.print(_statistics_table(loaded.name, statistics))
+        console.print(_totals_table(loaded.name, statistics))
+        console.print(_distributions_table(statistics))
         console.print(_best_table(best))
 
 
@@ -124,16 +125,29 @@ def _as_json(name: str, statistics: TraceStatistics, best: list[dict[str, Any]])
     return {"trace": name, **distributions, "optimum": best}
 
 
-def _statistics_table(name: str, statistics: TraceStatistics) -> Table:
-    table = Table(title=f"trace {name}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for heading in ("", *Percentiles._fields):
-        table.add_column(heading, justify="right")
+def _totals_table(name: str, statistics: TraceStatistics) -> Table:
+    table = Table(title=f"trace {name}", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
     for field, value in vars(statistics).items():
-        cells = value if isinstance(value, Percentiles) else [value]
-        texts = [f"{cell:,.1f}" if isinstance(cell, float) else f"{cell:,}" for cell in cells]
-        table.add_row(field.replace("_", " "), *(["", *texts] if len(texts) > 1 else texts))
+        if not isinstance(value, Percentiles):
+            table.add_row(field.replace("_", " "), _number(value))
     return table
+
+
+def _distributions_table(statistics: TraceStatistics) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for heading in Percentiles._fields:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for field, value in vars(statistics).items():
+        if isinstance(value, Percentiles):
+            table.add_row(field.replace("_", " "), *map(_number, value))
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _best_table(best: list[dict[str, Any]]) -> Table:

@@ -11,14 +11,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import I64, I64_ARRAY, READONLY_I32_ARRAY, U64_ARRAY, inline, kernel
+from kvoffload.core.jit import (
+    I64,
+    I64_ARRAY,
+    READONLY_I32_ARRAY,
+    READONLY_I64_ARRAY,
+    U64_ARRAY,
+    inline,
+    kernel,
+)
 from kvoffload.errors import ConfigError
 from kvoffload.replay.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
 
 _NEVER = -1
-_READONLY_I64_ARRAY = READONLY_I32_ARRAY.copy(dtype=I64)
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def _highest(bits: Any, starts: Any) -> int:
     return position
 
 
-@kernel((READONLY_I32_ARRAY, _READONLY_I64_ARRAY, U64_ARRAY, I64_ARRAY, I64_ARRAY, I64))
+@kernel((READONLY_I32_ARRAY, READONLY_I64_ARRAY, U64_ARRAY, I64_ARRAY, I64_ARRAY, I64))
 def _min_with_bypass(
     refs: Any, offsets: Any, bits: Any, starts: Any, next_use: Any, capacity: int
 ) -> tuple[int, int]:

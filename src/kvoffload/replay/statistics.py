@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import I64, I64_ARRAY, READONLY_I32_ARRAY, inline, kernel
+from kvoffload.core.jit import I64_ARRAY, READONLY_I32_ARRAY, READONLY_I64_ARRAY, inline, kernel
 from kvoffload.replay.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
 
-_READONLY_I64_ARRAY = READONLY_I32_ARRAY.copy(dtype=I64)
 _NONE = -1
 _SHARED_PROMPT_FAN_OUT = 8
 
@@ -180,7 +179,7 @@ def _add(counts: Any, access: int, amount: int) -> None:
 
 # Each block is marked at its last access; accesses are numbered from 1. The marks behind a block's own are
 # the blocks used since. `counts` is a Fenwick tree over the marks (Fenwick, Software 24(3), 1994).
-@kernel((READONLY_I32_ARRAY, _READONLY_I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY))
+@kernel((READONLY_I32_ARRAY, READONLY_I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY))
 def _measure_reuses(
     refs: Any, offsets: Any, last_request: Any, last_access: Any, counts: Any, used_before: Any, distance: Any
 ) -> None:

@@ -7,13 +7,15 @@ numbers that are good for every manager, whatever it decides; two managers that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.types import LoadPlan, StorePlan
+
+T = TypeVar("T")
 
 Step: TypeAlias = tuple[str, int, list[int]]
 """What to do; a number that says to which request or job; numbers of keys."""
@@ -27,7 +29,12 @@ def scripts(num_keys: int = 12, num_requests: int = 3, max_steps: int = 60) -> s
     """Scripts over prefixes of a few chains, by interleaved requests."""
     chain = st.tuples(st.integers(0, num_keys - 1), st.integers(1, 5)).map(lambda r: [*range(r[0], sum(r))])
     step = st.tuples(st.sampled_from(ACTIONS), st.integers(0, num_requests - 1), chain)
-    return st.lists(step, max_size=max_steps)
+    return long_lists(step, max_steps)
+
+
+def long_lists(elements: st.SearchStrategy[T], max_size: int) -> st.SearchStrategy[list[T]]:
+    """Lists of every length up to `max_size` alike. Those of `st.lists` have about five elements on average."""
+    return st.integers(0, max_size).flatmap(lambda n: st.lists(elements, min_size=n, max_size=n))
 
 
 def play(
