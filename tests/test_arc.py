@@ -1,4 +1,4 @@
-"""ARC: the cases of figure 4 one by one, worked by hand; its bounds; every decision against the naive twin."""
+"""ARC: the cases of figure 4 one by one, worked by hand; its bounds; decisions against the naive twin."""
 
 from __future__ import annotations
 
@@ -14,27 +14,11 @@ from kvoffload.policies.arc import ARC
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive import NaiveARC
 from kvoffload.testing.scripts import Step, play, scripts
+from letters import begin_store, keys, letters_at, load, make, store, text, use
 
 
 def arc(capacity_blocks: int, policy: type[EvictionPolicy] = ARC) -> OffloadingManager:
-    return OffloadingManager(capacity_blocks, key_bytes=1, policy=policy)
-
-
-def use(manager: OffloadingManager, letters: str) -> None:
-    """Each letter is the only block of a request: loaded if it is here, else stored."""
-    for letter in letters:
-        ctx = manager.begin_request(letter)
-        if manager.lookup([letter.encode()], ctx).num_ready:
-            manager.complete_load(manager.prepare_load([letter.encode()], ctx))
-        else:
-            store(manager, letter, ctx)
-        manager.finish_request(ctx)
-
-
-def store(manager: OffloadingManager, letters: str, ctx: Any = None, success: bool = True) -> None:
-    plan = manager.prepare_store([letter.encode() for letter in letters], ctx)
-    assert plan is not None
-    manager.complete_store(plan, success)
+    return make(policy, capacity_blocks)
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str, str, float]:
@@ -42,9 +26,8 @@ def state(manager: OffloadingManager) -> tuple[str, str, str, str, float]:
     audit(manager)
     policy: Any = manager.policy
     t1, t2, b1, b2 = policy.lists()
-    resident = [b"".join(map(manager.index.key_at, slots)).decode() for slots in (t1, t2)]
-    ghosts = [b"".join(keys).decode() for keys in (b1, b2)]
-    return (*resident, *ghosts, policy.stats()["target_t1_blocks"])  # type: ignore[return-value]
+    p = policy.stats()["target_t1_blocks"]
+    return letters_at(manager, t1), letters_at(manager, t2), text(b1), text(b2), p
 
 
 @pytest.fixture(params=[ARC, NaiveARC])
@@ -146,14 +129,14 @@ def test_blocks_of_one_batch_do_not_evict_each_other(policy: type[EvictionPolicy
     use(manager, "aa")
     plan = manager.prepare_store([b"b", b"c", b"d"])
     assert plan is not None
-    assert (list(plan.keys), list(plan.evicted), plan.num_dropped) == ([b"b", b"c"], [b"a"], 1)
+    assert (list(plan.keys), list(plan.evicted), plan.num_dropped) == ([b"b", b"c"], keys("a"), 1)
 
 
 def test_a_store_and_the_finish_of_its_request_are_no_second_access(policy: type[EvictionPolicy]) -> None:
     manager = arc(4, policy)
     ctx = manager.begin_request("r")
     store(manager, "abc", ctx)
-    manager.touch([b"a", b"b", b"c"], ctx)
+    manager.touch(keys("abc"), ctx)
     manager.finish_request(ctx)
     assert state(manager) == ("abc", "", "", "", 0)
 
@@ -163,7 +146,7 @@ def test_a_list_of_pinned_blocks_lets_the_other_one_give(policy: type[EvictionPo
     manager = arc(3, policy)
     use(manager, "aabbcd")
     assert state(manager) == ("d", "ba", "c", "", 0)
-    manager.prepare_load([letter.encode() for letter in pinned])
+    load(manager, pinned)
     if pinned == "d":
         store(manager, "e")  # T1 should give, and is pinned: the victim is a ghost of T2, where it was
         assert state(manager) == ("ed", "b", "c", "a", 0)
@@ -176,11 +159,11 @@ def test_a_refusal_changes_nothing_the_target_included(policy: type[EvictionPoli
     manager = arc(2, policy)
     use(manager, "aabc")
     before = state(manager)
-    load = manager.prepare_load([b"a"])
-    ctx = manager.begin_request("r", [b"c"])
-    assert manager.prepare_store([b"b"], ctx) is None
+    reading = load(manager, "a")
+    ctx = manager.begin_request("r", keys("c"))
+    assert manager.prepare_store(keys("b"), ctx) is None
     assert state(manager) == before
-    manager.complete_load(load)
+    manager.complete_load(reading)
     store(manager, "b", ctx)
     assert state(manager) == ("c", "b", "", "a", 1)
 
@@ -188,7 +171,7 @@ def test_a_refusal_changes_nothing_the_target_included(policy: type[EvictionPoli
 def test_a_ghost_in_the_part_without_room_teaches_nothing(policy: type[EvictionPolicy]) -> None:
     manager = arc(2, policy)
     use(manager, "aabc")
-    manager.prepare_load([b"a"])
+    load(manager, "a")
     store(manager, "eb")  # room for e alone
     assert state(manager) == ("e", "a", "c", "", 0)
 
@@ -196,7 +179,7 @@ def test_a_ghost_in_the_part_without_room_teaches_nothing(policy: type[EvictionP
 def test_free_slots_are_filled_without_a_victim_but_the_ghost_teaches(policy: type[EvictionPolicy]) -> None:
     manager = arc(2, policy)
     use(manager, "aabc")
-    manager.discard([b"a"])
+    manager.discard(keys("a"))
     assert state(manager) == ("c", "", "b", "", 0)
     use(manager, "b")
     assert state(manager) == ("c", "b", "", "", 1)
@@ -205,17 +188,17 @@ def test_free_slots_are_filled_without_a_victim_but_the_ghost_teaches(policy: ty
 def test_failed_and_damaged_blocks_leave_no_ghost(policy: type[EvictionPolicy]) -> None:
     manager = arc(2, policy)
     use(manager, "aabc")
-    store(manager, "b", success=False)
+    manager.complete_store(begin_store(manager, "b"), success=False)
     assert state(manager) == ("c", "", "", "a", 1)
-    manager.complete_load(manager.prepare_load([b"c"]), damaged=[0])
+    manager.complete_load(load(manager, "c"), damaged=[0])
     assert state(manager) == ("", "", "", "a", 1)
 
 
 def test_no_more_than_c_ghosts_while_a_damaged_block_is_pinned(policy: type[EvictionPolicy]) -> None:
     manager = arc(3, policy)
     use(manager, "aabb")
-    manager.prepare_load([b"a"])
-    manager.discard([b"a"])
+    load(manager, "a")
+    manager.discard(keys("a"))
     for letter in "cdefcgdhec":
         use(manager, letter)
         assert len(state(manager)[2] + state(manager)[3]) <= 3
@@ -238,8 +221,6 @@ def test_decides_as_its_naive_twin(script: list[Step], capacity: int) -> None:
             audit(manager)
             return manager.policy.lists(), manager.policy.stats()  # type: ignore[attr-defined]
 
-        return play(
-            OffloadingManager(capacity, key_bytes=8, policy=policy), script, look
-        )
+        return play(OffloadingManager(capacity, key_bytes=8, policy=policy), script, look)
 
     assert run(ARC) == run(NaiveARC)

@@ -8,44 +8,36 @@ import pytest
 from hypothesis import given, settings
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.request import RequestContext
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.lru import LRU
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive import NaiveLRU
 from kvoffload.testing.scripts import Step, play, scripts
+from letters import keys, letters_at, make, store, text
 
 
 def order(manager: OffloadingManager) -> str:
     """Resident keys, which are single letters here, the coldest first."""
     policy: Any = manager.policy
-    return b"".join(manager.index.key_at(slot) for slot in policy.coldest_first()).decode()
+    return letters_at(manager, policy.coldest_first())
 
 
-def keys(letters: str) -> list[bytes]:
-    return [letter.encode() for letter in letters]
-
-
-def store(manager: OffloadingManager, letters: str, ctx: RequestContext | None = None) -> str:
-    """Store and finish; the keys that were evicted."""
-    plan = manager.prepare_store(keys(letters), ctx)
-    assert plan is not None
-    manager.complete_store(plan)
-    return b"".join(plan.evicted).decode()
+def evicted_by(manager: OffloadingManager, letters: str) -> str:
+    return text(store(manager, letters).evicted)
 
 
 @pytest.fixture(params=[LRU, NaiveLRU])
 def manager(request: pytest.FixtureRequest) -> OffloadingManager:
-    return OffloadingManager(4, key_bytes=1, policy=request.param)
+    return make(request.param)
 
 
 def test_the_block_that_was_used_longest_ago_leaves(manager: OffloadingManager) -> None:
-    assert store(manager, "abcd") == ""
+    assert evicted_by(manager, "abcd") == ""
     assert order(manager) == "abcd"
-    assert store(manager, "e") == "a"
+    assert evicted_by(manager, "e") == "a"
     manager.touch(keys("b"))
     assert order(manager) == "cdeb"
-    assert store(manager, "fg") == "cd"
+    assert evicted_by(manager, "fg") == "cd"
     assert order(manager) == "ebfg"
 
 
@@ -54,7 +46,7 @@ def test_a_path_is_lost_from_its_tail(manager: OffloadingManager) -> None:
     store(manager, "abcd", ctx)
     manager.finish_request(ctx)
     assert order(manager) == "dcba"
-    assert [store(manager, new) for new in "wxyz"] == ["d", "c", "b", "a"]
+    assert [evicted_by(manager, new) for new in "wxyz"] == ["d", "c", "b", "a"]
 
 
 def test_the_path_takes_its_place_when_the_request_finishes(manager: OffloadingManager) -> None:
@@ -72,13 +64,13 @@ def test_pinned_blocks_and_those_in_flight_are_passed_over(manager: OffloadingMa
     in_flight = manager.prepare_store(keys("c"))
     store(manager, "d")
     load = manager.prepare_load(keys("a"))
-    assert store(manager, "e") == "b"
-    assert store(manager, "f") == "d"
+    assert evicted_by(manager, "e") == "b"
+    assert evicted_by(manager, "f") == "d"
     assert order(manager) == "acef"
     manager.complete_load(load)
     assert in_flight is not None
     manager.complete_store(in_flight)
-    assert store(manager, "gh") == "ac"
+    assert evicted_by(manager, "gh") == "ac"
 
 
 def test_blocks_that_are_removed_leave_the_order(manager: OffloadingManager) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def prefix_hits(
 @settings(max_examples=60, deadline=None)
 def test_every_request_hits_no_less_in_a_larger_lru(requests: Requests) -> None:
     by_capacity = [prefix_hits(requests, capacity) for capacity in range(1, 25)]
-    for smaller, larger in zip(by_capacity, by_capacity[1:], strict=False):
+    for smaller, larger in pairwise(by_capacity):
         assert all(few <= many for few, many in zip(smaller, larger, strict=True))
 
 

@@ -15,25 +15,19 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit, snapshot
 from kvoffload.testing.naive import NaiveReuse
 from kvoffload.testing.scripts import Step, long_lists, play, scripts
-
-
-def keys(letters: str) -> list[bytes]:
-    return [letter.encode() for letter in letters]
+from letters import keys, load, make, store, text
 
 
 def gated(admission: str | Admission = "reuse:2", capacity_blocks: int = 8) -> OffloadingManager:
-    return OffloadingManager(capacity_blocks, key_bytes=1, admission=admission)
+    return make("lru", capacity_blocks, admission=admission)
 
 
 def offer(manager: OffloadingManager, letters: str) -> str:
     """One request that offers its blocks once; what was stored."""
     ctx = manager.begin_request("r")
-    plan = manager.prepare_store(keys(letters), ctx)
-    assert plan is not None
-    assert len(plan.keys) + plan.num_refused + plan.num_dropped <= len(letters)
-    manager.complete_store(plan)
+    plan = store(manager, letters, ctx)
     manager.finish_request(ctx)
-    return b"".join(plan.keys).decode()
+    return text(plan.keys)
 
 
 def tracked(rule: ReuseAdmission | NaiveReuse) -> str:
@@ -62,8 +56,7 @@ def test_a_request_counts_once_however_often_it_asks() -> None:
         manager.lookup(keys("ab"), ctx)
         manager.lookup_key(b"a", ctx)
         manager.touch(keys("ab"), ctx)
-        plan = manager.prepare_store(keys("ab"), ctx)
-        assert plan is not None
+        plan = store(manager, "ab", ctx)
         assert (len(plan.keys), plan.num_refused) == (0, 2)
     manager.finish_request(ctx)
     assert tracked(rule) == "a1b1"
@@ -140,7 +133,7 @@ def test_a_refusal_for_want_of_room_counts_nothing() -> None:
     manager = gated(rule, capacity_blocks=1)
     offer(manager, "a")
     offer(manager, "a")
-    manager.prepare_load(keys("a"))
+    load(manager, "a")
     before = snapshot(rule)
     ctx = manager.begin_request("r")
     assert manager.prepare_store(keys("b"), ctx) is None
@@ -155,7 +148,9 @@ def test_one_request_is_enough_is_no_gate_at_all(spec: str) -> None:
     assert manager.stats().refused == 0
 
 
-@pytest.mark.parametrize("spec", ["reuse", "reuse:", "reuse:0", "reuse:-1", "reuse:x", "reuse:1.5", "al", "all:2"])
+@pytest.mark.parametrize(
+    "spec", ["reuse", "reuse:", "reuse:0", "reuse:-1", "reuse:x", "reuse:1.5", "al", "all:2"]
+)
 def test_what_cannot_be_understood_is_refused(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"admission: .*allowed: all, reuse:N"):
         gated(spec)

@@ -48,6 +48,7 @@ class LoadPlan:
     request_id: str
     keys: Keys
     slots: Slots
+    owner: object = field(repr=False)
     epoch: int
     completed: bool = False
 
@@ -56,7 +57,9 @@ class LoadPlan:
         self.completed = True
         rows = range(len(self.slots))
         return [
-            LoadPlan(self.request_id, self.keys[row : row + 1], self.slots[row : row + 1], self.epoch)
+            LoadPlan(
+                self.request_id, self.keys[row : row + 1], self.slots[row : row + 1], self.owner, self.epoch
+            )
             for row in rows
         ]
 
@@ -85,6 +88,7 @@ class StorePlan:
     evicted: Keys
     num_dropped: int
     num_refused: int
+    owner: object = field(repr=False)
     epoch: int
     completed: bool = False
 
@@ -105,6 +109,7 @@ class StorePlan:
                 self.evicted[:0],
                 0,
                 0,
+                self.owner,
                 self.epoch,
             )
             for row in range(len(self.slots))

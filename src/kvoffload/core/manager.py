@@ -104,7 +104,7 @@ class OffloadingManager:
                 and only the rest is looked up here: a hit refreshes the whole path from the root, and
                 all of it is protected while the request stores.
         """
-        ctx = RequestContext(request_id, self.key_bytes)
+        ctx = RequestContext(request_id, self.key_bytes, self, max(32, len(keys)))
         if keys:
             ctx.see(self._pack(keys))
         return ctx
@@ -177,7 +177,7 @@ class OffloadingManager:
         if pinned < 0:
             raise MisuseError(f"prepare_load of a block that is not ready: key {batch[~pinned].hex()}")
         self._num_evictable -= pinned
-        return LoadPlan(ctx.request_id, batch, slots, self._epoch)
+        return LoadPlan(ctx.request_id, batch, slots, self, self._epoch)
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] = ()) -> None:
         """Unpin the blocks of a load that has ended, however it ended.
@@ -255,6 +255,7 @@ class OffloadingManager:
             Keys(evicted, self.key_bytes),
             num_admitted - count,
             num_fresh - num_admitted,
+            self,
             self._epoch,
         )
 
@@ -345,11 +346,13 @@ class OffloadingManager:
 
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:
-            return RequestContext("", self.key_bytes)
+            return RequestContext("", self.key_bytes, self)
         self._check_open(ctx)
         return ctx
 
     def _check_open(self, ctx: RequestContext) -> None:
+        if ctx.owner is not self:
+            raise MisuseError(f"request {ctx.request_id!r} was begun by another manager")
         if ctx.finished:
             raise MisuseError(f"request {ctx.request_id!r} has finished")
 
@@ -362,9 +365,10 @@ class OffloadingManager:
 
     def _close(self, plan: LoadPlan | StorePlan, call: str) -> bool:
         """Mark a plan as completed; False if `reset` has made it void."""
-        if plan.completed:
+        if plan.completed or plan.owner is not self:
             key = plan.keys[0].hex() if len(plan.keys) else "none"
-            raise MisuseError(f"{call} of a plan that is completed: request {plan.request_id!r}, key {key}")
+            why = "is completed" if plan.completed else "another manager made"
+            raise MisuseError(f"{call} of a plan that {why}: request {plan.request_id!r}, key {key}")
         plan.completed = True
         return plan.epoch >= self._void_before
 
@@ -458,7 +462,7 @@ class OffloadingManager:
             self._emit(Keys(evicted, self.key_bytes), removed=True)
 
     def _discard(self, batch: Keys, slots: Slots) -> int:
-        index, ctx = self.index, RequestContext("", self.key_bytes)
+        index, ctx = self.index, self._context(None)
         positions = ctx.see(batch)
         found = steps.discard(
             index.table,

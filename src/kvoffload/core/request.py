@@ -24,8 +24,6 @@ ACCESSED = 1
 COUNTED = 2
 SCRATCH = 4
 
-_FIRST_CAPACITY = 32
-
 
 class RequestContext:
     """One inference request, from `begin_request` to `finish_request`.
@@ -37,16 +35,18 @@ class RequestContext:
         path: index of the request's keys; a position is the order of first sight.
         notes: shape ``(positions, 3)``, uint64: what is known of each key, for the manager's kernels.
         length: number of keys on the path.
+        owner: the manager. Notes of one manager are wrong in another.
     """
 
-    __slots__ = ("_asked", "finished", "length", "notes", "path", "request_id")
+    __slots__ = ("_asked", "finished", "length", "notes", "owner", "path", "request_id")
 
-    def __init__(self, request_id: str, key_bytes: int) -> None:
+    def __init__(self, request_id: str, key_bytes: int, owner: object = None, capacity: int = 32) -> None:
         self.request_id = request_id
+        self.owner = owner
         self.finished = False
-        self.path = Index(_FIRST_CAPACITY, key_bytes)
+        self.path = Index(capacity, key_bytes)
         self.length = 0
-        self.notes = np.zeros((_FIRST_CAPACITY, 3), np.uint64)
+        self.notes = np.zeros((capacity, 3), np.uint64)
         self._asked: list[bytes] = []
 
     def __repr__(self) -> str:

@@ -131,10 +131,11 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
 def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
     """Check that links and sizes agree; the members of each list."""
     previous, following, owner = (lists.links[:, column].tolist() for column in (PREV, NEXT, LIST))
-    all_members = []
+    all_members: list[list[int]] = []
     for number in range(lists.num_lists):
         sentinel = lists.sentinel(number)
-        members, row = [], following[sentinel]
+        members: list[int] = []
+        row = following[sentinel]
         while row != sentinel:
             assert len(members) < lists.num_positions, f"list {number} of {what} does not end"
             assert owner[row] == sentinel, f"{row} is in list {number} of {what}, and denies it"

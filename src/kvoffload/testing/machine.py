@@ -12,21 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from kvoffload.admission import Admission
-from kvoffload.core.index import Index, insert_one
-from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import MisuseError
 from kvoffload.policies import EvictionPolicy
 from kvoffload.testing.audit import audit, snapshot
+from kvoffload.testing.scripts import colliding_keys
 from kvoffload.types import LoadPlan, LookupResult, ManagerStats, PrefixLookup, StorePlan
 
 NUM_KEYS = 16
@@ -70,7 +67,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.manager = type(self).make()
-        self.universe = colliding_keys(self.manager.capacity_blocks, self.manager.key_bytes)
+        self.universe = colliding_keys(NUM_KEYS, self.manager.capacity_blocks, self.manager.key_bytes)
         self.state: dict[bytes, LookupResult] = {}
         self.slot_of: dict[bytes, int] = {}
         self.pins: Counter[int] = Counter()
@@ -235,7 +232,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def events_give_the_readable_blocks(self) -> None:
         for event in self.manager.take_events():
             keys = set(event.keys)
-            assert keys and len(keys) == len(event.keys), f"empty, or keys twice: {event}"
+            assert len(keys) == len(event.keys) > 0, f"empty, or keys twice: {event}"
             if event.removed:
                 assert keys <= self.readable, f"removed, and was not here: {event}"
             else:
@@ -318,21 +315,8 @@ def manager_machine(
             capacity_blocks, key_bytes=key_bytes, policy=policy, admission=rule, enable_events=True
         )
 
-    machine = type("Machine", (ManagerMachine,), {"make": staticmethod(make)})
+    machine: type[ManagerMachine] = type("Machine", (ManagerMachine,), {"make": staticmethod(make)})
     machine.TestCase.settings = settings(
         max_examples=max_examples, stateful_step_count=step_count, deadline=None
     )
     return machine
-
-
-@cache
-def colliding_keys(capacity_blocks: int, key_bytes: int) -> list[bytes]:
-    """`NUM_KEYS` keys that crowd into the last home buckets of the manager's index, and wrap around."""
-    rng = np.random.default_rng(0)
-    keys = Keys.pack(list({rng.bytes(key_bytes): None for _ in range(NUM_KEYS * 20)}), key_bytes)
-    homes = []
-    for row in range(len(keys)):
-        index = Index(capacity_blocks, key_bytes)
-        insert_one(index.table, index.keys, keys.words, row, 0)
-        homes.append(np.flatnonzero(index.table)[0])
-    return [keys[int(row)] for row in np.argsort(homes, kind="stable")[-NUM_KEYS:]]

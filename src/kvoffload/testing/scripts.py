@@ -7,10 +7,14 @@ numbers that are good for every manager, whatever it decides; two managers that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 from hypothesis import strategies as st
 
+from kvoffload.core.index import Index, insert_one
+from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.types import LoadPlan, StorePlan
@@ -33,7 +37,7 @@ def scripts(num_keys: int = 12, num_requests: int = 3, max_steps: int = 60) -> s
 
 
 def long_lists(elements: st.SearchStrategy[T], max_size: int) -> st.SearchStrategy[list[T]]:
-    """Lists of every length up to `max_size` alike. Those of `st.lists` have about five elements on average."""
+    """Lists of any length up to `max_size`, all equally likely; `st.lists` makes about five elements."""
     return st.integers(0, max_size).flatmap(lambda n: st.lists(elements, min_size=n, max_size=n))
 
 
@@ -80,3 +84,16 @@ def play(
 def key_of(number: int, key_bytes: int) -> bytes:
     """The key that has `number` in a script."""
     return bytes([number]) * key_bytes
+
+
+@cache
+def colliding_keys(num_keys: int, capacity_blocks: int, key_bytes: int) -> list[bytes]:
+    """`num_keys` keys that crowd into the last home buckets of a manager's index, and wrap around."""
+    rng = np.random.default_rng(0)
+    keys = Keys.pack(list({rng.bytes(key_bytes): None for _ in range(num_keys * 20)}), key_bytes)
+    homes = []
+    for row in range(len(keys)):
+        index = Index(capacity_blocks, key_bytes)
+        insert_one(index.table, index.keys, keys.words, row, 0)
+        homes.append(np.flatnonzero(index.table)[0])
+    return [keys[int(row)] for row in np.argsort(homes, kind="stable")[-num_keys:]]

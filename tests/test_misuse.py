@@ -1,0 +1,144 @@
+"""Invariant 11 of the manager (DESIGN 4): misuse names the key and corrupts nothing; so do bad policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvoffload.core.keys import Keys
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.protection import Protected
+from kvoffload.errors import ConfigError, MisuseError, PolicyError
+from kvoffload.testing.audit import audit, snapshot
+from kvoffload.testing.naive import NaiveLRU
+from letters import (
+    POLICIES,
+    begin_store,
+    keys,
+    load,
+    make,
+    store,
+)
+
+
+@pytest.fixture(params=POLICIES)
+def manager(request: pytest.FixtureRequest) -> OffloadingManager:
+    return make(request.param)
+
+
+# ---- 11. Misuse
+
+
+def refused(manager: OffloadingManager, call: Any, match: str) -> None:
+    before = snapshot(manager)
+    with pytest.raises(MisuseError, match=match):
+        call()
+    assert snapshot(manager) == before
+    audit(manager)
+
+
+def test_invariant_11_completing_twice_names_the_key(manager: OffloadingManager) -> None:
+    stored = store(manager, "ab")
+    refused(manager, lambda: manager.complete_store(stored), "complete_store of a plan .* key 61")
+    refused(manager, lambda: manager.complete_store(stored, success=False), "key 61")
+    loaded = load(manager, "ba")
+    manager.complete_load(loaded)
+    refused(manager, lambda: manager.complete_load(loaded, [0]), "complete_load of a plan .* key 62")
+
+
+def test_invariant_11_loading_what_is_not_ready_names_the_key_and_pins_nothing(
+    manager: OffloadingManager,
+) -> None:
+    store(manager, "ab")
+    begin_store(manager, "c")
+    refused(manager, lambda: load(manager, "abx"), "not ready: key 78")
+    refused(manager, lambda: load(manager, "acb"), "not ready: key 63")
+    assert manager.stats().evictable == 2
+
+
+def test_invariant_11_a_request_that_has_finished_is_over(manager: OffloadingManager) -> None:
+    ctx = manager.begin_request("req-7")
+    manager.finish_request(ctx)
+    for call in (manager.lookup, manager.touch, manager.prepare_load, manager.prepare_store):
+        refused(manager, lambda call=call: call(keys("a"), ctx), "request 'req-7' has finished")
+    refused(manager, lambda: manager.lookup_key(b"a", ctx), "'req-7' has finished")
+    refused(manager, lambda: manager.finish_request(ctx), "'req-7' has finished")
+
+
+def test_invariant_11_a_key_of_another_length_is_named(manager: OffloadingManager) -> None:
+    wrong = [b"a", b"long"]
+    calls: list[Any] = [manager.lookup, manager.touch, manager.prepare_load, manager.prepare_store]
+    for call in (*calls, manager.discard):
+        with pytest.raises(ValueError, match="6c6f6e67"):
+            call(wrong)
+        with pytest.raises(ValueError, match="keys of 4 bytes"):
+            call(Keys.pack([b"long"], 4))
+    with pytest.raises(ValueError, match="6c6f6e67"):
+        manager.lookup_key(b"long")
+
+
+def test_impossible_arguments_are_refused_at_construction() -> None:
+    for bad in ({"capacity_blocks": 0}, {"capacity_blocks": 2**31}, {"key_bytes": 0}, {"key_bytes": 1025}):
+        with pytest.raises(ConfigError, match=f"{next(iter(bad))}: .* is not possible; allowed: 1 to"):
+            OffloadingManager(**{"capacity_blocks": 1, **bad})
+    with pytest.raises(ConfigError, match=r"policy: 'lur' .*did you mean lru\?"):
+        make("lur")
+    with pytest.raises(ConfigError, match="admission"):
+        make(admission="sometimes")
+
+
+# ---- A policy is not trusted
+
+
+class Liar(NaiveLRU):
+    """Names the victims that it is told to name."""
+
+    name = "liar"
+    lie: tuple[int, ...] = ()
+
+    def replace(self, keys: Keys, slots: Any, num_free: int, protected: Protected) -> None:
+        if len(slots) > num_free:
+            slots[num_free : num_free + len(self.lie)] = self.lie
+        else:
+            super().replace(keys, slots, num_free, protected)
+
+
+@pytest.mark.parametrize(
+    ("lie", "what"),
+    [
+        ((0, 2), "a pinned block"),
+        ((2, 1), "a block in flight"),
+        ((3, 2), "a block of the storing request"),
+        ((2, 2), "the same block twice"),
+        ((2,), "too few"),
+        ((), "nobody"),
+        ((2, 6), "a slot that does not exist"),
+        ((-1, 2), "a negative slot"),
+    ],
+)
+def test_a_policy_that_names_the_wrong_victims_is_caught(lie: tuple[int, ...], what: str) -> None:
+    manager = make(Liar, 6)
+    store(manager, "a")
+    begin_store(manager, "b")
+    store(manager, "cdef")
+    load(manager, "a")
+    assert isinstance(manager.policy, Liar)
+    manager.policy.lie = lie
+    ctx = manager.begin_request("r", keys("d"))
+    before = snapshot(manager)
+    with pytest.raises(PolicyError, match=r"policy 'liar' named slot -?[0-9]+ to leave for key 7[89]"):
+        manager.prepare_store(keys("xy"), ctx)
+    assert snapshot(manager) == before, what
+    audit(manager)
+
+
+def test_a_policy_that_names_a_free_slot_is_caught() -> None:
+    manager = make(Liar, 3)
+    store(manager, "abc")
+    manager.discard(keys("b"))
+    assert isinstance(manager.policy, Liar)
+    manager.policy.lie = (1,)
+    with pytest.raises(PolicyError):
+        manager.prepare_store(keys("xy"))
+    audit(manager)
