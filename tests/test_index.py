@@ -109,6 +109,23 @@ def test_an_entry_at_its_home_does_not_move_into_a_gap_before_it() -> None:
     assert find_one(index.table, index.keys, one(second), 0) == 1
 
 
+def test_keys_that_differ_only_behind_their_first_word_and_tag_are_two() -> None:
+    index, first = Index(4, 16), 7
+    state = (SEED ^ first) * MULTIPLY & MASK
+    state ^= state >> 32
+    keys = []
+    for low in (1, 2):  # solve for the second word
+        mixed = int.from_bytes(key_with_hash(9 << 32 | low, 8), "little") ^ SEED
+        keys.append(b"".join(word.to_bytes(8, "little") for word in (first, mixed ^ state)))
+    insert_one(index.table, index.keys, one(keys[0]), 0, 0)
+    assert find_one(index.table, index.keys, one(keys[1]), 0) == ABSENT
+    assert find_bytes(index.table, index.keys, keys[1]) == ABSENT
+    insert_one(index.table, index.keys, one(keys[1]), 0, 1)
+    tags = {int(entry) >> 32 for entry in index.table[index.table != 0]}
+    assert tags == {9}, "the keys were to have one tag"
+    assert [find_bytes(index.table, index.keys, key) for key in keys] == [0, 1]
+
+
 def test_keys_that_differ_in_their_last_byte_are_two() -> None:
     index = Index(4, 20)
     keys = [bytes(19) + b"\0", bytes(19) + b"\1", b"\1" + bytes(19)]

@@ -32,13 +32,20 @@ def manager(request: pytest.FixtureRequest) -> OffloadingManager:
 
 
 def test_the_block_that_was_used_longest_ago_leaves(manager: OffloadingManager) -> None:
-    assert evicted_by(manager, "abcd") == ""
+    assert [evicted_by(manager, letter) for letter in "abcd"] == [""] * 4
     assert order(manager) == "abcd"
     assert evicted_by(manager, "e") == "a"
     manager.touch(keys("b"))
     assert order(manager) == "cdeb"
     assert evicted_by(manager, "fg") == "cd"
-    assert order(manager) == "ebfg"
+    assert order(manager) == "ebgf"
+
+
+def test_what_is_stored_together_is_lost_from_its_tail(manager: OffloadingManager) -> None:
+    ctx = manager.begin_request("still decoding")
+    store(manager, "abcd", ctx)
+    assert order(manager) == "dcba"
+    assert evicted_by(manager, "xy") == "dc"
 
 
 def test_a_path_is_lost_from_its_tail(manager: OffloadingManager) -> None:
@@ -51,12 +58,21 @@ def test_a_path_is_lost_from_its_tail(manager: OffloadingManager) -> None:
 
 def test_the_path_takes_its_place_when_the_request_finishes(manager: OffloadingManager) -> None:
     store(manager, "abcd")
-    ctx = manager.begin_request("r", keys("ab"))
-    assert manager.lookup(keys("ab"), ctx).num_ready == 2
-    manager.complete_load(manager.prepare_load(keys("ab"), ctx))
-    assert order(manager) == "abcd"
+    ctx = manager.begin_request("r", keys("cd"))
+    assert manager.lookup(keys("cd"), ctx).num_ready == 2
+    manager.complete_load(manager.prepare_load(keys("cd"), ctx))
+    assert order(manager) == "dcba"
     manager.finish_request(ctx)
-    assert order(manager) == "cdba"
+    assert order(manager) == "badc"
+
+
+def test_a_path_that_was_stored_in_pieces_is_put_in_order(manager: OffloadingManager) -> None:
+    ctx = manager.begin_request("r")
+    store(manager, "ab", ctx)
+    store(manager, "cd", ctx)
+    assert order(manager) == "badc"
+    manager.finish_request(ctx)
+    assert order(manager) == "dcba"
 
 
 def test_pinned_blocks_and_those_in_flight_are_passed_over(manager: OffloadingManager) -> None:
@@ -79,7 +95,7 @@ def test_blocks_that_are_removed_leave_the_order(manager: OffloadingManager) -> 
     plan = manager.prepare_store(keys("d"))
     assert plan is not None
     manager.complete_store(plan, success=False)
-    assert order(manager) == "ac"
+    assert order(manager) == "ca"
     manager.reset()
     assert order(manager) == ""
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvoffload.core.index import Index
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.policies.base import Reused, Slots
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive import NaiveLRU
 from letters import (
@@ -41,15 +42,14 @@ class Recorder(NaiveLRU):
         super().__init__(index)
         self.told = ""
 
-    def hit(self, slot: int) -> None:
-        self.told += self.index.key_at(slot).decode()
-
-    def refresh(self, slot: int) -> None:
-        self.told += f"({self.index.key_at(slot).decode()})"
+    def access(self, slots: Slots, reused: Reused) -> None:
+        for slot, is_reuse in zip(slots.tolist(), reused.tolist(), strict=True):
+            letter = self.index.key_at(slot).decode()
+            self.told += letter if is_reuse else f"({letter})"
 
 
 def told(manager: OffloadingManager) -> str:
-    """Accesses, the tail of a request first; in brackets what only takes its place."""
+    """Accesses, in prefix order; in brackets what only takes its place."""
     assert isinstance(manager.policy, Recorder)
     found, manager.policy.told = manager.policy.told, ""
     return found
@@ -66,7 +66,7 @@ def test_invariant_06_one_request_is_one_access_per_block() -> None:
         store(manager, "abc", ctx)
     assert told(manager) == ""
     manager.finish_request(ctx)
-    assert told(manager) == "cba"
+    assert told(manager) == "abc"
 
 
 def test_invariant_06_a_touch_is_the_access_and_finish_only_puts_in_order() -> None:
@@ -79,7 +79,7 @@ def test_invariant_06_a_touch_is_the_access_and_finish_only_puts_in_order() -> N
     manager.lookup(keys("abc"), ctx)
     manager.finish_request(ctx)
     # The path is in the order of first sight: b came first.
-    assert told(manager) == "ca(b)"
+    assert told(manager) == "(b)ac"
 
 
 def test_invariant_06_a_requests_own_store_is_no_second_access() -> None:
@@ -90,7 +90,7 @@ def test_invariant_06_a_requests_own_store_is_no_second_access() -> None:
     manager.touch(keys("abc"), ctx)
     assert told(manager) == "a"
     manager.finish_request(ctx)
-    assert told(manager) == "(c)(b)(a)"
+    assert told(manager) == "(a)(b)(c)"
 
 
 def test_invariant_06_without_a_request_every_touch_is_an_access() -> None:
@@ -108,7 +108,7 @@ def test_invariant_07_a_hit_refreshes_the_path_that_the_device_served() -> None:
     assert manager.lookup(keys("cd"), ctx).num_ready == 2
     manager.complete_load(load(manager, "cd", ctx))
     manager.finish_request(ctx)
-    assert told(manager) == "dcba"
+    assert told(manager) == "abcd"
 
 
 # ---- 8. Failed stores
@@ -224,5 +224,5 @@ def test_invariant_10_a_damaged_block_is_a_miss_from_then_on(manager: Offloading
 def test_invariant_10_damaged_rows_may_be_an_array() -> None:
     manager = make()
     store(manager, "ab")
-    manager.complete_load(load(manager, "ab"), damaged=np.array([0, 1]))  # type: ignore[arg-type]
+    manager.complete_load(load(manager, "ab"), damaged=np.array([0, 1]))
     assert states(manager, "ab") == [MISS, MISS]

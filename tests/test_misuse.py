@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload.core.index import Index
 from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.protection import Protected
@@ -78,14 +79,57 @@ def test_invariant_11_a_key_of_another_length_is_named(manager: OffloadingManage
         manager.lookup_key(b"long")
 
 
+def test_invariant_11_a_plan_of_the_other_kind_is_refused(manager: OffloadingManager) -> None:
+    store(manager, "ab")
+    reading, writing = load(manager, "ab"), begin_store(manager, "c")
+    refused(manager, lambda: manager.complete_store(reading), "LoadPlan")  # type: ignore[arg-type]
+    refused(manager, lambda: manager.complete_load(writing), "StorePlan")  # type: ignore[arg-type]
+    manager.complete_store(writing)
+    manager.complete_load(reading)
+
+
+def test_invariant_11_a_plan_or_request_of_another_manager_is_refused(manager: OffloadingManager) -> None:
+    other = make()
+    store(other, "ab")
+    store(manager, "cb")
+    plan, ctx = load(other, "ab"), other.begin_request("elsewhere")
+    other.lookup(keys("a"), ctx)
+    refused(manager, lambda: manager.complete_load(plan), "another manager .* key 61")
+    refused(manager, lambda: manager.lookup(keys("a"), ctx), "'elsewhere'")
+    refused(manager, lambda: manager.lookup_key(b"a", ctx), "'elsewhere'")
+    refused(manager, lambda: manager.finish_request(ctx), "'elsewhere'")
+    other.complete_load(plan)
+
+
+@pytest.mark.parametrize("damaged", [[2], [-1], [0, 7]])
+def test_invariant_11_damaged_rows_must_be_rows_of_the_plan(
+    manager: OffloadingManager, damaged: list[int]
+) -> None:
+    store(manager, "ab")
+    plan = load(manager, "ab")
+    refused(manager, lambda: manager.complete_load(plan, damaged), "damaged rows")
+    manager.complete_load(plan, [1, 1])
+    assert (manager.stats().loaded, manager.stats().discarded) == (1, 1)
+
+
 def test_impossible_arguments_are_refused_at_construction() -> None:
-    for bad in ({"capacity_blocks": 0}, {"capacity_blocks": 2**31}, {"key_bytes": 0}, {"key_bytes": 1025}):
+    for bad in (
+        {"capacity_blocks": 0},
+        {"capacity_blocks": 2**31},
+        {"capacity_blocks": 2.5},
+        {"key_bytes": 0},
+        {"key_bytes": 1025},
+    ):
         with pytest.raises(ConfigError, match=f"{next(iter(bad))}: .* is not possible; allowed: 1 to"):
-            OffloadingManager(**{"capacity_blocks": 1, **bad})
+            OffloadingManager(**{"capacity_blocks": 1, **bad})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"policy: 'lur' .*did you mean lru\?"):
         make("lur")
-    with pytest.raises(ConfigError, match="admission"):
-        make(admission="sometimes")
+    for no_policy in (int, NaiveLRU(Index(1, 1))):
+        with pytest.raises(ConfigError, match="policy"):
+            make(no_policy)
+    for no_rule in ("sometimes", 2):
+        with pytest.raises(ConfigError, match="admission"):
+            make(admission=no_rule)
 
 
 # ---- A policy is not trusted
@@ -141,4 +185,23 @@ def test_a_policy_that_names_a_free_slot_is_caught() -> None:
     manager.policy.lie = (1,)
     with pytest.raises(PolicyError):
         manager.prepare_store(keys("xy"))
+    audit(manager)
+
+
+class Thief(NaiveLRU):
+    """Takes other free slots than it is given."""
+
+    name = "thief"
+
+    def replace(self, keys: Keys, slots: Any, num_free: int, protected: Protected) -> None:
+        super().replace(keys, slots, num_free, protected)
+        slots[0] = 3
+
+
+def test_a_policy_that_changes_the_free_slots_is_caught() -> None:
+    manager = make(Thief)
+    with pytest.raises(PolicyError, match="'thief' changed the free slots"):
+        manager.prepare_store(keys("ab"))
+    assert manager.stats().free == 4
+    manager.reset()  # the policy's own order could not be trusted
     audit(manager)

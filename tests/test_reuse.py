@@ -104,6 +104,20 @@ def test_a_tracker_smaller_than_a_request_keeps_its_head(twin: bool) -> None:
     assert offer(manager, "abcdef") == ""
 
 
+@pytest.mark.parametrize("twin", [False, True])
+def test_a_path_that_was_counted_in_pieces_is_put_in_order(twin: bool) -> None:
+    rule = NaiveReuse(2, 4) if twin else ReuseAdmission(1, 2, 4)
+    manager = gated(rule)
+    ctx = manager.begin_request("prefilled in chunks")
+    store(manager, "ab", ctx)
+    store(manager, "cd", ctx)
+    assert tracked(rule) == "c1d1a1b1"
+    manager.finish_request(ctx)
+    assert tracked(rule) == "a1b1c1d1"
+    offer(manager, "x")
+    assert tracked(rule) == "x1a1b1c1"
+
+
 def test_what_is_known_of_a_request_is_not_pushed_out_by_its_new_blocks() -> None:
     rule = ReuseAdmission(1, 2, 3)
     manager = gated(rule)
@@ -161,6 +175,11 @@ def test_impossible_values_are_refused() -> None:
         ReuseAdmission(8, 1)
     with pytest.raises(ConfigError, match="max_tracker_size: 0 is not possible"):
         ReuseAdmission(8, 2, 0)
+
+
+def test_a_rule_for_keys_of_another_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="admission: 32 is not possible; its keys must have 1 bytes"):
+        gated(ReuseAdmission(32, 2))
 
 
 def test_reset_forgets_the_counts() -> None:

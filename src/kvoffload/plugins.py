@@ -26,8 +26,10 @@ class Registry(Generic[T]):
         """Names that `find` knows, sorted."""
         return sorted({*self._builtin, *(point.name for point in entry_points(group=self._group))})
 
-    def find(self, name: str) -> type[T]:
-        """The class called `name`. Raises `ConfigError` that says what is allowed and what is near."""
+    def find(self, name: str | type[T]) -> type[T]:
+        """The class called `name`, or itself. Raises `ConfigError`: what is allowed, and what is near."""
+        if not isinstance(name, str):
+            return self._check(name, name)
         for point in entry_points(group=self._group):
             if point.name == name and name not in self._builtin:
                 return self._check(name, point.load())
@@ -42,7 +44,7 @@ class Registry(Generic[T]):
             raise ConfigError(self._field, name, f"it cannot be imported: {error}") from error
         return self._check(name, found)
 
-    def _check(self, name: str, found: object) -> type[T]:
+    def _check(self, name: object, found: object) -> type[T]:
         if not (isinstance(found, type) and issubclass(found, self._base)):
             raise ConfigError(self._field, name, f"it must be a subclass of {self._base.__name__}")
         return found

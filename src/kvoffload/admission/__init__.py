@@ -16,6 +16,8 @@ def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
     """
     if spec is None or isinstance(spec, Admission):
         return spec
+    if not isinstance(spec, str):
+        raise ConfigError("admission", spec, ALLOWED)
     name, _, argument = spec.partition(":")
     if name == "all" and not argument:
         return None

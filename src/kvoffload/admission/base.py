@@ -17,13 +17,21 @@ class Admission(ABC):
 
     Attributes:
         name: what users type, before the colon.
+        key_bytes: the one length of keys that it understands; None for any.
     """
 
     name: ClassVar[str]
+    key_bytes: int | None = None
 
     @abstractmethod
     def count(self, keys: Keys) -> None:
         """One request referred to these blocks, resident or not; in prefix order, each once a request."""
+
+    def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
+        """A request that was counted in several pieces has finished; `keys` is its whole path.
+
+        For rules that forget: what they remember of the path is in order again, the head last to go.
+        """
 
     @abstractmethod
     def admit(self, keys: Keys) -> int:

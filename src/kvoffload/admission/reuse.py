@@ -44,6 +44,7 @@ class ReuseAdmission(Admission):
             raise ConfigError("store_threshold", store_threshold, "it must be 2 or more; 1 is no filter")
         if max_tracker_size < 1:
             raise ConfigError("max_tracker_size", max_tracker_size, "it must be 1 or more")
+        self.key_bytes = key_bytes
         self.store_threshold = store_threshold
         self._tracker = KeyLists(max_tracker_size, key_bytes, 1)
         self._counts = np.zeros(max_tracker_size, np.int32)
@@ -51,6 +52,10 @@ class ReuseAdmission(Admission):
     def count(self, keys: Keys) -> None:
         index, links = self._tracker.index, self._tracker.lists.links
         _count(index.table, index.keys, links, self._counts, keys.words)
+
+    def refresh(self, keys: Keys) -> None:
+        index, links = self._tracker.index, self._tracker.lists.links
+        _refresh(index.table, index.keys, links, keys.words)
 
     def admit(self, keys: Keys) -> int:
         index = self._tracker.index
@@ -86,6 +91,15 @@ def _count(table: U64s, keys: U64s, links: I32s, counts: I32s, batch: U64s) -> i
             forget_coldest(table, keys, links, tracked)
         counts[remember(table, keys, links, tracked, batch, row, h)] = 1
     return length
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_MATRIX, READONLY_U64_MATRIX))
+def _refresh(table: U64s, keys: U64s, links: I32s, batch: U64s) -> int:
+    for row in range(batch.shape[0] - 1, -1, -1):
+        position = find(table, keys, batch, row, hash_row(batch, row))
+        if position != ABSENT:
+            move_to_head(links, links.shape[0] - 2, position)
+    return batch.shape[0]
 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, READONLY_U64_MATRIX, I64))

@@ -55,6 +55,8 @@ class OffloadingManager:
 
     Raises:
         ConfigError: names the argument, its value and what is allowed.
+        PolicyError: from `prepare_store`, when a policy breaks its contract. The manager is unchanged;
+            the policy's own order is not to be trusted any more: `reset`, or stop.
     """
 
     def __init__(
@@ -68,18 +70,17 @@ class OffloadingManager:
         medium: str = "CPU",
         block_size: int = 0,
     ) -> None:
-        if not 1 <= capacity_blocks <= MAX_POSITIONS // 2:
-            raise ConfigError("capacity_blocks", capacity_blocks, f"allowed: 1 to {MAX_POSITIONS // 2}")
-        if not 1 <= key_bytes <= MAX_KEY_BYTES:
-            raise ConfigError("key_bytes", key_bytes, f"allowed: 1 to {MAX_KEY_BYTES}")
+        _check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
+        _check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
         self.capacity_blocks = capacity_blocks
         self.key_bytes = key_bytes
         self.medium = medium
         self.block_size = block_size
         self.index = Index(capacity_blocks, key_bytes)
-        policy_class = POLICIES.find(policy) if isinstance(policy, str) else policy
-        self.policy = policy_class(self.index)
+        self.policy = POLICIES.find(policy)(self.index)
         self.admission = admissions.create(admission, key_bytes)
+        if self.admission is not None and self.admission.key_bytes not in (None, key_bytes):
+            raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
         # Counts up when a block leaves its slot: what a request has noted of the block holds no longer.
         self._generation = np.zeros(capacity_blocks, np.uint32)
@@ -118,6 +119,9 @@ class OffloadingManager:
         self._check_open(ctx)
         ctx.flush()
         self._commit(ctx, np.arange(ctx.length, dtype=np.int32), whole_path=True)
+        if self.admission is not None and ctx.counted_batches > 1:
+            # Counted piece by piece, the last piece is the most recent: put the path in order.
+            self.admission.refresh(ctx.keys())
         ctx.finished = True
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
@@ -179,7 +183,7 @@ class OffloadingManager:
         self._num_evictable -= pinned
         return LoadPlan(ctx.request_id, batch, slots, self, self._epoch)
 
-    def complete_load(self, plan: LoadPlan, damaged: Sequence[int] = ()) -> None:
+    def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
         """Unpin the blocks of a load that has ended, however it ended.
 
         Args:
@@ -187,15 +191,19 @@ class OffloadingManager:
             damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten:
                 from now on they are misses.
         """
-        if not self._close(plan, "complete_load"):
+        rows = np.unique(np.asarray(damaged, np.int32))
+        if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
+            raise MisuseError(
+                f"complete_load: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks"
+            )
+        if not self._close(plan, LoadPlan, "complete_load"):
             return
         released = steps.unpin(self.ref_cnt, plan.slots)
         self._num_evictable += released
-        self._counts.loaded += len(plan.slots) - len(damaged)
+        self._counts.loaded += len(plan.slots) - len(rows)
         if self._condemned:
             self._num_evictable -= self._release_condemned(plan.slots)
-        if damaged:
-            rows = np.asarray(damaged, np.int32)
+        if len(rows):
             self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
 
     def discard(self, keys: Sequence[bytes]) -> int:
@@ -264,7 +272,7 @@ class OffloadingManager:
 
         Nothing may be copied into the plan's slots any more when this is called.
         """
-        if not self._close(plan, "complete_store"):
+        if not self._close(plan, StorePlan, "complete_store"):
             return
         count = len(plan.slots)
         if plan.epoch != self._epoch:
@@ -363,8 +371,10 @@ class OffloadingManager:
             return keys
         return Keys.pack(keys, self.key_bytes)
 
-    def _close(self, plan: LoadPlan | StorePlan, call: str) -> bool:
+    def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:
         """Mark a plan as completed; False if `reset` has made it void."""
+        if not isinstance(plan, kind):
+            raise MisuseError(f"{call} of a {type(plan).__name__}: it takes a {kind.__name__}")
         if plan.completed or plan.owner is not self:
             key = plan.keys[0].hex() if len(plan.keys) else "none"
             why = "is completed" if plan.completed else "another manager made"
@@ -396,6 +406,7 @@ class OffloadingManager:
         out = np.empty((len(positions), self.index.keys.shape[1]), np.uint64)
         found = steps.uncounted(ctx.path.keys, ctx.notes, positions, out)
         if found:
+            ctx.counted_batches += 1
             self.admission.count(Keys(out[:found], self.key_bytes))
 
     def _room(self, wanted: int, ctx: RequestContext) -> int:
@@ -430,11 +441,14 @@ class OffloadingManager:
         index, path = self.index, ctx.path
         num_evicted = len(evicted)
         num_free = len(slots) - num_evicted
+        free = self._free[self._num_free - num_free : self._num_free][::-1]
         if num_free:
-            slots[:num_free] = self._free[self._num_free - num_free : self._num_free][::-1]
+            slots[:num_free] = free
         if num_evicted:
             slots[num_free:] = ABSENT
         self.policy.replace(entering, slots, num_free, Protected(self.ref_cnt, index, ctx))
+        if num_free and not np.array_equal(slots[:num_free], free):
+            raise PolicyError(f"policy {self.policy.name!r} changed the free slots that it was given")
         wrong = steps.enter(
             index.table,
             index.keys,
@@ -501,3 +515,8 @@ class OffloadingManager:
     def _emit(self, keys: Keys, *, removed: bool) -> None:
         if self._events is not None:
             self._events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
+
+
+def _check_integer(field: str, value: int, largest: int) -> None:
+    if not isinstance(value, int) or not 1 <= value <= largest:
+        raise ConfigError(field, value, f"allowed: 1 to {largest}")

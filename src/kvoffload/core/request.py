@@ -35,15 +35,17 @@ class RequestContext:
         path: index of the request's keys; a position is the order of first sight.
         notes: shape ``(positions, 3)``, uint64: what is known of each key, for the manager's kernels.
         length: number of keys on the path.
+        counted_batches: in how many pieces the admission rule has counted it.
         owner: the manager. Notes of one manager are wrong in another.
     """
 
-    __slots__ = ("_asked", "finished", "length", "notes", "owner", "path", "request_id")
+    __slots__ = ("_asked", "counted_batches", "finished", "length", "notes", "owner", "path", "request_id")
 
     def __init__(self, request_id: str, key_bytes: int, owner: object = None, capacity: int = 32) -> None:
         self.request_id = request_id
         self.owner = owner
         self.finished = False
+        self.counted_batches = 0
         self.path = Index(capacity, key_bytes)
         self.length = 0
         self.notes = np.zeros((capacity, 3), np.uint64)

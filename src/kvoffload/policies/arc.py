@@ -276,7 +276,7 @@ def _replace(
             slots[i] = ~slots[i]
         else:
             new_t1 += 1
-    for i in range(slots.shape[0]):
+    for i in range(slots.shape[0] - 1, -1, -1):
         if slots[i] < 0:
             slots[i] = ~slots[i]
             push_head(links, t2, slots[i])

@@ -61,7 +61,7 @@ class EvictionPolicy(ABC):
 
         The first `num_free` entries of `slots` are free slots. The policy fills the others with its
         victims, in the order in which they leave: ``keys[i]`` enters ``slots[i]``. It drops the victims
-        from its order and adds the new blocks.
+        from its order and adds the new blocks; where recency matters, their head is the most recent.
 
         Args:
             keys: keys of the new blocks, none of them resident, all different.
@@ -95,7 +95,11 @@ class BlockwisePolicy(EvictionPolicy):
         """The block in `slot` was used. Called from the tail of a request to its head."""
 
     def refresh(self, slot: int) -> None:
-        """The block in `slot` takes its place in the order of its request's path; no second use."""
+        """The block in `slot` takes its place in the order of its request's path; no second use.
+
+        Called for the blocks of a path from the last to the first: when they have been inserted, and when
+        their request finishes.
+        """
 
     @abstractmethod
     def insert(self, slot: int, key: bytes) -> None:
@@ -126,6 +130,8 @@ class BlockwisePolicy(EvictionPolicy):
             slot = int(slots[row])
             protected.entering.add(slot)
             self.insert(slot, key)
+        for slot in reversed(slots.tolist()):
+            self.refresh(slot)
 
     def remove(self, slots: Slots) -> None:
         for slot in slots.tolist():

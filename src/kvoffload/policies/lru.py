@@ -23,8 +23,10 @@ from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 class LRU(EvictionPolicy):
     """One list, most recent first. The default, and what every other policy is measured against.
 
-    A store counts as a use. When a request finishes, its whole path moves to the front, the head first
-    (see `EvictionPolicy.access`). Cost per block: O(1), and O(skipped) for protected blocks at the cold end.
+    A store counts as a use; the head of what is stored is the most recent. When a request finishes, its
+    whole path moves to the front, the head foremost (see `EvictionPolicy.access`).
+
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold end.
     """
 
     name = "lru"
@@ -87,7 +89,7 @@ def _replace(
         unlink(links, candidate)
         slots[i] = candidate
         candidate = warmer
-    for i in range(slots.shape[0]):
+    for i in range(slots.shape[0] - 1, -1, -1):
         push_head(links, sentinel, slots[i])
     return slots.shape[0]
 

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvoffload.admission import Admission
 from kvoffload.core.manager import OffloadingManager
@@ -145,6 +153,14 @@ class ManagerMachine(RuleBasedStateMachine):
             self.state[key], self.slot_of[key], self.memory[slot] = WRITING, slot, b"half written"
         return self._started(plan)
 
+    @rule(numbers=runs)
+    def serve(self, numbers: list[int]) -> None:
+        """A whole request, undisturbed: what is here is loaded, the rest is stored."""
+        request = self.begin(numbers)
+        self.complete_load(self.prepare_load(request, numbers), damaged=set())
+        self.complete_store(self.prepare_store(request, numbers), success=True)
+        self.finish(request)
+
     @rule(job=consumes(stores), success=st.booleans())
     def complete_store(self, job: Job, success: bool) -> None:
         plan = job.plan
@@ -199,6 +215,9 @@ class ManagerMachine(RuleBasedStateMachine):
         for key in here:
             self._forget(key)
 
+    # A reset is worth trying when there is much to forget; at any time, it would forget all too often.
+
+    @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
     def reset(self) -> None:
         self.manager.reset()
@@ -208,6 +227,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.state.clear()
         self.slot_of.clear()
 
+    @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
     def reset_after_jobs_were_lost(self) -> None:
         """The connection broke, say: no transfer runs, and what is still reported means nothing."""

@@ -164,6 +164,10 @@ class NaiveReuse(Admission):
         counted = {key: self.counts.get(key, 0) + (key in known) for key in order}
         self.counts = dict(islice(counted.items(), self.max_tracker_size))
 
+    def refresh(self, keys: Keys) -> None:
+        order = dict.fromkeys([*(key for key in keys if key in self.counts), *self.counts])
+        self.counts = {key: self.counts[key] for key in order}
+
     def admit(self, keys: Keys) -> int:
         for row, key in enumerate(keys):
             if self.counts.get(key, 0) < self.store_threshold:
