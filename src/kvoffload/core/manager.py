@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvoffload import admission as admissions
 from kvoffload.admission.base import Admission
 from kvoffload.core import steps
-from kvoffload.core.index import ABSENT, MAX_POSITIONS, Index, find_bytes
+from kvoffload.core.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.core.keys import MAX_KEY_BYTES, Keys
 from kvoffload.core.protection import FREE, WRITING, Protected
 from kvoffload.core.request import RequestContext
@@ -31,6 +31,10 @@ from kvoffload.types import (
     Slots,
     StorePlan,
 )
+
+
+_RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
+"""By what `steps.state_of_key` answers."""
 
 
 class OffloadingManager:
@@ -155,12 +159,13 @@ class OffloadingManager:
         if len(key) != self.key_bytes:
             raise ValueError(f"key {key.hex()} has {len(key)} bytes; all keys here have {self.key_bytes}")
         if ctx is not None:
-            self._check_open(ctx)
-            ctx.ask(key)
-        slot = find_bytes(self.index.table, self.index.keys, key)
-        if slot == ABSENT:
-            return LookupResult.MISS
-        return LookupResult.HIT_PENDING if self.ref_cnt[slot] == WRITING else LookupResult.HIT
+            if ctx.finished or ctx.owner is not self:
+                self._check_open(ctx)
+            # Packed later, with others: one at a time costs more than the answer.
+            ctx.asked.append(key)
+            if len(ctx.asked) >= 4096:
+                ctx.flush()
+        return _RESULTS[steps.state_of_key(self.index.table, self.index.keys, self.ref_cnt, key)]
 
     # ---- load
 
@@ -251,15 +256,15 @@ class OffloadingManager:
         self._counts.dropped += num_admitted - count
 
         slots = np.empty(count, np.int32)
-        evicted = np.empty((count - min(count, self._num_free), index.keys.shape[1]), np.uint64)
-        entering = Keys(fresh[:count], self.key_bytes)
+        evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), np.uint64)
+        entering = Keys(fresh if count == len(fresh) else fresh[:count], self.key_bytes)
         if count:
-            self._enter(ctx, positions, rows[:count], entering, slots, evicted)
+            self._enter(ctx, positions, rows, entering, slots, evicted)
         return StorePlan(
             ctx.request_id,
             entering,
             slots,
-            rows[:num_fresh],
+            rows if num_fresh == len(rows) else rows[:num_fresh],
             Keys(evicted, self.key_bytes),
             num_admitted - count,
             num_fresh - num_admitted,
@@ -283,7 +288,7 @@ class OffloadingManager:
             steps.become_ready(self.ref_cnt, plan.slots)
             self._num_evictable += count
             self._counts.stored += count
-            if count:
+            if self._events is not None and count:
                 self._emit(plan.keys, removed=False)
         else:
             self.policy.remove(plan.slots)
@@ -441,11 +446,11 @@ class OffloadingManager:
         index, path = self.index, ctx.path
         num_evicted = len(evicted)
         num_free = len(slots) - num_evicted
-        free = self._free[self._num_free - num_free : self._num_free][::-1]
-        if num_free:
-            slots[:num_free] = free
         if num_evicted:
-            slots[num_free:] = ABSENT
+            slots.fill(ABSENT)
+        if num_free:
+            free = self._free[self._num_free - num_free : self._num_free][::-1]
+            slots[:num_free] = free
         self.policy.replace(entering, slots, num_free, Protected(self.ref_cnt, index, ctx))
         if num_free and not np.array_equal(slots[:num_free], free):
             raise PolicyError(f"policy {self.policy.name!r} changed the free slots that it was given")
@@ -472,7 +477,7 @@ class OffloadingManager:
         self._num_evictable -= num_evicted
         self._counts.writing += len(slots)
         self._counts.evicted += num_evicted
-        if num_evicted:
+        if self._events is not None and num_evicted:
             self._emit(Keys(evicted, self.key_bytes), removed=True)
 
     def _discard(self, batch: Keys, slots: Slots) -> int:
@@ -491,7 +496,8 @@ class OffloadingManager:
         slots = slots[:found]
         if found:
             self._counts.discarded += found
-            self._emit(self.index.keys_at(slots), removed=True)
+            if self._events is not None:
+                self._emit(self.index.keys_at(slots), removed=True)
             self.policy.remove(slots)
             idle = slots[self.ref_cnt[slots] == 0]
             self._num_evictable -= len(idle)
@@ -513,8 +519,8 @@ class OffloadingManager:
         self._num_free += len(slots)
 
     def _emit(self, keys: Keys, *, removed: bool) -> None:
-        if self._events is not None:
-            self._events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
+        assert self._events is not None
+        self._events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
 
 
 def _check_integer(field: str, value: int, largest: int) -> None:

@@ -35,11 +35,12 @@ class RequestContext:
         path: index of the request's keys; a position is the order of first sight.
         notes: shape ``(positions, 3)``, uint64: what is known of each key, for the manager's kernels.
         length: number of keys on the path.
+        asked: single keys that were asked for since the path was last brought up to date.
         counted_batches: in how many pieces the admission rule has counted it.
         owner: the manager. Notes of one manager are wrong in another.
     """
 
-    __slots__ = ("_asked", "counted_batches", "finished", "length", "notes", "owner", "path", "request_id")
+    __slots__ = ("asked", "counted_batches", "finished", "length", "notes", "owner", "path", "request_id")
 
     def __init__(self, request_id: str, key_bytes: int, owner: object = None, capacity: int = 32) -> None:
         self.request_id = request_id
@@ -49,26 +50,20 @@ class RequestContext:
         self.path = Index(capacity, key_bytes)
         self.length = 0
         self.notes = np.zeros((capacity, 3), np.uint64)
-        self._asked: list[bytes] = []
+        self.asked: list[bytes] = []
 
     def __repr__(self) -> str:
         return f"RequestContext({self.request_id!r}, {self.length} blocks{', finished' * self.finished})"
 
-    def ask(self, key: bytes) -> None:
-        """Note a single key; packed later, with others, because one at a time is slow."""
-        self._asked.append(key)
-        if len(self._asked) >= 512:
-            self.flush()
-
     def flush(self) -> None:
         """Bring the path up to date with the keys that were asked for one by one."""
-        if self._asked:
-            asked, self._asked = self._asked, []
+        if self.asked:
+            asked, self.asked = self.asked, []
             self.see(Keys.pack(asked, self.path.key_bytes))
 
     def see(self, batch: Keys) -> npt.NDArray[np.int32]:
         """Add `batch` to the path; returns the position of each key on it. Cost: O(batch)."""
-        if self._asked:
+        if self.asked:
             self.flush()
         if self.length + len(batch) > len(self.notes):
             self._grow(self.length + len(batch))

@@ -11,10 +11,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.index import ABSENT, copy_key, find, hash_row, home_bucket, insert, position_in, remove
+from kvoffload.core.index import (
+    ABSENT,
+    copy_key,
+    find,
+    find_bytes,
+    hash_row,
+    home_bucket,
+    insert,
+    position_in,
+    remove,
+)
 from kvoffload.core.jit import (
     BOOL,
     BOOL_ARRAY,
+    BYTES,
     I32_ARRAY,
     I64,
     READONLY_I32_ARRAY,
@@ -90,6 +101,15 @@ def leading_ready(
         if ref_cnt[slot] == WRITING:
             return ~row
     return positions.shape[0]
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, BYTES))
+def state_of_key(table: U64s, keys: U64s, ref_cnt: I32s, key: bytes) -> int:
+    """What one key, not packed, is: 0 absent, 1 ready, 2 in flight."""
+    slot = find_bytes(table, keys, key)
+    if slot == ABSENT:
+        return 0
+    return 2 if ref_cnt[slot] == WRITING else 1
 
 
 @kernel(
