@@ -32,7 +32,6 @@ from kvoffload.types import (
     StorePlan,
 )
 
-
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """By what `steps.state_of_key` answers."""
 
