@@ -32,8 +32,8 @@ def hit_ratio(blocks: Iterator[int], capacity_blocks: int, policy: str) -> float
     """Hits of a flat trace: each reference a request of its own.
 
     Runs of hits, or of misses, of different blocks go to the manager together, for speed. A batch is
-    accessed from its end, hence the reversal. Blocks of a batch do not evict each other: of OLTP's
-    914,145 references ARC loses two hits by that, LRU none.
+    put in order from its end, hence the reversals. Blocks of a batch do not evict each other: of OLTP's
+    914,145 references ARC loses two hits by that.
     """
     manager = OffloadingManager(capacity_blocks, key_bytes=8, policy=policy)
     hits = total = 0
@@ -44,9 +44,11 @@ def hit_ratio(blocks: Iterator[int], capacity_blocks: int, policy: str) -> float
         if run_hits:
             manager.touch([*run][::-1])
             return len(run)
-        plan = manager.prepare_store([*run])
+        ctx = manager.begin_request("", [*run][::-1])
+        plan = manager.prepare_store([*run], ctx)
         assert plan is not None
         manager.complete_store(plan)
+        manager.finish_request(ctx)
         return 0
 
     for total, block in enumerate(blocks, 1):  # noqa: B007

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvoffload.core.index import ABSENT, Index, find_bytes, find_one, insert_one, remove_one
 from kvoffload.core.keys import Keys
+from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import HASH, RequestContext
 from kvoffload.testing.naive import NaiveIndex
 from kvoffload.testing.scripts import long_lists
@@ -165,10 +166,11 @@ def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]
 @settings(max_examples=10, deadline=None)
 def test_keys_asked_for_one_by_one_make_the_same_path(numbers: list[int]) -> None:
     keys = [number.to_bytes(8, "big") for number in numbers]
-    ctx = RequestContext("", 8)
+    manager = OffloadingManager(1, key_bytes=8)
+    ctx = manager.begin_request("r")
     for key in keys:
-        ctx.ask(key)
-    ctx.flush()
+        manager.lookup_key(key, ctx)
+    manager.finish_request(ctx)
     assert list(ctx.keys()) == list(dict.fromkeys(keys))
 
 

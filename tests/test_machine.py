@@ -6,16 +6,16 @@ from kvoffload.admission import ReuseAdmission
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.naive import NaiveARC, NaiveLRU, NaiveReuse
 
-TestLru = manager_machine("lru", key_bytes=32, max_examples=150).TestCase
+TestLru = manager_machine("lru", key_bytes=32, max_examples=80).TestCase
 TestLruWithReuse = manager_machine(
-    "lru", lambda: ReuseAdmission(20, 2, 7), capacity_blocks=3, key_bytes=20, max_examples=100
+    "lru", lambda: ReuseAdmission(20, 2, 7), capacity_blocks=3, key_bytes=20, max_examples=60
 ).TestCase
-TestArc = manager_machine("arc", key_bytes=36, max_examples=150).TestCase
+TestArc = manager_machine("arc", key_bytes=36, max_examples=80).TestCase
 TestArcWithReuse = manager_machine(
-    "arc", lambda: ReuseAdmission(8, 2, 40), capacity_blocks=4, key_bytes=8, max_examples=150
+    "arc", lambda: ReuseAdmission(8, 2, 40), capacity_blocks=4, key_bytes=8, max_examples=80
 ).TestCase
 TestArcOfOneBlock = manager_machine("arc", capacity_blocks=1, key_bytes=5, max_examples=20).TestCase
-TestReuseByName = manager_machine("lru", "reuse:2", max_examples=5).TestCase
+TestReuseByName = manager_machine("lru", "reuse:2", max_examples=3).TestCase
 TestNaiveLru = manager_machine(NaiveLRU, max_examples=20).TestCase
 TestNaiveLruWithReuse = manager_machine(NaiveLRU, lambda: NaiveReuse(2, 4), max_examples=20).TestCase
 TestNaiveArc = manager_machine(NaiveARC, max_examples=20).TestCase

@@ -43,7 +43,8 @@ class Keys(Sequence[bytes]):
     def pack(cls, keys: Sequence[bytes], key_bytes: int) -> Keys:
         """Pack `keys`. Raises `ValueError` that names the first key of another length than `key_bytes`."""
         joined = b"".join(keys)
-        if keys and set(map(len, keys)) != {key_bytes}:
+        count = len(keys)
+        if list(map(len, keys)).count(key_bytes) != count:
             position, wrong = next((i, key) for i, key in enumerate(keys) if len(key) != key_bytes)
             raise ValueError(
                 f"key {position} ({wrong.hex()}) has {len(wrong)} bytes; "
@@ -51,9 +52,9 @@ class Keys(Sequence[bytes]):
             )
         num_words = words_per_key(key_bytes)
         if key_bytes == num_words * 8:
-            return cls(np.ndarray((len(keys), num_words), np.uint64, joined), key_bytes)
-        padded = np.zeros((len(keys), num_words * 8), np.uint8)
-        padded[:, :key_bytes] = np.ndarray((len(keys), key_bytes), np.uint8, joined)
+            return cls(np.ndarray((count, num_words), np.uint64, joined), key_bytes)
+        padded = np.zeros((count, num_words * 8), np.uint8)
+        padded[:, :key_bytes] = np.ndarray((count, key_bytes), np.uint8, joined)
         return cls(padded.view(np.uint64), key_bytes)
 
     def __len__(self) -> int:

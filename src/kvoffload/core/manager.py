@@ -32,6 +32,7 @@ from kvoffload.types import (
     StorePlan,
 )
 
+_NO_ROWS = np.empty(0, np.int32)
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """By what `steps.state_of_key` answers."""
 
@@ -73,8 +74,8 @@ class OffloadingManager:
         medium: str = "CPU",
         block_size: int = 0,
     ) -> None:
-        _check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
-        _check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
+        capacity_blocks = _check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
+        key_bytes = _check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
         self.capacity_blocks = capacity_blocks
         self.key_bytes = key_bytes
         self.medium = medium
@@ -85,6 +86,7 @@ class OffloadingManager:
         if self.admission is not None and self.admission.key_bytes not in (None, key_bytes):
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
+        self._protected = Protected(self.ref_cnt, self.index)
         # Counts up when a block leaves its slot: what a request has noted of the block holds no longer.
         self._generation = np.zeros(capacity_blocks, np.uint32)
         # Popped from the end: slots are first given out in ascending order, so neighbours stay together.
@@ -119,7 +121,7 @@ class OffloadingManager:
         Blocks that it has touched already, or stored itself, are not accessed a second time; they only
         take their place in the order of the path.
         """
-        self._check_open(ctx)
+        ctx = self._context(ctx)
         ctx.flush()
         self._commit(ctx, np.arange(ctx.length, dtype=np.int32), whole_path=True)
         if self.admission is not None and ctx.counted_batches > 1:
@@ -159,7 +161,7 @@ class OffloadingManager:
             raise ValueError(f"key {key.hex()} has {len(key)} bytes; all keys here have {self.key_bytes}")
         if ctx is not None:
             if ctx.finished or ctx.owner is not self:
-                self._check_open(ctx)
+                self._context(ctx)
             # Packed later, with others: one at a time costs more than the answer.
             ctx.asked.append(key)
             if len(ctx.asked) >= 4096:
@@ -195,7 +197,7 @@ class OffloadingManager:
             damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten:
                 from now on they are misses.
         """
-        rows = np.unique(np.asarray(damaged, np.int32))
+        rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
         if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
             raise MisuseError(
                 f"complete_load: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks"
@@ -238,7 +240,7 @@ class OffloadingManager:
         positions = ctx.see(batch)
         index, path = self.index, ctx.path
         fresh = np.empty(batch.words.shape, np.uint64)
-        rows = np.empty(len(batch), np.int32)
+        rows = np.empty(len(fresh), np.int32)
         num_fresh = steps.missing(
             index.table, index.keys, self._generation, path.keys, ctx.notes, positions, fresh, rows
         )
@@ -359,14 +361,11 @@ class OffloadingManager:
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:
             return RequestContext("", self.key_bytes, self)
-        self._check_open(ctx)
-        return ctx
-
-    def _check_open(self, ctx: RequestContext) -> None:
         if ctx.owner is not self:
             raise MisuseError(f"request {ctx.request_id!r} was begun by another manager")
         if ctx.finished:
             raise MisuseError(f"request {ctx.request_id!r} has finished")
+        return ctx
 
     def _pack(self, keys: Sequence[bytes]) -> Keys:
         if isinstance(keys, Keys):
@@ -450,7 +449,7 @@ class OffloadingManager:
         if num_free:
             free = self._free[self._num_free - num_free : self._num_free][::-1]
             slots[:num_free] = free
-        self.policy.replace(entering, slots, num_free, Protected(self.ref_cnt, index, ctx))
+        self.policy.replace(entering, slots, num_free, self._protected.during(ctx))
         if num_free and not np.array_equal(slots[:num_free], free):
             raise PolicyError(f"policy {self.policy.name!r} changed the free slots that it was given")
         wrong = steps.enter(
@@ -522,6 +521,8 @@ class OffloadingManager:
         self._events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
 
 
-def _check_integer(field: str, value: int, largest: int) -> None:
-    if not isinstance(value, int) or not 1 <= value <= largest:
-        raise ConfigError(field, value, f"allowed: 1 to {largest}")
+def _check_integer(field: str, value: object, largest: int) -> int:
+    """`value` as an int, numpy's integers included."""
+    if isinstance(value, (int, np.integer)) and 1 <= value <= largest:
+        return int(value)
+    raise ConfigError(field, value, f"allowed: 1 to {largest}")

@@ -34,13 +34,23 @@ class RequestContext:
     Attributes:
         path: index of the request's keys; a position is the order of first sight.
         notes: shape ``(positions, 3)``, uint64: what is known of each key, for the manager's kernels.
-        length: number of keys on the path.
+        length: number of keys on the path; capacity: how many fit before it grows.
         asked: single keys that were asked for since the path was last brought up to date.
         counted_batches: in how many pieces the admission rule has counted it.
         owner: the manager. Notes of one manager are wrong in another.
     """
 
-    __slots__ = ("asked", "counted_batches", "finished", "length", "notes", "owner", "path", "request_id")
+    __slots__ = (
+        "asked",
+        "capacity",
+        "counted_batches",
+        "finished",
+        "length",
+        "notes",
+        "owner",
+        "path",
+        "request_id",
+    )
 
     def __init__(self, request_id: str, key_bytes: int, owner: object = None, capacity: int = 32) -> None:
         self.request_id = request_id
@@ -49,6 +59,7 @@ class RequestContext:
         self.counted_batches = 0
         self.path = Index(capacity, key_bytes)
         self.length = 0
+        self.capacity = capacity
         self.notes = np.zeros((capacity, 3), np.uint64)
         self.asked: list[bytes] = []
 
@@ -65,10 +76,13 @@ class RequestContext:
         """Add `batch` to the path; returns the position of each key on it. Cost: O(batch)."""
         if self.asked:
             self.flush()
-        if self.length + len(batch) > len(self.notes):
-            self._grow(self.length + len(batch))
-        positions = np.empty(len(batch), np.int32)
-        self.length = _see(self.path.table, self.path.keys, self.notes, self.length, batch.words, positions)
+        words = batch.words
+        count = words.shape[0]
+        if self.length + count > self.capacity:
+            self._grow(self.length + count)
+        positions = np.empty(count, np.int32)
+        path = self.path
+        self.length = _see(path.table, path.keys, self.notes, self.length, words, positions)
         return positions
 
     def keys(self) -> Keys:
@@ -76,9 +90,10 @@ class RequestContext:
         return Keys(self.path.keys[: self.length], self.path.key_bytes)
 
     def _grow(self, needed: int) -> None:
-        capacity = needed if self.length == 0 else max(needed, 2 * len(self.notes))
+        capacity = needed if self.length == 0 else max(needed, 2 * self.capacity)
         old, notes = self.keys(), self.notes
         self.path = Index(capacity, self.path.key_bytes)
+        self.capacity = capacity
         self.notes = np.zeros((capacity, 3), np.uint64)
         _see(self.path.table, self.path.keys, self.notes, 0, old.words, np.empty(len(old), np.int32))
         self.notes[: self.length] = notes[: self.length]
