@@ -13,7 +13,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.jit import BYTES, I64, READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, U64s, inline, kernel
+from kvoffload.core.jit import (
+    BYTES,
+    I64,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    U64s,
+    inline,
+    kernel,
+    load_word,
+)
 from kvoffload.core.keys import Keys, words_per_key
 
 ABSENT = -1
@@ -190,11 +200,13 @@ def remove_one(table: U64s, keys: U64s, position: int) -> int:
 
 
 @inline
-def _word(key: bytes, word: int) -> np.uint64:
-    """Word `word` of a key given as bytes, packed as `Keys.pack` does."""
+def word_of(data: bytes, start: int, stop: int) -> np.uint64:
+    """The word of a key that begins at `start` of `data`, as `Keys.pack` makes it; the key ends at `stop`."""
+    if start + 8 <= stop:
+        return load_word(data, start)
     packed = np.uint64(0)
-    for byte in range(min(8, len(key) - 8 * word)):
-        packed |= np.uint64(key[8 * word + byte]) << np.uint64(8 * byte)
+    for byte in range(stop - start):
+        packed |= np.uint64(data[start + byte]) << np.uint64(8 * byte)
     return packed
 
 
@@ -203,7 +215,7 @@ def find_bytes(table: U64s, keys: U64s, key: bytes) -> int:
     """`find` for one key as bytes, without packing it first: the path of engines that ask key by key."""
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):
-        h = _mix(h, _word(key, word))
+        h = _mix(h, word_of(key, 8 * word, len(key)))
     h = _finish(h)
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -215,7 +227,7 @@ def find_bytes(table: U64s, keys: U64s, key: bytes) -> int:
             position = position_in(entry)
             equal = True
             for word in range(keys.shape[1]):
-                if keys[position, word] != _word(key, word):
+                if keys[position, word] != word_of(key, 8 * word, len(key)):
                     equal = False
                     break
             if equal:

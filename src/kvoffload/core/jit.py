@@ -93,6 +93,22 @@ def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
 prefetch: Any = intrinsic(_prefetch)
 
 
+def _load_word(typing_context: Any, buffer: Any, offset: Any) -> Any:
+    """Eight bytes of a ``bytes`` object from `offset` on, as an unsigned integer of this machine's order."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = builder.gep(view.data, [arguments[1]])
+        word = builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()))
+        word.align = 1
+        return word
+
+    return nb.uint64(buffer, nb.int64), generate
+
+
+load_word: Any = intrinsic(_load_word)
+
+
 def _drop_stale_kernels() -> None:
     """Delete cached kernels when any source file of the package has changed.
 

@@ -32,6 +32,7 @@ from kvoffload.types import (
     StorePlan,
 )
 
+_INT32, _UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
 _NO_ROWS = np.empty(0, np.int32)
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """By what `steps.state_of_key` answers."""
@@ -112,7 +113,7 @@ class OffloadingManager:
         """
         ctx = RequestContext(request_id, self.key_bytes, self, max(32, len(keys)))
         if keys:
-            ctx.see(self._pack(keys))
+            ctx.see(keys)
         return ctx
 
     def finish_request(self, ctx: RequestContext) -> None:
@@ -136,7 +137,7 @@ class OffloadingManager:
         nothing. Without a request every call is an access of its own.
         """
         ctx = self._context(ctx)
-        self._commit(ctx, ctx.see(self._pack(keys)))
+        self._commit(ctx, ctx.see(keys))
 
     # ---- lookup
 
@@ -146,7 +147,7 @@ class OffloadingManager:
         Cost: one index probe for each key up to the first that is not ready.
         """
         ctx = self._context(ctx)
-        positions = ctx.see(self._pack(keys))
+        positions = ctx.see(keys)
         index, path = self.index, ctx.path
         ready = steps.leading_ready(
             index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions
@@ -236,11 +237,10 @@ class OffloadingManager:
             request's own: then nothing has changed, and the same offer may succeed later.
         """
         ctx = self._context(ctx)
-        batch = self._pack(keys)
-        positions = ctx.see(batch)
+        positions = ctx.see(keys)
         index, path = self.index, ctx.path
-        fresh = np.empty(batch.words.shape, np.uint64)
-        rows = np.empty(len(fresh), np.int32)
+        fresh = np.empty((len(positions), index.keys.shape[1]), _UINT64)
+        rows = np.empty(len(positions), _INT32)
         num_fresh = steps.missing(
             index.table, index.keys, self._generation, path.keys, ctx.notes, positions, fresh, rows
         )
@@ -256,8 +256,8 @@ class OffloadingManager:
         self._counts.refused += num_fresh - num_admitted
         self._counts.dropped += num_admitted - count
 
-        slots = np.empty(count, np.int32)
-        evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), np.uint64)
+        slots = np.empty(count, _INT32)
+        evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), _UINT64)
         entering = Keys(fresh if count == len(fresh) else fresh[:count], self.key_bytes)
         if count:
             self._enter(ctx, positions, rows, entering, slots, evicted)

@@ -8,17 +8,40 @@ hashed once and looked for in the manager's index once.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
-from kvoffload.core.index import ABSENT, Index, bucket_of, fill_bucket, hash_row, position_in, same_key
-from kvoffload.core.jit import I32_ARRAY, I64, READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, I32s, U64s, kernel
-from kvoffload.core.keys import Keys
+import numpy as np
+
+from kvoffload.core.index import (
+    ABSENT,
+    Index,
+    bucket_of,
+    fill_bucket,
+    hash_row,
+    position_in,
+    same_key,
+    word_of,
+)
+from kvoffload.core.jit import (
+    BYTES,
+    I32_ARRAY,
+    I64,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    I32s,
+    U64s,
+    inline,
+    kernel,
+)
+from kvoffload.core.keys import Keys, joined_keys
 
 HASH, HINT, FLAGS = 0, 1, 2
 """Columns of `notes`. The hint is where the block was last seen: ``generation << 32 | slot + 1``, or 0. It
 holds as long as the slot's generation has not changed; a block may leave and come back while a request
 runs."""
+
+_INT32 = np.dtype(np.int32)
 
 ACCESSED = 1
 COUNTED = 2
@@ -70,19 +93,27 @@ class RequestContext:
         """Bring the path up to date with the keys that were asked for one by one."""
         if self.asked:
             asked, self.asked = self.asked, []
-            self.see(Keys.pack(asked, self.path.key_bytes))
+            self.see(asked)
 
-    def see(self, batch: Keys) -> npt.NDArray[np.int32]:
-        """Add `batch` to the path; returns the position of each key on it. Cost: O(batch)."""
+    def see(self, keys: Sequence[bytes]) -> I32s:
+        """Add `keys` to the path; returns the position of each on it. Cost: O(keys).
+
+        Raises `ValueError` that names the first key of a wrong length.
+        """
         if self.asked:
             self.flush()
-        words = batch.words
-        count = words.shape[0]
+        path, count = self.path, len(keys)
         if self.length + count > self.capacity:
             self._grow(self.length + count)
-        positions = np.empty(count, np.int32)
-        path = self.path
-        self.length = _see(path.table, path.keys, self.notes, self.length, words, positions)
+            path = self.path
+        positions = np.empty(count, _INT32)
+        if isinstance(keys, Keys):
+            if keys.key_bytes != path.key_bytes:
+                raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {path.key_bytes}")
+            self.length = _see(path.table, path.keys, self.notes, self.length, keys.words, positions)
+        else:
+            joined = joined_keys(keys, path.key_bytes)
+            self.length = _see_bytes(path.table, path.keys, self.notes, self.length, joined, positions)
         return positions
 
     def keys(self) -> Keys:
@@ -99,6 +130,19 @@ class RequestContext:
         self.notes[: self.length] = notes[: self.length]
 
 
+@inline
+def _take_place(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, row: int) -> int:
+    """Position of the key `batch[row]`, which becomes `length` if it is new."""
+    h = hash_row(batch, row)
+    bucket = bucket_of(table, keys, batch, row, h)
+    position = position_in(table[bucket])
+    if position == ABSENT:
+        position = length
+        fill_bucket(table, bucket, keys, batch, row, h, position)
+        notes[position, HASH] = h
+    return position
+
+
 @kernel(I64(U64_ARRAY, U64_MATRIX, U64_MATRIX, I64, READONLY_U64_MATRIX, I32_ARRAY))
 def _see(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, positions: I32s) -> int:
     following = 0
@@ -107,14 +151,27 @@ def _see(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, positio
         if following < length and same_key(keys, following, batch, row):
             position = following
         else:
-            h = hash_row(batch, row)
-            bucket = bucket_of(table, keys, batch, row, h)
-            position = position_in(table[bucket])
-            if position == ABSENT:
-                position = length
-                fill_bucket(table, bucket, keys, batch, row, h, position)
-                notes[position, HASH] = h
-                length += 1
+            position = _take_place(table, keys, notes, length, batch, row)
+            length = max(length, position + 1)
+        positions[row] = position
+        following = position + 1
+    return length
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, U64_MATRIX, I64, BYTES, I32_ARRAY))
+def _see_bytes(table: U64s, keys: U64s, notes: U64s, length: int, joined: bytes, positions: I32s) -> int:
+    """`_see` for keys that are not packed: each is written behind the last one of the path, to be read."""
+    count = positions.shape[0]
+    following = 0
+    for row in range(count):
+        start, stop = len(joined) // count * row, len(joined) // count * (row + 1)
+        known = following < length
+        for word in range(keys.shape[1]):
+            packed = word_of(joined, start + 8 * word, stop)
+            known = known and keys[following, word] == packed
+            keys[length, word] = packed
+        position = following if known else _take_place(table, keys, notes, length, keys, length)
+        length = max(length, position + 1)
         positions[row] = position
         following = position + 1
     return length
