@@ -47,7 +47,7 @@ class ReuseAdmission(Admission):
         self.key_bytes = key_bytes
         self.store_threshold = store_threshold
         self._tracker = KeyLists(max_tracker_size, key_bytes, 1)
-        self._counts = np.zeros(max_tracker_size, np.int32)
+        self._counts = np.full(max_tracker_size, 0, np.int32)
 
     def count(self, keys: Keys) -> None:
         index, links = self._tracker.index, self._tracker.lists.links

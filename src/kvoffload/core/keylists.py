@@ -23,7 +23,7 @@ class KeyLists:
     __slots__ = ("index", "lists", "num_lists")
 
     def __init__(self, capacity: int, key_bytes: int, num_lists: int) -> None:
-        self.index = Index(capacity, key_bytes)
+        self.index = Index(capacity, key_bytes).populate()
         self.num_lists = num_lists
         self.lists = Lists(capacity, num_lists + 1)
         self._fill_spare()

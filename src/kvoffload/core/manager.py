@@ -81,7 +81,7 @@ class OffloadingManager:
         self.key_bytes = key_bytes
         self.medium = medium
         self.block_size = block_size
-        self.index = Index(capacity_blocks, key_bytes)
+        self.index = Index(capacity_blocks, key_bytes).populate()
         self.policy = POLICIES.find(policy)(self.index)
         self.admission = admissions.create(admission, key_bytes)
         if self.admission is not None and self.admission.key_bytes not in (None, key_bytes):
@@ -89,7 +89,7 @@ class OffloadingManager:
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
         self._protected = Protected(self.ref_cnt, self.index)
         # Counts up when a block leaves its slot: what a request has noted of the block holds no longer.
-        self._generation = np.zeros(capacity_blocks, np.uint32)
+        self._generation = np.full(capacity_blocks, 0, np.uint32)
         # Popped from the end: slots are first given out in ascending order, so neighbours stay together.
         self._free = np.arange(capacity_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = capacity_blocks
