@@ -128,9 +128,8 @@ class Ours:
         return hits
 
     def tracked(self) -> int:
-        stats = self.manager.stats()
-        ghosts = stats.policy.get("b1_keys", 0) + stats.policy.get("b2_keys", 0)
-        return stats.ready + int(ghosts)
+        """Blocks, and for ARC as many ghosts, that the arrays have room for: they never grow."""
+        return self.manager.capacity_blocks * (2 if self.manager.policy.name == "arc" else 1)
 
     def memory(self) -> int:
         """Bytes of all arrays that the manager holds. They have their final size from the start."""
@@ -473,7 +472,10 @@ def print_report(report: dict[str, Any]) -> None:
     packages = ", ".join(f"{package} {version}" for package, version in about["packages"].items())
     print(f"Machine: {about['cpu']}, {about['cores']} cores, {about['system']}")
     print(f"Python {about['python']}, {packages}")
-    print(f"Seeds: {report['seeds']}. Garbage collector off, CPU time, in turns, same requests to both.")
+    print(
+        f"Seeds: {report['seeds']}. Garbage collector "
+        f"{'on' if report['garbage_collector'] else 'off'}, CPU time, in turns, same requests to both."
+    )
     if report["vllm_missing"]:
         print(f"vLLM IS NOT HERE ({report['vllm_missing']}): ours alone, no ratios.")
         print("`make vllm-env` builds an environment that has it.")
@@ -481,7 +483,7 @@ def print_report(report: dict[str, Any]) -> None:
         print_result(result)
     print(
         "\nBytes: kvoffload's arrays, which never grow; of vLLM, what tracemalloc says is held at "
-        f"{MEMORY_CAPACITY:,} blocks. ARC: per block or ghost."
+        f"{MEMORY_CAPACITY:,} blocks. ARC: per block or ghost that there is room for."
     )
     print("\nTargets")
     for target in report["targets"]:

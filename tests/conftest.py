@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("kvoffload", deadline=None, print_blob=True)
+settings.load_profile("kvoffload")
 
 RECORDINGS = {
     "conversation_first60": "mooncake_conversation/conversation_first60.jsonl",

@@ -113,7 +113,7 @@ def random_paths(seed: int, count: int, longest: int) -> list[list[bytes]]:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("threshold", [1, 2])
 def test_lru_decides_as_vllm_does(seed: int, threshold: int) -> None:
-    """Whole paths that fit: equal hits, stores, evictions in order, and contents. (seed in the test's name)"""
+    """Whole paths that fit: equal hits, stores, evictions in order, and contents. The seed is in the name."""
     theirs, ours = Theirs(64, "lru", threshold), Ours(64, "lru", threshold)
     paths = random_paths(seed, 600, 20)
     for number, path in enumerate(paths):
