@@ -242,7 +242,8 @@ def _replace(
                 forget_coldest(ghost_table, ghost_keys, ghost_links, b1)
             else:
                 keeps_ghost = False
-        elif size_t1 + size_t2 + size_b1 + size_b2 == 2 * c:  # Case IV, B
+        elif size_t1 + size_t2 + size_b1 + size_b2 == 2 * c:
+            # Case IV, B. With a full cache the bound on ghosts below would do the same.
             forget_coldest(ghost_table, ghost_keys, ghost_links, b2)
 
         if i >= num_free:  # REPLACE
