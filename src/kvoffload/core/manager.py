@@ -87,7 +87,6 @@ class OffloadingManager:
         if self.admission is not None and self.admission.key_bytes not in (None, key_bytes):
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
-        self._protected = Protected(self.ref_cnt, self.index)
         # Counts up when a block leaves its slot: what a request has noted of the block holds no longer.
         self._generation = np.full(capacity_blocks, 0, np.uint32)
         # Popped from the end: slots are first given out in ascending order, so neighbours stay together.
@@ -449,7 +448,7 @@ class OffloadingManager:
         if num_free:
             free = self._free[self._num_free - num_free : self._num_free][::-1]
             slots[:num_free] = free
-        self.policy.replace(entering, slots, num_free, self._protected.during(ctx))
+        self.policy.replace(entering, slots, num_free, Protected(self.ref_cnt, index, ctx))
         if num_free and not np.array_equal(slots[:num_free], free):
             raise PolicyError(f"policy {self.policy.name!r} changed the free slots that it was given")
         wrong = steps.enter(

@@ -25,16 +25,11 @@ class Protected:
 
     __slots__ = ("entering", "index_keys", "key_bytes", "path_keys", "path_table", "ref_cnt")
 
-    def __init__(self, ref_cnt: I32s, index: Index) -> None:
+    def __init__(self, ref_cnt: I32s, index: Index, ctx: RequestContext) -> None:
         self.ref_cnt = ref_cnt
         self.index_keys, self.key_bytes = index.keys, index.key_bytes
-
-    def during(self, ctx: RequestContext) -> Protected:
-        """Protect the path of `ctx`, until the next call. One object serves a manager: this path is hot."""
-        path = ctx.path
-        self.path_table, self.path_keys = path.table, path.keys
+        self.path_table, self.path_keys = ctx.path.table, ctx.path.keys
         self.entering: set[int] = set()
-        return self
 
     def __contains__(self, slot: int) -> bool:
         if self.ref_cnt[slot] != 0 or slot in self.entering:
