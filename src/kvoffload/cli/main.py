@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import click
 
@@ -11,6 +12,7 @@ from kvoffload import __version__
 from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {"replay": "kvoffload.cli.replay:replay", "trace": "kvoffload.cli.trace:trace"}
+_KERNEL_CACHE = Path(__file__).resolve().parent.parent / "core" / "__pycache__"
 
 
 class _Commands(click.Group):
@@ -23,6 +25,8 @@ class _Commands(click.Group):
         module, _, attribute = _COMMANDS.get(cmd_name, "").partition(":")
         if not attribute:
             return None
+        if sys.stderr.isatty() and not any(_KERNEL_CACHE.glob("*.nbi")):
+            click.echo("kvoffload: compiling kernels, once for this installation (about 10 s) ...", err=True)
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
