@@ -122,6 +122,18 @@ def test_a_trace_without_a_full_block_is_refused(tmp_path: Path) -> None:
     assert "at least one block (512 tokens)" in done.stderr
 
 
+@pytest.mark.parametrize("option", ["--output", "--decisions"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_is_one_clear_line(trace_file: Path, option: str) -> None:
+    done = kvoffload("replay", trace_file, *SMALL, option, "/dev/full")
+    field = option.removeprefix("--")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"kvoffload: {field}: '/dev/full' is not possible; a file that can be written "
+        "(No space left on device)\n"
+    )
+
+
 def test_help_names_the_commands() -> None:
     done = kvoffload("--help")
     assert done.returncode == 0

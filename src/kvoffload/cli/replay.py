@@ -84,9 +84,10 @@ def replay(
         )
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
     config = ReplayConfig(blocks, policy, admission, device_blocks)
+    if output is not None:
+        _write("output", output, b"")  # A file that cannot be written is known before the work is done.
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(_writable("decisions", decisions)) if decisions else None
-        report_file = stack.enter_context(_writable("output", output)) if output else None
         data = None
         if not no_data:
             data = DataPlane(_slots_that_fit(loaded, capacity, blocks, size), size, injection)
@@ -94,12 +95,12 @@ def replay(
         run = Replay(loaded, config, data, log)
         with _progress(loaded.requests, quiet) as progress:
             report = run.run(progress)
-        if report_file is not None:
-            report_file.write(report.to_json() if form == "json" else _plain(report))
-        elif form == "json":
-            click.echo(report.to_json(), nl=False)
-        else:
-            Console().print(report.to_table())
+    if output is not None:
+        _write("output", output, report.to_json() if form == "json" else _plain(report))
+    elif form == "json":
+        click.echo(report.to_json(), nl=False)
+    else:
+        Console().print(report.to_table())
     if injection is not None and form == "terminal":
         click.echo(f"  Damage: {injection.kind}, seed {injection.seed}", err=True)
     if report.mismatches_served:
@@ -132,11 +133,19 @@ def _plain(report: ReplayReport) -> bytes:
     return captured.get().encode()
 
 
-def _writable(field: str, path: Path) -> BinaryIO:
+@contextlib.contextmanager
+def _writable(field: str, path: Path) -> Iterator[BinaryIO]:
+    """The file that an option names; what goes wrong with it, a full disk too, names the option."""
     try:
-        return path.open("wb")
+        with path.open("wb") as file:
+            yield file
     except OSError as error:
         raise ConfigError(field, str(path), f"a file that can be written ({error.strerror})") from None
+
+
+def _write(field: str, path: Path, content: bytes) -> None:
+    with _writable(field, path) as file:
+        file.write(content)
 
 
 @contextlib.contextmanager
