@@ -32,7 +32,7 @@ class ReuseAdmission(Admission):
     refreshed from the tail to the head, so a tail is forgotten before its head and a block that is
     admitted never lacks an admitted parent.
 
-    Cost: one index probe a key, and a few writes. Memory: 29 bytes and the key for each tracked key.
+    Cost: one index probe a key, and a few writes. Memory: 32 bytes and the key for each tracked key.
     """
 
     name = "reuse"

@@ -49,7 +49,7 @@ BYTES = nb.Bytes(nb.uint8, 1, "C", readonly=True)
 
 
 # numba counts references to arrays with atomic instructions, also in inner loops, wherever a helper is
-# called: five times the cost of what the loop does. A kernel gets all of its arrays from its caller, who
+# called: up to six times the cost of what the loop does. A kernel gets all of its arrays from its caller, who
 # holds them, and makes none; so it counts none (`_nrt`), and `np.empty` in a kernel is refused.
 
 
@@ -123,7 +123,7 @@ def _drop_stale_kernels() -> None:
     try:
         if stamp.exists() and stamp.read_text() == digest:
             return
-        for cached in package.rglob("__pycache__/*.nbi"):
+        for cached in package.rglob("__pycache__/*.nb[ic]"):
             cached.unlink(missing_ok=True)
         stamp.parent.mkdir(exist_ok=True)
         stamp.write_text(digest)

@@ -17,7 +17,7 @@ class KeyLists:
     """At most `capacity` keys in `num_lists` lists, most recent first.
 
     Kernels get `index.table`, `index.keys` and `lists.links`. List number `num_lists` holds the spare
-    positions. Memory: 25 bytes a key, and the key.
+    positions. Memory: 28 bytes a key, and the key.
     """
 
     __slots__ = ("index", "lists", "num_lists")

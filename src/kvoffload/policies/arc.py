@@ -59,7 +59,7 @@ class ARC(EvictionPolicy):
       kept all the same (the coldest of B2 goes, then of B1).
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
-    for the lists, and 25 bytes and the key for each of `c` ghosts.
+    for the lists, and 28 bytes and the key for each of `c` ghosts.
     """
 
     name = "arc"
