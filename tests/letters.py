@@ -8,7 +8,8 @@ from typing import Any
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.testing.audit import audit
-from kvoffload.testing.naive import NaiveARC, NaiveLRU
+from kvoffload.testing.naive.arc import NaiveARC
+from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.types import LoadPlan, LookupResult, StorePlan
 
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING

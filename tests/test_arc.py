@@ -12,7 +12,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
 from kvoffload.testing.audit import audit
-from kvoffload.testing.naive import NaiveARC
+from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.scripts import Step, play, scripts
 from letters import begin_store, keys, letters_at, load, make, store, text, use
 

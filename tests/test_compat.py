@@ -18,7 +18,7 @@ from kvoffload.compat import (
     PrepareStoreOutput,
 )
 from kvoffload.testing.audit import audit
-from kvoffload.testing.naive import NaiveLRU
+from kvoffload.testing.naive.lru import NaiveLRU
 
 
 def key(number: int) -> bytes:
@@ -133,7 +133,7 @@ def test_pluggable_block_pool(manager_class: type[LRUOffloadingManager]) -> None
     assert {event.medium for event in manager.take_events()} == {"PAGES"}
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "kvoffload.testing.naive:NaiveLRU", NaiveLRU])
+@pytest.mark.parametrize("policy", ["lru", "arc", "kvoffload.testing.naive.lru:NaiveLRU", NaiveLRU])
 def test_cpu_manager_with_cache_policy_by_name(policy: str) -> None:
     manager = CPUOffloadingManager(4, cache_policy=policy, enable_events=True)
     for number in range(20):
@@ -188,7 +188,7 @@ def test_counting_at_the_end_of_a_request() -> None:
     for _ in range(5):
         manager.lookup(keys(1), ctx)
     assert manager.admission is not None
-    assert manager.admission.admit(manager._pack(keys(1))) == 0
+    assert manager.admission.leading(manager._pack(keys(1))) == 0
     manager.finish_request(ctx)
     assert manager.admission.tracked() == {key(1): 1}  # type: ignore[attr-defined]
 

@@ -11,7 +11,7 @@ from kvoffload.core.index import ABSENT, Index, find_bytes, find_one, insert_one
 from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import HASH, RequestContext
-from kvoffload.testing.naive import NaiveIndex
+from kvoffload.testing.naive.structures import NaiveIndex
 from kvoffload.testing.scripts import long_lists
 
 MASK = 2**64 - 1

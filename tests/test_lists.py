@@ -11,7 +11,7 @@ from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.core.keys import Keys
 from kvoffload.core.lists import Lists, move_to_head, push_head, unlink
 from kvoffload.testing.audit import _audit_key_lists, _audit_lists
-from kvoffload.testing.naive import NaiveLists
+from kvoffload.testing.naive.structures import NaiveLists
 from kvoffload.testing.scripts import long_lists
 
 NUM_POSITIONS, NUM_LISTS = 6, 3

@@ -11,7 +11,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.lru import LRU
 from kvoffload.testing.audit import audit
-from kvoffload.testing.naive import NaiveLRU
+from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.testing.scripts import Step, play, scripts
 from letters import keys, letters_at, make, store, text
 
@@ -19,7 +19,7 @@ from letters import keys, letters_at, make, store, text
 def order(manager: OffloadingManager) -> str:
     """Resident keys, which are single letters here, the coldest first."""
     policy: Any = manager.policy
-    return letters_at(manager, policy.coldest_first())
+    return letters_at(manager, policy.order())
 
 
 def evicted_by(manager: OffloadingManager, letters: str) -> str:
@@ -106,7 +106,7 @@ def test_decides_as_its_naive_twin(script: list[Step]) -> None:
     def run(policy: type[EvictionPolicy]) -> list[Any]:
         def look(manager: OffloadingManager) -> list[int]:
             audit(manager)
-            seen: list[int] = manager.policy.coldest_first()  # type: ignore[attr-defined]
+            seen: list[int] = manager.policy.order()  # type: ignore[attr-defined]
             return seen
 
         return play(OffloadingManager(7, key_bytes=20, policy=policy), script, look)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from kvoffload.admission import ReuseAdmission
 from kvoffload.testing.machine import manager_machine
-from kvoffload.testing.naive import NaiveARC, NaiveLRU, NaiveReuse
+from kvoffload.testing.naive.arc import NaiveARC
+from kvoffload.testing.naive.lru import NaiveLRU
+from kvoffload.testing.naive.reuse import NaiveReuse
 
 TestLru = manager_machine("lru", key_bytes=32, max_examples=80).TestCase
 TestLruWithReuse = manager_machine(

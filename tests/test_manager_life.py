@@ -9,7 +9,7 @@ from kvoffload.core.index import Index
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.policies.base import Reused, Slots
 from kvoffload.testing.audit import audit
-from kvoffload.testing.naive import NaiveLRU
+from kvoffload.testing.naive.lru import NaiveLRU
 from letters import (
     HIT,
     MISS,

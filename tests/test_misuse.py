@@ -12,7 +12,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.protection import Protected
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
 from kvoffload.testing.audit import audit, snapshot
-from kvoffload.testing.naive import NaiveLRU
+from kvoffload.testing.naive.lru import NaiveLRU
 from letters import (
     POLICIES,
     begin_store,

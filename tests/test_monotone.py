@@ -14,7 +14,8 @@ from kvoffload.policies import EvictionPolicy
 from kvoffload.replay.optimum import optimum
 from kvoffload.replay.trace import Trace
 from kvoffload.testing.audit import audit
-from kvoffload.testing.naive import NaiveARC, NaiveLRU
+from kvoffload.testing.naive.arc import NaiveARC
+from kvoffload.testing.naive.lru import NaiveLRU
 
 Requests = list[list[int]]
 

@@ -95,6 +95,19 @@ def test_only_a_few_files_know_numba() -> None:
     assert knowing <= NUMBA_ONLY_IN
 
 
+def test_kernels_share_helpers_in_core_only() -> None:
+    """An edit of a shared helper must make the kernels stale that it is compiled into: see `core.jit`."""
+    inlined = {
+        f"{path.relative_to(PACKAGE.parent).with_suffix('')}".replace("/", ".") + f".{node.name}"
+        for path in sources()
+        if room_of(path) != "core"
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and any("inline" in ast.dump(d) for d in node.decorator_list)
+    }
+    assert len(inlined) > 3
+    assert not [f"{path}: {shared}" for path in sources() for shared in inlined & imports_of(path)]
+
+
 def test_only_transfer_knows_torch() -> None:
     knowing = {
         room_of(path) for path in sources() if any(m.split(".")[0] == "torch" for m in imports_of(path))

@@ -295,7 +295,7 @@ class FilterReusedOffloadingManager(AbstractOffloadingManager):
         self._backing.complete_load(keys)
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        return self._backing.prepare_store(keys[: self._gate.admit(Keys.pack(keys, self._key_bytes))])
+        return self._backing.prepare_store(keys[: self._gate.leading(Keys.pack(keys, self._key_bytes))])
 
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
         self._backing.complete_store(keys, success)

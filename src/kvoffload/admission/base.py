@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from kvoffload.core.jit import Bools
 from kvoffload.core.keys import Keys
 
 
@@ -34,11 +35,16 @@ class Admission(ABC):
         """
 
     @abstractmethod
-    def admit(self, keys: Keys) -> int:
-        """How many of the absent blocks `keys`, from the first on, may enter.
+    def admit(self, keys: Keys) -> Bools:
+        """Which of the absent blocks `keys` may enter: shape ``(len(keys),)``, bool."""
 
-        A length and not a choice: a block behind one that was refused could not be reached.
+    def leading(self, keys: Keys) -> int:
+        """How many of a prefix's absent blocks, from the first on, may enter.
+
+        A block behind one that was refused could not be reached.
         """
+        allowed = self.admit(keys)
+        return len(allowed) if allowed.all() else int(allowed.argmin())
 
     @abstractmethod
     def reset(self) -> None:

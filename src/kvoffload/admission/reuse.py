@@ -7,12 +7,14 @@ import numpy as np
 from kvoffload.admission.base import Admission
 from kvoffload.core.index import ABSENT, find, hash_row
 from kvoffload.core.jit import (
+    BOOL_ARRAY,
     I32_ARRAY,
     I32_MATRIX,
     I64,
     READONLY_U64_MATRIX,
     U64_ARRAY,
     U64_MATRIX,
+    Bools,
     I32s,
     U64s,
     kernel,
@@ -57,9 +59,10 @@ class ReuseAdmission(Admission):
         index, links = self._tracker.index, self._tracker.lists.links
         _refresh(index.table, index.keys, links, keys.words)
 
-    def admit(self, keys: Keys) -> int:
-        index = self._tracker.index
-        return int(_admit(index.table, index.keys, self._counts, keys.words, self.store_threshold))
+    def admit(self, keys: Keys) -> Bools:
+        index, allowed = self._tracker.index, np.empty(len(keys), np.bool_)
+        _admit(index.table, index.keys, self._counts, keys.words, self.store_threshold, allowed)
+        return allowed
 
     def reset(self) -> None:
         self._tracker.clear()
@@ -102,10 +105,9 @@ def _refresh(table: U64s, keys: U64s, links: I32s, batch: U64s) -> int:
     return batch.shape[0]
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, READONLY_U64_MATRIX, I64))
-def _admit(table: U64s, keys: U64s, counts: I32s, batch: U64s, threshold: int) -> int:
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, READONLY_U64_MATRIX, I64, BOOL_ARRAY))
+def _admit(table: U64s, keys: U64s, counts: I32s, batch: U64s, threshold: int, allowed: Bools) -> int:
     for row in range(batch.shape[0]):
         position = find(table, keys, batch, row, hash_row(batch, row))
-        if position == ABSENT or counts[position] < threshold:
-            return row
+        allowed[row] = position != ABSENT and counts[position] >= threshold
     return batch.shape[0]

@@ -250,7 +250,7 @@ class OffloadingManager:
         num_admitted = num_fresh
         if self.admission is not None:
             self._count(ctx, positions)
-            num_admitted = self.admission.admit(Keys(fresh[:num_fresh], self.key_bytes))
+            num_admitted = self.admission.leading(Keys(fresh[:num_fresh], self.key_bytes))
         count = min(num_admitted, room)
         self._counts.refused += num_fresh - num_admitted
         self._counts.dropped += num_admitted - count

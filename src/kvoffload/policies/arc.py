@@ -63,6 +63,8 @@ class ARC(EvictionPolicy):
     """
 
     name = "arc"
+    good_for = "chat under pressure, where some prefixes come back again and again"
+    paper = "Megiddo and Modha, ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003"
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -105,6 +107,9 @@ class ARC(EvictionPolicy):
             "b2_keys": self._ghosts.lists.size(B2),
             "target_t1_blocks": float(self._target[0]),
         }
+
+    def order(self) -> list[int]:
+        return self._lists.members(T1)[::-1] + self._lists.members(T2)[::-1]
 
     def lists(self) -> tuple[list[int], list[int], list[bytes], list[bytes]]:
         """Slots of T1 and T2, keys of B1 and B2, each most recent first. Cost: O(blocks), for tests."""

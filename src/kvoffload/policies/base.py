@@ -30,12 +30,16 @@ class EvictionPolicy(ABC):
 
     Attributes:
         name: what users type.
+        good_for: where it is worth trying, in a line.
+        paper: where it was published.
         index: the manager's index; ``index.keys[slot]`` is the key of a resident block, readable in
             `replace` until it returns.
         capacity_blocks: number of slots.
     """
 
     name: ClassVar[str]
+    good_for: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -81,6 +85,13 @@ class EvictionPolicy(ABC):
     def stats(self) -> dict[str, float]:
         """State worth showing to people (sizes of lists, adaptive targets)."""
         return {}
+
+    def order(self) -> list[int] | None:
+        """The slot of every block that the policy knows, each once, roughly the coldest first.
+
+        For audits, tests and reports. None: the policy does not tell. Cost: O(blocks).
+        """
+        return None
 
 
 class BlockwisePolicy(EvictionPolicy):

@@ -30,6 +30,8 @@ class LRU(EvictionPolicy):
     """
 
     name = "lru"
+    good_for = "caches that hold the live working set; the yardstick"
+    paper = "Mattson et al., Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970"
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -55,8 +57,7 @@ class LRU(EvictionPolicy):
     def reset(self) -> None:
         self._order.clear()
 
-    def coldest_first(self) -> list[int]:
-        """Slots in the order in which they would leave. Cost: O(blocks), for tests and reports."""
+    def order(self) -> list[int]:
         return self._order.members(0)[::-1]
 
 

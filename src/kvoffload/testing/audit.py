@@ -22,15 +22,14 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.protection import FREE, WRITING
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
-from kvoffload.policies.lru import LRU
-from kvoffload.testing.naive import NaiveARC, NaiveLRU
+from kvoffload.testing.naive.arc import NaiveARC
 
 
 def audit(manager: OffloadingManager) -> None:
     """Check everything that must hold between two calls of a manager. Changes nothing.
 
-    Policies and admission rules of third parties are taken as they are: of them only the manager's side
-    is checked.
+    Of a policy, whoever wrote it, the `Lists` and `KeyLists` among its attributes are checked, and what
+    its `order` tells.
 
     Raises:
         AssertionError: says what is wrong.
@@ -159,18 +158,15 @@ def _audit_key_lists(what: str, key_lists: KeyLists) -> None:
 
 
 def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: OffloadingManager) -> None:
-    if isinstance(policy, (LRU, NaiveLRU)):
-        if isinstance(policy, LRU):
-            _audit_lists("LRU", policy._order)
-        listed = policy.coldest_first()
-    elif isinstance(policy, (ARC, NaiveARC)):
-        if isinstance(policy, ARC):
-            _audit_lists("T1 and T2", policy._lists)
-            _audit_key_lists("B1 and B2", policy._ghosts)
+    for name, value in vars(policy).items():
+        if isinstance(value, Lists):
+            _audit_lists(f"{name} of {policy.name}", value)
+        elif isinstance(value, KeyLists):
+            _audit_key_lists(f"{name} of {policy.name}", value)
+    if isinstance(policy, (ARC, NaiveARC)):
         _audit_arc(policy, manager)
-        t1, t2, _, _ = policy.lists()
-        listed = t1 + t2
-    else:
+    listed = policy.order()
+    if listed is None:
         return
     twice = [slot for slot, n in Counter(listed).items() if n > 1]
     assert not twice, f"policy {policy.name} orders slots twice: {twice}"
