@@ -109,15 +109,18 @@ def _load_word(typing_context: Any, buffer: Any, offset: Any) -> Any:
 load_word: Any = intrinsic(_load_word)
 
 
+_SHARING = ("core", "tiers", "transfer")
+
+
 def _drop_stale_kernels() -> None:
-    """Delete cached kernels when a source file of `core` has changed.
+    """Delete cached kernels when a source file of a room that shares helpers has changed.
 
     numba checks only the file in which a kernel stands, not those of the helpers compiled into it: after
     an edit of `lists.py` a policy would go on running the old code. Helpers that files share are in
-    `core`; a test holds that.
+    `_SHARING` rooms; a test holds that.
     """
     package = Path(__file__).resolve().parent.parent
-    sources = sorted((package / "core").glob("*.py"))
+    sources = sorted(path for room in _SHARING for path in (package / room).glob("*.py"))
     state = "\n".join(f"{path.relative_to(package)} {path.stat().st_mtime_ns}" for path in sources)
     digest = hashlib.sha256(state.encode()).hexdigest()
     stamp = package / "core" / "__pycache__" / "kernels.stamp"
