@@ -78,7 +78,7 @@ class StorePlan:
         evicted: keys that left. Their slots are reused at once: whoever reads them holds a pin, and a
             pinned block is never evicted.
         num_dropped: offered keys that were admitted and found no room.
-        num_refused: offered keys that the admission rule refused.
+        num_refused: offered keys that the admission rule or the policy refused.
     """
 
     request_id: str
@@ -142,6 +142,8 @@ class ManagerStats:
     writing: int = 0
     ready: int = 0
     evictable: int = 0
+    duplicates: int = 0
+    """Of a victim tier: ready blocks that the device holds as well. They leave first."""
     condemned: int = 0
     """Slots whose block is forgotten and which a transfer still uses: free when it ends."""
     stored: int = 0
@@ -149,9 +151,11 @@ class ManagerStats:
     loaded: int = 0
     evicted: int = 0
     refused: int = 0
-    """Not admitted."""
+    """Not admitted, or not worth who would have left."""
     dropped: int = 0
     """Admitted, but without room: everything else was pinned, in flight, or the request's own."""
+    kept: int = 0
+    """Of a victim tier: offered while still here as duplicates, so kept without being copied."""
     discarded: int = 0
     """Left without being evicted: damaged, or forgotten by `reset`."""
     policy: dict[str, float] = field(default_factory=dict)

@@ -1,12 +1,13 @@
-"""Admission rules: which blocks may enter a tier. Written ``all`` or ``reuse:N``."""
+"""Admission rules: which blocks may enter a tier. Written ``all``, ``reuse:N`` or ``bypass:F``."""
 
 from __future__ import annotations
 
 from kvoffload.admission.base import Admission
+from kvoffload.admission.bypass import BypassAdmission
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.errors import ConfigError
 
-ALLOWED = "allowed: all, reuse:N with N >= 1 (reuse:1 is all)"
+ALLOWED = "allowed: all, reuse:N with N >= 1 (reuse:1 is all), bypass, bypass:F with F from -1 to 1000"
 
 
 def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
@@ -30,7 +31,12 @@ def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
             return None
         if store_threshold >= 2:
             return ReuseAdmission(key_bytes, store_threshold)
+    if name == "bypass":
+        try:
+            return BypassAdmission(float(argument or 0))
+        except ValueError:
+            raise ConfigError("admission", spec, ALLOWED) from None
     raise ConfigError("admission", spec, ALLOWED)
 
 
-__all__ = ["Admission", "ReuseAdmission", "create"]
+__all__ = ["Admission", "BypassAdmission", "ReuseAdmission", "create"]

@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Bools: TypeAlias = npt.NDArray[np.bool_]
 F64s: TypeAlias = npt.NDArray[np.float64]
 I32s: TypeAlias = npt.NDArray[np.int32]
+I64s: TypeAlias = npt.NDArray[np.int64]
 U32s: TypeAlias = npt.NDArray[np.uint32]
 U64s: TypeAlias = npt.NDArray[np.uint64]
 
@@ -38,6 +39,7 @@ I64_ARRAY = nb.Array(nb.int64, 1, "C")
 F64_ARRAY = nb.Array(nb.float64, 1, "C")
 U32_ARRAY = nb.Array(nb.uint32, 1, "C")
 U64_ARRAY = nb.Array(nb.uint64, 1, "C")
+F64_MATRIX = nb.Array(nb.float64, 2, "C")
 I32_MATRIX = nb.Array(nb.int32, 2, "C")
 U64_MATRIX = nb.Array(nb.uint64, 2, "C")
 READONLY_I32_ARRAY = nb.Array(nb.int32, 1, "C", readonly=True)

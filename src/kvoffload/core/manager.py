@@ -15,13 +15,15 @@ import numpy.typing as npt
 
 from kvoffload import admission as admissions
 from kvoffload.admission.base import Admission
+from kvoffload.admission.bypass import BypassAdmission
 from kvoffload.core import steps
+from kvoffload.core.duplicates import Duplicates
 from kvoffload.core.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.core.keys import MAX_KEY_BYTES, Keys
 from kvoffload.core.protection import FREE, WRITING, Protected
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
-from kvoffload.policies import POLICIES, EvictionPolicy
+from kvoffload.policies import POLICIES, REFUSED, EvictionPolicy
 from kvoffload.types import (
     LoadPlan,
     LookupResult,
@@ -34,6 +36,11 @@ from kvoffload.types import (
 
 _INT32, _UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
 _NO_ROWS = np.empty(0, np.int32)
+_UNNAMED = -2
+ON_COMPUTE, ON_DEVICE_EVICTION = "on-compute", "on-device-eviction"
+STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
+"""When a block is offered to the tier."""
+
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """By what `steps.state_of_key` answers."""
 
@@ -54,6 +61,9 @@ class OffloadingManager:
         key_bytes: length of every key. vLLM's are a block hash and 4 bytes more.
         policy: who leaves: a name, ``module:Class``, or a subclass of `EvictionPolicy`.
         admission: who may enter: ``all``, ``reuse:N``, or an `Admission`.
+        store: when blocks are offered: ``on-compute`` (as soon as the device has computed them; the tier
+            then holds what the device holds, and more) or ``on-device-eviction`` (when the device drops
+            them: a *victim* tier, which holds what the device does not).
         enable_events: whether `take_events` has something to tell.
         medium: what events call this tier.
         block_size: tokens in a block, for events.
@@ -71,6 +81,7 @@ class OffloadingManager:
         key_bytes: int = 32,
         policy: str | type[EvictionPolicy] = "lru",
         admission: str | Admission | None = "all",
+        store: str = ON_COMPUTE,
         enable_events: bool = False,
         medium: str = "CPU",
         block_size: int = 0,
@@ -84,8 +95,15 @@ class OffloadingManager:
         self.index = Index(capacity_blocks, key_bytes).populate()
         self.policy = POLICIES.find(policy)(self.index)
         self.admission = admissions.create(admission, key_bytes)
+        if isinstance(self.admission, BypassAdmission):
+            self.policy.write_cost = self.admission.write_cost
+            self.admission = None
         if self.admission is not None and self.admission.key_bytes not in (None, key_bytes):
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
+        if store not in STORES:
+            raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
+        self._duplicates = Duplicates(capacity_blocks) if store == ON_DEVICE_EVICTION else None
+        self._policy_observes = type(self.policy).observe is not EvictionPolicy.observe
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
         # Counts up when a block leaves its slot: what a request has noted of the block holds no longer.
         self._generation = np.full(capacity_blocks, 0, np.uint32)
@@ -124,7 +142,7 @@ class OffloadingManager:
         ctx = self._context(ctx)
         ctx.flush()
         self._commit(ctx, np.arange(ctx.length, dtype=np.int32), whole_path=True)
-        if self.admission is not None and ctx.counted_batches > 1:
+        if self.admission is not None and ctx.pieces > 1:
             # Counted piece by piece, the last piece is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())
         ctx.finished = True
@@ -154,6 +172,12 @@ class OffloadingManager:
         if ready < 0:
             return PrefixLookup(~ready, LookupResult.HIT_PENDING)
         return PrefixLookup(ready, LookupResult.HIT if ready == len(positions) else LookupResult.MISS)
+
+    def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
+        """Which of these blocks are here, ready or in flight: shape ``(len(keys),)``. Changes no order."""
+        ctx = self._context(ctx)
+        found: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.see(keys)) != ABSENT
+        return found
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """What one block is, for engines that ask key by key. Cost: one index probe."""
@@ -187,6 +211,10 @@ class OffloadingManager:
         if pinned < 0:
             raise MisuseError(f"prepare_load of a block that is not ready: key {batch[~pinned].hex()}")
         self._num_evictable -= pinned
+        if self._duplicates is not None:
+            # When the load has ended the tier does not hold these blocks alone any more: what the policy
+            # is to learn from the hit, it learns now.
+            self._observe(ctx)
         return LoadPlan(ctx.request_id, batch, slots, self, self._epoch)
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
@@ -211,6 +239,8 @@ class OffloadingManager:
             self._num_evictable -= self._release_condemned(plan.slots)
         if len(rows):
             self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
+        if self._duplicates is not None and plan.epoch == self._epoch:
+            self._duplicate(plan.slots)
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Forget ready blocks that cannot be trusted; returns how many were here.
@@ -247,27 +277,38 @@ class OffloadingManager:
         if num_fresh and not room:
             self._counts.dropped += num_fresh
             return None
-        num_admitted = num_fresh
-        if self.admission is not None:
-            self._count(ctx, positions)
-            num_admitted = self.admission.leading(Keys(fresh[:num_fresh], self.key_bytes))
+        if self._duplicates is None:
+            self._observe(ctx)
+            num_admitted = num_fresh
+            if self.admission is not None:
+                num_admitted = self.admission.leading(Keys(fresh[:num_fresh], self.key_bytes))
+        else:
+            if num_fresh < len(positions):
+                self._keep(ctx, positions)
+            num_admitted = self._admit_each(fresh[:num_fresh], rows[:num_fresh])
         count = min(num_admitted, room)
-        self._counts.refused += num_fresh - num_admitted
         self._counts.dropped += num_admitted - count
 
         slots = np.empty(count, _INT32)
         evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), _UINT64)
-        entering = Keys(fresh if count == len(fresh) else fresh[:count], self.key_bytes)
+        num_refused = 0
         if count:
-            self._enter(ctx, positions, rows, entering, slots, evicted)
+            num_refused = self._enter(ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted)
+            if num_refused:
+                slots, evicted = slots[:-num_refused], evicted[: len(evicted) - num_refused]
+        num_stored = len(slots)
+        if num_refused and num_admitted > count:
+            behind = rows[num_stored:num_admitted]
+            behind[:] = np.roll(behind, -num_refused)
+        self._counts.refused += num_fresh - num_admitted + num_refused
         return StorePlan(
             ctx.request_id,
-            entering,
+            Keys(fresh if num_stored == len(fresh) else fresh[:num_stored], self.key_bytes),
             slots,
             rows if num_fresh == len(rows) else rows[:num_fresh],
             Keys(evicted, self.key_bytes),
             num_admitted - count,
-            num_fresh - num_admitted,
+            num_fresh - num_admitted + num_refused,
             self,
             self._epoch,
         )
@@ -330,6 +371,8 @@ class OffloadingManager:
         self._counts.writing = 0
         self.index.clear()
         self._generation += np.uint32(1)
+        if self._duplicates is not None:
+            self._duplicates.clear()
         self.policy.reset()
         if self.admission is not None:
             self.admission.reset()
@@ -352,6 +395,7 @@ class OffloadingManager:
             ready=ready,
             evictable=self._num_evictable,
             condemned=condemned,
+            duplicates=len(self._duplicates) if self._duplicates is not None else 0,
             policy=self.policy.stats(),
         )
 
@@ -398,18 +442,62 @@ class OffloadingManager:
             slots,
             reused,
         )
-        if found:
+        self._observe(ctx)
+        if found and self._duplicates is None:
             self.policy.access(slots[:found], reused[:found])
-        if self.admission is not None:
-            self._count(ctx, positions)
+        elif found:
+            self._duplicate(slots[:found])
 
-    def _count(self, ctx: RequestContext, positions: Slots) -> None:
-        assert self.admission is not None
-        out = np.empty((len(positions), self.index.keys.shape[1]), np.uint64)
-        found = steps.uncounted(ctx.path.keys, ctx.notes, positions, out)
-        if found:
-            ctx.counted_batches += 1
-            self.admission.count(Keys(out[:found], self.key_bytes))
+    def _observe(self, ctx: RequestContext) -> None:
+        """Tell policy and admission which blocks the request refers to: each once a request."""
+        start, stop = ctx.observed, ctx.length
+        if start == stop or not (self._policy_observes or self.admission is not None):
+            return
+        ctx.observed = stop
+        ctx.pieces += 1
+        if self._policy_observes:
+            self.policy.observe(ctx.keys(), self._resolve(ctx, np.arange(start, stop, dtype=np.int32)), start)
+        if self.admission is not None:
+            self.admission.count(ctx.keys()[start:])
+
+    def _resolve(self, ctx: RequestContext, positions: Slots) -> Slots:
+        """The slot of each of these blocks of the path, or ABSENT."""
+        index, slots = self.index, np.empty(len(positions), np.int32)
+        steps.resolve(index.table, index.keys, self._generation, ctx.path.keys, ctx.notes, positions, slots)
+        return slots
+
+    # A victim tier: the policy orders what the tier alone holds, and is told that a block has gone when the
+    # device holds it again, and that a new one has come when the device drops it.
+
+    def _duplicate(self, slots: Slots) -> None:
+        """The device holds these blocks as well."""
+        assert self._duplicates is not None
+        if self._condemned:
+            slots = slots[[slot not in self._condemned for slot in slots.tolist()]]
+        added = self._duplicates.add(slots, self.ref_cnt)
+        if len(added):
+            self.policy.remove(added)
+
+    def _keep(self, ctx: RequestContext, positions: Slots) -> None:
+        """Of the blocks that the device drops, those that are here already: nothing is copied."""
+        assert self._duplicates is not None
+        slots = self._resolve(ctx, positions)
+        here = np.flatnonzero(slots != ABSENT)
+        rows, _ = self._duplicates.drop(slots[here])
+        if len(rows):
+            kept = here[rows]
+            keys = Keys(ctx.path.keys[positions[kept]], self.key_bytes)
+            self.policy.replace(keys, slots[kept], len(kept), Protected(self.ref_cnt, self.index, ctx, False))
+            self._counts.kept += len(kept)
+
+    def _admit_each(self, fresh: npt.NDArray[np.uint64], rows: npt.NDArray[np.int32]) -> int:
+        """Bring the admitted ones to the front of a batch whose blocks may enter one without the other."""
+        if self.admission is None or len(fresh) == 0:
+            return len(fresh)
+        allowed = self.admission.admit(Keys(fresh, self.key_bytes))
+        order = np.argsort(~allowed, kind="stable")
+        fresh[:], rows[:] = fresh[order], rows[order]
+        return int(np.count_nonzero(allowed))
 
     def _room(self, wanted: int, ctx: RequestContext) -> int:
         """How many of `wanted` new blocks fit: free slots, and blocks that may be evicted for them."""
@@ -435,47 +523,89 @@ class OffloadingManager:
         ctx: RequestContext,
         positions: Slots,
         rows: Slots,
-        entering: Keys,
+        fresh: npt.NDArray[np.uint64],
         slots: Slots,
         evicted: npt.NDArray[np.uint64],
-    ) -> None:
-        """Give slots to blocks that all have room; the policy says whose, where none are free."""
+    ) -> int:
+        """Give slots to blocks that all have room; the policy says whose, where none are free.
+
+        Returns how many of them the policy refuses; those end up behind the others, in all arrays.
+        """
         index, path = self.index, ctx.path
-        num_evicted = len(evicted)
-        num_free = len(slots) - num_evicted
-        if num_evicted:
-            slots.fill(ABSENT)
-        if num_free:
-            free = self._free[self._num_free - num_free : self._num_free][::-1]
-            slots[:num_free] = free
-        self.policy.replace(entering, slots, num_free, Protected(self.ref_cnt, index, ctx))
-        if num_free and not np.array_equal(slots[:num_free], free):
-            raise PolicyError(f"policy {self.policy.name!r} changed the free slots that it was given")
-        wrong = steps.enter(
-            index.table,
-            index.keys,
-            self.ref_cnt,
-            self._generation,
-            path.table,
-            path.keys,
-            ctx.notes,
-            positions,
-            rows,
-            slots,
-            num_free,
-            evicted,
-        )
-        if wrong >= 0:
-            raise PolicyError(
-                f"policy {self.policy.name!r} named slot {slots[wrong]} to leave for key "
-                f"{entering[wrong].hex()}: it is protected, absent, or was named before"
+        num_free = len(slots) - len(evicted)
+        if len(evicted):
+            slots.fill(_UNNAMED)
+        slots[:num_free] = self._free[self._num_free - num_free : self._num_free][::-1]
+        protected = Protected(self.ref_cnt, index, ctx, self._duplicates is None)
+        taken = _NO_ROWS
+        if self._duplicates is not None and len(evicted):
+            taken = self._duplicates.take(len(evicted), index, protected)
+            slots[num_free : num_free + len(taken)] = taken
+        try:
+            num_refused = self._ask_policy(rows, fresh, slots, num_free + len(taken), protected)
+            num_stored = len(slots) - num_refused
+            wrong = steps.enter(
+                index.table,
+                index.keys,
+                self.ref_cnt,
+                self._generation,
+                path.table,
+                path.keys,
+                ctx.notes,
+                positions,
+                rows,
+                slots[:num_stored],
+                num_free,
+                evicted[: num_stored - num_free],
             )
+            if wrong >= 0:
+                raise PolicyError(
+                    f"policy {self.policy.name!r} named slot {slots[wrong]} to leave for key "
+                    f"{fresh[wrong].tobytes()[: self.key_bytes].hex()}: it is protected, absent, or was "
+                    f"named before"
+                )
+        except BaseException:
+            if self._duplicates is not None:
+                self._duplicates.add(taken, self.ref_cnt)
+            raise
+        num_evicted = num_stored - num_free
         self._num_free -= num_free
         self._num_evictable -= num_evicted
-        self._counts.writing += len(slots)
+        self._counts.writing += num_stored
         self._counts.evicted += num_evicted
         if self._events is not None and num_evicted:
-            self._emit(Keys(evicted, self.key_bytes), removed=True)
+            self._emit(Keys(evicted[:num_evicted], self.key_bytes), removed=True)
+        return num_refused
+
+    def _ask_policy(
+        self,
+        rows: Slots,
+        fresh: npt.NDArray[np.uint64],
+        slots: Slots,
+        num_given: int,
+        protected: Protected,
+    ) -> int:
+        """Let the policy fill `slots` from `num_given` on; how many blocks it refuses (see `_enter`)."""
+        policy = self.policy
+        given = slots[:num_given].copy() if num_given else _NO_ROWS
+        policy.replace(Keys(fresh, self.key_bytes), slots, num_given, protected)
+        if num_given and not np.array_equal(slots[:num_given], given):
+            raise PolicyError(f"policy {policy.name!r} changed the free slots that it was given")
+        if self._duplicates is not None and len(self._duplicates):
+            named = slots[num_given:]
+            of_device, _ = self._duplicates.drop(named[(named >= 0) & (named < self.capacity_blocks)])
+            if len(of_device):
+                raise PolicyError(f"policy {policy.name!r} named blocks that had been removed from it")
+        if not policy.refuses:
+            return 0
+        refused = slots == REFUSED
+        num_refused = int(np.count_nonzero(refused))
+        if num_refused and not refused[-num_refused:].all():
+            if protected.one_prefix:
+                raise PolicyError(f"policy {policy.name!r} refused a block and took one behind it")
+            order = np.argsort(refused, kind="stable")
+            fresh[:], slots[:], rows[: len(slots)] = fresh[order], slots[order], rows[order]
+        return num_refused
 
     def _discard(self, batch: Keys, slots: Slots) -> int:
         index, ctx = self.index, self._context(None)
@@ -495,7 +625,8 @@ class OffloadingManager:
             self._counts.discarded += found
             if self._events is not None:
                 self._emit(self.index.keys_at(slots), removed=True)
-            self.policy.remove(slots)
+            ordered = slots if self._duplicates is None else slots[self._duplicates.drop(slots)[1]]
+            self.policy.remove(ordered)
             idle = slots[self.ref_cnt[slots] == 0]
             self._num_evictable -= len(idle)
             self.ref_cnt[idle] = FREE

@@ -21,11 +21,14 @@ class Protected:
     Attributes:
         entering: slots that a policy has already given to blocks of this call; Python policies add to
             it, kernels keep such slots out of their lists until they have chosen every victim.
+        one_prefix: whether the new blocks follow one another in one request, so that a block is of no
+            use without those before it.
     """
 
-    __slots__ = ("entering", "index_keys", "key_bytes", "path_keys", "path_table", "ref_cnt")
+    __slots__ = ("entering", "index_keys", "key_bytes", "one_prefix", "path_keys", "path_table", "ref_cnt")
 
-    def __init__(self, ref_cnt: I32s, index: Index, ctx: RequestContext) -> None:
+    def __init__(self, ref_cnt: I32s, index: Index, ctx: RequestContext, one_prefix: bool = True) -> None:
+        self.one_prefix = one_prefix
         self.ref_cnt = ref_cnt
         self.index_keys, self.key_bytes = index.keys, index.key_bytes
         self.path_table, self.path_keys = ctx.path.table, ctx.path.keys

@@ -44,8 +44,7 @@ runs."""
 _INT32 = np.dtype(np.int32)
 
 ACCESSED = 1
-COUNTED = 2
-SCRATCH = 4
+SCRATCH = 2
 
 
 class RequestContext:
@@ -59,19 +58,21 @@ class RequestContext:
         notes: shape ``(positions, 3)``, uint64: what is known of each key, for the manager's kernels.
         length: number of keys on the path; capacity: how many fit before it grows.
         asked: single keys that were asked for since the path was last brought up to date.
-        counted_batches: in how many pieces the admission rule has counted it.
+        observed: length of the leading part of the path that policy and admission have heard of;
+            pieces: in how many parts they did.
         owner: the manager. Notes of one manager are wrong in another.
     """
 
     __slots__ = (
         "asked",
         "capacity",
-        "counted_batches",
         "finished",
         "length",
         "notes",
+        "observed",
         "owner",
         "path",
+        "pieces",
         "request_id",
     )
 
@@ -79,7 +80,7 @@ class RequestContext:
         self.request_id = request_id
         self.owner = owner
         self.finished = False
-        self.counted_batches = 0
+        self.observed = self.pieces = 0
         self.path = Index(capacity, key_bytes)
         self.length = 0
         self.capacity = capacity

@@ -41,7 +41,7 @@ from kvoffload.core.jit import (
     prefetch,
 )
 from kvoffload.core.protection import FREE, WRITING, evictable
-from kvoffload.core.request import ACCESSED, COUNTED, FLAGS, HASH, HINT, SCRATCH
+from kvoffload.core.request import ACCESSED, FLAGS, HASH, HINT, SCRATCH
 
 _CLAIMED = -3
 _CHUNK = 128
@@ -191,17 +191,23 @@ def access(
     return found
 
 
-@kernel(I64(U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY, U64_MATRIX))
-def uncounted(path_keys: U64s, notes: U64s, positions: I32s, out: U64s) -> int:
-    """Mark a batch as counted by the admission rule; collects the keys that were not."""
+@kernel(I64(U64_ARRAY, U64_MATRIX, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY, I32_ARRAY))
+def resolve(
+    table: U64s,
+    keys: U64s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    slots: I32s,
+) -> int:
+    """The slot of each block of a batch, in flight or ready, or ABSENT; returns how many are here."""
     found = 0
     for row in range(positions.shape[0]):
-        position = positions[row]
-        if notes[position, FLAGS] & np.uint64(COUNTED):
-            continue
-        notes[position, FLAGS] |= np.uint64(COUNTED)
-        copy_key(out, found, path_keys, position)
-        found += 1
+        if row % _CHUNK == 0:
+            _prefetch(table, keys, notes, positions, row)
+        slots[row] = _resolve(table, keys, generation, path_keys, notes, positions[row])
+        found += slots[row] != ABSENT
     return found
 
 

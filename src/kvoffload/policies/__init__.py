@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from kvoffload.plugins import Registry
-from kvoffload.policies.base import BlockwisePolicy, EvictionPolicy
+from kvoffload.policies.base import REFUSED, BlockwisePolicy, EvictionPolicy
 
 POLICIES: Registry[EvictionPolicy] = Registry(
     "policy",
     EvictionPolicy,
     "kvoffload.policies",
-    {"lru": "kvoffload.policies.lru:LRU", "arc": "kvoffload.policies.arc:ARC"},
+    {
+        "arc": "kvoffload.policies.arc:ARC",
+        "hazard": "kvoffload.policies.hazard:Hazard",
+        "lru": "kvoffload.policies.lru:LRU",
+    },
 )
 
-__all__ = ["POLICIES", "BlockwisePolicy", "EvictionPolicy"]
+__all__ = ["POLICIES", "REFUSED", "BlockwisePolicy", "EvictionPolicy"]

@@ -16,6 +16,9 @@ from kvoffload.core.index import Index
 from kvoffload.core.keys import Keys
 from kvoffload.core.protection import Protected
 
+REFUSED = -1
+"""What `EvictionPolicy.replace` writes in place of a victim: the new block may not enter."""
+
 Slots = npt.NDArray[np.int32]
 Reused = npt.NDArray[np.bool_]
 
@@ -35,9 +38,15 @@ class EvictionPolicy(ABC):
         index: the manager's index; ``index.keys[slot]`` is the key of a resident block, readable in
             `replace` until it returns.
         capacity_blocks: number of slots.
+        refuses: whether `replace` may refuse new blocks.
+        write_cost: how much better than the block that would leave a new one must be to be worth its
+            write, as a fraction; set by the admission rule ``bypass:F``, for policies that refuse. None:
+            the policy's own choice.
     """
 
     name: ClassVar[str]
+    refuses: ClassVar[bool] = False
+    write_cost: float | None = None
     good_for: ClassVar[str] = ""
     paper: ClassVar[str] = ""
 
@@ -67,8 +76,12 @@ class EvictionPolicy(ABC):
         victims, in the order in which they leave: ``keys[i]`` enters ``slots[i]``. It drops the victims
         from its order and adds the new blocks; where recency matters, their head is the most recent.
 
+        A policy whose `refuses` is True may write `REFUSED` in place of a victim: the block is not
+        worth who would leave for it. Of one request's prefix (`protected.one_prefix`) it then refuses
+        all that follows as well, which could not be reached.
+
         Args:
-            keys: keys of the new blocks, none of them resident, all different.
+            keys: keys of the new blocks, all different, none of them in the policy's order.
             slots: shape ``(len(keys),)``, int32; in and out.
             num_free: how many slots are free; 0 to ``len(keys)``.
             protected: slots that may not be named. Free slots count as protected.
@@ -76,7 +89,19 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, slots: Slots) -> None:
-        """These blocks have gone without being chosen: a store failed, or a block was damaged."""
+        """These blocks have gone without being chosen: a store failed, a block was damaged, or, in a
+        victim tier, the device holds it again."""
+
+    def observe(self, path: Keys, slots: Slots, start: int) -> None:  # noqa: B027  (most have no use for it)
+        """A request refers to these blocks, wherever they are: for policies that learn from all traffic.
+
+        Told once a request, before its first `access` or `replace`; again when the request has grown.
+
+        Args:
+            path: the request's keys so far, in prefix order.
+            slots: shape ``(len(path) - start,)``, int32; where the blocks from `start` on are, or -1.
+            start: how many blocks of the path were told before.
+        """
 
     @abstractmethod
     def reset(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.core.keys import Keys, KeyWords
 from kvoffload.replay.trace import Trace
@@ -29,4 +30,8 @@ class TraceKeys:
     def of_request(self, request: int) -> Keys:
         """Keys of one request, in prefix order."""
         codes = self._refs[self._offsets[request] : self._offsets[request + 1]]
+        return self.of_blocks(codes)
+
+    def of_blocks(self, codes: npt.NDArray[np.int32]) -> Keys:
+        """Keys of some blocks."""
         return Keys(self._words.take(codes, axis=0), KEY_BYTES)

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from kvoffload import __version__
 from kvoffload.core.keys import Keys
-from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.manager import ON_COMPUTE, ON_DEVICE_EVICTION, OffloadingManager
 from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError
 from kvoffload.policies import EvictionPolicy
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
@@ -37,12 +38,14 @@ class ReplayConfig:
         capacity_blocks: slots of the RAM tier.
         policy, admission: as `OffloadingManager` takes them.
         device_blocks: blocks of an LRU device cache in front of it; 0 for none.
+        store: when a block is offered to the tier: ``on-compute`` or ``on-device-eviction``.
     """
 
     capacity_blocks: int
     policy: str | type[EvictionPolicy] = "lru"
     admission: str = "all"
     device_blocks: int = 0
+    store: str = ON_COMPUTE
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
@@ -70,15 +73,22 @@ class Replay:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
         self._keys = TraceKeys(trace)
+        self._is_victim_tier = config.store == ON_DEVICE_EVICTION
+        if self._is_victim_tier and not config.device_blocks:
+            raise ConfigError("store", config.store, "it needs a device cache: device_blocks of 1 or more")
         num_slots = slots_needed(trace, config.capacity_blocks)
         self.manager = OffloadingManager(
-            num_slots, key_bytes=KEY_BYTES, policy=config.policy, admission=config.admission
+            num_slots,
+            key_bytes=KEY_BYTES,
+            policy=config.policy,
+            admission=config.admission,
+            store=config.store,
         )
-        self._device = (
-            OffloadingManager(slots_needed(trace, config.device_blocks), key_bytes=KEY_BYTES, medium="GPU")
-            if config.device_blocks
-            else None
-        )
+        self._device: OffloadingManager | None = None
+        if config.device_blocks:
+            num_device_slots = slots_needed(trace, config.device_blocks)
+            self._device = OffloadingManager(num_device_slots, key_bytes=KEY_BYTES, medium="GPU")
+            self._device_held = np.full(num_device_slots, -1, np.int32)
         # Code of the block in each slot, to name what leaves.
         self._held = np.full(num_slots, -1, np.int32)
         self._device_hits = self._tier_hits = self._block_hits = 0
@@ -99,27 +109,44 @@ class Replay:
         codes = self._trace.refs[self._trace.offsets[request] : self._trace.offsets[request + 1]]
         keys = self._keys.of_request(request)
         start, data_before = time.perf_counter(), self._data_seconds()
-        on_device = self._serve_from_device(keys)
         ctx = self.manager.begin_request(str(request), keys)
+        device_ctx = None
+        on_device = 0
+        if self._device is not None:
+            device_ctx = self._device.begin_request("")
+            on_device = self._device.lookup(keys, device_ctx).num_ready
+        if self._is_victim_tier:
+            assert self._device is not None
+            here = self._device.contains(keys, device_ctx) | self.manager.contains(keys, ctx)
+            self._block_hits += int(np.count_nonzero(here))
         from_tier = self._load(request, codes[on_device:], keys[on_device:], ctx)
         self._log.numbers(request, "hit", on_device, from_tier)
-        self._store(request, codes, keys, ctx)
+        dropped = self._store_on_device(codes, keys, device_ctx)
+        if self._is_victim_tier:
+            if len(dropped):
+                self._store(request, dropped, self._keys.of_blocks(dropped), None)
+        else:
+            self._store(request, codes, keys, ctx)
         self.manager.finish_request(ctx)
         self._device_hits += on_device
         self._tier_hits += from_tier
         self._control_seconds += time.perf_counter() - start - (self._data_seconds() - data_before)
 
-    def _serve_from_device(self, keys: Keys) -> int:
-        """Leading blocks that the engine's own cache holds; afterwards it holds the request's blocks."""
-        if self._device is None:
-            return 0
-        ctx = self._device.begin_request("")
-        hits = self._device.lookup(keys, ctx).num_ready
+    def _store_on_device(
+        self, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
+    ) -> npt.NDArray[np.int32]:
+        """The engine's own cache takes the request's blocks in; the blocks that it drops, warmest first."""
+        dropped = np.empty(0, np.int32)
+        if self._device is None or ctx is None:
+            return dropped
         plan = self._device.prepare_store(keys, ctx)
         if plan is not None:
+            if len(plan.evicted):
+                dropped = self._device_held[plan.slots[-len(plan.evicted) :]][::-1]
+            self._device_held[plan.slots] = codes[plan.rows]
             self._device.complete_store(plan)
         self._device.finish_request(ctx)
-        return hits
+        return dropped
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
         """Leading blocks that the tier delivers: all that it holds, up to the first damaged one."""
@@ -138,11 +165,15 @@ class Replay:
         self._log.blocks(request, "damaged", self._ids(codes[damaged]))
         return int(damaged[0])
 
-    def _store(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> None:
+    def _store(
+        self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
+    ) -> None:
+        """Offer blocks to the tier: those of the request, or, without one, those that the device drops."""
         plan = self.manager.prepare_store(keys, ctx)
         if plan is None:
             dropped = self.manager.stats().dropped
-            self._block_hits += len(codes) - (dropped - self._dropped)
+            if not self._is_victim_tier:
+                self._block_hits += len(codes) - (dropped - self._dropped)
             self._log.numbers(request, "full", dropped - self._dropped)
             self._dropped = dropped
             return
@@ -150,7 +181,8 @@ class Replay:
         stored = codes[plan.rows]
         self._log_store(request, codes, stored, plan)
         self._held[plan.slots] = stored
-        self._block_hits += len(codes) - len(stored) - plan.num_refused - plan.num_dropped
+        if not self._is_victim_tier:
+            self._block_hits += len(codes) - len(stored) - plan.num_refused - plan.num_dropped
         if self._data is not None and len(stored):
             self._data.store(plan)
         self.manager.complete_store(plan)

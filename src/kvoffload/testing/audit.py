@@ -165,9 +165,14 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
             _audit_key_lists(f"{name} of {policy.name}", value)
     if isinstance(policy, (ARC, NaiveARC)):
         _audit_arc(policy, manager)
+    duplicates = set() if manager._duplicates is None else set(manager._duplicates.slots())
+    if manager._duplicates is not None:
+        _audit_lists("the duplicates", manager._duplicates._order)
+    assert duplicates <= resident, f"duplicates that are not here: {duplicates - resident}"
     listed = policy.order()
     if listed is None:
         return
+    resident = resident - duplicates
     twice = [slot for slot, n in Counter(listed).items() if n > 1]
     assert not twice, f"policy {policy.name} orders slots twice: {twice}"
     differ = set(listed) ^ resident

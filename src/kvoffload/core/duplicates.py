@@ -1,0 +1,118 @@
+"""Blocks of a victim tier that the device holds as well: the first to give up their slot.
+
+Owns their order. Does not know policies: a duplicate is in no policy's order until the device drops it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.index import Index
+from kvoffload.core.jit import (
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    READONLY_I32_ARRAY,
+    U64_ARRAY,
+    U64_MATRIX,
+    I32s,
+    U64s,
+    kernel,
+)
+from kvoffload.core.lists import LIST, NEXT, UNLISTED, Lists, move_to_head, push_head, unlink
+from kvoffload.core.protection import Protected, evictable
+
+
+class Duplicates:
+    """The slots of duplicates, in the order in which they became ones. Memory: 12 bytes a slot.
+
+    The latest is given up first: the device keeps it longest, so it is the last to be offered again.
+    """
+
+    __slots__ = ("_order",)
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._order = Lists(capacity_blocks, 1)
+
+    def __len__(self) -> int:
+        return self._order.size(0)
+
+    def slots(self) -> list[int]:
+        """Every duplicate, the first to go first. Cost: O(duplicates), for audits."""
+        return self._order.members(0)
+
+    def add(self, slots: I32s, ref_cnt: I32s) -> I32s:
+        """The device holds these blocks too. Returns those that were no duplicates, in flight left out."""
+        added = np.empty(len(slots), np.int32)
+        return added[: _add(self._order.links, slots, ref_cnt, added)]
+
+    def drop(self, slots: I32s) -> tuple[I32s, I32s]:
+        """These are duplicates no more. Returns rows of `slots`: those that were, and the others."""
+        rows = np.empty(len(slots), np.int32)
+        found = _drop(self._order.links, slots, rows)
+        return rows[:found], rows[found:][::-1]
+
+    def take(self, wanted: int, index: Index, protected: Protected) -> I32s:
+        """Choose up to `wanted` duplicates that may leave; they are none from now on."""
+        taken = np.empty(min(wanted, len(self)), np.int32)
+        found = _take(
+            self._order.links,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            index.keys,
+            taken,
+        )
+        return taken[:found]
+
+    def clear(self) -> None:
+        """Forget all of them. Cost: O(capacity)."""
+        self._order.clear()
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, I32_ARRAY, I32_ARRAY))
+def _add(links: I32s, slots: I32s, ref_cnt: I32s, added: I32s) -> int:
+    sentinel = links.shape[0] - 1
+    found = 0
+    for i in range(slots.shape[0] - 1, -1, -1):
+        slot = slots[i]
+        if ref_cnt[slot] < 0:
+            continue
+        if links[slot, LIST] == UNLISTED:
+            push_head(links, sentinel, slot)
+            added[found] = slot
+            found += 1
+        else:
+            move_to_head(links, sentinel, slot)
+    return found
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, I32_ARRAY))
+def _drop(links: I32s, slots: I32s, rows: I32s) -> int:
+    found, others = 0, slots.shape[0]
+    for i in range(slots.shape[0]):
+        if links[slots[i], LIST] == UNLISTED:
+            others -= 1
+            rows[others] = i
+        else:
+            unlink(links, slots[i])
+            rows[found] = i
+            found += 1
+    return found
+
+
+@kernel(I64(I32_MATRIX, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX, I32_ARRAY))
+def _take(
+    links: I32s, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s, taken: I32s
+) -> int:
+    sentinel = links.shape[0] - 1
+    found = 0
+    slot = links[sentinel, NEXT]
+    while found < taken.shape[0] and slot != sentinel:
+        following = links[slot, NEXT]
+        if evictable(ref_cnt, path_table, path_keys, index_keys, slot):
+            unlink(links, slot)
+            taken[found] = slot
+            found += 1
+        slot = following
+    return found

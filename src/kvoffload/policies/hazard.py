@@ -1,0 +1,463 @@
+"""Hazard: a block stays as long as its chance to be used again is worth its slot.
+
+Our own policy. See `Hazard` for the idea, `history` and `lifetimes` for what it learns from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.ages import at_age
+from kvoffload.core.index import ABSENT, Index, find, hash_row
+from kvoffload.core.jit import (
+    F64,
+    F64_ARRAY,
+    F64_MATRIX,
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    I64_ARRAY,
+    READONLY_I32_ARRAY,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    F64s,
+    I32s,
+    I64s,
+    U64s,
+    inline,
+    kernel,
+)
+from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.policies.base import REFUSED, EvictionPolicy, Reused, Slots
+from kvoffload.policies.history import NUM_CLASSES, NUM_GAP_CLASSES, History
+from kvoffload.policies.lifetimes import Lifetimes
+
+_HISTORY_CAPACITY = 1 << 16
+_VICTIM_WRITE_COST = -0.2
+_SHADOW_ONE_IN = 4
+_SHADOW_LEAD = 0.005
+_MAX_PENALTY = 16
+
+
+class Hazard(EvictionPolicy):
+    """Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new one below that.
+
+    Blocks fall into 50 classes by how often and at what gaps they were used (`History`). How likely a
+    block of a class is used again, given how long it has not been, is learnt on-line from sampled keys of
+    all traffic, resident or not (`Lifetimes`); it makes each block worth a Gittins index. Each class is an
+    LRU list, so its last block is its candidate. The lowest candidate of all marks a request; of what is
+    left of that request's path the *deepest* block leaves, since no block is of use without those before
+    it. A new block that is worth less than that is refused, and its write saved.
+
+    Two guards, for the promise that it is never much worse than LRU:
+
+    - Until it has seen as many references as fill the cache twice (four times in a victim tier, where
+      blocks come in older), it *is* LRU: it knows nothing yet of the ages that matter.
+    - A shadow LRU of a quarter of the keys runs beside it. If the shadow hits 0.5 points more, LRU decides
+      for a while, and for longer each time (set duelling: Qureshi et al., ISCA 2007).
+
+    `write_cost` (the admission rule ``bypass:F``) is the dial between hits and writes: a new block must be
+    worth ``1 + F`` times the block that leaves. By default 0, and -0.2 in a victim tier, where writes stay
+    in the host.
+
+    Time is counted in block references. Cost per block: three index probes and a scan of 50 classes for a
+    victim. Memory: 44 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
+    capacity, if that is more), and 3 MB.
+    """
+
+    name = "hazard"
+    good_for = "caches smaller than the live working set: more hits than LRU for a fraction of its writes"
+    paper = "ours; the index is Gittins, J. Royal Stat. Soc. B 41, 1979"
+    refuses = True
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        capacity = self.capacity_blocks
+        self.history = History(max(_HISTORY_CAPACITY, 2 * capacity), index.key_bytes, max(1, capacity // 4))
+        self.lifetimes = Lifetimes(NUM_CLASSES, NUM_GAP_CLASSES, capacity, index.key_bytes)
+        self._lists = Lists(capacity, NUM_CLASSES)
+        self._last = np.zeros(capacity, np.int64)
+        self._order = Lists(capacity, 1)
+        self._runs = np.zeros((capacity + 2, 4), np.int32)
+        self._shadow = KeyLists(max(1, capacity // _SHADOW_ONE_IN), index.key_bytes, 1)
+        self._duel = np.zeros(3, np.int64)
+        self._cursors = np.zeros(NUM_CLASSES, np.int32)
+        self._scores = np.zeros(NUM_CLASSES, np.float64)
+        self._start()
+
+    def _start(self) -> None:
+        _clear_runs(self._runs)
+        self._now = self._references = 0
+        self._is_victim_tier = False
+        self._lead, self._penalty, self._next_penalty = 0.0, 0, 1
+        self._next_duel = 0
+
+    def observe(self, path: Keys, slots: Slots, start: int) -> None:
+        now = self._now = self._references
+        count = len(slots)
+        places, classes = np.empty(count, np.int32), np.empty(count, np.int32)
+        self.history.observe(path, start, now, places, classes)
+        self.lifetimes.observe(path, start, now, classes)
+        shadow = self._shadow
+        _reclassify(
+            path.words,
+            start,
+            now,
+            slots,
+            classes,
+            self._lists.links,
+            self._last,
+            self._is_victim_tier,
+            shadow.index.table,
+            shadow.index.keys,
+            shadow.lists.links,
+            self._duel,
+        )
+        self._references += count
+        if self._references >= self._next_duel:
+            self._judge()
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        _access(self._lists.links, self._order.links, self._runs, slots)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        count = len(slots)
+        self._is_victim_tier = not protected.one_prefix
+        classes, last = np.empty(count, np.int32), np.empty(count, np.int64)
+        self.history.classify(keys, self._now, classes, last)
+        write_cost = self.write_cost
+        if write_cost is None:
+            write_cost = 0.0 if protected.one_prefix else _VICTIM_WRITE_COST
+        shadow = self._shadow
+        _shadow_store(keys.words, shadow.index.table, shadow.index.keys, shadow.lists.links)
+        _replace(
+            slots,
+            num_free,
+            self._now,
+            classes,
+            last,
+            self._lists.links,
+            self._last,
+            self._order.links,
+            self._runs,
+            self.lifetimes.worth,
+            self.lifetimes.bounds,
+            self._cursors,
+            self._scores,
+            1.0 + write_cost,
+            self.is_lru,
+            protected.one_prefix,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._lists.links, self._order.links, self._runs, slots)
+
+    def reset(self) -> None:
+        self.history.clear()
+        self.lifetimes.clear()
+        for lists in (self._lists, self._order, self._shadow):
+            lists.clear()
+        self._duel.fill(0)
+        self._start()
+
+    @property
+    def is_lru(self) -> bool:
+        """Whether LRU decides at the moment."""
+        warm_up = (4 if self._is_victim_tier else 2) * self.capacity_blocks
+        return self._references < warm_up or self._penalty > 0
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "is_lru": float(self.is_lru),
+            "shadow_lead": self._lead,
+            "history_keys": self.history.keys.lists.size(0),
+            "references": self._references,
+        }
+
+    def order(self) -> list[int]:
+        return self._order.members(0)[::-1]
+
+    def _judge(self) -> None:
+        """The end of a window of the duel: does LRU decide for the next ones?"""
+        sampled, own, shadow = self._duel.tolist()
+        self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
+        self._duel.fill(0)
+        self._next_duel = self._references + max(20_000, self.capacity_blocks)
+        if self._penalty > 0:
+            self._penalty -= 1
+            self._lead = 0.0
+        elif self._lead > _SHADOW_LEAD:
+            self._penalty = self._next_penalty
+            self._next_penalty = min(2 * self._next_penalty, _MAX_PENALTY)
+        elif self._lead < 0 and self._next_penalty > 1:
+            self._next_penalty -= 1
+
+
+# A *run* is a stretch of the order that was used at one time: what is left of one request's path, the
+# deepest block last. A row of `runs` is a run: its last slot and its length; the row of a slot also says
+# which run the slot is in. Spare runs are a stack in column FREE_RUN, whose height is in the last row.
+TAIL, LENGTH, RUN_OF, FREE_RUN = 0, 1, 2, 3
+
+
+@kernel(I64(I32_MATRIX))
+def _clear_runs(runs: I32s) -> int:
+    spare = runs.shape[0] - 1
+    for run in range(spare):
+        runs[run, FREE_RUN] = run
+    runs[spare, FREE_RUN] = spare
+    return spare
+
+
+@inline
+def _new_run(runs: I32s) -> int:
+    height = runs.shape[0] - 1
+    runs[height, FREE_RUN] -= 1
+    run = runs[runs[height, FREE_RUN], FREE_RUN]
+    runs[run, LENGTH] = 0
+    return run
+
+
+@inline
+def _join(order: I32s, runs: I32s, run: int, slot: int) -> None:
+    """Make `slot` the head of the order and of a run that is at the head."""
+    push_head(order, order.shape[0] - 1, slot)
+    if runs[run, LENGTH] == 0:
+        runs[run, TAIL] = slot
+    runs[run, LENGTH] += 1
+    runs[slot, RUN_OF] = run
+
+
+@inline
+def _leave(order: I32s, runs: I32s, slot: int) -> None:
+    run = runs[slot, RUN_OF]
+    runs[run, LENGTH] -= 1
+    if runs[run, LENGTH] == 0:
+        height = runs.shape[0] - 1
+        runs[runs[height, FREE_RUN], FREE_RUN] = run
+        runs[height, FREE_RUN] += 1
+    elif runs[run, TAIL] == slot:
+        runs[run, TAIL] = order[slot, PREV]
+    unlink(order, slot)
+
+
+@kernel(I64(I32_MATRIX, I32_MATRIX, I32_MATRIX, READONLY_I32_ARRAY))
+def _access(links: I32s, order: I32s, runs: I32s, slots: I32s) -> int:
+    run = _new_run(runs)
+    for i in range(slots.shape[0] - 1, -1, -1):
+        _leave(order, runs, slots[i])
+        _join(order, runs, run, slots[i])
+        move_to_head(links, links[slots[i], LIST], slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, I32_MATRIX, I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links: I32s, order: I32s, runs: I32s, slots: I32s) -> int:
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+        _leave(order, runs, slots[i])
+    return slots.shape[0]
+
+
+@kernel(
+    I64(
+        READONLY_U64_MATRIX,
+        I64,
+        I64,
+        READONLY_I32_ARRAY,
+        I32_ARRAY,
+        I32_MATRIX,
+        I64_ARRAY,
+        I64,
+        U64_ARRAY,
+        U64_MATRIX,
+        I32_MATRIX,
+        I64_ARRAY,
+    )
+)
+def _reclassify(
+    path: U64s,
+    start: int,
+    now: int,
+    slots: I32s,
+    classes: I32s,
+    links: I32s,
+    last: I64s,
+    is_victim_tier: int,
+    shadow_table: U64s,
+    shadow_keys: U64s,
+    shadow_links: I32s,
+    duel: I64s,
+) -> int:
+    """Put the resident blocks of a request into the lists of their classes; count for the duel."""
+    c = last.shape[0]
+    for row in range(path.shape[0] - 1, start - 1, -1):
+        slot = slots[row - start]
+        ordered = slot >= 0 and links[slot, LIST] != UNLISTED
+        if ordered:
+            unlink(links, slot)
+            push_head(links, c + classes[row - start], slot)
+            last[slot] = now
+        h = hash_row(path, row)
+        if (h >> np.uint64(8)) & np.uint64(_SHADOW_ONE_IN - 1):
+            continue
+        duel[0] += 1
+        duel[1] += ordered
+        key = find(shadow_table, shadow_keys, path, row, h)
+        if key != ABSENT:
+            duel[2] += 1
+            if is_victim_tier:
+                forget(shadow_table, shadow_keys, shadow_links, key)
+            else:
+                move_to_head(shadow_links, shadow_keys.shape[0], key)
+    return 0
+
+
+@kernel(I64(READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, I32_MATRIX))
+def _shadow_store(batch: U64s, table: U64s, keys: U64s, links: I32s) -> int:
+    for row in range(batch.shape[0] - 1, -1, -1):
+        h = hash_row(batch, row)
+        if (h >> np.uint64(8)) & np.uint64(_SHADOW_ONE_IN - 1):
+            continue
+        key = find(table, keys, batch, row, h)
+        if key != ABSENT:
+            move_to_head(links, keys.shape[0], key)
+            continue
+        if links[links.shape[0] - 1, LIST] == 0:
+            forget_coldest(table, keys, links, keys.shape[0])
+        remember(table, keys, links, keys.shape[0], batch, row, h)
+    return 0
+
+
+@inline
+def _candidate(
+    links: I32s, slot: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
+) -> int:
+    """The coldest block of a class, from `slot` on, that may leave; its sentinel if there is none."""
+    c = ref_cnt.shape[0]
+    while slot < c and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
+        slot = links[slot, PREV]
+    return slot
+
+
+@inline
+def _score(slot: int, block_class: int, now: int, last: I64s, worth: F64s, bounds: I64s) -> float:
+    """What a candidate is worth now; infinite for none."""
+    if slot >= last.shape[0]:
+        return np.inf
+    return at_age(worth, bounds, block_class, now - last[slot])
+
+
+@kernel(
+    I64(
+        I32_ARRAY,
+        I64,
+        I64,
+        I32_ARRAY,
+        I64_ARRAY,
+        I32_MATRIX,
+        I64_ARRAY,
+        I32_MATRIX,
+        I32_MATRIX,
+        F64_MATRIX,
+        I64_ARRAY,
+        I32_ARRAY,
+        F64_ARRAY,
+        F64,
+        I64,
+        I64,
+        I32_ARRAY,
+        U64_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+    )
+)
+def _replace(
+    slots: I32s,
+    num_free: int,
+    now: int,
+    classes: I32s,
+    last_used: I64s,
+    links: I32s,
+    last: I64s,
+    order: I32s,
+    runs: I32s,
+    worth: F64s,
+    bounds: I64s,
+    cursors: I32s,
+    scores: F64s,
+    threshold: float,
+    is_lru: int,
+    one_prefix: int,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
+    c = last.shape[0]
+    count = slots.shape[0]
+    oldest = order[order.shape[0] - 1, PREV]
+    if num_free < count and not is_lru:
+        for each in range(NUM_CLASSES):
+            cursors[each] = _candidate(
+                links, links[c + each, PREV], ref_cnt, path_table, path_keys, index_keys
+            )
+            scores[each] = _score(cursors[each], each, now, last, worth, bounds)
+    for i in range(num_free, count):
+        if is_lru:
+            oldest = _candidate(order, oldest, ref_cnt, path_table, path_keys, index_keys)
+            if oldest >= c:
+                return i
+            slots[i] = oldest
+            oldest = order[oldest, PREV]
+            unlink(links, slots[i])
+            _leave(order, runs, slots[i])
+            continue
+        lowest = 0
+        for each in range(1, NUM_CLASSES):
+            if scores[each] < scores[lowest] or (
+                scores[each] == scores[lowest]
+                and cursors[each] < c
+                and last[cursors[each]] < last[cursors[lowest]]
+            ):
+                lowest = each
+        victim = cursors[lowest]
+        if victim >= c:
+            return i
+        own = at_age(worth, bounds, classes[i], now - last_used[i])
+        if own < scores[lowest] * threshold or (own == scores[lowest] and last_used[i] < last[victim]):
+            slots[i] = REFUSED
+            if one_prefix:
+                slots[i:] = REFUSED
+                count = i
+                break
+            continue
+        deepest = runs[runs[victim, RUN_OF], TAIL]
+        if evictable(ref_cnt, path_table, path_keys, index_keys, deepest):
+            victim = deepest
+        each = links[victim, LIST] - c
+        warmer = links[victim, PREV]
+        unlink(links, victim)
+        _leave(order, runs, victim)
+        if cursors[each] == victim:
+            cursors[each] = _candidate(links, warmer, ref_cnt, path_table, path_keys, index_keys)
+            scores[each] = _score(cursors[each], each, now, last, worth, bounds)
+        slots[i] = victim
+    run, run_time = -1, -1
+    for i in range(count - 1, -1, -1):
+        slot = slots[i]
+        if slot == REFUSED:
+            continue
+        if run < 0 or last_used[i] != run_time:
+            run, run_time = _new_run(runs), last_used[i]
+        last[slot] = last_used[i]
+        push_head(links, c + classes[i], slot)
+        _join(order, runs, run, slot)
+    return count
