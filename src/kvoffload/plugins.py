@@ -47,15 +47,15 @@ class Registry(Generic[T]):
             hint = f" (did you mean {near[0]}?)" if near else ""
             others = "module:Class, or path/to/file.py:Class"
             raise ConfigError(self._field, name, f"allowed: {', '.join(self.names())}, {others}{hint}")
+        if home.endswith(".py") and not Path(home).is_file():
+            raise ConfigError(self._field, name, f"there is no file {home}")
         try:
             module = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
-        except FileNotFoundError:
-            raise ConfigError(self._field, name, f"there is no file {home}") from None
-        except SyntaxError as error:
+        except (ImportError, SyntaxError) as error:
             raise ConfigError(self._field, name, f"it cannot be imported: {error}") from error
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigError(self._field, name, f"it cannot be imported: {why}") from error
+            kind = type(error).__name__
+            raise ConfigError(self._field, name, f"it cannot be imported: {kind}: {error}") from error
         if not hasattr(module, attribute):
             raise ConfigError(self._field, name, f"{home} has no {attribute}{self._hint(module)}")
         return self._check(name, getattr(module, attribute))
@@ -79,7 +79,7 @@ class Registry(Generic[T]):
 
 def _load_file(path: Path) -> ModuleType:
     """Import the module in this file, once: under a name that follows from its place."""
-    path = path.expanduser().resolve(strict=True)
+    path = path.resolve()
     name = f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
