@@ -12,7 +12,7 @@ from kvoffload import BlockwisePolicy
 
 PROVEN = 0
 IMPATIENCE = 0.5
-"""How much faster a new block ages for each doubling of its prompt; 0 is LRU but for proven blocks."""
+"""How much faster a new block ages for each doubling of its prompt; 0 is nearly LRU."""
 
 
 class MyPolicy(BlockwisePolicy):
