@@ -16,7 +16,6 @@ import hashlib
 import inspect
 import os
 import pickle
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,9 +33,9 @@ from kvoffload.policies import POLICIES, EvictionPolicy
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.trace import Trace
 from kvoffload.replay.workloads import builtin, generate
-from kvoffload.testing.audit import audit, snapshot
+from kvoffload.testing.audit import audit, state_of
 from kvoffload.testing.machine import manager_machine
-from kvoffload.testing.scripts import ACTIONS, Step, key_of, play, scripts
+from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
 from kvoffload.types import LoadPlan, StorePlan
 
 PolicyLike = str | type[EvictionPolicy]
@@ -232,28 +231,6 @@ class PolicyConformance:
                 assert ratio <= best, f"{name}, {config}: hit ratio {ratio}, the optimum has {best}"
             everything = report.infinite_hit_ratio
             assert ratio == everything, f"{name}: hit ratio {ratio} with room for all, not {everything}"
-
-
-def state_of(policy: EvictionPolicy) -> bytes | Any:
-    """All that a policy knows but for the manager's index, in a form that compares with ``==``."""
-    state = {name: value for name, value in vars(policy).items() if value is not policy.index}
-    try:
-        return pickle.dumps(state)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return snapshot(state)
-
-
-def random_script(seed: int, num_steps: int, settle: bool = False) -> list[Step]:
-    """A long script, always the same for a seed. With `settle`, every job and request ends."""
-    rng = random.Random(seed)
-    script: list[Step] = []
-    for _ in range(num_steps):
-        first = rng.randrange(12)
-        script.append((rng.choice(ACTIONS), rng.randrange(3), [*range(first, first + rng.randrange(1, 6))]))
-    if settle:
-        script += [("stored", 0, []), ("loaded", 0, [])] * num_steps
-        script += [("finish", number, []) for number in range(3)]
-    return script
 
 
 def decisions(policy: PolicyLike, seed: int) -> list[Any]:
