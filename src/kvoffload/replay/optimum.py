@@ -54,10 +54,10 @@ def optimum(
     - No policy serves more such uses than there are spans of which at most `capacity_blocks` overlap.
       Keeping the spans that end soonest finds the most of them: Belady's rule is the classic greedy
       choice of intervals. Between spans that end in the same request the deeper block's ends later.
-    - Ids are chained, so a block is offered, and used, no more often and no earlier than its parent,
-      and a device drops it first: its span holds that of its parent whenever both end in one request.
-      So MIN gives it up first, what the tier holds of what a request needs is always a leading run, and
-      all of these uses are prefix hits.
+    - Ids are chained: a request that has a block has its parent, and a device drops a block before its
+      parent. So of two spans that end in one request the deeper block's holds the other one, MIN gives
+      it up first, what the tier holds of what a request needs is always a leading run, and all of these
+      uses are prefix hits.
 
     The one thing that surprises: with `on-compute`, a block that the device will serve the next time
     need not be held until then, for that request offers it again. Belady's rule by the next use *of the
@@ -71,7 +71,7 @@ def optimum(
             the device has. ``on-device-eviction``: a block is offered when the device drops it, or has
             no room for it; what the tier delivers is on the device again. The same without a device.
 
-    Cost: O(1) per reference; 0.15 s and 40 MB per million references. Source: Belady, IBM Systems
+    Cost: O(1) per reference; 0.15 s and 50 MB per million references. Source: Belady, IBM Systems
     Journal 5(2), 1966. Differs: decides once per request, and may refuse a block.
     """
     for field, value in (("capacity_blocks", capacity_blocks), ("device_blocks", device_blocks)):

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,8 +38,7 @@ from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
 from kvoffload.types import LoadPlan, StorePlan
 
-PolicyLike = str | type[EvictionPolicy]
-ADMISSIONS = ("all", "reuse:2")
+PolicyLike: TypeAlias = str | type[EvictionPolicy]
 SEEDS = range(4)
 _KEY_BYTES = 20
 _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged and pinned")
@@ -54,12 +53,14 @@ class PolicyConformance:
     Attributes:
         policy: a name, ``module:Class``, ``path/to/file.py:Class``, or the class.
         twin: another policy that must decide alike in all things, if there is one.
+        admissions: rules that it is tried with, ``all`` first.
         max_examples: how long Hypothesis tries, in each check.
         remembers_blocks: fresh blocks after which the state of a policy of 16 blocks grows no more.
     """
 
     policy: ClassVar[Any]
     twin: ClassVar[Any] = None
+    admissions: ClassVar[tuple[str, ...]] = ("all", "reuse:2")
     max_examples: ClassVar[int] = 20
     remembers_blocks: ClassVar[int] = 4_000
 
@@ -87,12 +88,9 @@ class PolicyConformance:
 
         Also: what the policy's `order` tells is what is resident, and the events give the readable blocks.
         """
-        n = self.max_examples
-        for admission, capacity_blocks, max_examples in (
-            ("all", 1, n // 4),
-            ("all", 5, n),
-            ("reuse:2", 4, n // 2),
-        ):
+        lives = [("all", 1, self.max_examples // 4)]
+        lives += [(admission, 5, self.max_examples // len(self.admissions)) for admission in self.admissions]
+        for admission, capacity_blocks, max_examples in lives:
             machine = manager_machine(
                 self.policy,
                 admission,
@@ -220,7 +218,7 @@ class PolicyConformance:
             trace = workload(name)
             share = max(1, trace.unique_blocks // 33)
             configs = [ReplayConfig(c, self.policy) for c in (1, share, trace.unique_blocks // 5)]
-            configs.append(ReplayConfig(share, self.policy, "reuse:2"))
+            configs += [ReplayConfig(share, self.policy, admission) for admission in self.admissions[1:]]
             configs.append(ReplayConfig(2 * share, self.policy, "all", device_blocks=share))
             configs.append(ReplayConfig(trace.unique_blocks, self.policy))
             for config in configs:
