@@ -215,7 +215,7 @@ class Replay:
         trace, config, data, stats = self._trace, self._config, self._data, self.manager.stats()
         refs = max(1, trace.block_refs)
         hits = self._device_hits + self._tier_hits
-        best = None if config.device_blocks else optimum(trace, config.capacity_blocks)
+        best = optimum(trace, config.capacity_blocks, device_blocks=config.device_blocks)
         return ReplayReport(
             trace=trace.name,
             policy=self.manager.policy.name,
@@ -232,7 +232,7 @@ class Replay:
             offload_hit_blocks=self._tier_hits,
             block_hit_ratio=self._block_hits / refs,
             infinite_hit_ratio=infinite(trace).prefix_hit_blocks / refs,
-            optimum_hit_ratio=best.prefix_hit_blocks / refs if best else None,
+            optimum_hit_ratio=best.prefix_hit_blocks / refs,
             tokens=trace.block_refs * trace.block_tokens,
             tokens_saved=hits * trace.block_tokens,
             blocks_written=stats.stored,

@@ -24,8 +24,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         device_hit_blocks, offload_hit_blocks: the same by place.
         block_hit_ratio: share of references whose block the tier held, at any depth.
         infinite_hit_ratio: prefix-hit ratio of a cache that never evicts.
-        optimum_hit_ratio: that of an optimal policy with this capacity, without a device in front; null
-            with one.
+        optimum_hit_ratio: the most that any policy could reach with this capacity, device and tier
+            together; the device in front is what it is.
         tokens, tokens_saved: prompt tokens in full blocks, and those that need not be computed.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: what the tier did; refused by the
             admission rule, dropped for want of room.
@@ -56,7 +56,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     offload_hit_blocks: int
     block_hit_ratio: float
     infinite_hit_ratio: float
-    optimum_hit_ratio: float | None
+    optimum_hit_ratio: float
     tokens: int
     tokens_saved: int
     blocks_written: int
@@ -137,9 +137,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         )
         text.append(" need not be computed.\n")
         text.append(f"  A cache without limit would save {self.infinite_hit_ratio:.1%}")
-        if self.optimum_hit_ratio is not None:
-            text.append(f", an optimal policy with this capacity {self.optimum_hit_ratio:.1%}")
-        text.append(".\n")
+        text.append(f", an optimal policy with this capacity {self.optimum_hit_ratio:.1%}.\n")
         if self.skipped_lines:
             text.append(f"  {self.skipped_lines:,} bad lines of the trace were left out.\n")
         text.append(f"  Deciding took {self.control_plane_s:.2f} s ({per_ref_ns:,.0f} ns a reference)")

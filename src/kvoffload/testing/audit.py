@@ -6,6 +6,7 @@ does; a failure is an `AssertionError` that says which parts disagree, and about
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
@@ -68,6 +69,19 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
     names = [*getattr(thing, "__dict__", ()), *(n for c in type(thing).__mro__ for n in _slots_of(c))]
     state = {name: snapshot(getattr(thing, name), ignore) for name in names if name not in ignore}
     return (type(thing).__qualname__, state)
+
+
+def state_of(thing: Any) -> bytes | Any:
+    """All that a policy or an admission rule knows, in a form that compares with ``==``, however it is kept.
+
+    Unlike `snapshot` it knows cycles and what comes from elsewhere (`random.Random`), and equal values kept
+    in two places may differ: compare only states of one thing. A policy's `index` is the manager's.
+    """
+    state = {name: value for name, value in vars(thing).items() if name != "index"}
+    try:
+        return pickle.dumps(state)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return snapshot(state)
 
 
 def _slots_of(cls: type) -> Iterable[str]:

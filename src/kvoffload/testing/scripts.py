@@ -6,6 +6,7 @@ numbers that are good for every manager, whatever it decides; two managers that 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
@@ -34,6 +35,19 @@ def scripts(num_keys: int = 12, num_requests: int = 3, max_steps: int = 60) -> s
     chain = st.tuples(st.integers(0, num_keys - 1), st.integers(1, 5)).map(lambda r: [*range(r[0], sum(r))])
     step = st.tuples(st.sampled_from(ACTIONS), st.integers(0, num_requests - 1), chain)
     return long_lists(step, max_steps)
+
+
+def random_script(seed: int, num_steps: int, settle: bool = False) -> list[Step]:
+    """A long script, always the same for a seed. With `settle`, every job and request ends."""
+    rng = random.Random(seed)
+    script: list[Step] = []
+    for _ in range(num_steps):
+        first = rng.randrange(12)
+        script.append((rng.choice(ACTIONS), rng.randrange(3), [*range(first, first + rng.randrange(1, 6))]))
+    if settle:
+        script += [("stored", 0, []), ("loaded", 0, [])] * num_steps
+        script += [("finish", number, []) for number in range(3)]
+    return script
 
 
 def long_lists(elements: st.SearchStrategy[T], max_size: int) -> st.SearchStrategy[list[T]]:

@@ -1,0 +1,136 @@
+"""Conformance of admission rules: what every rule must do, as a class that pytest runs.
+
+    from kvoffload.testing.admission_conformance import AdmissionConformance
+
+    class TestMine(AdmissionConformance):
+        def make(self):
+            return MyRule(window=1000)
+
+Knows no rule. Whether a rule lets the *right* blocks in is a question for `kvoffload replay`, and for a twin.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import ClassVar
+
+import numpy as np
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvoffload.admission import Admission
+from kvoffload.core.keys import Keys
+from kvoffload.testing.audit import state_of
+from kvoffload.testing.machine import manager_machine
+from kvoffload.testing.scripts import Step, key_of, random_script
+
+_KEY_BYTES = 20
+_SEEDS = range(4)
+
+
+class AdmissionConformance:
+    """Derive a class from it, say how a rule is made, and pytest runs every check on it.
+
+    Attributes:
+        max_examples: how long Hypothesis tries.
+        remembers_keys: fresh keys after which the state of a rule grows no more.
+    """
+
+    max_examples: ClassVar[int] = 20
+    remembers_keys: ClassVar[int] = 4_000
+
+    def make(self) -> Admission:
+        """A new rule, for keys of 20 bytes."""
+        raise AssertionError(f"{type(self).__name__} does not say how its rule is made")
+
+    def twin(self) -> Admission | None:
+        """Another rule that must admit the same, if there is one."""
+        return None
+
+    def test_life_cycle(self) -> None:
+        """Every invariant of a manager holds behind this rule, with each of two policies."""
+        for policy in ("lru", "arc"):
+            machine = manager_machine(
+                policy,
+                self.make,
+                capacity_blocks=4,
+                key_bytes=_KEY_BYTES,
+                max_examples=self.max_examples,
+                step_count=30,
+            )
+            run_state_machine_as_test(machine, settings=machine.TestCase.settings)
+
+    def test_it_answers_for_each_block_and_admits_a_length(self) -> None:
+        """`admit` answers a bool for each key, `leading` where the first refusal is; both change nothing."""
+        for seed in _SEEDS:
+            rule = self.make()
+            for _, _, numbers in random_script(seed, num_steps=100):
+                keys = _keys(numbers)
+                rule.count(keys)
+                before = state_of(rule)
+                allowed = rule.admit(keys)
+                assert state_of(rule) == before, f"seed {seed}: a question changed the rule"
+                assert allowed.dtype == np.bool_, f"admit answers {allowed!r}, not bools"
+                assert allowed.shape == (len(keys),), f"admit answers {allowed!r} for {len(keys)} keys"
+                refused = np.flatnonzero(~allowed)
+                expected = int(refused[0]) if len(refused) else len(keys)
+                assert rule.leading(keys) == expected, f"leading says {rule.leading(keys)}, admit {allowed}"
+                assert state_of(rule) == before, f"seed {seed}: a question changed the rule"
+            assert rule.leading(_keys([])) == 0, "of no blocks, none may enter"
+
+    def test_it_admits_the_same_again(self) -> None:
+        """Equal calls, equal answers, in another instance."""
+        for seed in _SEEDS:
+            script = random_script(seed, num_steps=250)
+            once, again = (_answers(self.make(), script) for _ in range(2))
+            assert once == again, f"seed {seed}: the same offers were answered differently the second time"
+
+    def test_reset_forgets_everything(self) -> None:
+        """After `reset` a rule answers as if it were new."""
+        for seed in _SEEDS:
+            rule = self.make()
+            _answers(rule, random_script(seed, num_steps=200))
+            rule.reset()
+            script = random_script(seed + 1000, num_steps=200)
+            assert _answers(rule, script) == _answers(self.make(), script), f"seed {seed}: it remembers"
+
+    def test_it_admits_as_its_twin(self) -> None:
+        """Step by step. Nothing to do without a `twin`."""
+        if self.twin() is None:
+            return
+        for seed in range(20):
+            script = random_script(seed, num_steps=250)
+            twin = self.twin()
+            assert twin is not None
+            assert _answers(self.make(), script) == _answers(twin, script), f"seed {seed}: the twin differs"
+
+    def test_memory_is_bounded(self) -> None:
+        """A long scan of fresh keys does not make the rule grow for ever."""
+        rule, sizes = self.make(), []
+        for stretch in range(3):
+            for number in range(0, self.remembers_keys, 4):
+                first = stretch * self.remembers_keys + number
+                keys = [(first + i).to_bytes(_KEY_BYTES, "big") for i in range(4)]
+                for _ in range(2):
+                    rule.count(Keys.pack(keys, _KEY_BYTES))
+            sizes.append(len(pickle.dumps(state_of(rule))))
+        assert sizes[-1] <= 1.5 * sizes[0] + 256, (
+            f"the state grows for ever: {sizes} bytes after 1, 2, 3 times {self.remembers_keys} fresh keys; "
+            "if it is bounded and the bound is larger, set `remembers_keys`"
+        )
+
+
+def _keys(numbers: list[int]) -> Keys:
+    return Keys.pack([key_of(number, _KEY_BYTES) for number in numbers], _KEY_BYTES)
+
+
+def _answers(rule: Admission, script: list[Step]) -> list[list[bool]]:
+    """Whom a rule admits, at first and after each step of a script."""
+    answers = [rule.admit(_keys([*range(16)])).tolist()]
+    for action, _, numbers in script:
+        keys = _keys(numbers)
+        if action == "finish":
+            rule.refresh(keys)
+        else:
+            rule.count(keys)
+        answers.append(rule.admit(keys).tolist())
+    return answers

@@ -1,0 +1,270 @@
+"""The conformance suite: over every built-in policy and the example, and over faults planted on purpose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+
+from kvoffload.core.index import Index
+from kvoffload.core.keys import Keys
+from kvoffload.core.protection import Protected
+from kvoffload.policies import POLICIES
+from kvoffload.policies.base import Slots
+from kvoffload.policies.lru import LRU
+from kvoffload.testing.conformance import PolicyConformance, check_elsewhere
+from kvoffload.testing.naive.arc import NaiveARC
+from kvoffload.testing.naive.lru import NaiveLRU
+
+EXAMPLE = str(Path(__file__).resolve().parent.parent / "examples" / "my_policy.py") + ":MyPolicy"
+TWINS = {"lru": NaiveLRU, "arc": NaiveARC}
+
+
+class TestExample(PolicyConformance):
+    policy = EXAMPLE
+    max_examples = 8
+
+
+class TestNaiveARC(PolicyConformance):
+    policy = NaiveARC
+    max_examples = 4
+
+
+class BuiltIn(PolicyConformance):
+    """Short: the state machine has run on them for longer in test_machine.py."""
+
+    max_examples = 4
+
+    def test_it_decides_the_same_elsewhere(self) -> None:
+        """In one process for all of them, below."""
+
+
+for _name in POLICIES.names():
+    globals()[f"Test_{_name}"] = type(
+        f"Test_{_name}", (BuiltIn,), {"policy": _name, "twin": TWINS.get(_name)}
+    )
+
+
+def test_every_built_in_policy_decides_the_same_elsewhere() -> None:
+    check_elsewhere(POLICIES.names())
+
+
+# ---- faults, each with the check that must notice it
+
+
+class EvictsAnyone(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        return self.slots.pop(0)
+
+
+class EvictsItsOwnRequest(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        idle = [s for s in self.slots if protected.ref_cnt[s] == 0 and s not in protected.entering]
+        self.slots.remove(idle[0])
+        return idle[0]
+
+
+class EvictsWhatIsWritten(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        for slot in self.slots:
+            if slot not in protected or protected.ref_cnt[slot] == -1:
+                self.slots.remove(slot)
+                return slot
+        raise AssertionError
+
+
+class NamesASlotTwice(LRU):
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        super().replace(keys, slots, num_free, protected)
+        slots[num_free:] = slots[num_free : num_free + 1]
+
+
+class NamesWhatIsNotThere(LRU):
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        super().replace(keys, slots, num_free, protected)
+        slots[num_free:] = self.capacity_blocks
+
+
+class NamesNobody(LRU):
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        chosen = slots.copy()
+        super().replace(keys, chosen, num_free, protected)
+
+
+class ChangesFreeSlots(LRU):
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        super().replace(keys, slots, num_free, protected)
+        slots[:num_free] = slots[:num_free][::-1].copy()
+
+
+class KeepsRemovedBlocks(NaiveLRU):
+    def forget(self, slot: int) -> None:
+        pass
+
+
+class KeepsRemovedBlocksInSecret(KeepsRemovedBlocks):
+    def order(self) -> Any:
+        return None
+
+
+class TellsHalf(NaiveLRU):
+    def order(self) -> list[int]:
+        return self.slots[: (len(self.slots) + 1) // 2]
+
+
+class LosesTheHottest(NaiveLRU):
+    """Taken out of the order to be put to its front, and forgotten on the way."""
+
+    def hit(self, slot: int) -> None:
+        if self.slots[-1] == slot and len(self.slots) > 4:
+            self.slots.remove(slot)
+        elif slot in self.slots:
+            super().hit(slot)
+
+    def forget(self, slot: int) -> None:
+        if slot in self.slots:
+            super().forget(slot)
+
+    def order(self) -> Any:
+        return None
+
+
+class NeedsRoomForTwo(NaiveLRU):
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.share = 10 // (self.capacity_blocks // 2)
+
+
+class HasAFixedSize(NaiveLRU):
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.counts = np.zeros(64, np.int64)
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self.counts[slot] = 1
+        super().insert(slot, key)
+
+
+class CountsAcrossReset(NaiveLRU):
+    """Least frequently used, by counts of keys that nobody clears."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.counts: dict[bytes, int] = {}
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self.counts[key] = self.counts.get(key, 0) + 1
+        super().insert(slot, key)
+
+    def victim(self, key: bytes, protected: Protected) -> int:
+        idle = [s for s in self.slots if s not in protected]
+        slot = min(idle, key=lambda s: self.counts[self.index.key_at(s)])
+        self.slots.remove(slot)
+        return slot
+
+
+class RemembersEveryone(NaiveLRU):
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.seen: set[bytes] = set()
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self.seen.add(key)
+        super().insert(slot, key)
+
+
+class RollsDice(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        slot = random.choice([s for s in self.slots if s not in protected])
+        self.slots.remove(slot)
+        return slot
+
+
+class SharesItsState(NaiveLRU):
+    age: dict[int, int] = {}  # noqa: RUF012  (that is the fault)
+
+    def victim(self, key: bytes, protected: Protected) -> int:
+        slot = min((s for s in self.slots if s not in protected), key=lambda s: self.age.get(s, 0))
+        self.age[slot] = self.age.get(slot, 0) + 1
+        self.slots.remove(slot)
+        return slot
+
+
+class GoesByHashes(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        by_key = {self.index.key_at(s): s for s in self.slots if s not in protected}
+        slot = by_key[next(iter(set(by_key)))]
+        self.slots.remove(slot)
+        return slot
+
+
+class AgesWhenAsked(NaiveLRU):
+    asked = 0
+
+    def stats(self) -> dict[str, float]:
+        self.asked += 1
+        return {}
+
+
+class SortsWhenAsked(NaiveLRU):
+    def order(self) -> list[int]:
+        self.slots.sort()
+        return self.slots
+
+
+class CountsItsOwnStore(NaiveARC):
+    def refresh(self, slot: int) -> None:
+        self.hit(slot)
+
+
+class HasNoName(NaiveLRU):
+    name = ""
+
+
+FAULTS: list[tuple[type[Any], str, str]] = [
+    (EvictsAnyone, "test_protection", "named slot .* are \\["),
+    (EvictsItsOwnRequest, "test_protection", "named slot .*'of the storing request'"),
+    (EvictsWhatIsWritten, "test_protection", "named slot .*'in flight'"),
+    (NamesASlotTwice, "test_protection", "named before"),
+    (NamesWhatIsNotThere, "test_protection", "named slot \\d+ to leave"),
+    (NamesNobody, "test_protection", "named slot -\\d to leave"),
+    (ChangesFreeSlots, "test_life_cycle", "changed the free slots"),
+    (KeepsRemovedBlocks, "test_life_cycle", "disagree about the slots"),
+    (KeepsRemovedBlocksInSecret, "test_memory_is_bounded", "grows for ever"),
+    (TellsHalf, "test_life_cycle", "disagree about the slots"),
+    (NeedsRoomForTwo, "test_life_cycle", "division"),
+    (LosesTheHottest, "test_every_block_can_leave", "not in list"),
+    (HasAFixedSize, "test_it_is_never_above_the_optimum", "out of bounds"),
+    (CountsAcrossReset, "test_reset_forgets_everything", "after reset: step"),
+    (RemembersEveryone, "test_memory_is_bounded", "grows for ever"),
+    (RollsDice, "test_it_decides_the_same_again", "decided differently"),
+    (SharesItsState, "test_it_decides_the_same_again", "decided differently"),
+    (GoesByHashes, "test_it_decides_the_same_elsewhere", "decided otherwise in another process"),
+    (AgesWhenAsked, "test_asking_changes_nothing", r"stats\(\) changed the policy"),
+    (SortsWhenAsked, "test_asking_changes_nothing", r"order\(\) changed the policy"),
+    (CountsItsOwnStore, "test_it_decides_as_its_twin", "the twin: step"),
+    (HasNoName, "test_it_is_found_and_says_its_name", "is empty"),
+]
+
+
+@pytest.fixture
+def _without_shrinking() -> Iterator[None]:
+    settings.register_profile("find", parent=settings.get_profile("kvoffload"),
+                              phases=[Phase.generate], database=None)  # fmt: skip
+    settings.load_profile("find")
+    yield
+    settings.load_profile("kvoffload")
+
+
+@pytest.mark.usefixtures("_without_shrinking")
+@pytest.mark.parametrize(("fault", "check", "message"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
+def test_a_planted_fault_is_noticed(fault: type[Any], check: str, message: str) -> None:
+    twin = NaiveARC if issubclass(fault, NaiveARC) else NaiveLRU
+    suite = type("Suite", (PolicyConformance,), {"policy": fault, "twin": twin, "max_examples": 20})
+    with pytest.raises(Exception, match=message):
+        getattr(suite(), check)()
