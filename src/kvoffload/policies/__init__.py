@@ -9,7 +9,15 @@ POLICIES: Registry[EvictionPolicy] = Registry(
     "policy",
     EvictionPolicy,
     "kvoffload.policies",
-    {"lru": "kvoffload.policies.lru:LRU", "arc": "kvoffload.policies.arc:ARC"},
+    {
+        "arc": "kvoffload.policies.arc:ARC",
+        "fifo": "kvoffload.policies.fifo:FIFO",
+        "lfu": "kvoffload.policies.lfu:LFU",
+        "lru": "kvoffload.policies.lru:LRU",
+        "s3fifo": "kvoffload.policies.s3fifo:S3FIFO",
+        "sieve": "kvoffload.policies.sieve:SIEVE",
+        "slru": "kvoffload.policies.slru:SLRU",
+    },
 )
 
 __all__ = ["POLICIES", "BlockwisePolicy", "EvictionPolicy"]
