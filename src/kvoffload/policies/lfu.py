@@ -44,15 +44,14 @@ class LFU(EvictionPolicy):
       block say its count, so that none is stored.
     - A request's own store is its first use, and no second one when it finishes: the block moves to the
       front of the list that it is in. Of equal counts the least recent leaves, the head of a path last.
-    - Protected blocks are passed over, then the lists of higher counts are searched. A new block can
-      leave with the next request, if all others were used twice: the manager protects it no longer.
+    - Protected blocks are passed over, then the lists of higher counts are searched.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends; per call at most
     `max_count` empty lists are passed. Memory: 12 bytes a block.
     """
 
     name = "lfu"
-    good_for = "a fixed set of shared prompts; of conversations that have ended it keeps the popular ones"
+    good_for = "a fixed set of shared prompts; conversations, which end, it keeps long after"
     paper = "Aho, Denning and Ullman, Principles of Optimal Page Replacement, Journal of the ACM 18(1), 1971"
     max_count: ClassVar[int] = 256
 

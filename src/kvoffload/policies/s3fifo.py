@@ -69,7 +69,7 @@ class S3FIFO(EvictionPolicy):
     - A block whose store failed, or that was damaged, leaves no ghost: nobody chose it.
     - A call spares at most `patience` used blocks; then the next one that may leave does, used or not.
       M alone may be gone round three times in one call, which at a million blocks is a fifth of a second.
-      No decision on the recorded traces is another one for it.
+      Of 18 replays of recorded traces it changes one, from a prefix-hit ratio of 0.8217 to 0.8213.
 
     Cost per block: O(1) on average, since each spared block was used before; at most O(patience) in a
     call; and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block, and 28 bytes and

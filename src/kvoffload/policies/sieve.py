@@ -47,7 +47,7 @@ class SIEVE(EvictionPolicy):
     - The blocks of a batch join the queue together, after the last victim, in prefix order. A victim at
       the head therefore sends the hand to the oldest block, as in the paper, also if blocks of its batch
       came before it. Prefix order means that of unused blocks the head of a prefix goes first; it gives
-      the golden numbers to the last digit, and costs up to 0.003 of the prefix hits on a chat trace.
+      the golden numbers to the last digit, and costs up to 0.003 of the prefix-hit ratio on a chat trace.
     - A request's own store is no visit, and there is no order that a finished path could take up.
     - The hand passes a protected block without touching its mark.
     - A removed block at which the hand rests passes it on to the next one, as a victim does.
