@@ -13,7 +13,7 @@ from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.types import LoadPlan, LookupResult, StorePlan
 
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
-POLICIES: list[Any] = ["lru", "arc", NaiveLRU, NaiveARC]
+POLICIES: list[Any] = ["lru", "arc", "fifo", "slru", "lfu", "sieve", "s3fifo", NaiveLRU, NaiveARC]
 
 
 def make(policy: Any = "lru", capacity_blocks: int = 4, **options: Any) -> OffloadingManager:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.policies import POLICIES
+
 SMALL = ("--capacity", "200", "--block-bytes", "4KiB", "--quiet")
 
 
@@ -67,8 +69,9 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
     ("arguments", "message"),
     [
         (["/no/such/file"], "trace: '/no/such/file' is not possible; a file, or one of: agent, chat, rag"),
-        (["--policy", "lruu"], "policy: 'lruu' is not possible; allowed: arc, lru, module:Class, or "
-                               "path/to/file.py:Class (did you mean lru?)"),
+        (["--policy", "lruu"], f"policy: 'lruu' is not possible; allowed: {', '.join(POLICIES.names())}, "
+                               "module:Class, or "
+                                "path/to/file.py:Class (did you mean lru?)"),
         (["--policy", "nomodule:LRU"], "policy: 'nomodule:LRU' is not possible; it cannot be imported: "
                                        "No module named 'nomodule'"),
         (["--policy", "json:loads"], "policy: 'json:loads' is not possible; it must be a subclass of "

@@ -17,6 +17,7 @@ from kvoffload.compat import (
     LRUOffloadingManager,
     PrepareStoreOutput,
 )
+from kvoffload.policies import POLICIES
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.lru import NaiveLRU
 
@@ -133,14 +134,15 @@ def test_pluggable_block_pool(manager_class: type[LRUOffloadingManager]) -> None
     assert {event.medium for event in manager.take_events()} == {"PAGES"}
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "kvoffload.testing.naive.lru:NaiveLRU", NaiveLRU])
+@pytest.mark.parametrize("policy", [*POLICIES.names(), "kvoffload.testing.naive.lru:NaiveLRU", NaiveLRU])
 def test_cpu_manager_with_cache_policy_by_name(policy: str) -> None:
     manager = CPUOffloadingManager(4, cache_policy=policy, enable_events=True)
     for number in range(20):
         store(manager, number, number + 100)
     assert manager.lookup(keys(19, 119)) == 2
     audit(manager.manager)
-    with pytest.raises(ConfigError, match="policy: 'mru' is not possible; allowed: arc, lru"):
+    allowed = ", ".join(POLICIES.names())
+    with pytest.raises(ConfigError, match=f"policy: 'mru' is not possible; allowed: {allowed}"):
         CPUOffloadingManager(4, cache_policy="mru")
 
 

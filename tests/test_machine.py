@@ -5,8 +5,13 @@ from __future__ import annotations
 from kvoffload.admission import ReuseAdmission
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.naive.arc import NaiveARC
+from kvoffload.testing.naive.fifo import NaiveFIFO
+from kvoffload.testing.naive.lfu import NaiveLFU
 from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.testing.naive.reuse import NaiveReuse
+from kvoffload.testing.naive.s3fifo import NaiveS3FIFO
+from kvoffload.testing.naive.sieve import NaiveSIEVE
+from kvoffload.testing.naive.slru import NaiveSLRU
 
 TestLru = manager_machine("lru", key_bytes=32, max_examples=80).TestCase
 TestLruWithReuse = manager_machine(
@@ -18,7 +23,25 @@ TestArcWithReuse = manager_machine(
 ).TestCase
 TestArcOfOneBlock = manager_machine("arc", capacity_blocks=1, key_bytes=5, max_examples=20).TestCase
 TestReuseByName = manager_machine("lru", "reuse:2", max_examples=3).TestCase
+TestFifo = manager_machine("fifo", key_bytes=32, max_examples=25).TestCase
+TestSlru = manager_machine("slru", key_bytes=8, max_examples=30).TestCase
+TestLfu = manager_machine("lfu", key_bytes=20, max_examples=30).TestCase
+TestSieve = manager_machine("sieve", key_bytes=32, max_examples=40).TestCase
+TestSieveOfOneBlock = manager_machine("sieve", capacity_blocks=1, key_bytes=5, max_examples=10).TestCase
+TestSieveWithReuse = manager_machine(
+    "sieve", lambda: ReuseAdmission(8, 2, 40), key_bytes=8, max_examples=20
+).TestCase
+TestS3Fifo = manager_machine("s3fifo", key_bytes=36, max_examples=40).TestCase
+TestS3FifoOfOneBlock = manager_machine("s3fifo", capacity_blocks=1, key_bytes=5, max_examples=10).TestCase
+TestS3FifoWithReuse = manager_machine(
+    "s3fifo", lambda: ReuseAdmission(8, 2, 40), key_bytes=8, max_examples=20
+).TestCase
 TestNaiveLru = manager_machine(NaiveLRU, max_examples=20).TestCase
 TestNaiveLruWithReuse = manager_machine(NaiveLRU, lambda: NaiveReuse(2, 4), max_examples=20).TestCase
 TestNaiveArc = manager_machine(NaiveARC, max_examples=20).TestCase
 TestNaiveArcWithReuse = manager_machine(NaiveARC, lambda: NaiveReuse(2, 9), max_examples=20).TestCase
+TestNaiveFifo = manager_machine(NaiveFIFO, max_examples=5).TestCase
+TestNaiveSlru = manager_machine(NaiveSLRU, max_examples=5).TestCase
+TestNaiveLfu = manager_machine(NaiveLFU, max_examples=5).TestCase
+TestNaiveSieve = manager_machine(NaiveSIEVE, max_examples=10).TestCase
+TestNaiveS3Fifo = manager_machine(NaiveS3FIFO, max_examples=10).TestCase

@@ -69,7 +69,7 @@ def test_invariant_01_slots_are_given_out_once_and_in_ascending_order(manager: O
 def test_invariant_02_a_pinned_block_is_not_evicted(manager: OffloadingManager) -> None:
     store(manager, "abcd")
     first, second = load(manager, "a"), load(manager, "ab")
-    assert text(store(manager, "ef").evicted) == "dc"
+    assert sorted(text(store(manager, "ef").evicted)) == ["c", "d"]
     manager.complete_load(second)
     assert text(store(manager, "g").evicted) != "a"
     manager.complete_load(first)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
+from kvoffload.policies import POLICIES, EvictionPolicy
 from kvoffload.replay.optimum import optimum
 from kvoffload.replay.trace import Trace
 from kvoffload.testing.audit import audit
@@ -74,7 +74,7 @@ def test_every_request_hits_no_less_in_a_larger_lru(requests: Requests) -> None:
 @given(chained_requests(), st.integers(1, 30))
 @settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES.names())
 def test_nobody_does_better_than_the_optimum(
     policy: str, admission: str, requests: Requests, capacity: int
 ) -> None:
@@ -84,7 +84,7 @@ def test_nobody_does_better_than_the_optimum(
 
 @given(chained_requests())
 @settings(max_examples=30, deadline=None)
-@pytest.mark.parametrize("policy", ["lru", "arc", NaiveLRU, NaiveARC])
+@pytest.mark.parametrize("policy", [*POLICIES.names(), NaiveLRU, NaiveARC])
 def test_a_cache_for_everything_hits_whatever_was_there_before(policy: str, requests: Requests) -> None:
     trace = trace_of(requests)
     hits = sum(prefix_hits(requests, max(1, trace.unique_blocks), policy))
@@ -93,7 +93,7 @@ def test_a_cache_for_everything_hits_whatever_was_there_before(policy: str, requ
 
 @given(st.integers(1, 8), st.integers(1, 12))
 @settings(max_examples=30, deadline=None)
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES.names())
 def test_of_a_request_that_does_not_fit_the_head_is_hit(policy: str, capacity: int, length: int) -> None:
     request = [*range(length)]
     assert prefix_hits([request] * 3, capacity, policy) == [0] + [min(capacity, length)] * 2

@@ -25,7 +25,9 @@ from kvoffload.tiers.memory import available_bytes
 
 @click.command()
 @click.argument("trace", default="chat")
-@click.option("--policy", default="lru", show_default=True, help="lru, arc, or module:Class.")
+@click.option(
+    "--policy", default="lru", show_default=True, help="A name (a wrong one lists all), or module:Class."
+)
 @click.option("--admission", default="all", show_default=True, help="all, or reuse:N.")
 @click.option(
     "--capacity",

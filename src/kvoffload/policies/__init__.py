@@ -11,8 +11,13 @@ POLICIES: Registry[EvictionPolicy] = Registry(
     "kvoffload.policies",
     {
         "arc": "kvoffload.policies.arc:ARC",
+        "fifo": "kvoffload.policies.fifo:FIFO",
         "hazard": "kvoffload.policies.hazard:Hazard",
+        "lfu": "kvoffload.policies.lfu:LFU",
         "lru": "kvoffload.policies.lru:LRU",
+        "s3fifo": "kvoffload.policies.s3fifo:S3FIFO",
+        "sieve": "kvoffload.policies.sieve:SIEVE",
+        "slru": "kvoffload.policies.slru:SLRU",
     },
 )
 

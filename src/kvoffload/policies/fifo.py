@@ -1,0 +1,105 @@
+"""First in, first out: the block that was stored first leaves first, however often it is used."""
+
+from __future__ import annotations
+
+from kvoffload.core.index import Index
+from kvoffload.core.jit import (
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    READONLY_I32_ARRAY,
+    U64_ARRAY,
+    U64_MATRIX,
+    I32s,
+    U64s,
+    kernel,
+)
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import PREV, Lists, push_head, unlink
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+
+
+class FIFO(EvictionPolicy):
+    """One queue in the order of the stores; nothing else moves a block. The simplest yardstick.
+
+    Where the paper, which knows single pages, leaves a choice:
+
+    - The blocks of a batch queue up in prefix order, so a prefix loses its head before its tail. That is
+      what the name says, and what gives the golden numbers to the last digit. The other way round, as in
+      LRU, is worth up to 0.0023 of the prefix-hit ratio on a chat trace.
+    - An access changes nothing, of whatever kind: no order is taken up when a request finishes.
+    - A protected block is passed over and keeps its place: it leaves when it may.
+
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold end. Memory: 12 bytes a block.
+    """
+
+    name = "fifo"
+    good_for = "nothing in particular: a yardstick that shows what recency is worth"
+    paper = (
+        "Belady, A study of replacement algorithms for a virtual-storage computer, "
+        "IBM Systems Journal 5(2), 1966"
+    )
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._queue = Lists(self.capacity_blocks, 1)
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        pass
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        _replace(
+            self._queue.links,
+            slots,
+            num_free,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._queue.links, slots)
+
+    def reset(self) -> None:
+        self._queue.clear()
+
+    def stats(self) -> dict[str, float]:
+        return {"queued_blocks": self._queue.size(0)}
+
+    def order(self) -> list[int]:
+        return self._queue.members(0)[::-1]
+
+
+@kernel(I64(I32_MATRIX, I32_ARRAY, I64, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX))
+def _replace(
+    links: I32s,
+    slots: I32s,
+    num_free: int,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
+    sentinel = links.shape[0] - 1
+    candidate = links[sentinel, PREV]
+    for i in range(num_free, slots.shape[0]):
+        while candidate != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, candidate):
+            candidate = links[candidate, PREV]
+        if candidate == sentinel:
+            return i
+        newer = links[candidate, PREV]
+        unlink(links, candidate)
+        slots[i] = candidate
+        candidate = newer
+    for i in range(slots.shape[0]):
+        push_head(links, sentinel, slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links: I32s, slots: I32s) -> int:
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+    return slots.shape[0]

@@ -1,0 +1,139 @@
+"""Least frequently used: the block that the fewest requests have used leaves first.
+
+Source of the rule: Aho, Denning and Ullman, "Principles of Optimal Page Replacement", Journal of the ACM
+18(1), 1971. Source of the lists: Shah, Mitra and Matani, "An O(1) algorithm for implementing the LFU cache
+eviction scheme", 2010.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvoffload.core.index import Index
+from kvoffload.core.jit import (
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    READONLY_BOOL_ARRAY,
+    READONLY_I32_ARRAY,
+    U64_ARRAY,
+    U64_MATRIX,
+    Bools,
+    I32s,
+    U64s,
+    kernel,
+)
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+
+
+class LFU(EvictionPolicy):
+    """A list for each number of uses, most recent first; the victim is the last of the lowest one.
+
+    If requests drew their blocks independently of each other and always with the same probabilities, the
+    best victim would be the least probable block (Aho, Denning and Ullman); its count estimates that.
+
+    Where the papers leave a choice:
+
+    - A block is counted while it is here. Who comes back after an eviction starts at 1 again, as everyone
+      does. Nothing makes a count smaller: what was popular once stays until all others have counted more.
+    - Counts end at `max_count`: blocks that reached it are one list, the least recently used first. It
+      matters only when every block that may leave has been used that often, and it makes the list of a
+      block say its count, so that none is stored.
+    - A request's own store is its first use, and no second one when it finishes: the block moves to the
+      front of the list that it is in. Of equal counts the least recent leaves, the head of a path last.
+    - Protected blocks are passed over, then the lists of higher counts are searched.
+
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends; per call at most
+    `max_count` empty lists are passed. Memory: 12 bytes a block.
+    """
+
+    name = "lfu"
+    good_for = "a fixed set of shared prompts; conversations, which end, it keeps long after"
+    paper = "Aho, Denning and Ullman, Principles of Optimal Page Replacement, Journal of the ACM 18(1), 1971"
+    max_count: ClassVar[int] = 256
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._by_count = Lists(self.capacity_blocks, self.max_count)
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        _access(self._by_count.links, slots, reused)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        _replace(
+            self._by_count.links,
+            slots,
+            num_free,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._by_count.links, slots)
+
+    def reset(self) -> None:
+        self._by_count.clear()
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "used_once_blocks": self._by_count.size(0),
+            "at_max_count_blocks": self._by_count.size(self.max_count - 1),
+        }
+
+    def order(self) -> list[int]:
+        lists = range(self.max_count)
+        return [slot for number in lists for slot in reversed(self._by_count.members(number))]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
+def _access(links: I32s, slots: I32s, reused: Bools) -> int:
+    highest = links.shape[0] - 1
+    for i in range(slots.shape[0] - 1, -1, -1):
+        count = links[slots[i], LIST]
+        move_to_head(links, min(count + 1, highest) if reused[i] else count, slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, I32_ARRAY, I64, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX))
+def _replace(
+    links: I32s,
+    slots: I32s,
+    num_free: int,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
+    lowest = index_keys.shape[0]
+    count = lowest
+    candidate = links[count, PREV]
+    for i in range(num_free, slots.shape[0]):
+        while True:
+            if candidate == count:  # the sentinel: the list is done
+                count += 1
+                if count == links.shape[0]:
+                    return i
+                candidate = links[count, PREV]
+            elif evictable(ref_cnt, path_table, path_keys, index_keys, candidate):
+                break
+            else:
+                candidate = links[candidate, PREV]
+        warmer = links[candidate, PREV]
+        unlink(links, candidate)
+        slots[i] = candidate
+        candidate = warmer
+    for i in range(slots.shape[0] - 1, -1, -1):
+        push_head(links, lowest, slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links: I32s, slots: I32s) -> int:
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+    return slots.shape[0]

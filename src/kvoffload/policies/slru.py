@@ -1,0 +1,146 @@
+"""Segmented LRU: a block has to be used by a second request before it may stay for long.
+
+Source: Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance", IEEE Computer
+27(3), 1994.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvoffload.core.index import Index
+from kvoffload.core.jit import (
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    READONLY_BOOL_ARRAY,
+    READONLY_I32_ARRAY,
+    U64_ARRAY,
+    U64_MATRIX,
+    Bools,
+    I32s,
+    U64s,
+    kernel,
+)
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+
+PROBATION, PROVEN = 0, 1
+
+
+class SLRU(EvictionPolicy):
+    """Two LRU lists: blocks on probation, which give the victims, and blocks that have proven useful.
+
+    A new block is on probation. A hit makes it the most recent of the proven ones; if those are now more
+    than their share, their least recent one goes back to probation, as its most recent. The paper calls
+    the second segment protected; here that word is taken, by pins.
+
+    Where the paper leaves a choice:
+
+    - The share of the proven blocks is `proven_share`, rounded down. It is small, because turns come back
+      by recency: on a chat trace with 5,000 blocks the prefix-hit ratio is 0.130 with a share of 0.2, 0.114
+      with 0.5, 0.110 with 0.8, and 0.124 with LRU. Documents that come back for ever want 0.5.
+    - Probation has no size of its own: it holds what the others do not, all slots at the start.
+    - A request's own store is no hit: when it finishes, the block moves to the front of the list that it
+      is in, with the rest of its path. The head of a path ends foremost, so prefixes are lost, and lose
+      their rank, from the tail.
+    - If every block on probation is protected, the least recent proven block that may leaves.
+    - Losing one's rank is not leaving: a pinned block goes back to probation as any other.
+
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block.
+    """
+
+    name = "slru"
+    good_for = (
+        "where LRU is good, and a little better when the cache is short: chat, documents, loaded agents"
+    )
+    paper = (
+        "Karedla, Love and Wherry, Caching Strategies to Improve Disk System Performance, "
+        "IEEE Computer 27(3), 1994"
+    )
+    proven_share: ClassVar[float] = 0.2
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._segments = Lists(self.capacity_blocks, 2)
+        self._most_proven = int(self.proven_share * self.capacity_blocks)
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        _access(self._segments.links, slots, reused, self._most_proven)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        _replace(
+            self._segments.links,
+            slots,
+            num_free,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._segments.links, slots)
+
+    def reset(self) -> None:
+        self._segments.clear()
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "probation_blocks": self._segments.size(PROBATION),
+            "proven_blocks": self._segments.size(PROVEN),
+        }
+
+    def order(self) -> list[int]:
+        return self._segments.members(PROBATION)[::-1] + self._segments.members(PROVEN)[::-1]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY, I64))
+def _access(links: I32s, slots: I32s, reused: Bools, most_proven: int) -> int:
+    probation, proven = links.shape[0] - 2, links.shape[0] - 1
+    for i in range(slots.shape[0] - 1, -1, -1):
+        move_to_head(links, proven if reused[i] else links[slots[i], LIST], slots[i])
+        if links[proven, LIST] > most_proven:
+            move_to_head(links, probation, links[proven, PREV])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, I32_ARRAY, I64, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX))
+def _replace(
+    links: I32s,
+    slots: I32s,
+    num_free: int,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
+    probation, proven = links.shape[0] - 2, links.shape[0] - 1
+    segment = probation
+    candidate = links[segment, PREV]
+    for i in range(num_free, slots.shape[0]):
+        while True:
+            if candidate == probation:
+                segment = proven
+                candidate = links[proven, PREV]
+            if candidate == proven or evictable(ref_cnt, path_table, path_keys, index_keys, candidate):
+                break
+            candidate = links[candidate, PREV]
+        if candidate == proven:
+            return i
+        warmer = links[candidate, PREV]
+        unlink(links, candidate)
+        slots[i] = candidate
+        candidate = warmer
+    for i in range(slots.shape[0] - 1, -1, -1):
+        push_head(links, probation, slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links: I32s, slots: I32s) -> int:
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+    return slots.shape[0]
