@@ -12,4 +12,10 @@ POLICIES: Registry[EvictionPolicy] = Registry(
     {"lru": "kvoffload.policies.lru:LRU", "arc": "kvoffload.policies.arc:ARC"},
 )
 
-__all__ = ["POLICIES", "BlockwisePolicy", "EvictionPolicy"]
+DEFAULT = "lru"
+"""What is used if nobody says otherwise."""
+
+FLAGSHIP = "lru"
+"""What we would use ourselves."""
+
+__all__ = ["DEFAULT", "FLAGSHIP", "POLICIES", "BlockwisePolicy", "EvictionPolicy"]

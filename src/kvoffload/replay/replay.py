@@ -58,6 +58,9 @@ class Replay:
         config: through what.
         data: the data plane; None replays the decisions alone.
         decisions: where the decision log is written; it is hashed in any case.
+
+    Attributes:
+        hits_per_request: prefix hits of device and tier together, shape ``(requests,)``, int32.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Replay:
         )
         # Code of the block in each slot, to name what leaves.
         self._held = np.full(num_slots, -1, np.int32)
+        self.hits_per_request = np.zeros(trace.requests, np.int32)
         self._device_hits = self._tier_hits = self._block_hits = 0
         self._damaged = self._dropped = 0
         self._control_seconds = 0.0
@@ -107,6 +111,7 @@ class Replay:
         self.manager.finish_request(ctx)
         self._device_hits += on_device
         self._tier_hits += from_tier
+        self.hits_per_request[request] = on_device + from_tier
         self._control_seconds += time.perf_counter() - start - (self._data_seconds() - data_before)
 
     def _serve_from_device(self, keys: Keys) -> int:
