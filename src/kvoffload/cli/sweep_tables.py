@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from statistics import median
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -12,8 +13,8 @@ from rich.text import Text
 
 from kvoffload.replay.rows import Row
 
-_CORRELATED = 0.3
-"""From here on, windows are so much alike that intervals are too narrow."""
+_CORRELATED = 0.35
+"""Two standard errors for 32 windows: if half of the rows are above, windows are not independent."""
 
 
 def tables(rows: Sequence[Row]) -> Iterator[RenderableType]:
@@ -27,11 +28,9 @@ def _table(rows: list[Row], several_stores: bool) -> RenderableType:
     first = rows[0]
     cells = {(_label(row, several_stores), row.capacity): row for row in rows}
     labels, capacities = (list(dict.fromkeys(key[part] for key in cells)) for part in (0, 1))
-    table = Table(
-        title=f"{first.trace}, {_device(rows)}: prefix-hit ratio, and writes per reference",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    # Not the table's own title, which is folded at the table's width.
+    title = Text(f"{first.trace}, {_device(rows)}: prefix-hit ratio, and writes per reference", "italic")
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     at = {row.capacity: row for row in rows}
     for capacity in capacities:
@@ -46,12 +45,15 @@ def _table(rows: list[Row], several_stores: bool) -> RenderableType:
     note = "  * the best at this capacity"
     if first.ci_low is not None:
         note += f", or not told apart from it (paired bootstrap, 95%, seed {first.seed})"
-    if max(row.diff_correlation or 0 for row in rows) > _CORRELATED:
+    correlations = [
+        row.diff_correlation for row in rows if row.diff_vs_lru and row.diff_correlation is not None
+    ]
+    if correlations and median(correlations) > _CORRELATED:
         note += (
             "\n  The traffic changes slowly over this trace: there is less certainty than * says "
             "(docs/sweep.md)"
         )
-    return Group(table, Text(note + "\n"))
+    return Group(title, table, Text(note + "\n"))
 
 
 def _label(row: Row, several_stores: bool) -> str:
@@ -63,8 +65,11 @@ def _device(rows: list[Row]) -> str:
     sizes = {row.device_blocks for row in rows}
     if sizes == {0}:
         return "no device cache"
-    size = f" ({sizes.pop():,} blocks)" if len(sizes) == 1 else ""
-    return f"behind a device cache of {rows[0].device}{size}"
+    typed = rows[0].device
+    if len(sizes) > 1:
+        return f"behind a device cache of {typed} the tier's size"
+    blocks = f"{sizes.pop():,} blocks"
+    return "behind a device cache of " + (blocks if typed.isdigit() else f"{typed} ({blocks})")
 
 
 def _heading(row: Row) -> str:

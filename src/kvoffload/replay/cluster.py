@@ -5,6 +5,8 @@ A trace is sent to the workers once; they need this package, and no file of this
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,9 +35,14 @@ class ClusterWorkers:
             ) from None
         self._distributed: Any = distributed
         try:
+            # A client that fails in its constructor cannot be closed; and what answers at this port may be
+            # anything.
+            asyncio.run(_knock(address))
             self._client: Any = self._distributed.Client(address, timeout=TIMEOUT_S, set_as_default=False)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
+        except Exception as error:
+            # A web server's first bytes as a length are more than any machine has.
+            memory = isinstance(error, MemoryError)
+            reason = "what answers there is none" if memory else " ".join(str(error).split())
             raise ConfigError(
                 "scheduler", address, f"a Dask scheduler that answers within {TIMEOUT_S} s ({reason})"
             ) from None
@@ -56,7 +63,7 @@ class ClusterWorkers:
                 # Not pure: Dask must not answer from what it remembers.
                 future = self._client.submit(attempt_with, sent[task.source], task, pure=False)
                 futures[future] = task
-            for future in self._distributed.as_completed(list(futures)):
+            for future in self._distributed.as_completed(list(futures), loop=self._client.loop):
                 try:
                     result = future.result()
                 except Exception as error:
@@ -81,3 +88,9 @@ class ClusterWorkers:
                 raise ConfigError(
                     "scheduler", address, f"its workers need kvoffload {__version__}; {worker}: {found}"
                 )
+
+
+async def _knock(address: str) -> None:
+    """Connect, shake hands and leave. Raises whatever goes wrong."""
+    comm: Any = importlib.import_module("distributed.comm")
+    (await comm.connect(address, timeout=TIMEOUT_S)).abort()

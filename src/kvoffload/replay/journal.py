@@ -21,29 +21,37 @@ class _Line(msgspec.Struct):
     measurement: Measurement
 
 
+def journal_path(output: Path) -> Path:
+    """Where the journal of an output is."""
+    return output.with_name(output.name + ".journal")
+
+
 class Journal:
-    """Measurements by key, in the file `path`, which one process at a time may have open.
+    """Measurements by key, in the file ``OUTPUT.journal``, which one process at a time may have open.
 
     Whatever does not read as a line of ours counts as not there: the half line at the end after a
     ``kill -9``, a line of another version. What was written is in the hands of the operating system:
     it survives the end of the process at any point, not that of the machine.
 
-    Raises: `ConfigError` that names `field`, here and in `add`, if the file cannot be written or another
+    Attributes:
+        found: what was there when it was opened.
+
+    Raises: `ConfigError` that names the output, here and in `add`, if the file cannot be written or another
     process has it.
     """
 
-    def __init__(self, field: str, path: Path) -> None:
-        self._field, self.path = field, path
+    def __init__(self, output: Path) -> None:
+        self._output, self.path = output, journal_path(output)
         self.found: dict[str, Measurement] = {}
         try:
-            self._file = path.open("a+b", buffering=0)
+            self._file = self.path.open("a+b", buffering=0)
         except OSError as error:
             raise self._refused(error) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise ConfigError(field, str(path), "another sweep is writing it") from None
+            raise ConfigError("output", str(output), "another sweep is writing it now") from None
         self._read()
 
     def add(self, key: str, measurement: Measurement) -> None:
@@ -79,4 +87,6 @@ class Journal:
         self._file.truncate(end)
 
     def _refused(self, error: OSError) -> ConfigError:
-        return ConfigError(self._field, str(self.path), f"a file that can be written ({error.strerror})")
+        return ConfigError(
+            "output", str(self._output), f"a file that can be written, with its journal ({error.strerror})"
+        )

@@ -20,24 +20,24 @@ from kvoffload.errors import ConfigError
 class RowsFile:
     """The file `path`, written at once when there is something to write.
 
-    Raises: `ConfigError` that names `field`, for a suffix that is none of ours, for a path that is no
+    Raises: `ConfigError` that names the output, for a suffix that is none of ours, for a path that is no
     regular file, for Parquet without pyarrow.
     """
 
-    def __init__(self, field: str, path: Path) -> None:
+    def __init__(self, path: Path) -> None:
         writers = {".csv": _csv, ".json": _json, ".parquet": _parquet}
         if path.suffix not in writers:
-            raise ConfigError(field, str(path), f"a file that ends in {', '.join(writers)}")
+            raise ConfigError("output", str(path), f"a file that ends in {', '.join(writers)}")
         if path.exists() and not path.is_file():
-            raise ConfigError(field, str(path), "a regular file, or one that does not exist yet")
+            raise ConfigError("output", str(path), "a regular file, or one that does not exist yet")
         if path.suffix == ".parquet":
             try:
                 import pyarrow  # noqa: F401
             except ImportError:
                 raise ConfigError(
-                    field, str(path), "Parquet needs pyarrow: pip install 'kvoffload[parquet]'"
+                    "output", str(path), "Parquet needs pyarrow: pip install 'kvoffload[parquet]'"
                 ) from None
-        self._field, self.path, self._encode = field, path, writers[path.suffix]
+        self.path, self._encode = path, writers[path.suffix]
 
     def write(self, rows: Sequence[msgspec.Struct]) -> None:
         """Replace the file by these rows, all of one class; until then the old one is whole.
@@ -53,7 +53,7 @@ class RowsFile:
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             raise ConfigError(
-                self._field, str(self.path), f"a file that can be written ({error.strerror})"
+                "output", str(self.path), f"a file that can be written ({error.strerror})"
             ) from None
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from kvoffload.errors import ConfigError, SweepError
 from kvoffload.replay.bootstrap import RESAMPLES, WINDOWS, Resamples, window_sums
 from kvoffload.replay.grid import Grid, Point
-from kvoffload.replay.journal import Journal
+from kvoffload.replay.journal import Journal, journal_path
 from kvoffload.replay.measure import Failure, Measurement, Task, TraceSource, code_digest, identified, load
 from kvoffload.replay.outputs import RowsFile
 from kvoffload.replay.rows import Row, SweptTrace, rows_of, violations
@@ -112,15 +112,15 @@ class Sweep:
         self._grid, self._timings = grid, timings
         self._jobs, self._scheduler = jobs or _available_cpus(), scheduler
         self._seed, self._resamples = seed, resamples
-        self._output = RowsFile("output", output) if output is not None else None
-        if output is not None and output.exists() and not force and not _journal_path(output).exists():
+        self._output = RowsFile(output) if output is not None else None
+        if output is not None and output.exists() and not force and not journal_path(output).exists():
             raise ConfigError("output", str(output), "a file that does not exist yet, or --force")
         self.progress = Progress(0, 0, 0, 0)
 
     @property
     def journal_path(self) -> Path | None:
         """Where finished replays are kept meanwhile."""
-        return _journal_path(self._output.path) if self._output else None
+        return journal_path(self._output.path) if self._output else None
 
     def run(self, on_progress: Callable[[Progress], None] = lambda progress: None) -> SweepResult:
         """Do what is not done yet, write the output, and say what came of it.
@@ -131,8 +131,8 @@ class Sweep:
         """
         with contextlib.ExitStack() as stack:
             journal = None
-            if self.journal_path is not None:
-                journal = Journal("output", self.journal_path)
+            if self._output is not None:
+                journal = Journal(self._output.path)
                 stack.callback(journal.close)
             workers = self._workers()
             stack.callback(workers.close)
@@ -229,10 +229,6 @@ def _key(trace: SweptTrace, point: Point) -> str:
     parts = [_FORMAT, WINDOWS, trace.source.digest, code_digest(point.policy), point.policy,
              point.admission, point.store, point.capacity_blocks, point.device_blocks]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
-
-
-def _journal_path(output: Path) -> Path:
-    return output.with_name(output.name + ".journal")
 
 
 def _available_cpus() -> int:
