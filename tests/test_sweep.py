@@ -151,13 +151,28 @@ def test_a_mode_that_needs_a_device_is_left_out_without_one(
     monkeypatch.setitem(grid.STORES, "on-device-eviction", {})
     axes = Grid(("lru", "arc"), devices=("0", "4"), stores=("on-compute", "on-device-eviction"))
     result = Sweep([chat], axes, jobs=1).run()
-    assert result.left_out == 2
+    assert result.left_out == {"to store on device eviction takes a device cache": 2}
     assert {(row.store, row.device) for row in result.rows} == {
         ("on-compute", "0"), ("on-compute", "4"), ("on-device-eviction", "4"),
     }  # fmt: skip
     assert all(row.diff_vs_lru == 0 for row in result.rows if row.policy == "lru"), "each beside its own"
-    with pytest.raises(ConfigError, match="with a device cache in front"):
+    with pytest.raises(ConfigError, match="to store on device eviction takes a device cache"):
         Sweep([chat], Grid(("lru",), stores=("on-device-eviction",)), jobs=1).run()
+
+
+def test_a_rule_and_a_policy_that_do_not_go_together_are_left_out(
+    chat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = ConfigError("admission", "reuse:2", "not with arc")
+    together = {("arc", "reuse:2"): reason}
+    monkeypatch.setattr(grid, "why_not", lambda policy, admission: together.get((policy, admission)))
+    arguments = ("--policies", "lru,arc", "--admissions", "all,reuse:2", "--capacities", "5%,10%")
+    assert run_main(monkeypatch, chat, *arguments, "--jobs", "1") == 0
+    assert capsys.readouterr().err == (
+        "2 combinations left out: admission: 'reuse:2' is not possible; not with arc\n"
+    )
+    with pytest.raises(ConfigError, match="not with arc"):
+        Grid(("arc",), ("all", "reuse:2"))
 
 
 def test_without_lru_there_is_no_baseline(chat: str) -> None:
@@ -481,6 +496,8 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     ("arguments", "message"),
     [
         (["--policies", "lru,lruu"], "policy: 'lruu' is not possible; allowed: "),
+        (["--policies", "kvoffload.policies:BlockwisePolicy"], "policy: 'kvoffload.policies:BlockwisePolicy' "
+                                                               "is not possible; it cannot be used: "),
         (["--policies", "lru,,arc"], "policies: 'lru,,arc' is not possible; values with commas between them, "
                                      "none of them empty"),
         (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is not possible; allowed: all, reuse:N with "
@@ -675,3 +692,8 @@ def test_a_scheduler_that_does_not_answer(
     with pytest.raises(ConfigError, match=f"scheduler: '{address}' is not possible; a Dask scheduler that"):
         Sweep([chat], SMALL, scheduler=address, output=tmp_path / "out.csv").run()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_column_is_explained() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "sweep.md").read_text()
+    assert [name for name in Row.__struct_fields__ if f"`{name}`" not in text] == []

@@ -99,8 +99,7 @@ def sweep(
         click.echo(f"{result.from_journal:,} of {len(result.rows):,} rows had been finished before", err=True)
     if result.left_out:
         click.echo(
-            f"{result.left_out:,} combinations left out: to store on device eviction takes a device cache",
-            err=True,
+            f"{result.left_out.total():,} combinations left out: {'; '.join(result.left_out)}", err=True
         )
     for violation in result.violations:
         click.echo(f"kvoffload: better than the best there can be: {violation}", err=True)

@@ -38,9 +38,13 @@ def _table(rows: list[Row], several_stores: bool) -> RenderableType:
     for label in labels:
         table.add_row(label, *(_cell(cells.get((label, capacity))) for capacity in capacities))
     table.add_section()
-    best = [at[capacity].optimum_hit_ratio for capacity in capacities]
-    if any(ratio is not None for ratio in best):
-        table.add_row("optimum", *("" if ratio is None else f"{ratio:.4f}      -" for ratio in best))
+    # What can be reached depends on when blocks are stored.
+    for store in dict.fromkeys(row.store for row in rows):
+        best = {row.capacity: row.optimum_hit_ratio for row in rows if row.store == store}
+        if any(ratio is not None for ratio in best.values()):
+            label = f"optimum, {store}" if several_stores else "optimum"
+            ratios = (best.get(capacity) for capacity in capacities)
+            table.add_row(label, *("" if ratio is None else f"{ratio:.4f}      -" for ratio in ratios))
     table.add_row("no limit", *(f"{at[capacity].infinite_hit_ratio:.4f}      -" for capacity in capacities))
     note = "  * the best at this capacity"
     if first.ci_low is not None:

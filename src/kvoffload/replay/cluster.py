@@ -80,7 +80,7 @@ class ClusterWorkers:
         if not self._client.scheduler_info()["workers"]:
             try:
                 self._client.wait_for_workers(1, timeout=TIMEOUT_S)
-            except TimeoutError:
+            except (TimeoutError, asyncio.TimeoutError):  # Two classes before Python 3.11.
                 raise ConfigError("scheduler", address, "a Dask scheduler that has workers") from None
         for worker, answer in self._client.run(code_digest, on_error="return").items():
             if answer != code_digest():

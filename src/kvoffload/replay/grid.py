@@ -5,16 +5,17 @@ Owns the grammar of the axes and the order of the combinations. Replays nothing.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
+import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvoffload import admission as admissions
 from kvoffload.config import parse_capacity, parse_size
+from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.policies import POLICIES
 from kvoffload.replay.keys import KEY_BYTES
@@ -24,8 +25,8 @@ from kvoffload.replay.trace import Trace
 STORES: dict[str, dict[str, str]] = {"on-compute": {}}
 """When a block is stored, and what that is in a `ReplayConfig`."""
 
-NEEDS_DEVICE = {"on-device-eviction"}
-"""Of these, what makes no sense without a device cache."""
+NEEDS_DEVICE = {"on-device-eviction": "to store on device eviction takes a device cache"}
+"""Of these, what makes no sense without a device cache, and why."""
 
 _TIMES = re.compile(r"(\d+)(?:\.(\d+))?x")
 _DEVICE_ALLOWED = (
@@ -33,6 +34,7 @@ _DEVICE_ALLOWED = (
     "part of the tier's capacity (0.5x)"
 )
 _ANY_TRACE = 10**15
+_A_FEW_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -93,32 +95,42 @@ class Grid:
             POLICIES.find(policy)
         for admission in self.admissions:
             admissions.create(admission, KEY_BYTES)
+        for policy in self.policies:
+            self._needs_one([why_not(policy, admission) for admission in self.admissions])
+        for admission in self.admissions:
+            self._needs_one([why_not(policy, admission) for policy in self.policies])
         for store in self.stores:
             if store not in STORES:
                 raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
         # Whether it can be understood is known before a trace is read.
         self._sizes(_ANY_TRACE)
 
-    def points(self, trace: int, unique_blocks: int) -> Iterator[Point]:
-        """Every combination on one trace, in the order of the axes: device, capacity, store, policy, rule.
+    def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
+        """Every combination on one trace that makes sense, and for each that makes none the reason.
 
-        Raises `ConfigError` for a size that is no block of this trace.
+        In the order of the axes: device, capacity, store, policy, rule. Raises `ConfigError` for a size
+        that is no block of this trace.
         """
+        points, left_out = [], []
         for device, capacity, capacity_blocks, device_blocks in self._sizes(unique_blocks):
-            for store in self.stores:
+            for store, policy, admission in itertools.product(self.stores, self.policies, self.admissions):
+                impossible = why_not(policy, admission)
                 if store in NEEDS_DEVICE and device_blocks == 0:
-                    continue
-                for policy in self.policies:
-                    for admission in self.admissions:
-                        yield Point(
+                    left_out.append(NEEDS_DEVICE[store])
+                elif impossible is not None:
+                    left_out.append(str(impossible))
+                else:
+                    points.append(
+                        Point(
                             trace, policy, admission, store, capacity, capacity_blocks, device, device_blocks
                         )
+                    )
+        return points, left_out
 
-    @property
-    def combinations(self) -> int:
-        """How many combinations there are on one trace, with those that make no sense."""
-        axes = (self.policies, self.admissions, self.capacities, self.devices, self.stores)
-        return math.prod(len(axis) for axis in axes)
+    def _needs_one(self, reasons: list[ConfigError | None]) -> None:
+        """Refuse what goes together with nothing in this grid."""
+        if reasons[0] is not None and all(reasons):
+            raise reasons[0]
 
     def _sizes(self, unique_blocks: int) -> list[tuple[str, str, int, int]]:
         """Device and capacity as typed, capacity and device in blocks."""
@@ -129,6 +141,19 @@ class Grid:
                 device_blocks = _device_blocks(device, blocks, self.block_bytes, unique_blocks)
                 sizes.append((device, capacity, blocks, device_blocks))
         return sizes
+
+
+@functools.cache
+def why_not(policy: str, admission: str) -> ConfigError | None:
+    """Why a policy and an admission rule do not go together; None if they do."""
+    try:
+        OffloadingManager(_A_FEW_BLOCKS, key_bytes=KEY_BYTES, policy=policy, admission=admission)
+    except ConfigError as error:
+        return error
+    except Exception as error:
+        # Somebody else's class, which nothing can be made of.
+        return ConfigError("policy", policy, f"it cannot be used: {type(error).__name__}: {error}")
+    return None
 
 
 def axis(field: str, text: str) -> tuple[str, ...]:

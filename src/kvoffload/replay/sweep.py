@@ -52,13 +52,13 @@ class SweepResult:
 
     Attributes:
         rows: one for each combination, in the order of the traces and axes.
-        left_out: combinations that make no sense: storing on device eviction without a device.
+        left_out: for each combination that makes no sense, why; each reason with how often it was given.
         from_journal: combinations whose replay an earlier run had finished.
         violations: one line for each row above the optimum; anything but none is a bug.
     """
 
     rows: list[Row]
-    left_out: int
+    left_out: Counter[str]
     from_journal: int
     violations: list[str]
 
@@ -137,13 +137,13 @@ class Sweep:
             workers = self._workers()
             stack.callback(workers.close)
             traces = [_swept(source) for source in self._sources]
-            points = [
-                point
-                for number, trace in enumerate(traces)
-                for point in self._grid.points(number, trace.unique_blocks)
-            ]
+            points, left_out = [], Counter[str]()
+            for number, trace in enumerate(traces):
+                of_trace, reasons = self._grid.points(number, trace.unique_blocks)
+                points += of_trace
+                left_out.update(reasons)
             if not points:
-                raise ConfigError("stores", ",".join(self._grid.stores), "with a device cache in front")
+                raise ConfigError("stores", ",".join(self._grid.stores), "; ".join(left_out))
             measured, from_journal = self._measure(traces, points, workers, journal, on_progress)
             rows = rows_of(
                 traces, points, measured, seed=self._seed, resamples=self._resamples, timings=self._timings
@@ -151,7 +151,6 @@ class Sweep:
             if self._output is not None and journal is not None:
                 self._output.write(rows)
                 journal.remove()
-        left_out = self._grid.combinations * len(traces) - len(points)
         return SweepResult(rows, left_out, from_journal, violations(rows))
 
     def _workers(self) -> Workers:
