@@ -25,3 +25,7 @@ class PolicyError(KVOffloadError, RuntimeError):
 
 class TraceError(KVOffloadError, ValueError):
     """A trace cannot be read; the message names file, line, field and reason."""
+
+
+class SweepError(KVOffloadError, RuntimeError):
+    """A sweep could not be finished; the message names the row or the worker. What is done is kept."""

@@ -14,6 +14,11 @@ from kvoffload.core.keys import Keys
 Slots = npt.NDArray[np.int32]
 
 
+ON_COMPUTE, ON_DEVICE_EVICTION = "on-compute", "on-device-eviction"
+STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
+"""When a block is offered to a tier: as soon as it is computed, or when the device drops it."""
+
+
 class LookupResult(Enum):
     """What the manager knows of one block; the names are vLLM's."""
 

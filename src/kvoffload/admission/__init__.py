@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvoffload.admission.base import Admission
 from kvoffload.admission.bypass import BypassAdmission
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.errors import ConfigError
+
+DEFAULT = "all"
+"""What is used if nobody says otherwise."""
+
+
+class Description(NamedTuple):
+    """An admission rule as lists show it.
+
+    Attributes:
+        form: what users type.
+        summary: what it is, in a line.
+        good_for, paper: as in `Admission`.
+    """
+
+    form: str
+    summary: str
+    good_for: str
+    paper: str
+
+
+def _described(form: str, rule: type[Admission]) -> Description:
+    return Description(form, (rule.__doc__ or "").partition("\n")[0], rule.good_for, rule.paper)
+
+
+RULES = (
+    Description(
+        "all", "Admit every block: no gate, no cost.", "tiers whose writes are cheap; the default", ""
+    ),
+    _described("bypass:F", BypassAdmission),
+    _described("reuse:N", ReuseAdmission),
+)
+"""Every rule that `create` knows."""
 
 ALLOWED = "allowed: all, reuse:N with N >= 1 (reuse:1 is all), bypass, bypass:F with F from -1 to 1000"
 
@@ -39,4 +73,4 @@ def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
     raise ConfigError("admission", spec, ALLOWED)
 
 
-__all__ = ["Admission", "BypassAdmission", "ReuseAdmission", "create"]
+__all__ = ["DEFAULT", "RULES", "Admission", "BypassAdmission", "Description", "ReuseAdmission", "create"]

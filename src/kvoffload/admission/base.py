@@ -18,10 +18,14 @@ class Admission(ABC):
 
     Attributes:
         name: what users type, before the colon.
+        good_for: where it is worth trying, in a line.
+        paper: where it was published.
         key_bytes: the one length of keys that it understands; None for any.
     """
 
     name: ClassVar[str]
+    good_for: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
     key_bytes: int | None = None
 
     @abstractmethod

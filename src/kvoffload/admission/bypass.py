@@ -20,6 +20,7 @@ class BypassAdmission(Admission):
     """
 
     name = "bypass"
+    good_for = "with policies that weigh blocks: the dial between hits and writes"
 
     def __init__(self, write_cost: float = 0.0) -> None:
         if not -1 <= write_cost <= 1000:

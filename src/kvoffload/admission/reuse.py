@@ -38,6 +38,7 @@ class ReuseAdmission(Admission):
     """
 
     name = "reuse"
+    good_for = "few writes: a tier whose writes are dear, with room to spare; the first reuse is lost"
 
     def __init__(
         self, key_bytes: int, store_threshold: int, max_tracker_size: int = DEFAULT_TRACKER_SIZE

@@ -11,7 +11,12 @@ import click
 from kvoffload import __version__
 from kvoffload.errors import ConfigError, PolicyError, TraceError
 
-_COMMANDS = {"replay": "kvoffload.cli.replay:replay", "trace": "kvoffload.cli.trace:trace"}
+_COMMANDS = {
+    "policies": "kvoffload.cli.policies:policies",
+    "replay": "kvoffload.cli.replay:replay",
+    "sweep": "kvoffload.cli.sweep:sweep",
+    "trace": "kvoffload.cli.trace:trace",
+}
 _KERNEL_CACHE = Path(__file__).resolve().parent.parent / "core" / "__pycache__"
 
 

@@ -21,6 +21,7 @@ from kvoffload.replay.sources import load_trace
 from kvoffload.replay.trace import Trace
 from kvoffload.testing.faults import parse_injection
 from kvoffload.tiers.memory import available_bytes
+from kvoffload.types import ON_COMPUTE, STORES
 
 
 @click.command()
@@ -28,7 +29,9 @@ from kvoffload.tiers.memory import available_bytes
 @click.option(
     "--policy", default="lru", show_default=True, help="A name (a wrong one lists all), or module:Class."
 )
-@click.option("--admission", default="all", show_default=True, help="all, or reuse:N.")
+@click.option(
+    "--admission", default="all", show_default=True, help="all, reuse:N, or bypass:F; see kvoffload policies."
+)
 @click.option(
     "--capacity",
     default="5%",
@@ -37,6 +40,8 @@ from kvoffload.tiers.memory import available_bytes
 )
 @click.option("--device-blocks", default=0, show_default=True, type=click.IntRange(min=0),
               help="Blocks of an LRU device cache in front; 0 for none.")  # fmt: skip
+@click.option("--store", default=ON_COMPUTE, show_default=True, type=click.Choice(STORES),
+              help="When a block is offered to the tier.")  # fmt: skip
 @click.option("--block-bytes", default="64KiB", show_default=True, help="Bytes of a block; a multiple of 8.")
 @click.option("--no-data", is_flag=True, help="Replay the decisions alone, without bytes.")
 @click.option(
@@ -58,6 +63,7 @@ def replay(
     admission: str,
     capacity: str,
     device_blocks: int,
+    store: str,
     block_bytes: str,
     no_data: bool,
     inject: str | None,
@@ -85,7 +91,7 @@ def replay(
             "trace", trace, f"it must have a request of at least one block ({block_tokens} tokens)"
         )
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
-    config = ReplayConfig(blocks, policy, admission, device_blocks)
+    config = ReplayConfig(blocks, policy, admission, device_blocks, store)
     if output is not None:
         _write("output", output, b"")  # A file that cannot be written is known before the work is done.
     with contextlib.ExitStack() as stack:

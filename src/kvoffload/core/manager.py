@@ -25,6 +25,9 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
 from kvoffload.policies import POLICIES, REFUSED, EvictionPolicy
 from kvoffload.types import (
+    ON_COMPUTE,
+    ON_DEVICE_EVICTION,
+    STORES,
     LoadPlan,
     LookupResult,
     ManagerStats,
@@ -37,10 +40,6 @@ from kvoffload.types import (
 _INT32, _UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
 _NO_ROWS = np.empty(0, np.int32)
 _UNNAMED = -2
-ON_COMPUTE, ON_DEVICE_EVICTION = "on-compute", "on-device-eviction"
-STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
-"""When a block is offered to the tier."""
-
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """By what `steps.state_of_key` answers."""
 

@@ -21,4 +21,10 @@ POLICIES: Registry[EvictionPolicy] = Registry(
     },
 )
 
-__all__ = ["POLICIES", "REFUSED", "BlockwisePolicy", "EvictionPolicy"]
+DEFAULT = "lru"
+"""What is used if nobody says otherwise."""
+
+FLAGSHIP = "hazard"
+"""What we would use ourselves."""
+
+__all__ = ["DEFAULT", "FLAGSHIP", "POLICIES", "REFUSED", "BlockwisePolicy", "EvictionPolicy"]

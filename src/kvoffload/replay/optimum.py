@@ -15,13 +15,11 @@ from kvoffload.core.jit import BOOL_ARRAY, I64, I64_ARRAY, READONLY_I64_ARRAY, U
 from kvoffload.errors import ConfigError
 from kvoffload.replay.device import DeviceRun, run_device
 from kvoffload.replay.trace import Trace
+from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 
 _Int64s = npt.NDArray[np.int64]
 
 _NEVER = -1
-
-STORES = ("on-compute", "on-device-eviction")
-"""When a block is offered to the tier: by each request that has it, or when the device drops it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class OptimumResult:
 
 
 def optimum(
-    trace: Trace, capacity_blocks: int, device_blocks: int = 0, store: str = "on-compute"
+    trace: Trace, capacity_blocks: int, device_blocks: int = 0, store: str = ON_COMPUTE
 ) -> OptimumResult:
     """Run MIN with bypass: of the resident blocks and those on offer, keep those that are needed soonest.
 
@@ -85,7 +83,7 @@ def optimum(
     offered, ends = np.arange(num_refs, dtype=np.int64), trace.offsets
     next_place = _next_uses(trace.refs)
     if device is not None:
-        if store == "on-device-eviction":
+        if store == ON_DEVICE_EVICTION:
             offered, ends = device.dropped, device.offsets
         _move_idle(next_place, trace.offsets, device)
     starts = _tree_starts(2 * num_refs if device is not None else num_refs)

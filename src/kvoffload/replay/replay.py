@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvoffload import __version__
 from kvoffload.core.keys import Keys
-from kvoffload.core.manager import ON_COMPUTE, ON_DEVICE_EVICTION, OffloadingManager
+from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
 from kvoffload.policies import EvictionPolicy
@@ -27,7 +27,7 @@ from kvoffload.replay.keys import KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.trace import Trace
-from kvoffload.types import StorePlan
+from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, StorePlan
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class Replay:
         config: through what.
         data: the data plane; None replays the decisions alone.
         decisions: where the decision log is written; it is hashed in any case.
+
+    Attributes:
+        hits_per_request: prefix hits of device and tier together, shape ``(requests,)``, int32.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Replay:
             self._device_held = np.full(num_device_slots, -1, np.int32)
         # Code of the block in each slot, to name what leaves.
         self._held = np.full(num_slots, -1, np.int32)
+        self.hits_per_request = np.zeros(trace.requests, np.int32)
         self._device_hits = self._tier_hits = self._block_hits = 0
         self._damaged = self._dropped = 0
         self._control_seconds = 0.0
@@ -130,6 +134,7 @@ class Replay:
         self.manager.finish_request(ctx)
         self._device_hits += on_device
         self._tier_hits += from_tier
+        self.hits_per_request[request] = on_device + from_tier
         self._control_seconds += time.perf_counter() - start - (self._data_seconds() - data_before)
 
     def _store_on_device(
@@ -215,13 +220,14 @@ class Replay:
         trace, config, data, stats = self._trace, self._config, self._data, self.manager.stats()
         refs = max(1, trace.block_refs)
         hits = self._device_hits + self._tier_hits
-        best = optimum(trace, config.capacity_blocks, device_blocks=config.device_blocks)
+        best = optimum(trace, config.capacity_blocks, config.device_blocks, config.store)
         return ReplayReport(
             trace=trace.name,
             policy=self.manager.policy.name,
             admission=config.admission,
             capacity_blocks=config.capacity_blocks,
             device_blocks=config.device_blocks,
+            store=config.store,
             requests=trace.requests,
             block_refs=trace.block_refs,
             unique_blocks=trace.unique_blocks,

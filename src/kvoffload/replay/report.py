@@ -18,17 +18,19 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         trace, policy, admission: what was replayed through what.
         capacity_blocks, device_blocks: sizes of the RAM tier, and of the device cache in front of it.
+        store: when a block is offered to the tier.
         requests, block_refs, unique_blocks: size of the trace.
         skipped_lines: bad lines of the trace that were left out.
         prefix_hit_blocks: references served by device and tier together; prefix_hit_ratio: their share.
         device_hit_blocks, offload_hit_blocks: the same by place.
-        block_hit_ratio: share of references whose block the tier held, at any depth.
+        block_hit_ratio: share of references whose block the tier held, at any depth; of a victim tier,
+            device and tier together.
         infinite_hit_ratio: prefix-hit ratio of a cache that never evicts.
         optimum_hit_ratio: the most that any policy could reach with this capacity, device and tier
             together; the device in front is what it is.
         tokens, tokens_saved: prompt tokens in full blocks, and those that need not be computed.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: what the tier did; refused by the
-            admission rule, dropped for want of room.
+            admission rule or the policy, dropped for want of room.
         writes_per_ref: blocks written per block reference.
         block_bytes, bytes_stored, bytes_loaded: 0 without data.
         blocks_verified: blocks compared with their checksum when they were read.
@@ -46,6 +48,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     admission: str
     capacity_blocks: int
     device_blocks: int
+    store: str
     requests: int
     block_refs: int
     unique_blocks: int

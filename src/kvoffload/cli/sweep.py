@@ -1,0 +1,138 @@
+"""``kvoffload sweep``: every combination of policies, rules and sizes on some traces."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+
+from kvoffload.cli.sweep_tables import tables
+from kvoffload.errors import SweepError
+from kvoffload.replay.bootstrap import RESAMPLES
+from kvoffload.replay.grid import Grid, axis, block_size
+from kvoffload.replay.sweep import Progress, Sweep
+from kvoffload.types import ON_COMPUTE, STORES
+
+_REMEMBERED_S = 600
+
+
+@click.command()
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True)
+@click.option("--policies", default="lru,arc", show_default=True, help="Names, or module:Class.")
+@click.option("--admissions", default="all", show_default=True, help="all, reuse:N.")
+@click.option("--capacities", default="1%,2%,5%,10%", show_default=True,
+              help="Of the tier: 5000 (blocks), 5% (of the unique), 4GiB.")  # fmt: skip
+@click.option("--device-blocks", default="0", show_default=True,
+              help="Of an LRU device cache in front: 0 (none), as above, or 0.5x of the tier.")  # fmt: skip
+@click.option("--stores", default=ON_COMPUTE, show_default=True, help=f"When to store: {', '.join(STORES)}.")
+@click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
+@click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
+@click.option("--output", type=click.Path(path_type=Path),
+              help="Write the rows: .csv, .json, .parquet. Without it nothing is kept.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option("--timings", is_flag=True, help="A column of seconds; these differ from run to run.")
+@click.option("--seed", default=0, show_default=True, help="Of the confidence intervals.")
+@click.option("--resamples", default=RESAMPLES, show_default=True, help="Of the confidence intervals.")
+@click.option("--block-bytes", default="64KiB", show_default=True, help="What sizes are divided by.")
+@click.option("--block-tokens", default=512, show_default=True, type=click.IntRange(min=1),
+              help="Tokens in a block of the traces.")  # fmt: skip
+@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of traces out, and count them.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+def sweep(
+    traces: tuple[str, ...],
+    policies: str,
+    admissions: str,
+    capacities: str,
+    device_blocks: str,
+    stores: str,
+    jobs: int | None,
+    scheduler: str | None,
+    output: Path | None,
+    force: bool,
+    timings: bool,
+    seed: int,
+    resamples: int,
+    block_bytes: str,
+    block_tokens: int,
+    skip_bad_lines: bool,
+    quiet: bool,
+) -> None:
+    """Replay every TRACE through every combination, and say which differences mean something.
+
+    TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag. Lists
+    have commas. Replays are of the decisions alone, without bytes. A sweep with --output that was
+    interrupted goes on where it stopped when the same command is run again. Exit code 1 if a row is better
+    than the optimum, or a replay failed.
+    """
+    grid = Grid(
+        axis("policies", policies),
+        axis("admissions", admissions),
+        axis("capacities", capacities),
+        axis("device-blocks", device_blocks),
+        axis("stores", stores),
+        block_size(block_bytes),
+    )
+    run = Sweep(
+        traces, grid, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, output=output, force=force,
+        jobs=jobs, scheduler=scheduler, seed=seed, resamples=resamples, timings=timings,
+    )  # fmt: skip
+    try:
+        with _progress(quiet) as on_progress:
+            result = run.run(on_progress)
+    except KeyboardInterrupt:
+        click.echo(f"kvoffload: interrupted{_how_to_go_on(run)}", err=True)
+        sys.exit(130)
+    except SweepError as error:
+        click.echo(f"kvoffload: {error}{_how_to_go_on(run)}", err=True)
+        sys.exit(1)
+    console = Console()
+    for table in tables(result.rows):
+        console.print(table)
+    if result.from_journal:
+        click.echo(f"{result.from_journal:,} of {len(result.rows):,} rows had been finished before", err=True)
+    if result.left_out:
+        click.echo(
+            f"{result.left_out.total():,} combinations left out: {'; '.join(result.left_out)}", err=True
+        )
+    for violation in result.violations:
+        click.echo(f"kvoffload: better than the best there can be: {violation}", err=True)
+    if result.violations:
+        sys.exit(1)
+
+
+def _how_to_go_on(run: Sweep) -> str:
+    done = run.progress
+    if run.journal_path is None:
+        return "; without --output nothing is kept"
+    return (
+        f"; {done.rows_done:,} of {done.rows:,} rows are kept in {run.journal_path}: "
+        "run the same command again to go on"
+    )
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """A bar over block references, not rows: a row of a long trace takes longer."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+               TimeRemainingColumn())  # fmt: skip
+    with ProgressBar(
+        *columns,
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+        speed_estimate_period=_REMEMBERED_S,
+    ) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda now: bar.update(
+            task,
+            description=f"{now.rows_done:,} of {now.rows:,} rows",
+            completed=now.refs_done,
+            total=now.refs,
+        )

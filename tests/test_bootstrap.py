@@ -1,0 +1,140 @@
+"""Confidence intervals: by hand, against a plain twin, and as often right as they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.replay import bootstrap
+from kvoffload.replay.bootstrap import Resamples, window_sums
+
+
+def test_windows_are_equal_runs_and_lose_nothing() -> None:
+    values = np.arange(1, 8, dtype=np.int32)
+    assert window_sums(values, 3).tolist() == [1 + 2, 3 + 4, 5 + 6 + 7]
+    assert window_sums(values, 7).tolist() == values.tolist()
+    assert window_sums(values, 99).tolist() == values.tolist(), "never more windows than requests"
+    assert window_sums(values[:0], 3).tolist() == []
+    sums = window_sums(np.full(1000, 2**30, np.int32), 3)
+    assert sums.sum() == 1000 * 2**30, "sums do not overflow"
+
+
+def test_two_windows_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Window A hits nothing of 1, B hits 3 of 3: AA, AB, BA and BB have ratios 0, 3/4, 3/4 and 1."""
+    monkeypatch.setattr(bootstrap, "FEWEST_WINDOWS", 2)
+    draws = Resamples(np.array([1, 3]))
+    interval = draws.ratio(np.array([0, 3]))
+    assert interval is not None
+    assert interval[:2] == (0.0, 1.0)
+    monkeypatch.setattr(bootstrap, "CONFIDENCE", 0.2)
+    assert draws.ratio(np.array([0, 3]))[:2] == (0.75, 0.75)  # type: ignore[index]
+
+
+def test_as_the_plain_twin_says() -> None:
+    generator = np.random.default_rng(1)
+    refs = generator.integers(1, 100, 12)
+    hits = generator.integers(0, refs)
+    drawn = bootstrap._drawn(50 * 12, 12, seed=9).reshape(50, 12)
+    ratios = [sum(hits[w] for w in draw) / sum(refs[w] for w in draw) for draw in drawn]
+    interval = Resamples(refs, resamples=50, seed=9).ratio(hits)
+    assert interval is not None
+    assert interval[:2] == pytest.approx(np.quantile(ratios, (0.025, 0.975)), abs=1e-15)
+
+
+def test_draws_are_even_and_differ_with_the_seed() -> None:
+    drawn = bootstrap._drawn(100_000, 10, seed=0)
+    assert np.abs(np.bincount(drawn, minlength=10) - 10_000).max() < 400
+    assert (drawn != bootstrap._drawn(100_000, 10, seed=1)).mean() > 0.85
+
+
+def test_equal_everywhere() -> None:
+    """The draws change with no library: the first outputs of splitmix64 from seed 0, as published."""
+    published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
+    assert bootstrap._drawn(4, 32, seed=0).tolist() == [number >> 59 for number in published]
+
+
+def test_nothing_varies_nothing_is_uncertain() -> None:
+    refs = np.arange(1, 33)
+    interval = Resamples(refs).ratio(refs)
+    assert interval == (1.0, 1.0, 0.0)
+
+
+def test_a_run_does_not_differ_from_itself() -> None:
+    generator = np.random.default_rng(2)
+    refs = generator.integers(1, 1000, 32)
+    hits = generator.integers(0, refs)
+    assert Resamples(refs).difference(hits, hits.copy()) == (0.0, 0.0, 0.0)
+
+
+def test_too_few_windows_say_nothing() -> None:
+    refs = np.full(bootstrap.FEWEST_WINDOWS - 1, 5)
+    assert Resamples(refs).ratio(refs) is None
+    assert Resamples(np.zeros(20, np.int64)).ratio(np.zeros(20, np.int64)) is None, "no references at all"
+    sparse = np.array([0] * 19 + [7])
+    assert Resamples(sparse).ratio(sparse) == (1.0, 1.0, 0.0), "draws of empty windows only do not count"
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ConfigError, match="resamples: 0 is not possible"):
+        Resamples(np.ones(20, np.int64), resamples=0)
+    with pytest.raises(ConfigError, match="seed: -1 is not possible"):
+        Resamples(np.ones(20, np.int64), seed=-1)
+    with pytest.raises(ConfigError, match="one sum for each of 20 windows"):
+        Resamples(np.ones(20, np.int64)).ratio(np.ones(21, np.int64))
+
+
+def _bursty(traces: int, requests: int, generator: np.random.Generator) -> np.ndarray:
+    """Hits of requests of 10 blocks. The state, good or bad, lasts 25 requests on average; the mean is 4."""
+    changes = generator.random((traces, requests)) < 1 / 25
+    changes[:, 0] = generator.random(traces) < 0.5
+    good = np.cumsum(changes, axis=1) % 2 == 1
+    hits = generator.binomial(10, np.where(good, 0.7, 0.1))
+    return hits.astype(np.int32)
+
+
+def test_intervals_are_right_as_often_as_they_say() -> None:
+    """95 of 100, where one that takes requests for independent is right in about half of the cases."""
+    traces, requests = 400, 6400
+    hits = _bursty(traces, requests, np.random.default_rng(3))
+    refs = window_sums(np.full(requests, 10))
+    draws = Resamples(refs)
+    covered = naive = 0
+    for one in hits:
+        interval = draws.ratio(window_sums(one))
+        assert interval is not None
+        covered += interval.low <= 0.4 <= interval.high
+        margin = 1.96 * one.std() / requests**0.5
+        naive += abs(one.mean() - 4) <= margin
+    assert 0.91 <= covered / traces <= 0.98, covered / traces
+    assert naive / traces < 0.6, naive / traces
+
+
+def test_a_paired_difference_does_not_see_what_both_runs_share() -> None:
+    traces, requests = 400, 6400
+    generator = np.random.default_rng(4)
+    shared = _bursty(traces, requests, generator)
+    better = generator.binomial(1, 0.05, shared.shape)  # 0.005 of the references
+    draws = Resamples(window_sums(np.full(requests, 10)))
+    covered = seen = seen_unpaired = 0
+    for one, more in zip(shared, better, strict=True):
+        base, other = window_sums(one), window_sums(one + more)
+        interval, alone = draws.difference(other, base), draws.ratio(base)
+        assert interval is not None
+        assert alone is not None
+        covered += interval.low <= 0.005 <= interval.high
+        seen += interval.low > 0
+        seen_unpaired += other.sum() / (10 * requests) > alone.high
+    assert 0.91 <= covered / traces <= 0.98, covered / traces
+    assert seen == traces
+    assert seen_unpaired < 0.2 * traces
+
+
+def test_windows_that_depend_on_each_other_are_told() -> None:
+    generator = np.random.default_rng(5)
+    refs = np.full(6400, 10)
+    draws = Resamples(window_sums(refs))
+    rising = generator.binomial(10, np.linspace(0.1, 0.9, 6400))
+    even = generator.binomial(10, 0.5, 6400)
+    assert draws.ratio(window_sums(rising)).correlation > 0.7  # type: ignore[union-attr]
+    assert abs(draws.ratio(window_sums(even)).correlation) < 0.4  # type: ignore[union-attr]

@@ -1,0 +1,91 @@
+"""``kvoffload policies``: everything is listed, also what somebody else broke."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvoffload import admission, policies
+from kvoffload.cli.policies import policies as command
+from kvoffload.policies import POLICIES
+
+KEYS = ["name", "summary", "good_for", "paper", "default", "flagship", "kind"]
+
+
+def listed() -> list[dict[str, object]]:
+    done = CliRunner().invoke(command, ["--format", "json"])
+    assert done.exit_code == 0, done.output
+    found: list[dict[str, object]] = json.loads(done.stdout)
+    return found
+
+
+def test_every_policy_and_rule_is_described() -> None:
+    entries = listed()
+    assert [entry["name"] for entry in entries if entry["kind"] == "policy"] == POLICIES.names()
+    rules = [entry["name"] for entry in entries if entry["kind"] == "admission"]
+    assert rules == [rule.form for rule in admission.RULES]
+    for entry in entries:
+        assert list(entry) == KEYS
+        assert entry["summary"], entry
+        assert entry["good_for"], entry
+        assert entry["paper"] or entry["kind"] == "admission", entry
+
+
+def test_marks() -> None:
+    entries = listed()
+    for kind, default in (("policy", policies.DEFAULT), ("admission", admission.DEFAULT)):
+        marked = [entry["name"] for entry in entries if entry["kind"] == kind and entry["default"]]
+        assert marked == [default]
+    assert [entry["name"] for entry in entries if entry["flagship"]] == [policies.FLAGSHIP]
+
+
+def test_the_table_says_the_same() -> None:
+    done = CliRunner().invoke(command, env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    for words in ("policies (who leaves)", "admission rules (who may enter)", "reuse:N", "FAST 2003",
+                  "(default"):  # fmt: skip
+        assert words in done.stdout, words
+
+
+@pytest.fixture
+def third_parties(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sound_policy.py").write_text(
+        "from kvoffload.policies.lru import LRU\n\n\n"
+        "class Mine(LRU):\n    good_for = 'nothing else'\n\n\n"
+        "class Told(LRU):\n    '''Do as LRU does.\n\n    And no more.\n    '''\n"
+    )
+    (tmp_path / "broken_policy.py").write_text("raise RuntimeError('two\\nlines')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [
+        EntryPoint("a-mine", "sound_policy:Mine", "kvoffload.policies"),
+        EntryPoint("a-told", "sound_policy:Told", "kvoffload.policies"),
+        EntryPoint("x-absent", "no_such_module:Policy", "kvoffload.policies"),
+        EntryPoint("x-broken", "broken_policy:Policy", "kvoffload.policies"),
+        EntryPoint("x-other", "json:JSONDecoder", "kvoffload.policies"),
+    ]
+    monkeypatch.setattr("kvoffload.plugins.entry_points", lambda group: points)
+
+
+@pytest.mark.usefixtures("third_parties")
+def test_policies_of_other_packages() -> None:
+    found = {entry["name"]: entry for entry in listed()}
+    assert found["a-told"]["summary"] == "Do as LRU does."
+    assert found["a-mine"]["summary"] == "", "a class that says nothing does not say what its parent says"
+    assert found["a-mine"]["good_for"] == "nothing else"
+    assert list(found["a-mine"]) == KEYS
+
+
+@pytest.mark.usefixtures("third_parties")
+def test_what_cannot_be_imported_is_listed_with_its_error() -> None:
+    found = {entry["name"]: entry for entry in listed()}
+    assert found["x-absent"]["error"] == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert found["x-broken"]["error"] == "RuntimeError: two lines"
+    assert "subclass of EvictionPolicy" in str(found["x-other"]["error"])
+    assert list(found["x-absent"]) == [*KEYS, "error"]
+    done = CliRunner().invoke(command, env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert "cannot be imported: RuntimeError: two lines" in done.stdout

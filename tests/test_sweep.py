@@ -1,0 +1,708 @@
+"""Sweeps: the right rows, the same rows however they were made, and what is kept when they end early."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvoffload.cli.main import main
+from kvoffload.errors import ConfigError, SweepError, TraceError
+from kvoffload.policies.lru import LRU
+from kvoffload.replay import cluster, grid, measure, workers
+from kvoffload.replay.bootstrap import Resamples, window_sums
+from kvoffload.replay.grid import Grid
+from kvoffload.replay.journal import Journal
+from kvoffload.replay.measure import Failure, Measurement, Task
+from kvoffload.replay.optimum import optimum
+from kvoffload.replay.outputs import RowsFile
+from kvoffload.replay.readers import write_trace
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.rows import Row, _baselines
+from kvoffload.replay.sources import load_trace
+from kvoffload.replay.sweep import Sweep
+from kvoffload.replay.workloads import builtin, generate
+
+SMALL = Grid(("lru", "arc"), ("all", "reuse:2"), ("2%", "5%"), ("0", "0.5x"))
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("sweep") / "small-chat.jsonl"
+    write_trace(generate(builtin("chat", sessions=60)), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("sweep") / "small-rag.jsonl.gz"
+    write_trace(generate(builtin("rag", sessions=40)), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Long enough to be interrupted."""
+    path = tmp_path_factory.mktemp("sweep") / "longer-chat.jsonl"
+    write_trace(generate(builtin("chat", sessions=200)), path)
+    return str(path)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """The tasks that are done in this process."""
+    done: list[Task] = []
+
+    def counted(task: Task) -> Measurement | Failure:
+        done.append(task)
+        return measure.attempt(task)
+
+    monkeypatch.setattr(workers, "attempt", counted)
+    return done
+
+
+def rows_by_place(rows: list[Row]) -> dict[tuple[str, str, str, str], Row]:
+    return {(row.policy, row.admission, row.capacity, row.device): row for row in rows}
+
+
+# ---- what is in the rows
+
+
+def test_rows_say_what_replays_say(chat: str) -> None:
+    rows = Sweep([chat], SMALL, jobs=1).run().rows
+    trace = load_trace(chat)
+    refs = window_sums(np.diff(trace.offsets))
+    draws = Resamples(refs)
+    assert len(rows) == 16
+    by_place = rows_by_place(rows)
+    for row in rows:
+        run = Replay(trace, ReplayConfig(row.capacity_blocks, row.policy, row.admission, row.device_blocks))
+        report = run.run()
+        assert row.decisions_sha256 == report.decisions_sha256
+        for name in ("prefix_hit_ratio", "block_hit_ratio", "writes_per_ref", "blocks_written"):
+            assert getattr(row, name) == getattr(report, name)
+        assert row.offload_hit_ratio == report.offload_hit_blocks / trace.block_refs
+        interval = draws.ratio(window_sums(run.hits_per_request))
+        assert (row.ci_low, row.ci_high, row.ci_correlation) == interval
+        assert row.ci_low <= row.prefix_hit_ratio <= row.ci_high
+        lru = by_place["lru", "all", row.capacity, row.device]
+        assert row.baseline == "lru, all"
+        assert row.diff_vs_lru == row.prefix_hit_ratio - lru.prefix_hit_ratio
+        assert row.writes_vs_lru == row.blocks_written / lru.blocks_written
+        if row is lru:
+            assert (row.diff_low, row.diff_high, row.gap_closed or 0) == (0, 0, 0)
+        else:
+            assert row.diff_low <= row.diff_vs_lru <= row.diff_high
+        if row.optimum_hit_ratio is not None:
+            best = optimum(trace, row.capacity_blocks).prefix_hit_blocks / trace.block_refs
+            assert row.optimum_hit_ratio == best
+            gap = best - lru.prefix_hit_ratio
+            assert row.gap_closed == pytest.approx(row.diff_vs_lru / gap)
+        else:
+            assert row.device_blocks
+            assert row.gap_closed is None
+
+
+def test_the_order_and_the_sizes(chat: str) -> None:
+    unique = load_trace(chat).unique_blocks
+    rows = Sweep([chat], Grid(("arc", "lru"), capacities=("7", "10%"), devices=("0", "3", "50%", "0.5x")),
+                 jobs=1).run().rows  # fmt: skip
+    expected = [
+        (device, capacity, policy)
+        for device in ("0", "3", "50%", "0.5x")
+        for capacity in ("7", "10%")
+        for policy in ("arc", "lru")
+    ]
+    assert [(row.device, row.capacity, row.policy) for row in rows] == expected
+    sizes = {(row.device, row.capacity): (row.device_blocks, row.capacity_blocks) for row in rows}
+    tenth = unique // 10
+    assert sizes["0", "7"] == (0, 7)
+    assert sizes["3", "10%"] == (3, tenth)
+    assert sizes["50%", "7"] == (unique // 2, 7)
+    assert sizes["0.5x", "7"] == (3, 7)
+    assert sizes["0.5x", "10%"] == (tenth // 2, tenth)
+
+
+def test_hits_of_each_request_sum_up(chat: str) -> None:
+    trace = load_trace(chat)
+    run = Replay(trace, ReplayConfig(300, device_blocks=50))
+    report = run.run()
+    assert run.hits_per_request.dtype == np.int32
+    assert run.hits_per_request.sum() == report.prefix_hit_blocks
+    assert (run.hits_per_request <= np.diff(trace.offsets)).all()
+
+
+def test_a_mode_that_needs_a_device_is_left_out_without_one(
+    chat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(grid.STORES, "on-device-eviction", {})
+    axes = Grid(("lru", "arc"), devices=("0", "4"), stores=("on-compute", "on-device-eviction"))
+    result = Sweep([chat], axes, jobs=1).run()
+    assert result.left_out == {"to store on device eviction takes a device cache": 2}
+    assert {(row.store, row.device) for row in result.rows} == {
+        ("on-compute", "0"), ("on-compute", "4"), ("on-device-eviction", "4"),
+    }  # fmt: skip
+    points, _ = axes.points(0, 1000)
+    for place, number in _baselines(points).items():
+        assert (points[number].policy, points[number].store) == ("lru", place[-1]), "each beside its own"
+    with pytest.raises(ConfigError, match="to store on device eviction takes a device cache"):
+        Sweep([chat], Grid(("lru",), stores=("on-device-eviction",)), jobs=1).run()
+
+
+def test_a_rule_and_a_policy_that_do_not_go_together_are_left_out(
+    chat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = ConfigError("admission", "reuse:2", "not with arc")
+    together = {("arc", "reuse:2"): reason}
+    monkeypatch.setattr(grid, "why_not", lambda policy, admission: together.get((policy, admission)))
+    arguments = ("--policies", "lru,arc", "--admissions", "all,reuse:2", "--capacities", "5%,10%")
+    assert run_main(monkeypatch, chat, *arguments, "--jobs", "1") == 0
+    assert capsys.readouterr().err == (
+        "2 combinations left out: admission: 'reuse:2' is not possible; not with arc\n"
+    )
+    with pytest.raises(ConfigError, match="not with arc"):
+        Grid(("arc",), ("all", "reuse:2"))
+
+
+def test_without_lru_there_is_no_baseline(chat: str) -> None:
+    (row,) = Sweep([chat], Grid(("arc",)), jobs=1).run().rows
+    nothing = (row.baseline, row.diff_vs_lru, row.diff_low, row.diff_high, row.gap_closed, row.writes_vs_lru)
+    assert nothing == (None,) * 6
+    assert row.among_best
+
+
+def test_the_baseline_has_the_first_rule_if_all_is_not_there(chat: str) -> None:
+    rows = Sweep([chat], Grid(("arc", "lru"), ("reuse:3", "reuse:2")), jobs=1).run().rows
+    assert {row.baseline for row in rows} == {"lru, reuse:3"}
+
+
+def test_a_tiny_trace_has_no_intervals(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.jsonl"
+    line = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
+    path.write_text(line * 3)
+    rows = Sweep([str(path)], Grid(("lru", "arc"), capacities=("2", "1")), jobs=1).run().rows
+    assert [row.prefix_hit_ratio for row in rows] == [4 / 6, 4 / 6, 2 / 6, 2 / 6]
+    assert all(row.ci_low is row.diff_low is None for row in rows)
+    assert all(row.among_best for row in rows), "equals are equal"
+    assert all(row.gap_closed is None for row in rows), "there is no gap to close"
+
+
+# ---- the same rows however they were made
+
+
+def test_the_same_bytes_whatever_the_number_of_jobs(chat: str, rag: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    for jobs in (1, 2):
+        output = tmp_path / f"{jobs}.csv"
+        rows = Sweep([chat, rag], SMALL, jobs=jobs, output=output).run().rows
+        assert sorted(tmp_path.glob(f"{jobs}*")) == [output], "the journal is removed"
+        for suffix in ("json", "parquet"):
+            RowsFile(tmp_path / f"{jobs}.{suffix}").write(rows)
+    for suffix in ("csv", "json", "parquet"):
+        assert (tmp_path / f"1.{suffix}").read_bytes() == (tmp_path / f"2.{suffix}").read_bytes(), suffix
+
+
+def test_every_format_says_the_same(chat: str, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    axes = Grid(("arc", "lru"), devices=("0", "5"))
+    for suffix in ("csv", "json", "parquet"):
+        rows = Sweep([chat], axes, jobs=1, output=tmp_path / f"out.{suffix}").run().rows
+    expected = [msgspec.structs.asdict(row) for row in rows]
+    assert json.loads((tmp_path / "out.json").read_text()) == expected
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert table.to_pylist() == expected
+    assert str(table.schema.field("optimum_hit_ratio").type) == "double"
+    with (tmp_path / "out.csv").open() as file:
+        for found, row in zip(csv.DictReader(file), expected, strict=True):
+            assert list(found) == list(row)
+            for name, value in row.items():
+                typed = {bool: lambda text: text == "true", type(None): lambda text: text or None}
+                assert typed.get(type(value), type(value))(found[name]) == value
+
+
+def test_the_seed_is_of_the_intervals_alone(chat: str) -> None:
+    first, again, other = (
+        Sweep([chat], Grid(("arc", "lru")), jobs=1, seed=seed, resamples=200).run().rows for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert [(row.seed, row.resamples) for row in other] == [(2, 200)] * 2
+    assert [row.decisions_sha256 for row in first] == [row.decisions_sha256 for row in other]
+    assert [row.ci_low for row in first] != [row.ci_low for row in other]
+
+
+def test_timings_are_extra(chat: str, tmp_path: Path) -> None:
+    output = tmp_path / "timed.json"
+    Sweep([chat], Grid(("lru",)), jobs=1, output=output, timings=True).run()
+    (row,) = json.loads(output.read_text())
+    assert row.pop("control_plane_s") > 0
+    assert set(row) == set(Row.__struct_fields__)
+
+
+def test_each_trace_is_read_once(chat: str, rag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def counted(path: str, **options: object) -> object:
+        read.append(path)
+        return load_trace(path, **options)  # type: ignore[arg-type]
+
+    measure._read.cache_clear()
+    monkeypatch.setattr(measure, "load_trace", counted)
+    Sweep([chat, rag, chat], SMALL, jobs=1).run()
+    assert read == [chat, rag]
+
+
+def test_sizes_that_are_the_same_are_replayed_once(chat: str, replays: list[Task]) -> None:
+    tenth = str(load_trace(chat).unique_blocks // 10)
+    rows = Sweep([chat], Grid(("lru", "arc"), capacities=("10%", tenth)), jobs=1).run().rows
+    assert len(replays) == 2
+    assert [row.capacity for row in rows] == ["10%", "10%", tenth, tenth]
+    assert [row.decisions_sha256 for row in rows[:2]] == [row.decisions_sha256 for row in rows[2:]]
+
+
+# ---- what is kept
+
+
+@pytest.fixture(scope="module")
+def whole(chat: str) -> list[Row]:
+    """The rows of a sweep that was not interrupted."""
+    return Sweep([chat], SMALL, jobs=1).run().rows
+
+
+def interrupted(chat: str, output: Path, rows: int) -> None:
+    """Run the small sweep until `rows` rows are there."""
+
+    def stop(progress: object) -> None:
+        if run.progress.rows_done == rows:
+            raise KeyboardInterrupt
+
+    run = Sweep([chat], SMALL, jobs=1, output=output)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(stop)
+    assert not output.exists()
+
+
+def test_an_interrupted_sweep_goes_on(
+    chat: str, whole: list[Row], tmp_path: Path, replays: list[Task]
+) -> None:
+    output = tmp_path / "out.csv"
+    interrupted(chat, output, 6)
+    replays.clear()
+    result = Sweep([chat], SMALL, jobs=1, output=output).run()
+    assert result.from_journal == 6
+    assert len(replays) == 16 - 6
+    assert result.rows == whole
+    RowsFile(tmp_path / "whole.csv").write(whole)
+    assert output.read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    assert not output.with_name("out.csv.journal").exists()
+
+
+@pytest.mark.parametrize("damage", ["half a line", "no end of line", "rubbish", "another version"])
+def test_a_damaged_journal_costs_only_what_is_damaged(
+    chat: str, whole: list[Row], tmp_path: Path, replays: list[Task], damage: str
+) -> None:
+    output = tmp_path / "out.json"
+    interrupted(chat, output, 6)
+    journal = output.with_name("out.json.journal")
+    content = journal.read_bytes()
+    lost = 1
+    if damage == "half a line":
+        journal.write_bytes(content[:-20])
+    elif damage == "no end of line":
+        journal.write_bytes(content[:-1])
+    elif damage == "rubbish":
+        journal.write_bytes(b"\xff\x00 not json\n" + content + b"\x00" * 100)
+        lost = 0
+    else:
+        first, _, rest = content.partition(b"\n")
+        journal.write_bytes(first.replace(b'"requests"', b'"inquiries"') + b"\n" + rest)
+    replays.clear()
+    interrupted(chat, output, 9)
+    assert len(replays) == 9 - (6 - lost)
+    # What was appended behind the damage is sound.
+    result = Sweep([chat], SMALL, jobs=1, output=output).run()
+    assert result.from_journal == 9
+    assert len(replays) == 16 - (6 - lost)
+    assert result.rows == whole
+
+
+def test_what_determines_a_row_is_what_it_is_known_by(
+    chat: str, tmp_path: Path, replays: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.csv"
+    interrupted(chat, output, 6)
+    journal = output.with_name("out.csv.journal").read_bytes()
+
+    def finished_rows(path: str, **options: object) -> int:
+        measure._read.cache_clear()
+        output.with_name("out.csv.journal").write_bytes(journal)
+        return Sweep([path], SMALL, jobs=1, output=output, force=True, **options).run().from_journal  # type: ignore[arg-type]
+
+    renamed = tmp_path / "same-content.jsonl.xz"
+    write_trace(load_trace(chat), renamed)
+    assert finished_rows(str(renamed)) == 6
+    assert finished_rows(chat, seed=5) == 6, "intervals are made from what is kept"
+    changed = tmp_path / "small-chat.jsonl"
+    # As many blocks as before, each as often.
+    trace = load_trace(chat)
+    write_trace(dataclasses.replace(trace, timestamps_ms=trace.timestamps_ms + 1), changed)
+    assert finished_rows(str(changed)) == 0
+    assert finished_rows(chat, block_tokens=1024) == 0
+    monkeypatch.setattr("kvoffload.replay.sweep.code_digest", lambda policy: f"other code of {policy}")
+    assert finished_rows(chat) == 0
+
+
+def test_the_code_of_a_policy_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        (tmp_path / f"mine{number}.py").write_text(
+            f"from kvoffload.policies.lru import LRU\n\n\nclass Mine(LRU):\n    seed = {number}\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = {measure.code_digest(policy) for policy in ("", "mine1:Mine", "mine2:Mine")}
+    assert len(digests) == 3
+
+
+def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "out.csv")
+    with pytest.raises(ConfigError, match="another sweep is writing it now"):
+        Sweep([chat], SMALL, jobs=1, output=tmp_path / "out.csv").run()
+    journal.close()
+
+
+def test_an_output_is_replaced_only_when_asked_to(chat: str, tmp_path: Path) -> None:
+    output = tmp_path / "out.csv"
+    output.write_text("precious")
+    with pytest.raises(ConfigError, match="or --force"):
+        Sweep([chat], SMALL, jobs=1, output=output)
+    assert output.read_text() == "precious"
+    Sweep([chat], SMALL, jobs=1, output=output, force=True).run()
+    assert output.read_text().startswith("trace,")
+
+
+def test_a_trace_that_changes_meanwhile_is_noticed(chat: str) -> None:
+    source = measure.identified(measure.TraceSource(chat, 512, False))
+    with pytest.raises(TraceError, match="it has changed since the sweep began"):
+        measure.load(dataclasses.replace(source, digest="0" * 64))
+
+
+# ---- the command, in processes of its own
+
+
+def command(*arguments: str | Path) -> list[str]:
+    call = "from kvoffload.cli.main import main\nif __name__ == '__main__':\n    main()"
+    return [sys.executable, "-c", call, "sweep", *map(str, arguments)]
+
+
+@contextlib.contextmanager
+def halfway(output: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The running command with two workers, when its journal has three rows, and its descendants."""
+    process = subprocess.Popen(
+        command(*arguments, "--output", output, "--jobs", "2"),
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    journal = output.with_name(output.name + ".journal")
+    deadline = time.monotonic() + 60
+    try:
+        while not (journal.exists() and journal.read_bytes().count(b"\n") >= 3):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield process, [int(child) for child in children]
+    finally:
+        # With all that it has left behind, which would hold the pipes open.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for_the_end(processes: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        assert time.monotonic() < deadline, "processes are left behind"
+        time.sleep(0.02)
+
+
+AXES = ("--policies", "lru,arc", "--capacities", "1%,2%,3%,4%", "--device-blocks", "0,500,900")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
+def test_kill_9_in_the_middle(
+    longer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "killed.csv"
+    with halfway(output, longer, *AXES) as (process, children):
+        process.kill()
+        process.wait()
+        assert len(children) >= 2
+        wait_for_the_end(children)
+    kept = output.with_name("killed.csv.journal").read_bytes().count(b"\n")
+    assert 3 <= kept < 24
+    assert not output.exists()
+    assert run_main(monkeypatch, longer, *AXES, "--output", output, "--jobs", "1") == 0
+    assert capsys.readouterr().err == f"{kept} of 24 rows had been finished before\n"
+    whole = tmp_path / "whole.csv"
+    axes = Grid(("lru", "arc"), ("all",), ("1%", "2%", "3%", "4%"), ("0", "500", "900"))
+    Sweep([longer], axes, jobs=1, output=whole).run()
+    assert output.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
+def test_ctrl_c_keeps_what_is_done(longer: str, tmp_path: Path) -> None:
+    output = tmp_path / "stopped.csv"
+    with halfway(output, longer, *AXES) as (process, children):
+        os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to every process.
+        _, errors = process.communicate(timeout=20)
+        wait_for_the_end(children)
+    journal = output.with_name("stopped.csv.journal")
+    kept = journal.read_bytes().count(b"\n")
+    assert process.returncode == 130
+    assert errors == (
+        f"kvoffload: interrupted; {kept} of 24 rows are kept in {journal}: run the same command again to go "
+        "on\n"
+    )
+
+
+def test_a_worker_that_is_killed_ends_the_sweep(
+    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killer.py").write_text(
+        "import os, signal\nfrom kvoffload.policies.lru import LRU\n\n\nclass Killer(LRU):\n"
+        "    def replace(self, *arguments):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SweepError, match="a worker process ended unexpectedly; was there too little memory"):
+        Sweep([chat], Grid(("lru", "killer:Killer"), capacities=("5",)), jobs=2).run()
+    assert multiprocessing.active_children() == []
+
+
+# ---- the command, in this process
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["kvoffload", "sweep", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "120")
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "lru,lruu"], "policy: 'lruu' is not possible; allowed: "),
+        (["--policies", "kvoffload.policies:BlockwisePolicy"], "policy: 'kvoffload.policies:BlockwisePolicy' "
+                                                               "is not possible; it cannot be used: "),
+        (["--policies", "lru,,arc"], "policies: 'lru,,arc' is not possible; values with commas between them, "
+                                     "none of them empty"),
+        (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is not possible; allowed: all, reuse:N with "
+                                          "N >= 1 (reuse:1 is all)"),
+        (["--stores", "sometimes"], "stores: 'sometimes' is not possible; allowed: "),
+        (["--capacities", "5%,0"], "capacities: '0' is not possible; it is no block; allowed: a number of "
+                                   "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
+        (["--capacities", "many"], "capacities: 'many' is not possible; allowed: a number of blocks"),
+        (["--capacities", "0.01%"], "capacities: '0.01%' is not possible; it is less than one of the "),
+        (["--device-blocks", "2y"], "device-blocks: '2y' is not possible; allowed: 0 (none), a number of "
+                                    "blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
+                                    "part of the tier's capacity (0.5x)"),
+        (["--capacities", "3", "--device-blocks", "0.25x"],
+         "device-blocks: '0.25x' is not possible; it is no block of a tier of 3; allowed: 0 (none)"),
+        (["--jobs", "0"], "jobs: 0 is not possible; at least 1"),
+        (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is not possible; with a scheduler"),
+        (["--resamples", "0"], "resamples: 0 is not possible; at least 1"),
+        (["--seed", "-1"], "seed: -1 is not possible; 0 to 2**64 - 1"),
+        (["--block-bytes", "0"], "block-bytes: '0' is not possible; allowed: at least one byte"),
+        (["--output", "rows.txt"], "output: 'rows.txt' is not possible; a file that ends in .csv, .json, "
+                                   ".parquet"),
+        (["--output", "/no/such/dir/x.csv"], "output: '/no/such/dir/x.csv' is not possible; a file that can "
+                                             "be written, with its journal (No such file or directory)"),
+        (["--output", "/dev/null.csv/x.json"], "output: '/dev/null.csv/x.json' is not possible; a file that"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_clear_line(
+    chat: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    replays: list[Task],
+    arguments: list[str],
+    message: str,
+) -> None:
+    code = run_main(monkeypatch, chat, *arguments)
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert printed.err.startswith(f"kvoffload: {message}"), printed.err
+    assert printed.err.count("\n") == 1
+    assert replays == [], "before any work"
+
+
+def test_a_trace_that_is_not_there_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "/no/such/file", "--output", tmp_path / "x.csv") == 2
+    assert "trace: '/no/such/file' is not possible" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        ("pyarrow", ["--output", "x.parquet"], "output: 'x.parquet' is not possible; Parquet needs pyarrow: "
+                                               "pip install 'kvoffload[parquet]'"),
+        ("distributed", ["--scheduler", "tcp://127.0.0.1:1"],
+         "scheduler: 'tcp://127.0.0.1:1' is not possible; it needs the package distributed: pip install "
+         "'kvoffload[dask]'"),
+    ],
+)  # fmt: skip
+def test_an_extra_that_is_not_installed(
+    chat: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run_main(monkeypatch, chat, *arguments) == 2
+    assert capsys.readouterr().err == f"kvoffload: {message}\n"
+
+
+def test_the_tables(chat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ("--policies", "lru,arc", "--admissions", "all,reuse:2", "--capacities", "5%,100%")
+    assert run_main(monkeypatch, chat, *axes, "--device-blocks", "0,20", "--jobs", "1") == 0
+    printed = capsys.readouterr().out
+    rows = (
+        Sweep([chat], Grid(("lru", "arc"), ("all", "reuse:2"), ("5%", "100%"), ("0", "20")), jobs=1)
+        .run()
+        .rows
+    )
+    assert "small-chat, no device cache" in printed
+    assert "small-chat, behind a device cache of 20 blocks: prefix-hit" in printed
+    for row in rows:
+        mark = "*" if row.among_best else " "
+        assert f"{row.prefix_hit_ratio:.4f}{mark} {row.writes_per_ref:.3f}" in printed
+    assert any(row.among_best for row in rows)
+    assert not all(row.among_best for row in rows)
+    assert f"{rows[0].optimum_hit_ratio:.4f}" in printed
+
+
+def test_better_than_the_optimum_is_an_error(
+    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def boasting(task: Task) -> Measurement | Failure:
+        outcome = measure.attempt(task)
+        assert isinstance(outcome, Measurement)
+        if task.config.policy != "arc":
+            return outcome
+        report = msgspec.structs.replace(outcome.report, prefix_hit_ratio=0.97)
+        return msgspec.structs.replace(outcome, report=report)
+
+    monkeypatch.setattr(workers, "attempt", boasting)
+    output = tmp_path / "out.csv"
+    code = run_main(monkeypatch, chat, "--capacities", "5%", "--jobs", "1", "--output", output)
+    errors = capsys.readouterr().err.splitlines()
+    assert code == 1
+    assert len(errors) == 2
+    assert errors[0].startswith(
+        "kvoffload: better than the best there can be: small-chat: arc, all, on-compute, capacity 5%: "
+        "prefix-hit ratio 0.97, but an optimal policy reaches 0."
+    )
+    assert "a cache without limit" in errors[1]
+    assert output.exists(), "the rows are there to look at"
+
+
+class Failing(LRU):
+    """Breaks down when somebody has to leave."""
+
+    name = "failing"
+
+    def replace(self, *arguments: object) -> None:
+        raise ZeroDivisionError("of all things")
+
+
+def test_a_policy_that_fails_is_named_and_the_rest_is_kept(
+    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.csv"
+    policies = f"lru,{__name__}:Failing"
+    code = run_main(monkeypatch, chat, "--policies", policies, "--capacities", "5%", "--jobs", "1",
+                    "--output", output)  # fmt: skip
+    assert code == 1
+    assert capsys.readouterr().err == (
+        f"kvoffload: small-chat: {__name__}:Failing, all, on-compute, capacity 5%: ZeroDivisionError: of all "
+        f"things; 1 of 2 rows are kept in {output}.journal: run the same command again to go on\n"
+    )
+    with pytest.raises(SweepError, match="ZeroDivisionError"):
+        Sweep([chat], Grid((f"{__name__}:Failing",)), jobs=1).run()
+
+
+# ---- on a cluster
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[str]:
+    distributed = pytest.importorskip("distributed", reason="Dask (distributed) is not installed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address="127.0.0.1:0",
+        silence_logs=50,
+    ) as local:  # fmt: skip
+        yield local.scheduler_address
+
+
+def test_a_cluster_says_the_same(chat: str, rag: str, tmp_path: Path, scheduler: str) -> None:
+    outputs = [tmp_path / "cluster.csv", tmp_path / "here.csv"]
+    Sweep([chat, rag], SMALL, scheduler=scheduler, output=outputs[0]).run()
+    Sweep([chat, rag], SMALL, jobs=1, output=outputs[1]).run()
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+
+
+def test_a_cluster_needs_no_file_of_this_machine(
+    chat: str, tmp_path: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.jsonl").write_bytes(Path(chat).read_bytes())
+    (row,) = Sweep(["here.jsonl"], Grid(("lru",)), scheduler=scheduler).run().rows
+    assert row.requests == load_trace(chat).requests
+
+
+def test_a_cluster_with_other_code_is_refused(
+    chat: str, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "code_digest", lambda: str(os.getpid()))
+    with pytest.raises(ConfigError, match=r"its workers need kvoffload .*: other code"):
+        Sweep([chat], SMALL, scheduler=scheduler).run()
+
+
+def test_a_cluster_on_which_a_policy_fails(chat: str, scheduler: str) -> None:
+    """What is found here (`-m pytest` adds the directory) is not found there, or fails there."""
+    with pytest.raises(SweepError, match=r"Failing.*(ZeroDivisionError|No module named)"):
+        Sweep([chat], Grid((f"{__name__}:Failing",)), scheduler=scheduler).run()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense", "http://127.0.0.1:1"])
+def test_a_scheduler_that_does_not_answer(
+    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    pytest.importorskip("distributed", reason="Dask (distributed) is not installed")
+    monkeypatch.setattr(cluster, "TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match=f"scheduler: '{address}' is not possible; a Dask scheduler that"):
+        Sweep([chat], SMALL, scheduler=address, output=tmp_path / "out.csv").run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_column_is_explained() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "sweep.md").read_text()
+    assert [name for name in Row.__struct_fields__ if f"`{name}`" not in text] == []
