@@ -1,16 +1,22 @@
-"""Admission rules: which blocks may enter a tier. Written ``all`` or ``reuse:N``."""
+"""Admission rules: which blocks may enter a tier. Written ``all``, ``reuse:N`` or ``tinylfu``."""
 
 from __future__ import annotations
 
 from kvoffload.admission.base import Admission
 from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.admission.tinylfu import TinyLFUAdmission
 from kvoffload.errors import ConfigError
 
-ALLOWED = "allowed: all, reuse:N with N >= 1 (reuse:1 is all)"
+ALLOWED = "allowed: all, reuse:N with N >= 1 (reuse:1 is all), tinylfu"
 
 
-def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
+def create(spec: str | Admission | None, key_bytes: int, capacity_blocks: int) -> Admission | None:
     """The rule that `spec` describes; None for ``all``: no gate, no cost.
+
+    Args:
+        spec: what the user typed, or a rule.
+        key_bytes: length of the manager's keys.
+        capacity_blocks: slots of the manager, for rules whose memory grows with the cache.
 
     Raises `ConfigError` for what cannot be understood.
     """
@@ -21,6 +27,8 @@ def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
     name, _, argument = spec.partition(":")
     if name == "all" and not argument:
         return None
+    if spec == "tinylfu":
+        return TinyLFUAdmission(capacity_blocks)
     if name == "reuse":
         try:
             store_threshold = int(argument)
@@ -33,4 +41,4 @@ def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
     raise ConfigError("admission", spec, ALLOWED)
 
 
-__all__ = ["Admission", "ReuseAdmission", "create"]
+__all__ = ["Admission", "ReuseAdmission", "TinyLFUAdmission", "create"]

@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Bools: TypeAlias = npt.NDArray[np.bool_]
 F64s: TypeAlias = npt.NDArray[np.float64]
 I32s: TypeAlias = npt.NDArray[np.int32]
+I64s: TypeAlias = npt.NDArray[np.int64]
 U32s: TypeAlias = npt.NDArray[np.uint32]
 U64s: TypeAlias = npt.NDArray[np.uint64]
 

@@ -83,7 +83,7 @@ class OffloadingManager:
         self.block_size = block_size
         self.index = Index(capacity_blocks, key_bytes).populate()
         self.policy = POLICIES.find(policy)(self.index)
-        self.admission = admissions.create(admission, key_bytes)
+        self.admission = admissions.create(admission, key_bytes, capacity_blocks)
         if self.admission is not None and self.admission.key_bytes not in (None, key_bytes):
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
