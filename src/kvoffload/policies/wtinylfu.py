@@ -50,9 +50,9 @@ class WTinyLFU(EvictionPolicy):
     - A batch is its blocks one after the other, each of which finds the lists and the sketch as the one
       before left them. Blocks of one batch never evict each other, and its head is the most recent.
     - A request may be longer than the window. Once no other block of the window may leave, the main cache
-      gives, without a duel; the window is then larger than its share. Later candidates duel all the same:
-      who wins enters the main cache, at nobody's expense until that has its share back, and the next
-      candidate duels; who loses leaves.
+      gives, without a duel; the window is then larger than its share. Later candidates duel all the same,
+      and the loser leaves; but until the main cache has its share back, one winner for each new block
+      enters it at nobody's expense, and the next candidate duels in its place.
     - A window within its share (blocks of it were discarded) makes the main cache give, without a duel.
     - If every block of one part is protected, the other part gives. A main cache gives its coldest block
       on probation that may leave, then its coldest protected one.
@@ -62,12 +62,12 @@ class WTinyLFU(EvictionPolicy):
       that it is in, with the rest of its path, and the sketch counts nothing.
     - A miss counts in the sketch when the block is stored; a refused block has changed nothing.
 
-    Cost per block: O(1) amortised (a block enters the main cache once), and O(skipped) for protected
-    blocks at the cold ends. Memory: 12 bytes a block for the lists and 8 for the sketch.
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
+    for the lists and 8 for the sketch.
     """
 
     name = "wtinylfu"
-    good_for = "few popular prefixes among many one-off prompts; poor at chat turns, which recency foretells"
+    good_for = "few popular prefixes among much one-off traffic; far behind lru where sessions fit"
     paper = (
         "Einziger, Friedman and Manes, TinyLFU: A Highly Efficient Cache Admission Policy, "
         "ACM Transactions on Storage 13(4), 2017"
@@ -130,9 +130,7 @@ class WTinyLFU(EvictionPolicy):
         return lists.members(WINDOW), lists.members(PROBATION), lists.members(PROTECTED)
 
 
-@kernel(
-    I64(I32_MATRIX, I64, U64_ARRAY, I64_ARRAY, U64_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY)
-)
+@kernel(I64(I32_MATRIX, I64, U64_ARRAY, I64_ARRAY, U64_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
 def _access(
     links: I32s,
     max_protected: int,
@@ -246,6 +244,7 @@ def _replace(
         add(table, state, hash_row(batch, i))
         if i < num_free:
             continue
+        may_grow = True
         while True:
             candidate = _coldest(links, candidate, window, ref_cnt, path_table, path_keys, index_keys)
             on_probation = _coldest(
@@ -267,12 +266,14 @@ def _replace(
                     victim = candidate
                 else:
                     has_room = links[probation, LIST] + links[protected, LIST] < max_main
+                    grows = may_grow and has_room
+                    may_grow = False
                     winner = candidate
                     candidate = links[candidate, PREV]
                     move_to_head(links, probation, winner)
                     if on_probation == probation:
                         on_probation = winner
-                    if has_room:
+                    if grows:
                         continue
             break
         warmer = links[victim, PREV]

@@ -10,7 +10,9 @@ from kvoffload.testing.naive.choice import first_unprotected
 
 
 class NaiveLIRS(BlockwisePolicy):
-    """Twin of `policies.lirs.LIRS`, with the paper's stack and its pruning; its docstring has the conventions.
+    """Twin of `policies.lirs.LIRS`, with the paper's stack and its pruning.
+
+    The conventions are in its docstring.
 
     Attributes:
         stack: keys in S, the bottom first.

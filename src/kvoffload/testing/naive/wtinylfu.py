@@ -66,6 +66,7 @@ class NaiveWTinyLFU(BlockwisePolicy):
     def victim(self, key: bytes, protected: Protected) -> int:
         self.sketch.add(key)
         self._counted = True
+        may_grow = True
         while True:
             candidate = first_unprotected(self.window, protected)
             defender = first_unprotected([*self.probation, *self.protected], protected)
@@ -79,10 +80,11 @@ class NaiveWTinyLFU(BlockwisePolicy):
                 return self._drop(defender)
             if self._seen(candidate) <= self._seen(defender):
                 return self._drop(candidate)
-            had_room = self._main_has_room()
+            grows = may_grow and self._main_has_room()
             self._enter_main(candidate)
-            if not had_room:
+            if not grows:
                 return self._drop(defender)
+            may_grow = False
 
     def forget(self, slot: int) -> None:
         self._drop(slot)
