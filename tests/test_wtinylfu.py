@@ -172,3 +172,16 @@ def test_decides_as_its_naive_twin(script: list[Step], capacity: int) -> None:
         return play(OffloadingManager(capacity, key_bytes=8, policy=policy), script, look)
 
     assert run(WTinyLFU) == run(NaiveWTinyLFU)
+
+
+@given(scripts(num_keys=200, max_steps=60))
+@settings(max_examples=15, deadline=None)
+def test_decides_as_its_naive_twin_with_a_window_of_two(script: list[Step]) -> None:
+    def run(policy: type[EvictionPolicy]) -> list[Any]:
+        manager = OffloadingManager(200, key_bytes=8, policy=policy)
+        plan = manager.prepare_store([bytes([200 + n % 50, n]) * 4 for n in range(195)])
+        assert plan is not None
+        manager.complete_store(plan)
+        return play(manager, script, lambda manager: manager.policy.order())
+
+    assert run(WTinyLFU) == run(NaiveWTinyLFU)

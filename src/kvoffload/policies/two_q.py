@@ -29,7 +29,7 @@ from kvoffload.core.jit import (
 from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.core.keys import Keys
 from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
-from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
 A1IN, AM = 0, 1
@@ -139,16 +139,6 @@ def _remove(links: I32s, slots: I32s) -> int:
 
 
 @inline
-def _coldest(
-    links: I32s, slot: int, sentinel: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
-) -> int:
-    """The coldest block of a list, from `slot` on, that may leave; the sentinel if there is none."""
-    while slot != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
-        slot = links[slot, PREV]
-    return slot
-
-
-@inline
 def _prefetch(
     batch: U64s, num_evicted: int, links: I32s, tail: int, index_keys: U64s, ghost_table: U64s
 ) -> None:
@@ -215,10 +205,12 @@ def _replace(
             victim = am
             for second_try in range(2):
                 if from_a1in != (second_try == 1):
-                    victim = _coldest(links, next_a1in, a1in, ref_cnt, path_table, path_keys, index_keys)
+                    victim = coldest_evictable(
+                        links, next_a1in, a1in, ref_cnt, path_table, path_keys, index_keys
+                    )
                     next_a1in = victim
                 else:
-                    victim = _coldest(links, next_am, am, ref_cnt, path_table, path_keys, index_keys)
+                    victim = coldest_evictable(links, next_am, am, ref_cnt, path_table, path_keys, index_keys)
                     next_am = victim
                 if victim < a1in:
                     break

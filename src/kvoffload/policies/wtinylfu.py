@@ -1,7 +1,7 @@
 """W-TinyLFU: a small LRU window, a large segmented LRU, and a duel of frequencies at the door between them.
 
 Source: Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
-Transactions on Storage 13(4), 2017, section 4.
+Transactions on Storage 13(4), 2017.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvoffload.core.jit import (
 )
 from kvoffload.core.keys import Keys
 from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
-from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.core.sketch import FrequencySketch, add, estimate, line_of
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
@@ -169,16 +169,6 @@ def _remove(links: I32s, slots: I32s) -> int:
 
 
 @inline
-def _coldest(
-    links: I32s, slot: int, sentinel: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
-) -> int:
-    """The coldest block of a list, from `slot` on, that may leave; the sentinel if there is none."""
-    while slot != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
-        slot = links[slot, PREV]
-    return slot
-
-
-@inline
 def _seen(table: U64s, index_keys: U64s, slot: int) -> int:
     return estimate(table, hash_row(index_keys, slot))
 
@@ -246,13 +236,15 @@ def _replace(
             continue
         may_grow = True
         while True:
-            candidate = _coldest(links, candidate, window, ref_cnt, path_table, path_keys, index_keys)
-            on_probation = _coldest(
+            candidate = coldest_evictable(
+                links, candidate, window, ref_cnt, path_table, path_keys, index_keys
+            )
+            on_probation = coldest_evictable(
                 links, on_probation, probation, ref_cnt, path_table, path_keys, index_keys
             )
             defender = on_probation
             if defender == probation:
-                kept = _coldest(links, kept, protected, ref_cnt, path_table, path_keys, index_keys)
+                kept = coldest_evictable(links, kept, protected, ref_cnt, path_table, path_keys, index_keys)
                 defender = kept
             if candidate == window and defender == protected:
                 return i
