@@ -47,3 +47,17 @@ def test_equals_a_sorted_list(script: list[tuple[str, int, int]]) -> None:
     heap.clear()
     assert heap.members() == []
     assert heap.state[CLOCK] == 0
+
+
+def test_what_fills_a_gap_may_have_to_rise() -> None:
+    heap = Heap(7)
+    arrays = (heap.heap, heap.place, heap.rank, heap.stamp, heap.state)
+    for position, rank in enumerate([1, 10, 2, 11, 12, 3, 4]):
+        heap.rank[position] = rank
+        push(*arrays, position)
+    take_out(*arrays, 3)  # the last one, 4, takes its place below 10
+    taken = []
+    while heap.state[SIZE]:
+        taken.append(int(heap.rank[heap.heap[0]]))
+        take_out(*arrays, heap.heap[0])
+    assert taken == [1, 2, 3, 4, 10, 12]

@@ -96,6 +96,21 @@ def test_a_long_request_takes_lir_slots_but_not_their_rank(policy: type[Eviction
     assert state(manager) == ("ayxzedc", "ydc", "ax", "ze")
 
 
+def test_a_block_that_the_batch_made_hir_leaves_for_the_next(policy: type[EvictionPolicy]) -> None:
+    manager = make(policy, 5)
+    use(manager, "abcdef")
+    assert state(manager) == ("fedcba", "dcba", "f", "e")
+    store(manager, "ex")  # f leaves for e, which makes a HIR, which leaves for x
+    assert state(manager) == ("exfdcb", "edcb", "x", "f")
+
+
+def test_then_the_coldest_lir_block_leaves(policy: type[EvictionPolicy]) -> None:
+    manager = make(policy, 5)
+    use(manager, "abcdef")
+    store(manager, "exy")
+    assert state(manager) == ("exyfdc", "edc", "xy", "f")
+
+
 def test_all_lir_blocks_can_be_lost_and_won_again(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 3)
     use(manager, "abc")

@@ -59,6 +59,13 @@ def test_the_head_of_a_batch_is_the_youngest(manager: OffloadingManager) -> None
     assert state(manager) == ("abc", "", "")
 
 
+def test_new_blocks_of_a_batch_count_for_the_next(manager: OffloadingManager) -> None:
+    use(manager, "abcdeafgdac")
+    assert state(manager) == ("g", "cad", "fe")
+    store(manager, "xy")  # Am gives for x; with x, A1in is above Kin and gives for y
+    assert state(manager) == ("xy", "ca", "gf")
+
+
 def test_a_path_that_was_stored_in_pieces_is_put_in_order_once(manager: OffloadingManager) -> None:
     ctx = manager.begin_request("r")
     store(manager, "ab", ctx)

@@ -88,6 +88,16 @@ def test_one_winner_a_block_enters_at_nobodys_expense(policy: type[EvictionPolic
     assert state(manager) == ("qzyx", "wv", "")
 
 
+def test_who_has_just_won_is_on_probation(policy: type[EvictionPolicy]) -> None:
+    manager = make(policy, 6)
+    use(manager, "abcdefabcdff")
+    load(manager, "e")
+    manager.discard(keys("e"))  # its slot is not free until it was read
+    assert state(manager) == ("f", "", "dcba")
+    store(manager, "g")  # f wins against a, and the main cache has room; but nobody else is there to leave
+    assert state(manager) == ("g", "", "dcba")
+
+
 def test_free_slots_fill_the_main_cache_from_the_cold_end(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     store(manager, "abcd")
