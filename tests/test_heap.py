@@ -40,7 +40,8 @@ def test_equals_a_sorted_list(script: list[tuple[str, int, int]]) -> None:
         in_order = sorted(twin, key=lambda position: twin[position])
         assert heap.members() == in_order
         assert heap.state[SIZE] == len(twin)
-        assert not twin or heap.heap[0] == in_order[0]
+        inside = heap.heap[: heap.state[SIZE]].tolist()
+        assert all(twin[inside[(at - 1) // 2]] < twin[inside[at]] for at in range(1, len(inside)))
         for position in range(NUM_POSITIONS):
             place = heap.place[position]
             assert heap.heap[place] == position if position in twin else place == OUTSIDE
@@ -56,8 +57,5 @@ def test_what_fills_a_gap_may_have_to_rise() -> None:
         heap.rank[position] = rank
         push(*arrays, position)
     take_out(*arrays, 3)  # the last one, 4, takes its place below 10
-    taken = []
-    while heap.state[SIZE]:
-        taken.append(int(heap.rank[heap.heap[0]]))
-        take_out(*arrays, heap.heap[0])
-    assert taken == [1, 2, 3, 4, 10, 12]
+    assert heap.rank[heap.heap[: heap.state[SIZE]]].tolist() == [1, 4, 2, 10, 12, 3]
+    assert [int(heap.rank[position]) for position in heap.members()] == [1, 2, 3, 4, 10, 12]
