@@ -86,6 +86,8 @@ class Hazard(EvictionPolicy):
         self._shadow = KeyLists(max(1, capacity // _SHADOW_ONE_IN), index.key_bytes, 1)
         self._duel = np.zeros(3, np.int64)
         self._cursors = np.zeros(NUM_CLASSES, np.int32)
+        # Row of the batch whose block has just entered a slot; ABSENT between calls.
+        self._entered = np.full(capacity, ABSENT, np.int32)
         self._scores = np.zeros(NUM_CLASSES, np.float64)
         self._start()
 
@@ -147,6 +149,7 @@ class Hazard(EvictionPolicy):
             self.lifetimes.worth,
             self.lifetimes.bounds,
             self._cursors,
+            self._entered,
             self._scores,
             1.0 + write_cost,
             self.is_lru,
@@ -369,6 +372,7 @@ def _score(slot: int, block_class: int, now: int, last: I64s, worth: F64s, bound
         F64_MATRIX,
         I64_ARRAY,
         I32_ARRAY,
+        I32_ARRAY,
         F64_ARRAY,
         F64,
         I64,
@@ -392,6 +396,7 @@ def _replace(
     worth: F64s,
     bounds: I64s,
     cursors: I32s,
+    entered: I32s,
     scores: F64s,
     threshold: float,
     is_lru: int,
@@ -410,7 +415,11 @@ def _replace(
                 links, links[c + each, PREV], ref_cnt, path_table, path_keys, index_keys
             )
             scores[each] = _score(cursors[each], each, now, last, worth, bounds)
-    for i in range(num_free, count):
+    run, run_time = -1, -1
+    for step in range(num_free, count):
+        # A prefix asks for room from its head on. What a device drops enters tail first: a block of it may
+        # give way to one that is nearer to the root.
+        i = step if one_prefix else count - 1 - (step - num_free)
         if is_lru:
             oldest = _candidate(order, oldest, ref_cnt, path_table, path_keys, index_keys)
             if oldest >= c:
@@ -450,14 +459,27 @@ def _replace(
             cursors[each] = _candidate(links, warmer, ref_cnt, path_table, path_keys, index_keys)
             scores[each] = _score(cursors[each], each, now, last, worth, bounds)
         slots[i] = victim
-    run, run_time = -1, -1
-    for i in range(count - 1, -1, -1):
-        slot = slots[i]
-        if slot == REFUSED:
+        if one_prefix:
             continue
+        if entered[victim] != ABSENT:
+            slots[entered[victim]] = REFUSED
+        entered[victim] = i
+        if run < 0 or last_used[i] != run_time:
+            run, run_time = _new_run(runs), last_used[i]
+        last[victim] = last_used[i]
+        push_head(links, c + classes[i], victim)
+        _join(order, runs, run, victim)
+        if cursors[classes[i]] >= c:
+            cursors[classes[i]], scores[classes[i]] = victim, own
+    first_left = count if one_prefix or is_lru else num_free
+    for i in range(first_left - 1, -1, -1):
+        slot = slots[i]
         if run < 0 or last_used[i] != run_time:
             run, run_time = _new_run(runs), last_used[i]
         last[slot] = last_used[i]
         push_head(links, c + classes[i], slot)
         _join(order, runs, run, slot)
+    for i in range(num_free, slots.shape[0]):
+        if slots[i] != REFUSED:
+            entered[slots[i]] = ABSENT
     return count
