@@ -38,9 +38,14 @@ from kvoffload.policies.lifetimes import Lifetimes
 
 _HISTORY_CAPACITY = 1 << 16
 _VICTIM_WRITE_COST = -0.2
+_WARM_UP = 3
 _SHADOW_ONE_IN = 4
 _SHADOW_LEAD = 0.005
 _MAX_PENALTY = 16
+
+
+SAMPLED, OWN_HITS, SHADOW_HITS, OLDEST = 0, 1, 2, 3
+"""What is counted for the guards: sampled references, hits of both sides, and LRU's oldest victim."""
 
 
 class Hazard(EvictionPolicy):
@@ -55,8 +60,8 @@ class Hazard(EvictionPolicy):
 
     Two guards, for the promise that it is never much worse than LRU:
 
-    - Until it has seen as many references as fill the cache twice (four times in a victim tier, where
-      blocks come in older), it *is* LRU: it knows nothing yet of the ages that matter.
+    - Until it has seen three times the age at which LRU evicts, it *is* LRU: it knows too little yet of
+      the ages that matter.
     - A shadow LRU of a quarter of the keys runs beside it. If the shadow hits 0.5 points more, LRU decides
       for a while, and for longer each time (set duelling: Qureshi et al., ISCA 2007).
 
@@ -84,7 +89,7 @@ class Hazard(EvictionPolicy):
         self._order = Lists(capacity, 1)
         self._runs = np.zeros((capacity + 2, 4), np.int32)
         self._shadow = KeyLists(max(1, capacity // _SHADOW_ONE_IN), index.key_bytes, 1)
-        self._duel = np.zeros(3, np.int64)
+        self._duel = np.zeros(4, np.int64)
         self._cursors = np.zeros(NUM_CLASSES, np.int32)
         # Row of the batch whose block has just entered a slot; ABSENT between calls.
         self._entered = np.full(capacity, ABSENT, np.int32)
@@ -151,6 +156,7 @@ class Hazard(EvictionPolicy):
             self._cursors,
             self._entered,
             self._scores,
+            self._duel,
             1.0 + write_cost,
             self.is_lru,
             protected.one_prefix,
@@ -174,8 +180,8 @@ class Hazard(EvictionPolicy):
     @property
     def is_lru(self) -> bool:
         """Whether LRU decides at the moment."""
-        warm_up = (4 if self._is_victim_tier else 2) * self.capacity_blocks
-        return self._references < warm_up or self._penalty > 0
+        oldest = int(self._duel[OLDEST])
+        return oldest == 0 or self._references < _WARM_UP * oldest or self._penalty > 0
 
     def stats(self) -> dict[str, float]:
         return {
@@ -190,9 +196,9 @@ class Hazard(EvictionPolicy):
 
     def _judge(self) -> None:
         """The end of a window of the duel: does LRU decide for the next ones?"""
-        sampled, own, shadow = self._duel.tolist()
+        sampled, own, shadow, _ = self._duel.tolist()
         self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
-        self._duel.fill(0)
+        self._duel[:OLDEST] = 0
         self._next_duel = self._references + max(20_000, self.capacity_blocks)
         if self._penalty > 0:
             self._penalty -= 1
@@ -311,11 +317,11 @@ def _reclassify(
         h = hash_row(path, row)
         if (h >> np.uint64(8)) & np.uint64(_SHADOW_ONE_IN - 1):
             continue
-        duel[0] += 1
-        duel[1] += ordered
+        duel[SAMPLED] += 1
+        duel[OWN_HITS] += ordered
         key = find(shadow_table, shadow_keys, path, row, h)
         if key != ABSENT:
-            duel[2] += 1
+            duel[SHADOW_HITS] += 1
             if is_victim_tier:
                 forget(shadow_table, shadow_keys, shadow_links, key)
             else:
@@ -374,6 +380,7 @@ def _score(slot: int, block_class: int, now: int, last: I64s, worth: F64s, bound
         I32_ARRAY,
         I32_ARRAY,
         F64_ARRAY,
+        I64_ARRAY,
         F64,
         I64,
         I64,
@@ -398,6 +405,7 @@ def _replace(
     cursors: I32s,
     entered: I32s,
     scores: F64s,
+    duel: I64s,
     threshold: float,
     is_lru: int,
     one_prefix: int,
@@ -425,6 +433,7 @@ def _replace(
             if oldest >= c:
                 return i
             slots[i] = oldest
+            duel[OLDEST] = max(duel[OLDEST], now - last[oldest])
             oldest = order[oldest, PREV]
             unlink(links, slots[i])
             _leave(order, runs, slots[i])
@@ -464,7 +473,7 @@ def _replace(
         if entered[victim] != ABSENT:
             slots[entered[victim]] = REFUSED
         entered[victim] = i
-        if run < 0 or last_used[i] != run_time:
+        if run < 0 or last_used[i] != run_time or runs[run, LENGTH] == 0:
             run, run_time = _new_run(runs), last_used[i]
         last[victim] = last_used[i]
         push_head(links, c + classes[i], victim)
