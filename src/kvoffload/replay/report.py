@@ -100,7 +100,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         table.add_column("share", justify="right")
         computed = self.block_refs - self.prefix_hit_blocks
         rows = [
-            (f"offload tier ({self.policy}, {self.admission}, {self.capacity_blocks:,} blocks, {self.store})",
+            (f"offload tier ({self.policy}, {self.admission}, {self.capacity_blocks:,} blocks)",
              self.offload_hit_blocks),
             ("computed anew", computed),
         ]  # fmt: skip
@@ -119,9 +119,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         stored, loaded = size(self.bytes_stored), size(self.bytes_loaded)
         table.add_row("stored", f"{self.blocks_written:,}", stored if with_data else "")
         table.add_row("evicted", f"{self.blocks_evicted:,}", "")
-        table.add_row(
-            f"refused (by admission {self.admission}, or by the policy)", f"{self.blocks_refused:,}", ""
-        )
+        table.add_row("refused", f"{self.blocks_refused:,}", "")
         if self.blocks_dropped:
             table.add_row("dropped: no room", f"{self.blocks_dropped:,}", "")
         if with_data:
