@@ -76,7 +76,8 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
         (["--policy", "json:loads"], "policy: 'json:loads' is not possible; it must be a subclass of "
                                      "EvictionPolicy"),
         (["--admission", "reuse:0"], "admission: 'reuse:0' is not possible; allowed: all, reuse:N with "
-                                     "N >= 1 (reuse:1 is all), bypass, bypass:F with F from -1 to 1000, tinylfu"),
+                                     "N >= 1 (reuse:1 is all), bypass, bypass:F with F from -1 to "
+                                     "1000, tinylfu"),
         (["--capacity", "0"], "capacity: '0' is not possible; it is no block; allowed: a number of blocks "
                               "(5000), a share of the unique blocks (5%), or a size (4GiB)"),
         (["--capacity", "10B"], "capacity: '10B' is not possible; it is less than one block (65,536 B); "

@@ -50,7 +50,7 @@ class TinyLFUAdmission(Admission):
 
     name = "tinylfu"
     good_for = "chat in a cache far too small: as many hits as the best policies for very few writes"
-    paper = "Einziger, Friedman and Manes, TinyLFU: A Highly Efficient Cache Admission Policy, ACM ToS 13(4), 2017"
+    paper = "Einziger et al., TinyLFU: A Highly Efficient Cache Admission Policy, ACM ToS 13(4), 2017"
 
     def __init__(self, capacity_blocks: int) -> None:
         if capacity_blocks < 1:
