@@ -31,7 +31,7 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_replay_prints_a_table(trace_file: Path) -> None:
     done = kvoffload("replay", trace_file, *SMALL)
     assert done.returncode == 0, done.stderr
-    for words in ("offload tier", "computed anew", "stored", "evicted", "refused by admission",
+    for words in ("offload tier", "computed anew", "stored", "evicted", "refused",
                   "loaded and verified", "mismatches served", "of the prefill work is saved"):  # fmt: skip
         assert words in done.stdout, words
 
@@ -70,14 +70,14 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
     [
         (["/no/such/file"], "trace: '/no/such/file' is not possible; a file, or one of: agent, chat, rag"),
         (["--policy", "lruu"], f"policy: 'lruu' is not possible; allowed: {', '.join(POLICIES.names())}, "
-                               "module:Class, or "
-                                "path/to/file.py:Class (did you mean lru?)"),
+                                "module:Class, or path/to/file.py:Class (did you mean lru?)"),
         (["--policy", "nomodule:LRU"], "policy: 'nomodule:LRU' is not possible; it cannot be imported: "
                                        "No module named 'nomodule'"),
         (["--policy", "json:loads"], "policy: 'json:loads' is not possible; it must be a subclass of "
                                      "EvictionPolicy"),
         (["--admission", "reuse:0"], "admission: 'reuse:0' is not possible; allowed: all, reuse:N with "
-                                     "N >= 1 (reuse:1 is all)"),
+                                     "N >= 1 (reuse:1 is all), bypass, bypass:F with F from -1 to "
+                                     "1000, tinylfu"),
         (["--capacity", "0"], "capacity: '0' is not possible; it is no block; allowed: a number of blocks "
                               "(5000), a share of the unique blocks (5%), or a size (4GiB)"),
         (["--capacity", "10B"], "capacity: '10B' is not possible; it is less than one block (65,536 B); "

@@ -13,12 +13,17 @@ from kvoffload.policies.base import Slots
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.fifo import NaiveFIFO
+from kvoffload.testing.naive.gdsf import NaiveGDSF
 from kvoffload.testing.naive.lfu import NaiveLFU
+from kvoffload.testing.naive.lirs import NaiveLIRS
 from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.testing.naive.reuse import NaiveReuse
 from kvoffload.testing.naive.s3fifo import NaiveS3FIFO
 from kvoffload.testing.naive.sieve import NaiveSIEVE
 from kvoffload.testing.naive.slru import NaiveSLRU
+from kvoffload.testing.naive.tinylfu import NaiveTinyLFU
+from kvoffload.testing.naive.two_q import NaiveTwoQ
+from kvoffload.testing.naive.wtinylfu import NaiveWTinyLFU
 from kvoffload.types import ON_DEVICE_EVICTION
 
 TestLru = manager_machine("lru", key_bytes=32, max_examples=80).TestCase
@@ -53,6 +58,28 @@ TestNaiveSlru = manager_machine(NaiveSLRU, max_examples=5).TestCase
 TestNaiveLfu = manager_machine(NaiveLFU, max_examples=5).TestCase
 TestNaiveSieve = manager_machine(NaiveSIEVE, max_examples=10).TestCase
 TestNaiveS3Fifo = manager_machine(NaiveS3FIFO, max_examples=10).TestCase
+
+TestTwoQ = manager_machine("2q", key_bytes=36, max_examples=50).TestCase
+TestTwoQOfOneBlock = manager_machine("2q", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
+TestTwoQOfTwoBlocks = manager_machine("2q", "tinylfu", capacity_blocks=2, max_examples=20).TestCase
+TestNaiveTwoQ = manager_machine(NaiveTwoQ, max_examples=15).TestCase
+
+TestLirs = manager_machine("lirs", key_bytes=36, max_examples=50).TestCase
+TestLirsOfOneBlock = manager_machine("lirs", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
+TestLirsOfThreeBlocks = manager_machine("lirs", "tinylfu", capacity_blocks=3, max_examples=20).TestCase
+TestNaiveLirs = manager_machine(NaiveLIRS, max_examples=15).TestCase
+
+TestWTinyLfu = manager_machine("wtinylfu", key_bytes=36, max_examples=50).TestCase
+TestWTinyLfuOfOneBlock = manager_machine("wtinylfu", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
+TestWTinyLfuOfThreeBlocks = manager_machine(
+    "wtinylfu", "tinylfu", capacity_blocks=3, max_examples=20
+).TestCase
+TestNaiveWTinyLfu = manager_machine(NaiveWTinyLFU, max_examples=15).TestCase
+
+TestGdsf = manager_machine("gdsf", key_bytes=36, max_examples=50).TestCase
+TestGdsfOfOneBlock = manager_machine("gdsf", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
+TestGdsfOfTwoBlocks = manager_machine("gdsf", "tinylfu", capacity_blocks=2, max_examples=20).TestCase
+TestNaiveGdsf = manager_machine(NaiveGDSF, lambda: NaiveTinyLFU(5), max_examples=15).TestCase
 
 
 class RefusesAtRandom(NaiveLRU):

@@ -156,7 +156,7 @@ def test_a_refusal_for_want_of_room_counts_nothing() -> None:
 
 @pytest.mark.parametrize("spec", ["reuse:1", "all"])
 def test_one_request_is_enough_is_no_gate_at_all(spec: str) -> None:
-    assert create(spec, 8) is None
+    assert create(spec, 8, 10) is None
     manager = gated(spec)
     assert offer(manager, "abc") == "abc"
     assert manager.stats().refused == 0

@@ -1,4 +1,4 @@
-"""Admission rules: which blocks may enter a tier. Written ``all``, ``reuse:N`` or ``bypass:F``."""
+"""Admission rules: which blocks may enter a tier: ``all``, ``reuse:N``, ``bypass:F`` or ``tinylfu``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvoffload.admission.base import Admission
 from kvoffload.admission.bypass import BypassAdmission
 from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.admission.tinylfu import TinyLFUAdmission
 from kvoffload.errors import ConfigError
 
 DEFAULT = "all"
@@ -38,14 +39,22 @@ RULES = (
     ),
     _described("bypass:F", BypassAdmission),
     _described("reuse:N", ReuseAdmission),
+    _described("tinylfu", TinyLFUAdmission),
 )
 """Every rule that `create` knows."""
 
-ALLOWED = "allowed: all, reuse:N with N >= 1 (reuse:1 is all), bypass, bypass:F with F from -1 to 1000"
+ALLOWED = (
+    "allowed: all, reuse:N with N >= 1 (reuse:1 is all), bypass, bypass:F with F from -1 to 1000, tinylfu"
+)
 
 
-def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
+def create(spec: str | Admission | None, key_bytes: int, capacity_blocks: int) -> Admission | None:
     """The rule that `spec` describes; None for ``all``: no gate, no cost.
+
+    Args:
+        spec: what the user typed, or a rule.
+        key_bytes: length of the manager's keys.
+        capacity_blocks: slots of the manager, for rules whose memory grows with the cache.
 
     Raises `ConfigError` for what cannot be understood.
     """
@@ -56,6 +65,8 @@ def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
     name, _, argument = spec.partition(":")
     if name == "all" and not argument:
         return None
+    if spec == "tinylfu":
+        return TinyLFUAdmission(capacity_blocks)
     if name == "reuse":
         try:
             store_threshold = int(argument)
@@ -73,4 +84,13 @@ def create(spec: str | Admission | None, key_bytes: int) -> Admission | None:
     raise ConfigError("admission", spec, ALLOWED)
 
 
-__all__ = ["DEFAULT", "RULES", "Admission", "BypassAdmission", "Description", "ReuseAdmission", "create"]
+__all__ = [
+    "DEFAULT",
+    "RULES",
+    "Admission",
+    "BypassAdmission",
+    "Description",
+    "ReuseAdmission",
+    "TinyLFUAdmission",
+    "create",
+]

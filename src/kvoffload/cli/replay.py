@@ -29,9 +29,7 @@ from kvoffload.types import ON_COMPUTE, STORES
 @click.option(
     "--policy", default="lru", show_default=True, help="A name (a wrong one lists all), or module:Class."
 )
-@click.option(
-    "--admission", default="all", show_default=True, help="all, reuse:N, or bypass:F; see kvoffload policies."
-)
+@click.option("--admission", default="all", show_default=True, help="all, reuse:N, bypass:F or tinylfu.")
 @click.option(
     "--capacity",
     default="5%",

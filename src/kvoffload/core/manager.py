@@ -93,7 +93,7 @@ class OffloadingManager:
         self.block_size = block_size
         self.index = Index(capacity_blocks, key_bytes).populate()
         self.policy = POLICIES.find(policy)(self.index)
-        self.admission = admissions.create(admission, key_bytes)
+        self.admission = admissions.create(admission, key_bytes, capacity_blocks)
         if isinstance(self.admission, BypassAdmission):
             self.policy.write_cost = self.admission.write_cost
             self.admission = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvoffload.core.index import ABSENT, Index, find, find_one, hash_row
 from kvoffload.core.jit import I32s, U64s, inline
 from kvoffload.core.keys import Keys
+from kvoffload.core.lists import PREV
 from kvoffload.core.request import RequestContext
 
 FREE = -2
@@ -48,3 +49,13 @@ def evictable(ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
         return False
     h = hash_row(index_keys, slot)
     return find(path_table, path_keys, index_keys, slot, h) == ABSENT
+
+
+@inline
+def coldest_evictable(
+    links: I32s, slot: int, sentinel: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
+) -> int:
+    """The coldest block of a list, from `slot` on, that may leave; the sentinel if there is none."""
+    while slot != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
+        slot = links[slot, PREV]
+    return slot

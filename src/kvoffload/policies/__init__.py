@@ -10,14 +10,18 @@ POLICIES: Registry[EvictionPolicy] = Registry(
     EvictionPolicy,
     "kvoffload.policies",
     {
+        "2q": "kvoffload.policies.two_q:TwoQ",
         "arc": "kvoffload.policies.arc:ARC",
         "fifo": "kvoffload.policies.fifo:FIFO",
+        "gdsf": "kvoffload.policies.gdsf:GDSF",
         "hazard": "kvoffload.policies.hazard:Hazard",
         "lfu": "kvoffload.policies.lfu:LFU",
+        "lirs": "kvoffload.policies.lirs:LIRS",
         "lru": "kvoffload.policies.lru:LRU",
         "s3fifo": "kvoffload.policies.s3fifo:S3FIFO",
         "sieve": "kvoffload.policies.sieve:SIEVE",
         "slru": "kvoffload.policies.slru:SLRU",
+        "wtinylfu": "kvoffload.policies.wtinylfu:WTinyLFU",
     },
 )
 

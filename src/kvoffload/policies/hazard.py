@@ -38,9 +38,14 @@ from kvoffload.policies.lifetimes import Lifetimes
 
 _HISTORY_CAPACITY = 1 << 16
 _VICTIM_WRITE_COST = -0.2
+_WARM_UP = 3
 _SHADOW_ONE_IN = 4
 _SHADOW_LEAD = 0.005
 _MAX_PENALTY = 16
+
+
+SAMPLED, OWN_HITS, SHADOW_HITS, OLDEST = 0, 1, 2, 3
+"""What is counted for the guards: sampled references, hits of both sides, and LRU's oldest victim."""
 
 
 class Hazard(EvictionPolicy):
@@ -55,8 +60,8 @@ class Hazard(EvictionPolicy):
 
     Two guards, for the promise that it is never much worse than LRU:
 
-    - Until it has seen as many references as fill the cache twice (four times in a victim tier, where
-      blocks come in older), it *is* LRU: it knows nothing yet of the ages that matter.
+    - Until it has seen three times the age at which LRU evicts, it *is* LRU: it knows too little yet of
+      the ages that matter.
     - A shadow LRU of a quarter of the keys runs beside it. If the shadow hits 0.5 points more, LRU decides
       for a while, and for longer each time (set duelling: Qureshi et al., ISCA 2007).
 
@@ -84,8 +89,10 @@ class Hazard(EvictionPolicy):
         self._order = Lists(capacity, 1)
         self._runs = np.zeros((capacity + 2, 4), np.int32)
         self._shadow = KeyLists(max(1, capacity // _SHADOW_ONE_IN), index.key_bytes, 1)
-        self._duel = np.zeros(3, np.int64)
+        self._duel = np.zeros(4, np.int64)
         self._cursors = np.zeros(NUM_CLASSES, np.int32)
+        # Row of the batch whose block has just entered a slot; ABSENT between calls.
+        self._entered = np.full(capacity, ABSENT, np.int32)
         self._scores = np.zeros(NUM_CLASSES, np.float64)
         self._start()
 
@@ -148,7 +155,9 @@ class Hazard(EvictionPolicy):
             self.lifetimes.worth,
             self.lifetimes.bounds,
             self._cursors,
+            self._entered,
             self._scores,
+            self._duel,
             1.0 + write_cost,
             self.is_lru,
             protected.one_prefix,
@@ -172,8 +181,8 @@ class Hazard(EvictionPolicy):
     @property
     def is_lru(self) -> bool:
         """Whether LRU decides at the moment."""
-        warm_up = (4 if self._is_victim_tier else 2) * self.capacity_blocks
-        return self._references < warm_up or self._penalty > 0
+        oldest = int(self._duel[OLDEST])
+        return oldest == 0 or self._references < _WARM_UP * oldest or self._penalty > 0
 
     def stats(self) -> dict[str, float]:
         return {
@@ -188,9 +197,9 @@ class Hazard(EvictionPolicy):
 
     def _judge(self) -> None:
         """The end of a window of the duel: does LRU decide for the next ones?"""
-        sampled, own, shadow = self._duel.tolist()
+        sampled, own, shadow, _ = self._duel.tolist()
         self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
-        self._duel.fill(0)
+        self._duel[:OLDEST] = 0
         self._next_duel = self._references + max(20_000, self.capacity_blocks)
         if self._penalty > 0:
             self._penalty -= 1
@@ -311,11 +320,11 @@ def _reclassify(
         h = hash_row(path, row)
         if (h >> np.uint64(8)) & np.uint64(_SHADOW_ONE_IN - 1):
             continue
-        duel[0] += 1
-        duel[1] += ordered
+        duel[SAMPLED] += 1
+        duel[OWN_HITS] += ordered
         key = find(shadow_table, shadow_keys, path, row, h)
         if key != ABSENT:
-            duel[2] += 1
+            duel[SHADOW_HITS] += 1
             if is_victim_tier:
                 forget(shadow_table, shadow_keys, shadow_links, key)
             else:
@@ -372,7 +381,9 @@ def _score(slot: int, block_class: int, now: int, last: I64s, worth: F64s, bound
         F64_MATRIX,
         I64_ARRAY,
         I32_ARRAY,
+        I32_ARRAY,
         F64_ARRAY,
+        I64_ARRAY,
         F64,
         I64,
         I64,
@@ -395,7 +406,9 @@ def _replace(
     worth: F64s,
     bounds: I64s,
     cursors: I32s,
+    entered: I32s,
     scores: F64s,
+    duel: I64s,
     threshold: float,
     is_lru: int,
     one_prefix: int,
@@ -413,12 +426,17 @@ def _replace(
                 links, links[c + each, PREV], ref_cnt, path_table, path_keys, index_keys
             )
             scores[each] = _score(cursors[each], each, now, last, worth, bounds)
-    for i in range(num_free, count):
+    run, run_time = -1, -1
+    for step in range(num_free, count):
+        # A prefix asks for room from its head on. What a device drops enters tail first: a block of it may
+        # give way to one that is nearer to the root.
+        i = step if one_prefix else count - 1 - (step - num_free)
         if is_lru:
             oldest = _candidate(order, oldest, ref_cnt, path_table, path_keys, index_keys)
             if oldest >= c:
                 return i
             slots[i] = oldest
+            duel[OLDEST] = max(duel[OLDEST], now - last[oldest])
             oldest = order[oldest, PREV]
             unlink(links, slots[i])
             _leave(order, runs, slots[i])
@@ -453,14 +471,27 @@ def _replace(
             cursors[each] = _candidate(links, warmer, ref_cnt, path_table, path_keys, index_keys)
             scores[each] = _score(cursors[each], each, now, last, worth, bounds)
         slots[i] = victim
-    run, run_time = -1, -1
-    for i in range(count - 1, -1, -1):
-        slot = slots[i]
-        if slot == REFUSED:
+        if one_prefix:
             continue
+        if entered[victim] != ABSENT:
+            slots[entered[victim]] = REFUSED
+        entered[victim] = i
+        if run < 0 or last_used[i] != run_time or runs[run, LENGTH] == 0:
+            run, run_time = _new_run(runs), last_used[i]
+        last[victim] = last_used[i]
+        push_head(links, c + classes[i], victim)
+        _join(order, runs, run, victim)
+        if cursors[classes[i]] >= c:
+            cursors[classes[i]], scores[classes[i]] = victim, own
+    first_left = count if one_prefix or is_lru else num_free
+    for i in range(first_left - 1, -1, -1):
+        slot = slots[i]
         if run < 0 or last_used[i] != run_time:
             run, run_time = _new_run(runs), last_used[i]
         last[slot] = last_used[i]
         push_head(links, c + classes[i], slot)
         _join(order, runs, run, slot)
+    for i in range(num_free, slots.shape[0]):
+        if slots[i] != REFUSED:
+            entered[slots[i]] = ABSENT
     return count

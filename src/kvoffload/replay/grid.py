@@ -90,7 +90,7 @@ class Grid:
         for policy in self.policies:
             POLICIES.find(policy)
         for admission in self.admissions:
-            admissions.create(admission, KEY_BYTES)
+            admissions.create(admission, KEY_BYTES, 1)
         for policy in self.policies:
             self._needs_one([why_not(policy, admission) for admission in self.admissions])
         for admission in self.admissions:

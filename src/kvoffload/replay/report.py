@@ -119,7 +119,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         stored, loaded = size(self.bytes_stored), size(self.bytes_loaded)
         table.add_row("stored", f"{self.blocks_written:,}", stored if with_data else "")
         table.add_row("evicted", f"{self.blocks_evicted:,}", "")
-        table.add_row(f"refused by admission ({self.admission})", f"{self.blocks_refused:,}", "")
+        table.add_row("refused", f"{self.blocks_refused:,}", "")
         if self.blocks_dropped:
             table.add_row("dropped: no room", f"{self.blocks_dropped:,}", "")
         if with_data:

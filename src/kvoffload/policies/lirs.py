@@ -1,0 +1,289 @@
+"""LIRS: blocks whose last two uses lie close together stay, the others pass through a short queue.
+
+Source: Jiang and Zhang, "LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to Improve
+Buffer Cache Performance", SIGMETRICS 2002.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.index import ABSENT, Index, find, hash_row, home_bucket
+from kvoffload.core.jit import (
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    I64_ARRAY,
+    READONLY_BOOL_ARRAY,
+    READONLY_I32_ARRAY,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    Bools,
+    I32s,
+    I64s,
+    U64s,
+    inline,
+    kernel,
+    prefetch,
+)
+from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.protection import Protected, coldest_evictable
+from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+
+LIR, QUEUE = 0, 1
+GONE = 0
+NO_BOTTOM = 2**63 - 1
+
+
+class LIRS(EvictionPolicy):
+    """The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
+
+    S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and keys of HIR blocks
+    that have left. A HIR block, here or gone, that is used while in S becomes LIR, and the coldest LIR
+    block becomes HIR, the last in Q. A HIR block that is used when it is not in S stays HIR, and goes to
+    the end of Q. The first of Q leaves; if it is in S, its key stays there.
+
+    There is no stack to prune: every block and key has the time of its last use, and is in S if that is
+    later than the time of the coldest LIR block. The decisions are those of the stack (the naive twin has
+    one), and no call pays for a long pruning.
+
+    Where the paper is silent, because it knows neither batches, pins nor failures:
+
+    - A batch is its blocks one after the other, each of which finds S and Q as the one before left them.
+      Blocks of one batch never evict each other, and its head is the most recent.
+    - Q is short, so a long request soon finds all of Q protected. Then the coldest LIR block that may
+      leave does, and is not remembered, since its place in S was the bottom. The new block is HIR all the
+      same, and Q has more than its 1 % for a while: a scan does not take over the LIR set. (To let it in as
+      LIR costs a third of all hits on a recorded chat, with 1,000 to 2,000 blocks.)
+    - While the LIR set is not full, a block that is given a free slot is LIR, as in the paper, and so is
+      a HIR block that is used again, in S or not: else a LIR set that was lost would never come back.
+    - A request's own store is no second access: when it finishes, the block moves to the top of S, and to
+      the end of Q if it is HIR, with the rest of its path.
+    - At most `c` keys of blocks that have left are kept; who left first is forgotten first, in S or not.
+      (In the paper S has no bound.)
+    - A block whose store failed, or that was damaged, is not remembered.
+
+    A cache of one block has no LIR block; it is an LRU.
+
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 20 bytes a block,
+    and 36 bytes and the key for each of `c` keys of blocks that have left.
+    """
+
+    name = "lirs"
+    good_for = "agents and chat whose working set is several times the cache; behind lru where it fits"
+    paper = (
+        "Jiang and Zhang, LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to Improve "
+        "Buffer Cache Performance, SIGMETRICS 2002"
+    )
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._max_lir = self.capacity_blocks - max(1, self.capacity_blocks // 100)
+        self._lists = Lists(self.capacity_blocks, 2)
+        self._gone = KeyLists(self.capacity_blocks, index.key_bytes, 1)
+        self._used_at = np.full(self.capacity_blocks, 0, np.int64)
+        self._gone_used_at = np.full(self.capacity_blocks, 0, np.int64)
+        self._clock = np.zeros(1, np.int64)
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        _access(self._lists.links, self._used_at, self._clock, self._max_lir, slots, reused)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        _replace(
+            keys.words,
+            slots,
+            num_free,
+            self._lists.links,
+            self._used_at,
+            self._clock,
+            self._max_lir,
+            self._gone.index.table,
+            self._gone.index.keys,
+            self._gone.lists.links,
+            self._gone_used_at,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._lists.links, slots)
+
+    def reset(self) -> None:
+        self._lists.clear()
+        self._gone.clear()
+        self._clock.fill(0)
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "lir_blocks": self._lists.size(LIR),
+            "hir_blocks": self._lists.size(QUEUE),
+            "gone_keys": self._gone.lists.size(GONE),
+        }
+
+    def order(self) -> list[int]:
+        return self._lists.members(QUEUE)[::-1] + self._lists.members(LIR)[::-1]
+
+    def lists(self) -> tuple[list[bytes], list[int], list[int], list[bytes]]:
+        """Keys in S, slots of the LIR blocks and in Q, keys of blocks that have left; the latest first.
+
+        Cost: O(blocks), for tests.
+        """
+        lir, queue = self._lists.members(LIR), self._lists.members(QUEUE)
+        used_at = {self.index.key_at(slot): int(self._used_at[slot]) for slot in lir + queue}
+        for position in self._gone.lists.members(GONE):
+            used_at[self._gone.index.key_at(position)] = int(self._gone_used_at[position])
+        bottom = int(self._used_at[lir[-1]]) if lir else NO_BOTTOM
+        in_stack = sorted((key for key in used_at if used_at[key] >= bottom), key=lambda key: -used_at[key])
+        return in_stack, lir, queue, self._gone.members(GONE)
+
+
+@inline
+def _bottom(links: I32s, used_at: I64s, lir: int) -> int:
+    """When the coldest LIR block was used: whoever was used later is in S. Never goes back."""
+    coldest = links[lir, PREV]
+    return np.int64(NO_BOTTOM) if coldest == lir else used_at[coldest]
+
+
+@kernel(I64(I32_MATRIX, I64_ARRAY, I64_ARRAY, I64, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
+def _access(links: I32s, used_at: I64s, clock: I64s, max_lir: int, slots: I32s, reused: Bools) -> int:
+    lir, queue = links.shape[0] - 2, links.shape[0] - 1
+    for i in range(slots.shape[0] - 1, -1, -1):
+        slot = slots[i]
+        becomes_lir = reused[i] and (
+            links[lir, LIST] < max_lir or used_at[slot] > _bottom(links, used_at, lir)
+        )
+        if links[slot, LIST] == lir or becomes_lir:
+            move_to_head(links, lir, slot)
+            if links[lir, LIST] > max_lir:
+                move_to_head(links, queue, links[lir, PREV])
+        else:
+            move_to_head(links, queue, slot)
+        clock[0] += 1
+        used_at[slot] = clock[0]
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links: I32s, slots: I32s) -> int:
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+    return slots.shape[0]
+
+
+@inline
+def _prefetch(
+    batch: U64s, num_evicted: int, links: I32s, lir: int, queue: int, index_keys: U64s, gone_table: U64s
+) -> None:
+    """Ask for the cache lines of a batch: those of Q leave, then the coldest LIR blocks."""
+    for i in range(batch.shape[0]):
+        prefetch(gone_table, home_bucket(gone_table, hash_row(batch, i)))
+    from_queue = min(num_evicted, np.int64(links[queue, LIST]))
+    slot = links[queue, PREV]
+    for _ in range(from_queue):
+        prefetch(index_keys, slot)
+        slot = links[slot, PREV]
+    slot = links[lir, PREV]
+    for _ in range(min(num_evicted - from_queue, np.int64(links[lir, LIST]))):
+        prefetch(index_keys, slot)
+        slot = links[slot, PREV]
+    slot = links[queue, PREV]
+    for _ in range(from_queue):
+        prefetch(gone_table, home_bucket(gone_table, hash_row(index_keys, slot)))
+        slot = links[slot, PREV]
+
+
+@kernel(
+    I64(
+        READONLY_U64_MATRIX,
+        I32_ARRAY,
+        I64,
+        I32_MATRIX,
+        I64_ARRAY,
+        I64_ARRAY,
+        I64,
+        U64_ARRAY,
+        U64_MATRIX,
+        I32_MATRIX,
+        I64_ARRAY,
+        I32_ARRAY,
+        U64_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+    )
+)
+def _replace(
+    batch: U64s,
+    slots: I32s,
+    num_free: int,
+    links: I32s,
+    used_at: I64s,
+    clock: I64s,
+    max_lir: int,
+    gone_table: U64s,
+    gone_keys: U64s,
+    gone_links: I32s,
+    gone_used_at: I64s,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
+    lir, queue = links.shape[0] - 2, links.shape[0] - 1
+    gone, spare = gone_links.shape[0] - 2, gone_links.shape[0] - 1
+    # New blocks join their lists after the last victim was chosen; until then they count here.
+    new_lir = 0
+    _prefetch(batch, slots.shape[0] - num_free, links, lir, queue, index_keys, gone_table)
+    # Where the search for the next victim goes on: who was protected before stays so.
+    next_in_queue, next_lir = links[queue, PREV], links[lir, PREV]
+    for i in range(slots.shape[0]):
+        remembered = find(gone_table, gone_keys, batch, i, hash_row(batch, i))
+        is_lir = i < num_free and links[lir, LIST] + new_lir < max_lir
+        if remembered != ABSENT:
+            is_lir = is_lir or gone_used_at[remembered] > _bottom(links, used_at, lir)
+            forget(gone_table, gone_keys, gone_links, remembered)
+        if i >= num_free:
+            victim = coldest_evictable(
+                links, next_in_queue, queue, ref_cnt, path_table, path_keys, index_keys
+            )
+            if victim != queue:
+                next_in_queue = links[victim, PREV]
+                if used_at[victim] > _bottom(links, used_at, lir):
+                    if gone_links[spare, LIST] == 0:
+                        forget_coldest(gone_table, gone_keys, gone_links, gone)
+                    h = hash_row(index_keys, victim)
+                    position = remember(gone_table, gone_keys, gone_links, gone, index_keys, victim, h)
+                    gone_used_at[position] = used_at[victim]
+            else:
+                next_in_queue = queue
+                victim = coldest_evictable(links, next_lir, lir, ref_cnt, path_table, path_keys, index_keys)
+                next_lir = victim
+                if victim == lir:
+                    return i
+                next_lir = links[victim, PREV]
+            unlink(links, victim)
+            slots[i] = victim
+        # The sign tells the list until the blocks can join it.
+        if is_lir:
+            slots[i] = ~slots[i]
+            new_lir += 1
+            if links[lir, LIST] + new_lir > max_lir:
+                coldest = links[lir, PREV]
+                if next_lir == coldest:
+                    next_lir = links[coldest, PREV]
+                move_to_head(links, queue, coldest)
+                if next_in_queue == queue:
+                    next_in_queue = coldest
+    for i in range(slots.shape[0] - 1, -1, -1):
+        clock[0] += 1
+        if slots[i] < 0:
+            slots[i] = ~slots[i]
+            push_head(links, lir, slots[i])
+        else:
+            push_head(links, queue, slots[i])
+        used_at[slots[i]] = clock[0]
+    return slots.shape[0]

@@ -1,0 +1,241 @@
+"""2Q: a queue for blocks on trial, a memory of those that failed it, and a list for those that came back.
+
+Source: Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm",
+VLDB 1994, the full version.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.index import ABSENT, Index, find, hash_row, home_bucket
+from kvoffload.core.jit import (
+    BOOL_ARRAY,
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    READONLY_BOOL_ARRAY,
+    READONLY_I32_ARRAY,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    Bools,
+    I32s,
+    U64s,
+    inline,
+    kernel,
+    prefetch,
+)
+from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.protection import Protected, coldest_evictable
+from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+
+A1IN, AM = 0, 1
+A1OUT = 0
+
+
+class TwoQ(EvictionPolicy):
+    """The paper's full version: A1in, A1out and Am, for batches with pins.
+
+    A new block enters A1in, first in, first out. A hit there does nothing: uses that follow each other
+    closely are one. While A1in holds more than Kin = 25 % of the blocks, its oldest leaves, and A1out
+    remembers its key; otherwise the coldest of Am leaves, and is forgotten. A block that A1out remembers
+    enters Am, a list by recency. A1out remembers Kout = 50 % as many keys as there are blocks.
+
+    Where the paper is silent, because it knows neither batches, pins nor failures:
+
+    - A batch is its blocks one after the other, each of which finds the lists as the one before left
+      them. Blocks of one batch never evict each other, and its head is the youngest.
+    - A block has arrived in A1in when the request that stored it finishes: only then is its place in the
+      queue settled, so that a path that was stored in pieces is lost from its tail, too. In Am a
+      request's own store is no second access, but the block moves to the front with its path.
+    - A block that A1out remembers is taken out of A1out before somebody leaves for it.
+    - If every block of the list that should give is protected, or there is none, the other list gives
+      the victim; what leaves A1in is remembered, what leaves Am is not, whoever was meant to give.
+    - While slots are free no victim is needed, and A1in may grow beyond Kin, as in the paper.
+    - A block whose store failed, or that was damaged, is not remembered: it was not its time that ran out.
+
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block
+    for the lists, and for each two blocks 28 bytes and a key for A1out.
+    """
+
+    name = "2q"
+    good_for = "working sets of several times the cache, a little less than lirs; behind lru where they fit"
+    paper = (
+        "Johnson and Shasha, 2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm, "
+        "VLDB 1994"
+    )
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._max_a1in = max(1, self.capacity_blocks // 4)
+        self._lists = Lists(self.capacity_blocks, 2)
+        self._a1out = KeyLists(max(1, self.capacity_blocks // 2), index.key_bytes, 1)
+        self._arriving = np.full(self.capacity_blocks, False, np.bool_)
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        _access(self._lists.links, self._arriving, slots, reused)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        _replace(
+            keys.words,
+            slots,
+            num_free,
+            self._lists.links,
+            self._arriving,
+            self._max_a1in,
+            self._a1out.index.table,
+            self._a1out.index.keys,
+            self._a1out.lists.links,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._lists.links, slots)
+
+    def reset(self) -> None:
+        self._lists.clear()
+        self._a1out.clear()
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "a1in_blocks": self._lists.size(A1IN),
+            "am_blocks": self._lists.size(AM),
+            "a1out_keys": self._a1out.lists.size(A1OUT),
+        }
+
+    def order(self) -> list[int]:
+        return self._lists.members(A1IN)[::-1] + self._lists.members(AM)[::-1]
+
+    def lists(self) -> tuple[list[int], list[int], list[bytes]]:
+        """Slots of A1in and Am, keys of A1out, each most recent first. Cost: O(blocks), for tests."""
+        return self._lists.members(A1IN), self._lists.members(AM), self._a1out.members(A1OUT)
+
+
+@kernel(I64(I32_MATRIX, BOOL_ARRAY, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
+def _access(links: I32s, arriving: Bools, slots: I32s, reused: Bools) -> int:
+    am = links.shape[0] - 1
+    for i in range(slots.shape[0] - 1, -1, -1):
+        slot = slots[i]
+        home = links[slot, LIST]
+        if home == am:
+            move_to_head(links, am, slot)
+        elif arriving[slot] and not reused[i]:
+            arriving[slot] = False
+            move_to_head(links, home, slot)
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links: I32s, slots: I32s) -> int:
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+    return slots.shape[0]
+
+
+@inline
+def _prefetch(
+    batch: U64s, num_evicted: int, links: I32s, tail: int, index_keys: U64s, ghost_table: U64s
+) -> None:
+    """Ask for the cache lines of a batch: what is likely to leave, as things stand."""
+    for i in range(batch.shape[0]):
+        prefetch(ghost_table, home_bucket(ghost_table, hash_row(batch, i)))
+    slot = links[tail, PREV]
+    for _ in range(num_evicted):
+        prefetch(index_keys, slot)
+        slot = links[slot, PREV]
+    slot = links[tail, PREV]
+    for _ in range(num_evicted):
+        if slot < index_keys.shape[0]:
+            prefetch(ghost_table, home_bucket(ghost_table, hash_row(index_keys, slot)))
+        slot = links[slot, PREV]
+
+
+@kernel(
+    I64(
+        READONLY_U64_MATRIX,
+        I32_ARRAY,
+        I64,
+        I32_MATRIX,
+        BOOL_ARRAY,
+        I64,
+        U64_ARRAY,
+        U64_MATRIX,
+        I32_MATRIX,
+        I32_ARRAY,
+        U64_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+    )
+)
+def _replace(
+    batch: U64s,
+    slots: I32s,
+    num_free: int,
+    links: I32s,
+    arriving: Bools,
+    max_a1in: int,
+    ghost_table: U64s,
+    ghost_keys: U64s,
+    ghost_links: I32s,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
+    a1in, am = links.shape[0] - 2, links.shape[0] - 1
+    a1out, spare = ghost_links.shape[0] - 2, ghost_links.shape[0] - 1
+    # New blocks join their lists after the last victim was chosen; until then they count here.
+    new_a1in = 0
+    likely = a1in if links[a1in, LIST] > max_a1in else am
+    _prefetch(batch, slots.shape[0] - num_free, links, likely, index_keys, ghost_table)
+    # Where the search for the next victim goes on: who was protected before stays so.
+    next_a1in, next_am = links[a1in, PREV], links[am, PREV]
+    for i in range(slots.shape[0]):
+        ghost = find(ghost_table, ghost_keys, batch, i, hash_row(batch, i))
+        if ghost != ABSENT:
+            forget(ghost_table, ghost_keys, ghost_links, ghost)
+        if i >= num_free:
+            from_a1in = links[a1in, LIST] + new_a1in > max_a1in
+            victim = am
+            for second_try in range(2):
+                if from_a1in != (second_try == 1):
+                    victim = coldest_evictable(
+                        links, next_a1in, a1in, ref_cnt, path_table, path_keys, index_keys
+                    )
+                    next_a1in = victim
+                else:
+                    victim = coldest_evictable(links, next_am, am, ref_cnt, path_table, path_keys, index_keys)
+                    next_am = victim
+                if victim < a1in:
+                    break
+            if victim >= a1in:
+                return i
+            if links[victim, LIST] == a1in:
+                next_a1in = links[victim, PREV]
+                if ghost_links[spare, LIST] == 0:
+                    forget_coldest(ghost_table, ghost_keys, ghost_links, a1out)
+                key_hash = hash_row(index_keys, victim)
+                remember(ghost_table, ghost_keys, ghost_links, a1out, index_keys, victim, key_hash)
+            else:
+                next_am = links[victim, PREV]
+            unlink(links, victim)
+            slots[i] = victim
+        # The sign tells the list until the blocks can join it.
+        if ghost != ABSENT:
+            slots[i] = ~slots[i]
+        else:
+            new_a1in += 1
+    for i in range(slots.shape[0] - 1, -1, -1):
+        if slots[i] < 0:
+            slots[i] = ~slots[i]
+            push_head(links, am, slots[i])
+        else:
+            push_head(links, a1in, slots[i])
+            arriving[slots[i]] = True
+    return slots.shape[0]
