@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 from kvoffload.admission import ReuseAdmission
+from kvoffload.core.index import Index
+from kvoffload.core.keys import Keys
+from kvoffload.core.protection import Protected
+from kvoffload.policies import REFUSED
+from kvoffload.policies.base import Slots
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.fifo import NaiveFIFO
@@ -17,6 +24,7 @@ from kvoffload.testing.naive.slru import NaiveSLRU
 from kvoffload.testing.naive.tinylfu import NaiveTinyLFU
 from kvoffload.testing.naive.two_q import NaiveTwoQ
 from kvoffload.testing.naive.wtinylfu import NaiveWTinyLFU
+from kvoffload.types import ON_DEVICE_EVICTION
 
 TestLru = manager_machine("lru", key_bytes=32, max_examples=80).TestCase
 TestLruWithReuse = manager_machine(
@@ -72,3 +80,45 @@ TestGdsf = manager_machine("gdsf", key_bytes=36, max_examples=50).TestCase
 TestGdsfOfOneBlock = manager_machine("gdsf", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
 TestGdsfOfTwoBlocks = manager_machine("gdsf", "tinylfu", capacity_blocks=2, max_examples=20).TestCase
 TestNaiveGdsf = manager_machine(NaiveGDSF, lambda: NaiveTinyLFU(5), max_examples=15).TestCase
+
+
+class RefusesAtRandom(NaiveLRU):
+    """LRU that has no use for three blocks in ten, whichever; always the same ones of a run."""
+
+    name = "refuses-at-random"
+    refuses = True
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.random = random.Random(5)
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        refusing = False
+        entering = []
+        for row, key in enumerate(keys):
+            if row >= num_free:
+                refusing = (refusing and protected.one_prefix) or self.random.random() < 0.3
+                slots[row] = REFUSED if refusing else self.victim(key, protected)
+            if slots[row] != REFUSED:
+                entering.append(int(slots[row]))
+        self.slots += reversed(entering)
+
+
+TestRefusesAtRandom = manager_machine(RefusesAtRandom, max_examples=40).TestCase
+TestRefusesAtRandomWithReuse = manager_machine(RefusesAtRandom, "reuse:2", max_examples=30).TestCase
+
+TestVictimLru = manager_machine("lru", store=ON_DEVICE_EVICTION, key_bytes=32, max_examples=80).TestCase
+TestVictimLruWithReuse = manager_machine(
+    "lru", lambda: ReuseAdmission(20, 2, 7), store=ON_DEVICE_EVICTION, key_bytes=20, max_examples=60
+).TestCase
+TestVictimArc = manager_machine("arc", store=ON_DEVICE_EVICTION, key_bytes=8, max_examples=50).TestCase
+TestVictimOfOneBlock = manager_machine(
+    "arc", store=ON_DEVICE_EVICTION, capacity_blocks=1, key_bytes=5, max_examples=20
+).TestCase
+TestVictimNaiveLru = manager_machine(NaiveLRU, store=ON_DEVICE_EVICTION, max_examples=30).TestCase
+TestVictimRefusesAtRandom = manager_machine(
+    RefusesAtRandom, store=ON_DEVICE_EVICTION, max_examples=60
+).TestCase
+TestVictimRefusesAtRandomWithReuse = manager_machine(
+    RefusesAtRandom, lambda: NaiveReuse(2, 9), store=ON_DEVICE_EVICTION, max_examples=40
+).TestCase

@@ -52,18 +52,22 @@ class Duplicates:
         found = _drop(self._order.links, slots, rows)
         return rows[:found], rows[found:][::-1]
 
-    def take(self, wanted: int, index: Index, protected: Protected) -> I32s:
-        """Choose up to `wanted` duplicates that may leave; they are none from now on."""
-        taken = np.empty(min(wanted, len(self)), np.int32)
-        found = _take(
+    def holds_any(self, slots: I32s) -> bool:
+        """Whether one of `slots` is a duplicate's."""
+        return bool((self._order.links[slots, LIST] != UNLISTED).any())
+
+    def choose(self, wanted: int, index: Index, protected: Protected) -> I32s:
+        """Up to `wanted` duplicates that may leave, in their order; `drop` them when they do."""
+        chosen = np.empty(min(wanted, len(self)), np.int32)
+        found = _choose(
             self._order.links,
             protected.ref_cnt,
             protected.path_table,
             protected.path_keys,
             index.keys,
-            taken,
+            chosen,
         )
-        return taken[:found]
+        return chosen[:found]
 
     def clear(self) -> None:
         """Forget all of them. Cost: O(capacity)."""
@@ -102,17 +106,15 @@ def _drop(links: I32s, slots: I32s, rows: I32s) -> int:
 
 
 @kernel(I64(I32_MATRIX, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX, I32_ARRAY))
-def _take(
-    links: I32s, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s, taken: I32s
+def _choose(
+    links: I32s, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s, chosen: I32s
 ) -> int:
     sentinel = links.shape[0] - 1
     found = 0
     slot = links[sentinel, NEXT]
-    while found < taken.shape[0] and slot != sentinel:
-        following = links[slot, NEXT]
+    while found < chosen.shape[0] and slot != sentinel:
         if evictable(ref_cnt, path_table, path_keys, index_keys, slot):
-            unlink(links, slot)
-            taken[found] = slot
+            chosen[found] = slot
             found += 1
-        slot = following
+        slot = links[slot, NEXT]
     return found

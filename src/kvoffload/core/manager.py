@@ -282,11 +282,8 @@ class OffloadingManager:
             if self.admission is not None:
                 num_admitted = self.admission.leading(Keys(fresh[:num_fresh], self.key_bytes))
         else:
-            if num_fresh < len(positions):
-                self._keep(ctx, positions)
             num_admitted = self._admit_each(fresh[:num_fresh], rows[:num_fresh])
         count = min(num_admitted, room)
-        self._counts.dropped += num_admitted - count
 
         slots = np.empty(count, _INT32)
         evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), _UINT64)
@@ -296,9 +293,12 @@ class OffloadingManager:
             if num_refused:
                 slots, evicted = slots[:-num_refused], evicted[: len(evicted) - num_refused]
         num_stored = len(slots)
+        if self._duplicates is not None and num_fresh < len(positions):
+            self._keep(ctx, positions, rows[:num_stored])
         if num_refused and num_admitted > count:
             behind = rows[num_stored:num_admitted]
             behind[:] = np.roll(behind, -num_refused)
+        self._counts.dropped += num_admitted - count
         self._counts.refused += num_fresh - num_admitted + num_refused
         return StorePlan(
             ctx.request_id,
@@ -477,17 +477,24 @@ class OffloadingManager:
         if len(added):
             self.policy.remove(added)
 
-    def _keep(self, ctx: RequestContext, positions: Slots) -> None:
-        """Of the blocks that the device drops, those that are here already: nothing is copied."""
+    def _keep(self, ctx: RequestContext, positions: Slots, stored: Slots) -> None:
+        """Of the blocks that the device drops, those that are here already: nothing is copied.
+
+        `stored` are rows of the others that have just entered: all of them together are put in order.
+        """
         assert self._duplicates is not None
         slots = self._resolve(ctx, positions)
         here = np.flatnonzero(slots != ABSENT)
         rows, _ = self._duplicates.drop(slots[here])
-        if len(rows):
-            kept = here[rows]
-            keys = Keys(ctx.path.keys[positions[kept]], self.key_bytes)
-            self.policy.replace(keys, slots[kept], len(kept), Protected(self.ref_cnt, self.index, ctx, False))
-            self._counts.kept += len(kept)
+        if len(rows) == 0:
+            return
+        kept = here[rows]
+        keys = Keys(ctx.path.keys[positions[kept]], self.key_bytes)
+        self.policy.replace(keys, slots[kept], len(kept), Protected(self.ref_cnt, self.index, ctx, False))
+        self._counts.kept += len(kept)
+        if len(stored):
+            batch = slots[np.sort(np.concatenate((kept, stored)))]
+            self.policy.access(batch, np.zeros(len(batch), np.bool_))
 
     def _admit_each(self, fresh: npt.NDArray[np.uint64], rows: npt.NDArray[np.int32]) -> int:
         """Bring the admitted ones to the front of a batch whose blocks may enter one without the other."""
@@ -538,35 +545,32 @@ class OffloadingManager:
         protected = Protected(self.ref_cnt, index, ctx, self._duplicates is None)
         taken = _NO_ROWS
         if self._duplicates is not None and len(evicted):
-            taken = self._duplicates.take(len(evicted), index, protected)
+            taken = self._duplicates.choose(len(evicted), index, protected)
             slots[num_free : num_free + len(taken)] = taken
-        try:
-            num_refused = self._ask_policy(rows, fresh, slots, num_free + len(taken), protected)
-            num_stored = len(slots) - num_refused
-            wrong = steps.enter(
-                index.table,
-                index.keys,
-                self.ref_cnt,
-                self._generation,
-                path.table,
-                path.keys,
-                ctx.notes,
-                positions,
-                rows,
-                slots[:num_stored],
-                num_free,
-                evicted[: num_stored - num_free],
+        num_refused = self._ask_policy(rows, fresh, slots, num_free + len(taken), protected)
+        num_stored = len(slots) - num_refused
+        wrong = steps.enter(
+            index.table,
+            index.keys,
+            self.ref_cnt,
+            self._generation,
+            path.table,
+            path.keys,
+            ctx.notes,
+            positions,
+            rows,
+            slots[:num_stored],
+            num_free,
+            evicted[: num_stored - num_free],
+        )
+        if wrong >= 0:
+            raise PolicyError(
+                f"policy {self.policy.name!r} named slot {slots[wrong]} to leave for key "
+                f"{fresh[wrong].tobytes()[: self.key_bytes].hex()}: it is protected, absent, or was "
+                f"named before"
             )
-            if wrong >= 0:
-                raise PolicyError(
-                    f"policy {self.policy.name!r} named slot {slots[wrong]} to leave for key "
-                    f"{fresh[wrong].tobytes()[: self.key_bytes].hex()}: it is protected, absent, or was "
-                    f"named before"
-                )
-        except BaseException:
-            if self._duplicates is not None:
-                self._duplicates.add(taken, self.ref_cnt)
-            raise
+        if self._duplicates is not None:
+            self._duplicates.drop(taken)
         num_evicted = num_stored - num_free
         self._num_free -= num_free
         self._num_evictable -= num_evicted
@@ -592,8 +596,7 @@ class OffloadingManager:
             raise PolicyError(f"policy {policy.name!r} changed the free slots that it was given")
         if self._duplicates is not None and len(self._duplicates):
             named = slots[num_given:]
-            of_device, _ = self._duplicates.drop(named[(named >= 0) & (named < self.capacity_blocks)])
-            if len(of_device):
+            if self._duplicates.holds_any(named[(named >= 0) & (named < self.capacity_blocks)]):
                 raise PolicyError(f"policy {policy.name!r} named blocks that had been removed from it")
         if not policy.refuses:
             return 0

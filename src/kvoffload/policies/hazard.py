@@ -129,7 +129,8 @@ class Hazard(EvictionPolicy):
             self._judge()
 
     def access(self, slots: Slots, reused: Reused) -> None:
-        _access(self._lists.links, self._order.links, self._runs, slots)
+        # In a victim tier blocks of several requests are put in order together: each keeps its run.
+        _access(self._lists.links, self._last, self._order.links, self._runs, self._is_victim_tier, slots)
 
     def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
         count = len(slots)
@@ -257,11 +258,13 @@ def _leave(order: I32s, runs: I32s, slot: int) -> None:
     unlink(order, slot)
 
 
-@kernel(I64(I32_MATRIX, I32_MATRIX, I32_MATRIX, READONLY_I32_ARRAY))
-def _access(links: I32s, order: I32s, runs: I32s, slots: I32s) -> int:
-    run = _new_run(runs)
+@kernel(I64(I32_MATRIX, I64_ARRAY, I32_MATRIX, I32_MATRIX, I64, READONLY_I32_ARRAY))
+def _access(links: I32s, last: I64s, order: I32s, runs: I32s, by_time: int, slots: I32s) -> int:
+    run = -1
     for i in range(slots.shape[0] - 1, -1, -1):
         _leave(order, runs, slots[i])
+        if run < 0 or (by_time and last[slots[i]] != last[slots[i + 1]]):
+            run = _new_run(runs)
         _join(order, runs, run, slots[i])
         move_to_head(links, links[slots[i], LIST], slots[i])
     return slots.shape[0]

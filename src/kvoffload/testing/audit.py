@@ -84,6 +84,11 @@ def state_of(thing: Any) -> bytes | Any:
         return snapshot(state)
 
 
+def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
+    """Slots of the blocks that the device holds as well, the first to leave first; None: no victim tier."""
+    return None if manager._duplicates is None else manager._duplicates.slots()
+
+
 def _slots_of(cls: type) -> Iterable[str]:
     return (name for name in vars(cls).get("__slots__", ()) if not name.startswith("__"))
 
@@ -179,10 +184,11 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
             _audit_key_lists(f"{name} of {policy.name}", value)
     if isinstance(policy, (ARC, NaiveARC)):
         _audit_arc(policy, manager)
-    duplicates = set() if manager._duplicates is None else set(manager._duplicates.slots())
+    duplicates = set(duplicate_slots(manager) or ())
     if manager._duplicates is not None:
         _audit_lists("the duplicates", manager._duplicates._order)
-    assert duplicates <= resident, f"duplicates that are not here: {duplicates - resident}"
+    ready = {slot for slot in resident if manager.ref_cnt[slot] >= 0}
+    assert duplicates <= ready, f"duplicates that are not here, or not ready: {duplicates - ready}"
     listed = policy.order()
     if listed is None:
         return

@@ -1,8 +1,9 @@
-"""A Hypothesis state machine that lives a manager's life, against a model of two dicts.
+"""A Hypothesis state machine that lives a manager's life, against a model of two dicts and a list.
 
 Jobs that finish, fail and are lost are rules of their own, so a single-threaded test explores every
 interleaving of completions. The model knows no order: which block *should* leave is for the tests of a
-policy; here it is checked that whoever leaves *may*, and that nothing else changes.
+policy; here it is checked that whoever leaves *may*, that duplicates of a victim tier leave before anything
+else, and that nothing else changes.
 
     TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
 """
@@ -26,16 +27,18 @@ from hypothesis.stateful import (
 )
 
 from kvoffload.admission import Admission
+from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import MisuseError
 from kvoffload.policies import EvictionPolicy
-from kvoffload.testing.audit import audit, snapshot
+from kvoffload.testing.audit import audit, duplicate_slots, snapshot
 from kvoffload.testing.scripts import colliding_keys
-from kvoffload.types import LoadPlan, LookupResult, ManagerStats, PrefixLookup, StorePlan
+from kvoffload.types import ON_COMPUTE, LoadPlan, LookupResult, ManagerStats, PrefixLookup, StorePlan
 
 NUM_KEYS = 16
 WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT
+COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
 batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
@@ -44,10 +47,14 @@ batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
 
 @dataclass
 class Request:
-    """An inference request, and what it has asked for so far: its path, which protects its blocks."""
+    """An inference request, and what it has asked for so far: its path, which protects its blocks.
+
+    Of the path, `accessed` is what the request has touched already, or stored itself.
+    """
 
     ctx: RequestContext | None
-    path: set[bytes] = field(default_factory=set)
+    path: dict[bytes, None] = field(default_factory=dict)
+    accessed: set[bytes] = field(default_factory=set)
 
 
 @dataclass
@@ -63,7 +70,8 @@ class ManagerMachine(RuleBasedStateMachine):
     """The rules and the model. Make a class of it with `manager_machine`.
 
     The model: `state`, key to WRITING or READY, and `slot_of`, key to slot. Beside it `pins`, readers
-    of each slot, and `memory`, what a tier would hold in each slot: the bytes of a block are its key.
+    of each slot, and `memory`, what a tier would hold in each slot: the bytes of a block are its key. Of a
+    victim tier, `duplicates` are the keys of blocks that the device holds as well, the first to leave first.
     """
 
     make: Callable[[], OffloadingManager]
@@ -82,6 +90,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.condemned: set[int] = set()
         self.memory: dict[int, bytes] = {}
         self.readable: set[bytes] = set()
+        self.duplicates: list[bytes] = []
         self.jobs: list[Job] = []
         self.before = ManagerStats()
 
@@ -90,7 +99,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(target=requests, numbers=batches)
     def begin(self, numbers: list[int]) -> Request:
         keys = self._keys(numbers)
-        return Request(self.manager.begin_request("test", keys), set(keys))
+        return Request(self.manager.begin_request("test", keys), dict.fromkeys(keys))
 
     @rule(target=requests)
     def nameless(self) -> Request:
@@ -101,17 +110,23 @@ class ManagerMachine(RuleBasedStateMachine):
     def finish(self, request: Request) -> None:
         if request.ctx is not None:
             self.manager.finish_request(request.ctx)
+            self._held_by_device([*request.path])
             self._refused_as_misuse(lambda: self.manager.finish_request(request.ctx))  # type: ignore[arg-type]
             self._refused_as_misuse(lambda: self.manager.touch(self.universe, request.ctx))
 
     @rule(request=requests, numbers=batches)
     def touch(self, request: Request, numbers: list[int]) -> None:
-        self.manager.touch(self._seen(request, numbers), request.ctx)
+        keys = self._seen(request, numbers)
+        self.manager.touch(keys, request.ctx)
+        self._held_by_device([key for key in keys if key not in request.accessed])
+        if request.ctx is not None:
+            request.accessed.update(keys)
 
     @rule(request=requests, numbers=batches)
     def lookup(self, request: Request, numbers: list[int]) -> None:
         keys = self._seen(request, numbers)
         assert self.manager.lookup(keys, request.ctx) == self._expected(keys)
+        assert self.manager.contains(keys, request.ctx).tolist() == [key in self.state for key in keys]
 
     @rule(request=requests, number=st.integers(0, NUM_KEYS - 1))
     def lookup_key(self, request: Request, number: int) -> None:
@@ -123,11 +138,12 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(target=stores, request=requests, numbers=batches)
     def prepare_store(self, request: Request, numbers: list[int]) -> Job:
         manager, keys = self.manager, self._seen(request, numbers)
-        protected = request.path.union(keys)
+        protected = {*request.path, *keys}
         missing = [key for key in dict.fromkeys(keys) if key not in self.state]
         may_leave = {key for key in self.state if self._is_evictable(key) and key not in protected}
         num_free = manager.capacity_blocks - len(self.state) - len(self.condemned)
         room = num_free + len(may_leave)
+        admitted = self._admitted(missing) if self._is_victim_tier else None
         before = snapshot(manager, ignore=["dropped"])
         plan = manager.prepare_store(keys, request.ctx)
         if plan is None:
@@ -136,14 +152,21 @@ class ManagerMachine(RuleBasedStateMachine):
             assert snapshot(manager, ignore=["dropped"]) == before, "a refusal left a trace"
             # Whoever is refused has nothing to complete; an empty store stands for it.
             return self._started(manager.prepare_store([]))
-        admitted = len(missing) - plan.num_refused
         assert room or not missing, "no room for anything is None, not an empty plan"
-        assert plan.keys == missing[: min(admitted, room)], "not the head of what was missing"
-        assert plan.num_dropped == max(0, admitted - room)
         assert [keys[row] for row in plan.rows] == list(plan.keys), "rows are not those of the keys"
         evicted = list(plan.evicted)
         assert len(set(evicted)) == len(evicted) == max(0, len(plan.keys) - num_free)
         assert may_leave.issuperset(evicted), f"may not leave: {set(evicted) - may_leave}"
+        first_to_leave = [key for key in self.duplicates if key in may_leave]
+        assert evicted[: len(first_to_leave)] == first_to_leave[: len(evicted)], "not the duplicates first"
+        num_given = num_free + len(first_to_leave)
+        if admitted is None:
+            self._check_prefix(plan, missing, room, num_given)
+        else:
+            self._check_one_by_one(plan, keys, missing, admitted, room, num_given)
+        self._hold_alone(evicted)
+        self._hold_alone(keys)
+        request.accessed.update(plan.keys)
         for key in evicted:
             del self.state[key], self.slot_of[key]
         slots = plan.slots.tolist()
@@ -158,8 +181,13 @@ class ManagerMachine(RuleBasedStateMachine):
         """A whole request, undisturbed: what is here is loaded, the rest is stored."""
         request = self.begin(numbers)
         self.complete_load(self.prepare_load(request, numbers), damaged=set())
-        self.complete_store(self.prepare_store(request, numbers), success=True)
-        self.finish(request)
+        if self._is_victim_tier:
+            self.finish(request)
+            # The device drops them at once.
+            self.complete_store(self.prepare_store(self.nameless(), numbers), success=True)
+        else:
+            self.complete_store(self.prepare_store(request, numbers), success=True)
+            self.finish(request)
 
     @rule(job=consumes(stores), success=st.booleans())
     def complete_store(self, job: Job, success: bool) -> None:
@@ -206,6 +234,9 @@ class ManagerMachine(RuleBasedStateMachine):
         for row in rows:
             if self.slot_of.get(plan.keys[row]) == slots[row]:
                 self._forget(plan.keys[row])
+        if not job.stale:
+            loaded = zip(plan.keys, slots, strict=True)
+            self._held_by_device([key for key, slot in loaded if self.slot_of.get(key) == slot])
 
     @rule(numbers=batches)
     def discard(self, numbers: list[int]) -> None:
@@ -224,8 +255,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.condemned |= {slot for key, slot in self.slot_of.items() if not self._is_evictable(key)}
         for job in self.jobs:
             job.stale = not job.void
-        self.state.clear()
-        self.slot_of.clear()
+        for forgotten in (self.state, self.slot_of, self.duplicates):
+            forgotten.clear()
 
     @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
@@ -234,7 +265,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.reset(drop_in_flight=True)
         for job in self.jobs:
             job.stale, job.void = False, True
-        for forgotten in (self.state, self.slot_of, self.pins, self.condemned):
+        for forgotten in (self.state, self.slot_of, self.duplicates, self.pins, self.condemned):
             forgotten.clear()
 
     # ---- what holds at every step
@@ -247,6 +278,11 @@ class ManagerMachine(RuleBasedStateMachine):
     def equals_the_model(self) -> None:
         for key in self.universe:
             assert self.manager.lookup_key(key) is self.state.get(key, LookupResult.MISS), key.hex()
+
+    @invariant()
+    def duplicates_equal_the_model(self) -> None:
+        assert (duplicate_slots(self.manager) or []) == [self.slot_of[key] for key in self.duplicates]
+        assert self.manager.stats().duplicates == len(self.duplicates)
 
     @invariant()
     def events_give_the_readable_blocks(self) -> None:
@@ -267,11 +303,69 @@ class ManagerMachine(RuleBasedStateMachine):
         assert (stats.writing, stats.ready) == (states[WRITING], states[READY])
         assert stats.condemned == len(self.condemned)
         assert stats.evictable == sum(map(self._is_evictable, self.state))
-        for name in ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "discarded"):
+        for name in COUNTERS:
             assert getattr(stats, name) >= getattr(self.before, name), f"{name} went down"
         self.before = stats
 
+    # ---- what a plan may say
+
+    def _check_prefix(self, plan: StorePlan, missing: list[bytes], room: int, num_given: int) -> None:
+        """Blocks of a request's path: the head of what is missing, as much as may enter and has room."""
+        stored = len(plan.keys)
+        assert plan.keys == missing[:stored], "not the head of what was missing"
+        assert stored + plan.num_dropped + plan.num_refused == len(missing), (
+            "blocks are lost or counted twice"
+        )
+        if not self.manager.policy.refuses:
+            assert plan.num_dropped == max(0, len(missing) - plan.num_refused - room)
+            assert stored == min(len(missing) - plan.num_refused, room), "there was room for more"
+        elif self.manager.admission is None:
+            assert plan.num_dropped == max(0, len(missing) - room)
+            assert stored >= min(len(missing), num_given), "free slots were refused"
+
+    def _check_one_by_one(
+        self,
+        plan: StorePlan,
+        keys: list[bytes],
+        missing: list[bytes],
+        admitted: list[bytes],
+        room: int,
+        num_given: int,
+    ) -> None:
+        """Blocks that the device drops: each may enter without the others."""
+        considered, dropped = admitted[:room], admitted[room:]
+        stored = list(plan.keys)
+        refused = [key for key in considered if key not in stored]
+        assert stored == [key for key in considered if key in stored], "not those that may enter, in order"
+        assert not refused or self.manager.policy.refuses, "there was room for more"
+        assert stored[:num_given] == considered[: min(num_given, len(stored))], "free slots were refused"
+        assert len(stored) >= min(num_given, len(considered)), "free slots were refused"
+        left_out = [*dropped, *refused, *(key for key in missing if key not in admitted)]
+        assert [keys[row] for row in plan.missing_rows] == [*stored, *left_out], "rows of others"
+        assert plan.num_dropped == len(dropped)
+        assert plan.num_refused == len(missing) - len(stored) - len(dropped)
+
     # ---- inside
+
+    @property
+    def _is_victim_tier(self) -> bool:
+        return duplicate_slots(self.manager) is not None
+
+    def _admitted(self, missing: list[bytes]) -> list[bytes]:
+        """Which of the absent blocks the admission rule lets in, each on its own."""
+        if self.manager.admission is None:
+            return missing
+        allowed = self.manager.admission.admit(Keys.pack(missing, self.manager.key_bytes))
+        return [key for key, is_allowed in zip(missing, allowed.tolist(), strict=True) if is_allowed]
+
+    def _held_by_device(self, keys: list[bytes]) -> None:
+        """Of a victim tier: the device holds these blocks too, as far as they are here and ready."""
+        if self._is_victim_tier:
+            latest = [key for key in dict.fromkeys(keys) if self.state.get(key) is READY]
+            self.duplicates = [*latest, *(key for key in self.duplicates if key not in latest)]
+
+    def _hold_alone(self, keys: list[bytes]) -> None:
+        self.duplicates = [key for key in self.duplicates if key not in keys]
 
     def _keys(self, numbers: list[int]) -> list[bytes]:
         return [self.universe[number % NUM_KEYS] for number in numbers]
@@ -279,7 +373,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def _seen(self, request: Request, numbers: list[int]) -> list[bytes]:
         keys = self._keys(numbers)
         if request.ctx is not None:
-            request.path.update(keys)
+            request.path.update(dict.fromkeys(keys))
         return keys
 
     def _expected(self, keys: list[bytes]) -> PrefixLookup:
@@ -291,6 +385,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return self.state[key] is READY and not self.pins[self.slot_of[key]]
 
     def _forget(self, key: bytes) -> None:
+        self._hold_alone([key])
         slot = self.slot_of.pop(key)
         del self.state[key]
         if self.pins[slot]:
@@ -316,6 +411,7 @@ def manager_machine(
     policy: str | type[EvictionPolicy] = "lru",
     admission: str | Callable[[], Admission] = "all",
     *,
+    store: str = ON_COMPUTE,
     capacity_blocks: int = 5,
     key_bytes: int = 32,
     max_examples: int = 50,
@@ -326,13 +422,19 @@ def manager_machine(
     Args:
         policy: as `OffloadingManager` takes it.
         admission: a name, or a function that makes a rule, since one rule serves one manager.
+        store: when blocks are offered: ``on-compute``, or ``on-device-eviction`` for a victim tier.
         capacity_blocks: keep it small: everything interesting happens when there is no room.
     """
 
     def make() -> OffloadingManager:
         rule = admission if isinstance(admission, str) else admission()
         return OffloadingManager(
-            capacity_blocks, key_bytes=key_bytes, policy=policy, admission=rule, enable_events=True
+            capacity_blocks,
+            key_bytes=key_bytes,
+            policy=policy,
+            admission=rule,
+            store=store,
+            enable_events=True,
         )
 
     machine: type[ManagerMachine] = type("Machine", (ManagerMachine,), {"make": staticmethod(make)})
