@@ -224,7 +224,8 @@ def _audit_runs(what: str, runs: Runs) -> None:
         assert (length, tail) == (len(run), run[-1]), f"{what}: run {run} says {length} and tail {tail}"
     height = int(runs.runs[-1, FREE])
     unused = set(runs.runs[:height, FREE].tolist())
-    assert len(unused) == height and unused.isdisjoint(numbers), f"{what}: a run in use is called unused"
+    assert len(unused) == height, f"{what}: a run is unused twice"
+    assert unused.isdisjoint(numbers), f"{what}: a run in use is called unused"
     assert height + len(numbers) == len(runs.runs) - 1, f"{what}: runs were lost"
 
 
