@@ -5,6 +5,8 @@ Our own policy. See `Hazard` for the idea, `history` and `lifetimes` for what it
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from kvoffload.core.ages import at_age
@@ -36,9 +38,7 @@ from kvoffload.policies.base import REFUSED, EvictionPolicy, Reused, Slots
 from kvoffload.policies.history import NUM_CLASSES, NUM_GAP_CLASSES, History
 from kvoffload.policies.lifetimes import Lifetimes
 
-_HISTORY_CAPACITY = 1 << 16
 _VICTIM_WRITE_COST = -0.2
-_WARM_UP = 3
 _SHADOW_ONE_IN = 4
 _SHADOW_LEAD = 0.005
 _MAX_PENALTY = 16
@@ -72,7 +72,19 @@ class Hazard(EvictionPolicy):
     Time is counted in block references. Cost per block: three index probes and a scan of 50 classes for a
     victim. Memory: 44 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
     capacity, if that is more), and 3 MB.
+
+    Attributes:
+        history_capacity: keys of history, if that is more than twice the capacity.
+        sample_capacity, half_life: as in `Lifetimes`.
+        duel_window: references between two verdicts of the duel, if that is more than the capacity.
+        warm_up: how many times the age at which LRU evicts must have passed.
     """
+
+    history_capacity: ClassVar[int] = 1 << 16
+    sample_capacity: ClassVar[int] = 1 << 15
+    half_life: ClassVar[int] = 200_000
+    duel_window: ClassVar[int] = 20_000
+    warm_up: ClassVar[int] = 3
 
     name = "hazard"
     good_for = "caches smaller than the live working set: more hits than LRU for a fraction of its writes"
@@ -82,8 +94,12 @@ class Hazard(EvictionPolicy):
     def __init__(self, index: Index) -> None:
         super().__init__(index)
         capacity = self.capacity_blocks
-        self.history = History(max(_HISTORY_CAPACITY, 2 * capacity), index.key_bytes, max(1, capacity // 4))
-        self.lifetimes = Lifetimes(NUM_CLASSES, NUM_GAP_CLASSES, capacity, index.key_bytes)
+        self.history = History(
+            max(self.history_capacity, 2 * capacity), index.key_bytes, max(1, capacity // 4)
+        )
+        self.lifetimes = Lifetimes(
+            NUM_CLASSES, NUM_GAP_CLASSES, capacity, index.key_bytes, self.sample_capacity, self.half_life
+        )
         self._lists = Lists(capacity, NUM_CLASSES)
         self._last = np.zeros(capacity, np.int64)
         self._order = Lists(capacity, 1)
@@ -182,7 +198,7 @@ class Hazard(EvictionPolicy):
     def is_lru(self) -> bool:
         """Whether LRU decides at the moment."""
         oldest = int(self._duel[OLDEST])
-        return oldest == 0 or self._references < _WARM_UP * oldest or self._penalty > 0
+        return oldest == 0 or self._references < self.warm_up * oldest or self._penalty > 0
 
     def stats(self) -> dict[str, float]:
         return {
@@ -200,7 +216,7 @@ class Hazard(EvictionPolicy):
         sampled, own, shadow, _ = self._duel.tolist()
         self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
         self._duel[:OLDEST] = 0
-        self._next_duel = self._references + max(20_000, self.capacity_blocks)
+        self._next_duel = self._references + max(self.duel_window, self.capacity_blocks)
         if self._penalty > 0:
             self._penalty -= 1
             self._lead = 0.0
