@@ -23,6 +23,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.protection import FREE, WRITING
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
+from kvoffload.policies.hazard import LENGTH, RUN_OF, TAIL, Hazard
 from kvoffload.testing.naive.arc import NaiveARC
 
 
@@ -184,6 +185,8 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
             _audit_key_lists(f"{name} of {policy.name}", value)
     if isinstance(policy, (ARC, NaiveARC)):
         _audit_arc(policy, manager)
+    if isinstance(policy, Hazard):
+        _audit_hazard(policy)
     duplicates = set(duplicate_slots(manager) or ())
     if manager._duplicates is not None:
         _audit_lists("the duplicates", manager._duplicates._order)
@@ -213,3 +216,28 @@ def _audit_arc(policy: ARC | NaiveARC, manager: OffloadingManager) -> None:
     assert not twice, f"keys are remembered twice: {twice}"
     both = [key.hex() for key in ghosts if find_bytes(manager.index.table, manager.index.keys, key) != ABSENT]
     assert not both, f"keys are here and remembered as gone: {both}"
+
+
+def _audit_hazard(policy: Hazard) -> None:
+    _audit_key_lists("the history of hazard", policy.history.keys)
+    _audit_key_lists("the sample of hazard", policy.lifetimes.sample)
+    order = policy.order()
+    classified = [slot for number in range(policy._lists.num_lists) for slot in policy._lists.members(number)]
+    assert sorted(order) == sorted(classified), f"order and classes disagree: {order}, {classified}"
+    runs = policy._runs
+    previous = None
+    lengths: Counter[int] = Counter()
+    for slot in order:
+        run = int(runs[slot, RUN_OF])
+        if run != previous:
+            assert run not in lengths, f"run {run} of {order} is in pieces"
+            assert runs[run, TAIL] == slot, f"run {run} says that it ends at {runs[run, TAIL]}, not at {slot}"
+        previous = run
+        lengths[run] += 1
+    told = {run: int(runs[run, LENGTH]) for run in lengths}
+    assert told == dict(lengths), f"runs say that they have {told} blocks, they have {dict(lengths)}"
+    num_spare = len(runs) - 1 - len(lengths)
+    spare = runs[: runs[-1, -1], -1].tolist()
+    assert len(spare) == len(set(spare)) == num_spare, f"{num_spare} runs are spare, the stack has {spare}"
+    assert lengths.keys().isdisjoint(spare), f"spare runs are in use: {lengths.keys() & set(spare)}"
+    assert (policy._entered == ABSENT).all(), "rows of a batch are left behind"
