@@ -5,6 +5,8 @@ Our own policy. See `Hazard` for the idea, `history` and `lifetimes` for what it
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from kvoffload.core.ages import at_age
@@ -31,16 +33,14 @@ from kvoffload.core.jit import (
 )
 from kvoffload.core.keys import Keys
 from kvoffload.core.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
-from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.protection import Protected, coldest_evictable, evictable
 from kvoffload.core.runs import LENGTH, Runs, deepest_of_run, join, leave, new_run
 from kvoffload.policies.base import REFUSED, EvictionPolicy, Reused, Slots
 from kvoffload.policies.history import NUM_CLASSES, NUM_GAP_CLASSES, History
 from kvoffload.policies.lifetimes import Lifetimes
 from kvoffload.policies.shadow import ShadowLRU
 
-_HISTORY_CAPACITY = 1 << 16
 _VICTIM_WRITE_COST = -0.2
-_WARM_UP = 3
 _SHADOW_LEAD = 0.005
 _MAX_PENALTY = 16
 
@@ -69,7 +69,19 @@ class Hazard(EvictionPolicy):
     Time is counted in block references. Cost per block: three index probes and a scan of 50 classes for a
     victim. Memory: 44 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
     capacity, if that is more), and 3 MB.
+
+    Attributes:
+        history_capacity: keys of history, if that is more than twice the capacity.
+        sample_capacity, half_life: as in `Lifetimes`.
+        duel_window: references between two verdicts of the duel, if that is more than the capacity.
+        warm_up: how many times the age at which LRU evicts must have passed.
     """
+
+    history_capacity: ClassVar[int] = 1 << 16
+    sample_capacity: ClassVar[int] = 1 << 15
+    half_life: ClassVar[int] = 200_000
+    duel_window: ClassVar[int] = 20_000
+    warm_up: ClassVar[int] = 3
 
     name = "hazard"
     good_for = "caches smaller than the live working set: more hits than LRU for a fraction of its writes"
@@ -79,8 +91,12 @@ class Hazard(EvictionPolicy):
     def __init__(self, index: Index) -> None:
         super().__init__(index)
         capacity = self.capacity_blocks
-        self.history = History(max(_HISTORY_CAPACITY, 2 * capacity), index.key_bytes, max(1, capacity // 4))
-        self.lifetimes = Lifetimes(NUM_CLASSES, NUM_GAP_CLASSES, capacity, index.key_bytes)
+        self.history = History(
+            max(self.history_capacity, 2 * capacity), index.key_bytes, max(1, capacity // 4)
+        )
+        self.lifetimes = Lifetimes(
+            NUM_CLASSES, NUM_GAP_CLASSES, capacity, index.key_bytes, self.sample_capacity, self.half_life
+        )
         self._lists = Lists(capacity, NUM_CLASSES)
         self._last = np.zeros(capacity, np.int64)
         self._runs = Runs(capacity)
@@ -171,7 +187,7 @@ class Hazard(EvictionPolicy):
     def is_lru(self) -> bool:
         """Whether LRU decides at the moment."""
         oldest = int(self._oldest[0])
-        return oldest == 0 or self._references < _WARM_UP * oldest or self._penalty > 0
+        return oldest == 0 or self._references < self.warm_up * oldest or self._penalty > 0
 
     def stats(self) -> dict[str, float]:
         return {
@@ -189,7 +205,7 @@ class Hazard(EvictionPolicy):
         sampled, own, shadow = self._shadow.counts.tolist()
         self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
         self._shadow.counts.fill(0)
-        self._next_duel = self._references + max(20_000, self.capacity_blocks)
+        self._next_duel = self._references + max(self.duel_window, self.capacity_blocks)
         if self._penalty > 0:
             self._penalty -= 1
             self._lead = 0.0
@@ -231,17 +247,6 @@ def _reclassify(slots: I32s, classes: I32s, now: int, links: I32s, last: I64s, h
             push_head(links, last.shape[0] + classes[i], slot)
             last[slot] = now
     return slots.shape[0]
-
-
-@inline
-def _candidate(
-    links: I32s, slot: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
-) -> int:
-    """The coldest block of a class, from `slot` on, that may leave; its sentinel if there is none."""
-    c = ref_cnt.shape[0]
-    while slot < c and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
-        slot = links[slot, PREV]
-    return slot
 
 
 @inline
@@ -307,8 +312,8 @@ def _replace(
     oldest = order[order.shape[0] - 1, PREV]
     if num_free < count and not is_lru:
         for each in range(NUM_CLASSES):
-            cursors[each] = _candidate(
-                links, links[c + each, PREV], ref_cnt, path_table, path_keys, index_keys
+            cursors[each] = coldest_evictable(
+                links, links[c + each, PREV], c + each, ref_cnt, path_table, path_keys, index_keys
             )
             scores[each] = _score(cursors[each], each, now, last, worth, bounds)
     run, run_time = -1, -1
@@ -317,7 +322,7 @@ def _replace(
         # give way to one that is nearer to the root.
         i = step if one_prefix else count - 1 - (step - num_free)
         if is_lru:
-            oldest = _candidate(order, oldest, ref_cnt, path_table, path_keys, index_keys)
+            oldest = coldest_evictable(order, oldest, c, ref_cnt, path_table, path_keys, index_keys)
             if oldest >= c:
                 return i
             slots[i] = oldest
@@ -353,7 +358,9 @@ def _replace(
         unlink(links, victim)
         leave(order, runs, victim)
         if cursors[each] == victim:
-            cursors[each] = _candidate(links, warmer, ref_cnt, path_table, path_keys, index_keys)
+            cursors[each] = coldest_evictable(
+                links, warmer, c + each, ref_cnt, path_table, path_keys, index_keys
+            )
             scores[each] = _score(cursors[each], each, now, last, worth, bounds)
         slots[i] = victim
         if one_prefix:

@@ -30,8 +30,6 @@ from kvoffload.core.keylists import KeyLists, forget_coldest, remember
 from kvoffload.core.keys import Keys
 from kvoffload.core.lists import LIST, PREV, move_to_head
 
-_SAMPLE_CAPACITY = 1 << 15
-_HALF_LIFE = 200_000
 _PRIOR_WEIGHT = 50.0
 """As many observed keys as weigh as much as what the larger group says."""
 
@@ -50,21 +48,31 @@ class Lifetimes:
     Args:
         num_classes: classes; `group_size` neighbours have one use count.
         capacity_blocks: of the cache, which sets how many keys are worth sampling.
+        sample_capacity: keys in the sample.
+        half_life: references after which evidence counts half; at least four times the capacity.
 
     Cost: for one key in `sampled_one_in` an index probe and a few writes; every 16,384 references O(classes
     * ages^2), 0.2 ms. Memory: 3 MB and 30,000 keys.
     """
 
-    def __init__(self, num_classes: int, group_size: int, capacity_blocks: int, key_bytes: int) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        group_size: int,
+        capacity_blocks: int,
+        key_bytes: int,
+        sample_capacity: int,
+        half_life: int,
+    ) -> None:
         self.sampled_one_in = 4
-        while _SAMPLE_CAPACITY * self.sampled_one_in < 3 * capacity_blocks:
+        while sample_capacity * self.sampled_one_in < 3 * capacity_blocks:
             self.sampled_one_in *= 2
-        self.half_life = max(_HALF_LIFE, 4 * capacity_blocks)
+        self.half_life = max(half_life, 4 * capacity_blocks)
         self.group_size = group_size
-        self.sample = KeyLists(_SAMPLE_CAPACITY, key_bytes, NUM_AGES)
+        self.sample = KeyLists(sample_capacity, key_bytes, NUM_AGES)
         self.bounds = age_bounds()
-        self._class_of = np.zeros(_SAMPLE_CAPACITY, np.int32)
-        self._last = np.zeros(_SAMPLE_CAPACITY, np.int64)
+        self._class_of = np.zeros(sample_capacity, np.int32)
+        self._last = np.zeros(sample_capacity, np.int64)
         shape = (num_classes, NUM_AGES)
         self.reused, self.exposed = np.zeros(shape, np.float64), np.zeros(shape, np.float64)
         self.worth = np.zeros(shape, np.float64)

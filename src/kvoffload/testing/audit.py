@@ -25,6 +25,7 @@ from kvoffload.core.protection import WRITING
 from kvoffload.core.runs import FREE, LENGTH, RUN_OF, TAIL, Runs
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
+from kvoffload.policies.hazard import Hazard
 from kvoffload.testing.naive.arc import NaiveARC
 
 
@@ -184,6 +185,8 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
     _audit_parts(policy, policy.name)
     if isinstance(policy, (ARC, NaiveARC)):
         _audit_arc(policy, manager)
+    if isinstance(policy, Hazard):
+        _audit_hazard(policy)
     duplicates = set(duplicate_slots(manager) or ())
     if manager._duplicates is not None:
         _audit_lists("the duplicates", manager._duplicates._order)
@@ -243,3 +246,10 @@ def _audit_arc(policy: ARC | NaiveARC, manager: OffloadingManager) -> None:
     assert not twice, f"keys are remembered twice: {twice}"
     both = [key.hex() for key in ghosts if find_bytes(manager.index.table, manager.index.keys, key) != ABSENT]
     assert not both, f"keys are here and remembered as gone: {both}"
+
+
+def _audit_hazard(policy: Hazard) -> None:
+    order = policy.order()
+    classified = [slot for number in range(policy._lists.num_lists) for slot in policy._lists.members(number)]
+    assert sorted(order) == sorted(classified), f"order and classes disagree: {order}, {classified}"
+    assert (policy._entered == ABSENT).all(), "rows of a batch are left behind"
