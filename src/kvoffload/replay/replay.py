@@ -211,7 +211,7 @@ class Replay:
         self._log.blocks(request, "store", self._ids(stored))
 
     def _ids(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        return self._trace.block_ids[codes]
+        return self._trace.block_ids.take(codes)
 
     def _data_seconds(self) -> float:
         return self._data.seconds if self._data is not None else 0.0
