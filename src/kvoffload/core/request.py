@@ -89,7 +89,7 @@ class RequestContext:
         self.capacity = capacity
         self.notes = np.zeros((capacity, 3), np.uint64)
         self.asked: list[bytes] = []
-        # The last packed batch and its positions: most calls of one request are about the same batch.
+        # The last batch with new keys, and its positions: most calls of a request are about one batch.
         self._seen: Keys | None = None
         self._seen_at = _NO_POSITIONS
 
@@ -123,8 +123,8 @@ class RequestContext:
                 self._grow(self.length + count)
                 path = self.path
                 length = _see(path.table, path.keys, self.notes, self.length, keys.words, positions)
-            self.length = length
-            self._seen, self._seen_at = keys, positions
+            if length > self.length:
+                self._seen, self._seen_at, self.length = keys, positions, length
         else:
             if self.length + count > self.capacity:
                 self._grow(self.length + count)
