@@ -73,7 +73,7 @@ class DecisionLog:
     def _flush(self) -> None:
         lines = self._buffer[: self._used]
         self._used = 0
-        self._sha256.update(lines)
+        self._sha256.update(lines.data)
         if self._file is not None:
             self._file.write(lines.tobytes())
 
