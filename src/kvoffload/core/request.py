@@ -42,6 +42,7 @@ holds as long as the slot's generation has not changed; a block may leave and co
 runs."""
 
 _INT32 = np.dtype(np.int32)
+_NO_POSITIONS = np.empty(0, np.int32)
 
 ACCESSED = 1
 SCRATCH = 2
@@ -64,6 +65,8 @@ class RequestContext:
     """
 
     __slots__ = (
+        "_seen",
+        "_seen_at",
         "asked",
         "capacity",
         "finished",
@@ -86,6 +89,9 @@ class RequestContext:
         self.capacity = capacity
         self.notes = np.zeros((capacity, 3), np.uint64)
         self.asked: list[bytes] = []
+        # The last batch with new keys, and its positions: most calls of a request are about one batch.
+        self._seen: Keys | None = None
+        self._seen_at = _NO_POSITIONS
 
     def __repr__(self) -> str:
         return f"RequestContext({self.request_id!r}, {self.length} blocks{', finished' * self.finished})"
@@ -103,16 +109,26 @@ class RequestContext:
         """
         if self.asked:
             self.flush()
+        if keys is self._seen:
+            return self._seen_at
         path, count = self.path, len(keys)
-        if self.length + count > self.capacity:
-            self._grow(self.length + count)
-            path = self.path
         positions = np.empty(count, _INT32)
         if isinstance(keys, Keys):
             if keys.key_bytes != path.key_bytes:
                 raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {path.key_bytes}")
-            self.length = _see(path.table, path.keys, self.notes, self.length, keys.words, positions)
+            length = _see(path.table, path.keys, self.notes, self.length, keys.words, positions)
+            if length < 0:
+                # Not before it is needed: most batches repeat what is on the path.
+                self.length = ~length
+                self._grow(self.length + count)
+                path = self.path
+                length = _see(path.table, path.keys, self.notes, self.length, keys.words, positions)
+            if length > self.length:
+                self._seen, self._seen_at, self.length = keys, positions, length
         else:
+            if self.length + count > self.capacity:
+                self._grow(self.length + count)
+                path = self.path
             joined = joined_keys(keys, path.key_bytes)
             self.length = _see_bytes(path.table, path.keys, self.notes, self.length, joined, positions)
         return positions
@@ -133,11 +149,11 @@ class RequestContext:
 
 @inline
 def _take_place(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, row: int) -> int:
-    """Position of the key `batch[row]`, which becomes `length` if it is new."""
+    """Position of the key `batch[row]`, which becomes `length` if it is new; ABSENT if there is no room."""
     h = hash_row(batch, row)
     bucket = bucket_of(table, keys, batch, row, h)
     position = position_in(table[bucket])
-    if position == ABSENT:
+    if position == ABSENT and length < notes.shape[0]:
         position = length
         fill_bucket(table, bucket, keys, batch, row, h, position)
         notes[position, HASH] = h
@@ -146,6 +162,7 @@ def _take_place(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, 
 
 @kernel(I64(U64_ARRAY, U64_MATRIX, U64_MATRIX, I64, READONLY_U64_MATRIX, I32_ARRAY))
 def _see(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, positions: I32s) -> int:
+    """Note the position of each key on the path; returns its new length, or ``~length`` when it is full."""
     following = 0
     for row in range(batch.shape[0]):
         # Batches of one request repeat each other: most keys follow their predecessor on the path.
@@ -153,6 +170,8 @@ def _see(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, positio
             position = following
         else:
             position = _take_place(table, keys, notes, length, batch, row)
+            if position == ABSENT:
+                return ~length
             length = max(length, position + 1)
         positions[row] = position
         following = position + 1

@@ -23,13 +23,15 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import I64, READONLY_I64_ARRAY, U8_ARRAY, kernel
+from kvoffload.core.jit import BYTES, I64, READONLY_I64_ARRAY, U8_ARRAY, inline, kernel
 
 _MAX_DIGITS = 21
+_BUFFER_BYTES = 1 << 16
+_SHORT_LINE_BYTES = 128
 
 
 class DecisionLog:
-    """Hashes every line, and writes it to `file` if there is one. Cost: about 10 ns a block named.
+    """Hashes every line, and writes it to `file` at once if there is one. Cost: about 10 ns a block named.
 
     Kernels and not `str`: a replay of millions of references spends a third of its time here otherwise.
     """
@@ -37,50 +39,94 @@ class DecisionLog:
     def __init__(self, file: BinaryIO | None = None) -> None:
         self._sha256 = hashlib.sha256()
         self._file = file
-        self._buffer = np.empty(1 << 16, np.uint8)
+        self._buffer = np.empty(_BUFFER_BYTES, np.uint8)
+        self._used = 0
 
-    def numbers(self, request: int, kind: str, *numbers: int) -> None:
-        """A line that ends in `numbers`."""
-        self._write(f"{request} {kind} {' '.join(map(str, numbers))}\n".encode())
+    def numbers(self, request: int, kind: str, first: int, second: int = -1) -> None:
+        """A line that ends in one number, or in two; they are not negative."""
+        self._make_room(_SHORT_LINE_BYTES)
+        self._used = _numbers(self._buffer, self._used, request, kind.encode(), first, second)
+        if self._file is not None:
+            self._flush()
 
     def blocks(self, request: int, kind: str, ids: npt.NDArray[np.int64]) -> None:
         """A line that ends in block ids; nothing if there are none."""
-        if len(ids) == 0:
+        count = len(ids)
+        if count == 0:
             return
-        if len(ids) * _MAX_DIGITS > len(self._buffer):
-            self._buffer = np.empty(2 * len(ids) * _MAX_DIGITS, np.uint8)
-        used = _format(ids, self._buffer)
-        self._write(f"{request} {kind}".encode() + self._buffer[:used].tobytes() + b"\n")
+        self._make_room(_SHORT_LINE_BYTES + count * _MAX_DIGITS)
+        self._used = _blocks(self._buffer, self._used, request, kind.encode(), ids)
+        if self._file is not None:
+            self._flush()
 
     def hexdigest(self) -> str:
         """SHA-256 of the log so far: what ``sha256sum`` says of the file."""
+        self._flush()
         return self._sha256.hexdigest()
 
-    def _write(self, line: bytes) -> None:
-        self._sha256.update(line)
+    def _make_room(self, needed: int) -> None:
+        if self._used + needed > len(self._buffer):
+            self._flush()
+            if needed > len(self._buffer):
+                self._buffer = np.empty(2 * needed, np.uint8)
+
+    def _flush(self) -> None:
+        lines = self._buffer[: self._used]
+        self._used = 0
+        self._sha256.update(lines.data)
         if self._file is not None:
-            self._file.write(line)
+            self._file.write(lines.tobytes())
 
 
-@kernel(I64(READONLY_I64_ARRAY, U8_ARRAY))
-def _format(ids: npt.NDArray[np.int64], out: npt.NDArray[np.uint8]) -> int:
-    """Write ``" {id}"`` for each id; returns the number of bytes."""
-    at = 0
+@inline
+def _put(out: npt.NDArray[np.uint8], at: int, number: int) -> int:
+    """Write a number; returns where it ends."""
+    if number < 0:
+        out[at] = 45
+        at += 1
+    # Also right for the smallest integer, which has no positive twin.
+    rest = np.uint64(-number) if number < 0 else np.uint64(number)
+    digits = 1
+    power = np.uint64(10)
+    while digits < 20 and rest >= power:
+        digits += 1
+        power *= np.uint64(10)
+    for place in range(at + digits - 1, at - 1, -1):
+        out[place] = 48 + np.uint8(rest % np.uint64(10))
+        rest //= np.uint64(10)
+    return at + digits
+
+
+@inline
+def _begin(out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes) -> int:
+    """Write ``"{request} {kind}"``."""
+    at = _put(out, at, request)
+    out[at] = 32
+    at += 1
+    for i in range(len(kind)):
+        out[at + i] = kind[i]
+    return at + len(kind)
+
+
+@kernel(I64(U8_ARRAY, I64, I64, BYTES, I64, I64))
+def _numbers(out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes, first: int, second: int) -> int:
+    at = _begin(out, at, request, kind)
+    out[at] = 32
+    at = _put(out, at + 1, first)
+    if second >= 0:
+        out[at] = 32
+        at = _put(out, at + 1, second)
+    out[at] = 10
+    return at + 1
+
+
+@kernel(I64(U8_ARRAY, I64, I64, BYTES, READONLY_I64_ARRAY))
+def _blocks(
+    out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes, ids: npt.NDArray[np.int64]
+) -> int:
+    at = _begin(out, at, request, kind)
     for i in range(ids.shape[0]):
         out[at] = 32
-        at += 1
-        if ids[i] < 0:
-            out[at] = 45
-            at += 1
-        # Also right for the smallest integer, which has no positive twin.
-        rest = np.uint64(-ids[i]) if ids[i] < 0 else np.uint64(ids[i])
-        digits = 1
-        power = np.uint64(10)
-        while digits < 20 and rest >= power:
-            digits += 1
-            power *= np.uint64(10)
-        for place in range(at + digits - 1, at - 1, -1):
-            out[place] = 48 + np.uint8(rest % np.uint64(10))
-            rest //= np.uint64(10)
-        at += digits
-    return at
+        at = _put(out, at + 1, ids[i])
+    out[at] = 10
+    return at + 1

@@ -16,7 +16,6 @@ class TraceKeys:
     """One 32-byte key for each block of a trace, made once, as one array (splitmix64 of the block id)."""
 
     def __init__(self, trace: Trace) -> None:
-        self._refs, self._offsets = trace.refs, trace.offsets
         lanes = np.arange(1, KEY_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
         with np.errstate(over="ignore"):
             words: KeyWords = trace.block_ids.astype(np.uint64)[:, None] + lanes[None, :]
@@ -27,11 +26,6 @@ class TraceKeys:
             words ^= words >> np.uint64(31)
         self._words = words
 
-    def of_request(self, request: int) -> Keys:
-        """Keys of one request, in prefix order."""
-        codes = self._refs[self._offsets[request] : self._offsets[request + 1]]
-        return self.of_blocks(codes)
-
     def of_blocks(self, codes: npt.NDArray[np.int32]) -> Keys:
-        """Keys of some blocks."""
+        """Keys of some blocks, in their order."""
         return Keys(self._words.take(codes, axis=0), KEY_BYTES)

@@ -76,6 +76,7 @@ class Replay:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
         self._keys = TraceKeys(trace)
+        self._offsets: list[int] = trace.offsets.tolist()
         self._is_victim_tier = config.store == ON_DEVICE_EVICTION
         if self._is_victim_tier and not config.device_blocks:
             raise ConfigError("store", config.store, "it needs a device cache: device_blocks of 1 or more")
@@ -110,8 +111,8 @@ class Replay:
         return self._report()
 
     def _serve(self, request: int) -> None:
-        codes = self._trace.refs[self._trace.offsets[request] : self._trace.offsets[request + 1]]
-        keys = self._keys.of_request(request)
+        codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
+        keys = self._keys.of_blocks(codes)
         start, data_before = time.perf_counter(), self._data_seconds()
         ctx = self.manager.begin_request(str(request), keys)
         device_ctx = None
@@ -123,7 +124,8 @@ class Replay:
             assert self._device is not None
             here = self._device.contains(keys, device_ctx) | self.manager.contains(keys, ctx)
             self._block_hits += int(np.count_nonzero(here))
-        from_tier = self._load(request, codes[on_device:], keys[on_device:], ctx)
+        behind = (codes[on_device:], keys[on_device:]) if on_device else (codes, keys)
+        from_tier = self._load(request, *behind, ctx)
         self._log.numbers(request, "hit", on_device, from_tier)
         dropped = self._store_on_device(codes, keys, device_ctx)
         if self._is_victim_tier:
@@ -156,8 +158,10 @@ class Replay:
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
         """Leading blocks that the tier delivers: all that it holds, up to the first damaged one."""
         hits = self.manager.lookup(keys, ctx).num_ready
+        if hits == 0 and not self._is_victim_tier:
+            return 0
         if self._data is None or hits == 0:
-            # Without bytes a load is its bookkeeping.
+            # Without bytes a load is its bookkeeping; in a victim tier the policy hears of the request.
             self.manager.complete_load(self.manager.prepare_load(keys[:hits], ctx))
             return hits
         plan = self.manager.prepare_load(keys[:hits], ctx)
@@ -211,7 +215,7 @@ class Replay:
         self._log.blocks(request, "store", self._ids(stored))
 
     def _ids(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        return self._trace.block_ids[codes]
+        return self._trace.block_ids.take(codes)
 
     def _data_seconds(self) -> float:
         return self._data.seconds if self._data is not None else 0.0
