@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.jit import I32s, inline
+from kvoffload.core.jit import I32_MATRIX, I64, READONLY_I32_ARRAY, I32s, inline, kernel
 
 PREV, NEXT, LIST = 0, 1, 2
 UNLISTED = -1
@@ -79,3 +79,11 @@ def move_to_head(links: I32s, sentinel: int, position: int) -> None:
     """Make `position`, wherever it is, the head of the list."""
     unlink(links, position)
     push_head(links, sentinel, position)
+
+
+@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
+def unlink_all(links: I32s, positions: I32s) -> int:
+    """Take each of `positions` out of its list."""
+    for i in range(positions.shape[0]):
+        unlink(links, positions[i])
+    return positions.shape[0]

@@ -28,8 +28,8 @@ from kvoffload.core.jit import (
 )
 from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
-from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
 T1, T2 = 0, 1
@@ -92,7 +92,7 @@ class ARC(EvictionPolicy):
         )
 
     def remove(self, slots: Slots) -> None:
-        _remove(self._lists.links, slots)
+        unlink_all(self._lists.links, slots)
 
     def reset(self) -> None:
         self._lists.clear()
@@ -128,23 +128,6 @@ def _access(links: I32s, slots: I32s, reused: Bools) -> int:
     for i in range(slots.shape[0] - 1, -1, -1):
         move_to_head(links, t2 if reused[i] else links[slots[i], LIST], slots[i])
     return slots.shape[0]
-
-
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links: I32s, slots: I32s) -> int:
-    for i in range(slots.shape[0]):
-        unlink(links, slots[i])
-    return slots.shape[0]
-
-
-@inline
-def _coldest(
-    links: I32s, slot: int, sentinel: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
-) -> int:
-    """The coldest block of a list, from `slot` on, that may leave; the sentinel if there is none."""
-    while slot != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
-        slot = links[slot, PREV]
-    return slot
 
 
 @inline
@@ -258,7 +241,7 @@ def _replace(
             for second_try in range(2):
                 origin = t1 if from_t1 != (second_try == 1) else t2
                 cold = next_t1 if origin == t1 else next_t2
-                victim = _coldest(links, cold, origin, ref_cnt, path_table, path_keys, index_keys)
+                victim = coldest_evictable(links, cold, origin, ref_cnt, path_table, path_keys, index_keys)
                 if origin == t1:
                     next_t1 = links[victim, PREV] if victim != t1 else victim
                 else:

@@ -7,7 +7,6 @@ from kvoffload.core.jit import (
     I32_ARRAY,
     I32_MATRIX,
     I64,
-    READONLY_I32_ARRAY,
     U64_ARRAY,
     U64_MATRIX,
     I32s,
@@ -15,7 +14,7 @@ from kvoffload.core.jit import (
     kernel,
 )
 from kvoffload.core.keys import Keys
-from kvoffload.core.lists import PREV, Lists, push_head, unlink
+from kvoffload.core.lists import PREV, Lists, push_head, unlink, unlink_all
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
@@ -60,7 +59,7 @@ class FIFO(EvictionPolicy):
         )
 
     def remove(self, slots: Slots) -> None:
-        _remove(self._queue.links, slots)
+        unlink_all(self._queue.links, slots)
 
     def reset(self) -> None:
         self._queue.clear()
@@ -95,11 +94,4 @@ def _replace(
         candidate = newer
     for i in range(slots.shape[0]):
         push_head(links, sentinel, slots[i])
-    return slots.shape[0]
-
-
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links: I32s, slots: I32s) -> int:
-    for i in range(slots.shape[0]):
-        unlink(links, slots[i])
     return slots.shape[0]

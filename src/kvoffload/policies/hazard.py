@@ -10,8 +10,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvoffload.core.ages import at_age
-from kvoffload.core.index import ABSENT, Index, find, hash_row
+from kvoffload.core.index import ABSENT, Index
 from kvoffload.core.jit import (
+    BOOL_ARRAY,
     F64,
     F64_ARRAY,
     F64_MATRIX,
@@ -20,9 +21,9 @@ from kvoffload.core.jit import (
     I64,
     I64_ARRAY,
     READONLY_I32_ARRAY,
-    READONLY_U64_MATRIX,
     U64_ARRAY,
     U64_MATRIX,
+    Bools,
     F64s,
     I32s,
     I64s,
@@ -30,22 +31,18 @@ from kvoffload.core.jit import (
     inline,
     kernel,
 )
-from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.core.keys import Keys
 from kvoffload.core.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
-from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.protection import Protected, coldest_evictable, evictable
+from kvoffload.core.runs import LENGTH, Runs, deepest_of_run, join, leave, new_run
 from kvoffload.policies.base import REFUSED, EvictionPolicy, Reused, Slots
 from kvoffload.policies.history import NUM_CLASSES, NUM_GAP_CLASSES, History
 from kvoffload.policies.lifetimes import Lifetimes
+from kvoffload.policies.shadow import ShadowLRU
 
 _VICTIM_WRITE_COST = -0.2
-_SHADOW_ONE_IN = 4
 _SHADOW_LEAD = 0.005
 _MAX_PENALTY = 16
-
-
-SAMPLED, OWN_HITS, SHADOW_HITS, OLDEST = 0, 1, 2, 3
-"""What is counted for the guards: sampled references, hits of both sides, and LRU's oldest victim."""
 
 
 class Hazard(EvictionPolicy):
@@ -102,10 +99,9 @@ class Hazard(EvictionPolicy):
         )
         self._lists = Lists(capacity, NUM_CLASSES)
         self._last = np.zeros(capacity, np.int64)
-        self._order = Lists(capacity, 1)
-        self._runs = np.zeros((capacity + 2, 4), np.int32)
-        self._shadow = KeyLists(max(1, capacity // _SHADOW_ONE_IN), index.key_bytes, 1)
-        self._duel = np.zeros(4, np.int64)
+        self._runs = Runs(capacity)
+        self._shadow = ShadowLRU(capacity, index.key_bytes)
+        self._oldest = np.zeros(1, np.int64)
         self._cursors = np.zeros(NUM_CLASSES, np.int32)
         # Row of the batch whose block has just entered a slot; ABSENT between calls.
         self._entered = np.full(capacity, ABSENT, np.int32)
@@ -113,7 +109,6 @@ class Hazard(EvictionPolicy):
         self._start()
 
     def _start(self) -> None:
-        _clear_runs(self._runs)
         self._now = self._references = 0
         self._is_victim_tier = False
         self._lead, self._penalty, self._next_penalty = 0.0, 0, 1
@@ -125,28 +120,23 @@ class Hazard(EvictionPolicy):
         places, classes = np.empty(count, np.int32), np.empty(count, np.int32)
         self.history.observe(path, start, now, places, classes)
         self.lifetimes.observe(path, start, now, classes)
-        shadow = self._shadow
-        _reclassify(
-            path.words,
-            start,
-            now,
-            slots,
-            classes,
-            self._lists.links,
-            self._last,
-            self._is_victim_tier,
-            shadow.index.table,
-            shadow.index.keys,
-            shadow.lists.links,
-            self._duel,
-        )
+        held = np.empty(count, np.bool_)
+        _reclassify(slots, classes, now, self._lists.links, self._last, held)
+        self._shadow.observe(path, start, held, self._is_victim_tier)
         self._references += count
         if self._references >= self._next_duel:
             self._judge()
 
     def access(self, slots: Slots, reused: Reused) -> None:
         # In a victim tier blocks of several requests are put in order together: each keeps its run.
-        _access(self._lists.links, self._last, self._order.links, self._runs, self._is_victim_tier, slots)
+        _access(
+            self._lists.links,
+            self._last,
+            self._runs.order.links,
+            self._runs.runs,
+            self._is_victim_tier,
+            slots,
+        )
 
     def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
         count = len(slots)
@@ -156,8 +146,7 @@ class Hazard(EvictionPolicy):
         write_cost = self.write_cost
         if write_cost is None:
             write_cost = 0.0 if protected.one_prefix else _VICTIM_WRITE_COST
-        shadow = self._shadow
-        _shadow_store(keys.words, shadow.index.table, shadow.index.keys, shadow.lists.links)
+        self._shadow.store(keys)
         _replace(
             slots,
             num_free,
@@ -166,14 +155,14 @@ class Hazard(EvictionPolicy):
             last,
             self._lists.links,
             self._last,
-            self._order.links,
-            self._runs,
+            self._runs.order.links,
+            self._runs.runs,
             self.lifetimes.worth,
             self.lifetimes.bounds,
             self._cursors,
             self._entered,
             self._scores,
-            self._duel,
+            self._oldest,
             1.0 + write_cost,
             self.is_lru,
             protected.one_prefix,
@@ -184,20 +173,20 @@ class Hazard(EvictionPolicy):
         )
 
     def remove(self, slots: Slots) -> None:
-        _remove(self._lists.links, self._order.links, self._runs, slots)
+        _remove(self._lists.links, self._runs.order.links, self._runs.runs, slots)
 
     def reset(self) -> None:
         self.history.clear()
         self.lifetimes.clear()
-        for lists in (self._lists, self._order, self._shadow):
-            lists.clear()
-        self._duel.fill(0)
+        for part in (self._lists, self._runs, self._shadow):
+            part.clear()
+        self._oldest.fill(0)
         self._start()
 
     @property
     def is_lru(self) -> bool:
         """Whether LRU decides at the moment."""
-        oldest = int(self._duel[OLDEST])
+        oldest = int(self._oldest[0])
         return oldest == 0 or self._references < self.warm_up * oldest or self._penalty > 0
 
     def stats(self) -> dict[str, float]:
@@ -209,13 +198,13 @@ class Hazard(EvictionPolicy):
         }
 
     def order(self) -> list[int]:
-        return self._order.members(0)[::-1]
+        return self._runs.order.members(0)[::-1]
 
     def _judge(self) -> None:
         """The end of a window of the duel: does LRU decide for the next ones?"""
-        sampled, own, shadow, _ = self._duel.tolist()
+        sampled, own, shadow = self._shadow.counts.tolist()
         self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
-        self._duel[:OLDEST] = 0
+        self._shadow.counts.fill(0)
         self._next_duel = self._references + max(self.duel_window, self.capacity_blocks)
         if self._penalty > 0:
             self._penalty -= 1
@@ -227,61 +216,14 @@ class Hazard(EvictionPolicy):
             self._next_penalty -= 1
 
 
-# A *run* is a stretch of the order that was used at one time: what is left of one request's path, the
-# deepest block last. A row of `runs` is a run: its last slot and its length; the row of a slot also says
-# which run the slot is in. Spare runs are a stack in column FREE_RUN, whose height is in the last row.
-TAIL, LENGTH, RUN_OF, FREE_RUN = 0, 1, 2, 3
-
-
-@kernel(I64(I32_MATRIX))
-def _clear_runs(runs: I32s) -> int:
-    spare = runs.shape[0] - 1
-    for run in range(spare):
-        runs[run, FREE_RUN] = run
-    runs[spare, FREE_RUN] = spare
-    return spare
-
-
-@inline
-def _new_run(runs: I32s) -> int:
-    height = runs.shape[0] - 1
-    runs[height, FREE_RUN] -= 1
-    run = runs[runs[height, FREE_RUN], FREE_RUN]
-    runs[run, LENGTH] = 0
-    return run
-
-
-@inline
-def _join(order: I32s, runs: I32s, run: int, slot: int) -> None:
-    """Make `slot` the head of the order and of a run that is at the head."""
-    push_head(order, order.shape[0] - 1, slot)
-    if runs[run, LENGTH] == 0:
-        runs[run, TAIL] = slot
-    runs[run, LENGTH] += 1
-    runs[slot, RUN_OF] = run
-
-
-@inline
-def _leave(order: I32s, runs: I32s, slot: int) -> None:
-    run = runs[slot, RUN_OF]
-    runs[run, LENGTH] -= 1
-    if runs[run, LENGTH] == 0:
-        height = runs.shape[0] - 1
-        runs[runs[height, FREE_RUN], FREE_RUN] = run
-        runs[height, FREE_RUN] += 1
-    elif runs[run, TAIL] == slot:
-        runs[run, TAIL] = order[slot, PREV]
-    unlink(order, slot)
-
-
 @kernel(I64(I32_MATRIX, I64_ARRAY, I32_MATRIX, I32_MATRIX, I64, READONLY_I32_ARRAY))
 def _access(links: I32s, last: I64s, order: I32s, runs: I32s, by_time: int, slots: I32s) -> int:
     run = -1
     for i in range(slots.shape[0] - 1, -1, -1):
-        _leave(order, runs, slots[i])
+        leave(order, runs, slots[i])
         if run < 0 or (by_time and last[slots[i]] != last[slots[i + 1]]):
-            run = _new_run(runs)
-        _join(order, runs, run, slots[i])
+            run = new_run(runs)
+        join(order, runs, run, slots[i])
         move_to_head(links, links[slots[i], LIST], slots[i])
     return slots.shape[0]
 
@@ -290,89 +232,21 @@ def _access(links: I32s, last: I64s, order: I32s, runs: I32s, by_time: int, slot
 def _remove(links: I32s, order: I32s, runs: I32s, slots: I32s) -> int:
     for i in range(slots.shape[0]):
         unlink(links, slots[i])
-        _leave(order, runs, slots[i])
+        leave(order, runs, slots[i])
     return slots.shape[0]
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I64,
-        I64,
-        READONLY_I32_ARRAY,
-        I32_ARRAY,
-        I32_MATRIX,
-        I64_ARRAY,
-        I64,
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_MATRIX,
-        I64_ARRAY,
-    )
-)
-def _reclassify(
-    path: U64s,
-    start: int,
-    now: int,
-    slots: I32s,
-    classes: I32s,
-    links: I32s,
-    last: I64s,
-    is_victim_tier: int,
-    shadow_table: U64s,
-    shadow_keys: U64s,
-    shadow_links: I32s,
-    duel: I64s,
-) -> int:
-    """Put the resident blocks of a request into the lists of their classes; count for the duel."""
-    c = last.shape[0]
-    for row in range(path.shape[0] - 1, start - 1, -1):
-        slot = slots[row - start]
-        ordered = slot >= 0 and links[slot, LIST] != UNLISTED
-        if ordered:
+@kernel(I64(READONLY_I32_ARRAY, I32_ARRAY, I64, I32_MATRIX, I64_ARRAY, BOOL_ARRAY))
+def _reclassify(slots: I32s, classes: I32s, now: int, links: I32s, last: I64s, held: Bools) -> int:
+    """Put the blocks of a request into the lists of their classes; `held` are those that are in one."""
+    for i in range(slots.shape[0] - 1, -1, -1):
+        slot = slots[i]
+        held[i] = slot >= 0 and links[slot, LIST] != UNLISTED
+        if held[i]:
             unlink(links, slot)
-            push_head(links, c + classes[row - start], slot)
+            push_head(links, last.shape[0] + classes[i], slot)
             last[slot] = now
-        h = hash_row(path, row)
-        if (h >> np.uint64(8)) & np.uint64(_SHADOW_ONE_IN - 1):
-            continue
-        duel[SAMPLED] += 1
-        duel[OWN_HITS] += ordered
-        key = find(shadow_table, shadow_keys, path, row, h)
-        if key != ABSENT:
-            duel[SHADOW_HITS] += 1
-            if is_victim_tier:
-                forget(shadow_table, shadow_keys, shadow_links, key)
-            else:
-                move_to_head(shadow_links, shadow_keys.shape[0], key)
-    return 0
-
-
-@kernel(I64(READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, I32_MATRIX))
-def _shadow_store(batch: U64s, table: U64s, keys: U64s, links: I32s) -> int:
-    for row in range(batch.shape[0] - 1, -1, -1):
-        h = hash_row(batch, row)
-        if (h >> np.uint64(8)) & np.uint64(_SHADOW_ONE_IN - 1):
-            continue
-        key = find(table, keys, batch, row, h)
-        if key != ABSENT:
-            move_to_head(links, keys.shape[0], key)
-            continue
-        if links[links.shape[0] - 1, LIST] == 0:
-            forget_coldest(table, keys, links, keys.shape[0])
-        remember(table, keys, links, keys.shape[0], batch, row, h)
-    return 0
-
-
-@inline
-def _candidate(
-    links: I32s, slot: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
-) -> int:
-    """The coldest block of a class, from `slot` on, that may leave; its sentinel if there is none."""
-    c = ref_cnt.shape[0]
-    while slot < c and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
-        slot = links[slot, PREV]
-    return slot
+    return slots.shape[0]
 
 
 @inline
@@ -424,7 +298,7 @@ def _replace(
     cursors: I32s,
     entered: I32s,
     scores: F64s,
-    duel: I64s,
+    oldest_victim: I64s,
     threshold: float,
     is_lru: int,
     one_prefix: int,
@@ -438,8 +312,8 @@ def _replace(
     oldest = order[order.shape[0] - 1, PREV]
     if num_free < count and not is_lru:
         for each in range(NUM_CLASSES):
-            cursors[each] = _candidate(
-                links, links[c + each, PREV], ref_cnt, path_table, path_keys, index_keys
+            cursors[each] = coldest_evictable(
+                links, links[c + each, PREV], c + each, ref_cnt, path_table, path_keys, index_keys
             )
             scores[each] = _score(cursors[each], each, now, last, worth, bounds)
     run, run_time = -1, -1
@@ -448,14 +322,14 @@ def _replace(
         # give way to one that is nearer to the root.
         i = step if one_prefix else count - 1 - (step - num_free)
         if is_lru:
-            oldest = _candidate(order, oldest, ref_cnt, path_table, path_keys, index_keys)
+            oldest = coldest_evictable(order, oldest, c, ref_cnt, path_table, path_keys, index_keys)
             if oldest >= c:
                 return i
             slots[i] = oldest
-            duel[OLDEST] = max(duel[OLDEST], now - last[oldest])
+            oldest_victim[0] = max(oldest_victim[0], now - last[oldest])
             oldest = order[oldest, PREV]
             unlink(links, slots[i])
-            _leave(order, runs, slots[i])
+            leave(order, runs, slots[i])
             continue
         lowest = 0
         for each in range(1, NUM_CLASSES):
@@ -476,15 +350,17 @@ def _replace(
                 count = i
                 break
             continue
-        deepest = runs[runs[victim, RUN_OF], TAIL]
+        deepest = deepest_of_run(runs, victim)
         if evictable(ref_cnt, path_table, path_keys, index_keys, deepest):
             victim = deepest
         each = links[victim, LIST] - c
         warmer = links[victim, PREV]
         unlink(links, victim)
-        _leave(order, runs, victim)
+        leave(order, runs, victim)
         if cursors[each] == victim:
-            cursors[each] = _candidate(links, warmer, ref_cnt, path_table, path_keys, index_keys)
+            cursors[each] = coldest_evictable(
+                links, warmer, c + each, ref_cnt, path_table, path_keys, index_keys
+            )
             scores[each] = _score(cursors[each], each, now, last, worth, bounds)
         slots[i] = victim
         if one_prefix:
@@ -493,20 +369,20 @@ def _replace(
             slots[entered[victim]] = REFUSED
         entered[victim] = i
         if run < 0 or last_used[i] != run_time or runs[run, LENGTH] == 0:
-            run, run_time = _new_run(runs), last_used[i]
+            run, run_time = new_run(runs), last_used[i]
         last[victim] = last_used[i]
         push_head(links, c + classes[i], victim)
-        _join(order, runs, run, victim)
+        join(order, runs, run, victim)
         if cursors[classes[i]] >= c:
             cursors[classes[i]], scores[classes[i]] = victim, own
     first_left = count if one_prefix or is_lru else num_free
     for i in range(first_left - 1, -1, -1):
         slot = slots[i]
         if run < 0 or last_used[i] != run_time:
-            run, run_time = _new_run(runs), last_used[i]
+            run, run_time = new_run(runs), last_used[i]
         last[slot] = last_used[i]
         push_head(links, c + classes[i], slot)
-        _join(order, runs, run, slot)
+        join(order, runs, run, slot)
     for i in range(num_free, slots.shape[0]):
         if slots[i] != REFUSED:
             entered[slots[i]] = ABSENT

@@ -24,7 +24,7 @@ from kvoffload.core.jit import (
     kernel,
 )
 from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
@@ -74,7 +74,7 @@ class LFU(EvictionPolicy):
         )
 
     def remove(self, slots: Slots) -> None:
-        _remove(self._by_count.links, slots)
+        unlink_all(self._by_count.links, slots)
 
     def reset(self) -> None:
         self._by_count.clear()
@@ -129,11 +129,4 @@ def _replace(
         candidate = warmer
     for i in range(slots.shape[0] - 1, -1, -1):
         push_head(links, lowest, slots[i])
-    return slots.shape[0]
-
-
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links: I32s, slots: I32s) -> int:
-    for i in range(slots.shape[0]):
-        unlink(links, slots[i])
     return slots.shape[0]

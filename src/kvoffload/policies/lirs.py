@@ -29,7 +29,7 @@ from kvoffload.core.jit import (
 )
 from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
 from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
@@ -111,7 +111,7 @@ class LIRS(EvictionPolicy):
         )
 
     def remove(self, slots: Slots) -> None:
-        _remove(self._lists.links, slots)
+        unlink_all(self._lists.links, slots)
 
     def reset(self) -> None:
         self._lists.clear()
@@ -165,13 +165,6 @@ def _access(links: I32s, used_at: I64s, clock: I64s, max_lir: int, slots: I32s, 
             move_to_head(links, queue, slot)
         clock[0] += 1
         used_at[slot] = clock[0]
-    return slots.shape[0]
-
-
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links: I32s, slots: I32s) -> int:
-    for i in range(slots.shape[0]):
-        unlink(links, slots[i])
     return slots.shape[0]
 
 

@@ -15,7 +15,7 @@ from kvoffload.core.jit import (
     kernel,
 )
 from kvoffload.core.keys import Keys
-from kvoffload.core.lists import PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.lists import PREV, Lists, move_to_head, push_head, unlink, unlink_all
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
@@ -52,7 +52,7 @@ class LRU(EvictionPolicy):
         )
 
     def remove(self, slots: Slots) -> None:
-        _remove(self._order.links, slots)
+        unlink_all(self._order.links, slots)
 
     def reset(self) -> None:
         self._order.clear()
@@ -92,11 +92,4 @@ def _replace(
         candidate = warmer
     for i in range(slots.shape[0] - 1, -1, -1):
         push_head(links, sentinel, slots[i])
-    return slots.shape[0]
-
-
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links: I32s, slots: I32s) -> int:
-    for i in range(slots.shape[0]):
-        unlink(links, slots[i])
     return slots.shape[0]

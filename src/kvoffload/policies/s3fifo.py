@@ -31,7 +31,7 @@ from kvoffload.core.jit import (
 )
 from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
 
@@ -111,7 +111,7 @@ class S3FIFO(EvictionPolicy):
         )
 
     def remove(self, slots: Slots) -> None:
-        _remove(self._queues.links, slots)
+        unlink_all(self._queues.links, slots)
 
     def reset(self) -> None:
         self._queues.clear()
@@ -139,13 +139,6 @@ def _access(counts: U8s, slots: I32s, reused: Bools) -> int:
     for i in range(slots.shape[0]):
         if reused[i] and counts[slots[i]] < MAX_COUNT:
             counts[slots[i]] += 1
-    return slots.shape[0]
-
-
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links: I32s, slots: I32s) -> int:
-    for i in range(slots.shape[0]):
-        unlink(links, slots[i])
     return slots.shape[0]
 
 

@@ -28,7 +28,7 @@ from kvoffload.core.jit import (
     prefetch,
 )
 from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink
+from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
 from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.core.sketch import FrequencySketch, add, estimate, line_of
 from kvoffload.policies.base import EvictionPolicy, Reused, Slots
@@ -107,7 +107,7 @@ class WTinyLFU(EvictionPolicy):
         )
 
     def remove(self, slots: Slots) -> None:
-        _remove(self._lists.links, slots)
+        unlink_all(self._lists.links, slots)
 
     def reset(self) -> None:
         self._lists.clear()
@@ -158,13 +158,6 @@ def _access(
         move_to_head(links, home, slot)
         if links[protected, LIST] > max_protected:
             move_to_head(links, probation, links[protected, PREV])
-    return slots.shape[0]
-
-
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links: I32s, slots: I32s) -> int:
-    for i in range(slots.shape[0]):
-        unlink(links, slots[i])
     return slots.shape[0]
 
 

@@ -15,23 +15,25 @@ from typing import Any
 import numpy as np
 
 from kvoffload.admission import ReuseAdmission
+from kvoffload.core import protection
 from kvoffload.core.index import ABSENT, Index, find_bytes, find_one
 from kvoffload.core.keylists import KeyLists
 from kvoffload.core.keys import Keys
 from kvoffload.core.lists import LIST, NEXT, PREV, UNLISTED, Lists
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.protection import FREE, WRITING
+from kvoffload.core.protection import WRITING
+from kvoffload.core.runs import FREE, LENGTH, RUN_OF, TAIL, Runs
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
-from kvoffload.policies.hazard import LENGTH, RUN_OF, TAIL, Hazard
+from kvoffload.policies.hazard import Hazard
 from kvoffload.testing.naive.arc import NaiveARC
 
 
 def audit(manager: OffloadingManager) -> None:
     """Check everything that must hold between two calls of a manager. Changes nothing.
 
-    Of a policy, whoever wrote it, the `Lists` and `KeyLists` among its attributes are checked, and what
-    its `order` tells.
+    Of a policy, whoever wrote it, the `Lists`, `KeyLists` and `Runs` among its attributes are checked,
+    and what its `order` tells.
 
     Raises:
         AssertionError: says what is wrong.
@@ -101,13 +103,15 @@ def _indexed_slots(manager: OffloadingManager) -> set[int]:
 
 def _audit_slots(manager: OffloadingManager) -> None:
     ref_cnt, condemned = manager.ref_cnt, manager._condemned
-    assert (ref_cnt >= FREE).all(), f"slots in no known state: {np.flatnonzero(ref_cnt < FREE)}"
+    assert (ref_cnt >= protection.FREE).all(), (
+        f"slots in no known state: {np.flatnonzero(ref_cnt < protection.FREE)}"
+    )
     stack = manager._free[: manager._num_free].tolist()
     twice = [slot for slot, n in Counter(stack).items() if n > 1]
     assert not twice, f"slots are free twice: {twice}"
-    marked = set(np.flatnonzero(ref_cnt == FREE).tolist())
+    marked = set(np.flatnonzero(ref_cnt == protection.FREE).tolist())
     assert set(stack) == marked, f"free stack and slot states disagree about {set(stack) ^ marked}"
-    idle = {slot for slot in condemned if ref_cnt[slot] in (0, FREE)}
+    idle = {slot for slot in condemned if ref_cnt[slot] in (0, protection.FREE)}
     assert not idle, f"condemned slots that nobody uses were not freed: {idle}"
 
 
@@ -116,7 +120,7 @@ def _audit_counters(manager: OffloadingManager) -> None:
     kept = np.ones(manager.capacity_blocks, np.bool_)
     kept[list(condemned)] = False
     found = {
-        "free": int((ref_cnt == FREE).sum()),
+        "free": int((ref_cnt == protection.FREE).sum()),
         "writing": int((kept & (ref_cnt == WRITING)).sum()),
         "ready": int((kept & (ref_cnt >= 0)).sum()),
         "evictable": int((kept & (ref_cnt == 0)).sum()),
@@ -178,11 +182,7 @@ def _audit_key_lists(what: str, key_lists: KeyLists) -> None:
 
 
 def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: OffloadingManager) -> None:
-    for name, value in vars(policy).items():
-        if isinstance(value, Lists):
-            _audit_lists(f"{name} of {policy.name}", value)
-        elif isinstance(value, KeyLists):
-            _audit_key_lists(f"{name} of {policy.name}", value)
+    _audit_parts(policy, policy.name)
     if isinstance(policy, (ARC, NaiveARC)):
         _audit_arc(policy, manager)
     if isinstance(policy, Hazard):
@@ -202,6 +202,36 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
     assert not differ, f"policy {policy.name} and the manager disagree about the slots {differ}"
 
 
+def _audit_parts(thing: Any, owner: str) -> None:
+    """Check every structure of ours that `thing` is made of."""
+    names = [*getattr(thing, "__dict__", ()), *(n for c in type(thing).__mro__ for n in _slots_of(c))]
+    for name in names:
+        value, what = getattr(thing, name), f"{name} of {owner}"
+        if isinstance(value, Lists):
+            _audit_lists(what, value)
+        elif isinstance(value, KeyLists):
+            _audit_key_lists(what, value)
+        elif isinstance(value, Runs):
+            _audit_runs(what, value)
+        elif type(value).__module__.startswith("kvoffload.policies."):
+            _audit_parts(value, what)
+
+
+def _audit_runs(what: str, runs: Runs) -> None:
+    _audit_lists(what, runs.order)
+    members = runs.members()
+    numbers = [int(runs.runs[run[0], RUN_OF]) for run in members]
+    assert len(set(numbers)) == len(numbers), f"{what}: one run in two places: {members}"
+    for number, run in zip(numbers, members, strict=True):
+        length, tail = int(runs.runs[number, LENGTH]), int(runs.runs[number, TAIL])
+        assert (length, tail) == (len(run), run[-1]), f"{what}: run {run} says {length} and tail {tail}"
+    height = int(runs.runs[-1, FREE])
+    unused = set(runs.runs[:height, FREE].tolist())
+    assert len(unused) == height, f"{what}: a run is unused twice"
+    assert unused.isdisjoint(numbers), f"{what}: a run in use is called unused"
+    assert height + len(numbers) == len(runs.runs) - 1, f"{what}: runs were lost"
+
+
 def _audit_arc(policy: ARC | NaiveARC, manager: OffloadingManager) -> None:
     c = manager.capacity_blocks
     t1, t2, b1, b2 = policy.lists()
@@ -219,25 +249,7 @@ def _audit_arc(policy: ARC | NaiveARC, manager: OffloadingManager) -> None:
 
 
 def _audit_hazard(policy: Hazard) -> None:
-    _audit_key_lists("the history of hazard", policy.history.keys)
-    _audit_key_lists("the sample of hazard", policy.lifetimes.sample)
     order = policy.order()
     classified = [slot for number in range(policy._lists.num_lists) for slot in policy._lists.members(number)]
     assert sorted(order) == sorted(classified), f"order and classes disagree: {order}, {classified}"
-    runs = policy._runs
-    previous = None
-    lengths: Counter[int] = Counter()
-    for slot in order:
-        run = int(runs[slot, RUN_OF])
-        if run != previous:
-            assert run not in lengths, f"run {run} of {order} is in pieces"
-            assert runs[run, TAIL] == slot, f"run {run} says that it ends at {runs[run, TAIL]}, not at {slot}"
-        previous = run
-        lengths[run] += 1
-    told = {run: int(runs[run, LENGTH]) for run in lengths}
-    assert told == dict(lengths), f"runs say that they have {told} blocks, they have {dict(lengths)}"
-    num_spare = len(runs) - 1 - len(lengths)
-    spare = runs[: runs[-1, -1], -1].tolist()
-    assert len(spare) == len(set(spare)) == num_spare, f"{num_spare} runs are spare, the stack has {spare}"
-    assert lengths.keys().isdisjoint(spare), f"spare runs are in use: {lengths.keys() & set(spare)}"
     assert (policy._entered == ABSENT).all(), "rows of a batch are left behind"

@@ -11,7 +11,7 @@ from kvoffload.core.index import Index
 from kvoffload.core.keys import Keys
 from kvoffload.core.protection import Protected
 from kvoffload.errors import PolicyError
-from kvoffload.policies import REFUSED, EvictionPolicy, hazard, history, lifetimes
+from kvoffload.policies import REFUSED, EvictionPolicy, hazard, history, lifetimes, shadow
 from kvoffload.policies.base import Reused, Slots
 from kvoffload.policies.hazard import Hazard
 from kvoffload.testing.naive.choice import first_unprotected
@@ -178,9 +178,9 @@ class NaiveHazard(EvictionPolicy):
         for key, block_class in [*zip(keys, classes, strict=True)][::-1]:
             if hash_of(key) % self.sampled_one_in:
                 continue
-            line = self.sample.pop(key, None)
-            if line is not None:
-                self.reused[line.block_class][line.age] += 1.0
+            known = self.sample.pop(key, None)
+            if known is not None:
+                self.reused[known.block_class][known.age] += 1.0
             elif len(self.sample) == self.sample_capacity:
                 del self.sample[next(iter(self.sample))]
             self.sample[key] = Sampled(block_class, self.now)
@@ -354,7 +354,7 @@ class NaiveHazard(EvictionPolicy):
         for key in filter(_is_in_duel, reversed(keys)):
             if key in self.shadow:
                 self.shadow.remove(key)
-            elif len(self.shadow) == max(1, self.capacity_blocks // hazard._SHADOW_ONE_IN):
+            elif len(self.shadow) == max(1, self.capacity_blocks // shadow.ONE_IN):
                 del self.shadow[0]
             self.shadow.append(key)
 
@@ -402,7 +402,7 @@ def hash_of(key: bytes) -> int:
 
 
 def _is_in_duel(key: bytes) -> bool:
-    return (hash_of(key) >> 8) % hazard._SHADOW_ONE_IN == 0
+    return (hash_of(key) >> 8) % shadow.ONE_IN == 0
 
 
 def _octaves(x: int) -> float:

@@ -1,0 +1,34 @@
+#!/bin/sh
+# Every policy on every recorded trace, as data: bench/sweep.sh TRACES OUTPUT.csv
+#
+# TRACES is the folder of the recordings. About 900 replays: half an hour on two cores. Goes on where it
+# was stopped.
+set -eu
+
+if [ $# -ne 2 ]; then
+    echo "usage: $0 TRACES OUTPUT.csv" >&2
+    exit 2
+fi
+output=$2
+set -- "$1"/mooncake_conversation/conversation_first60.jsonl \
+    "$1"/agentic_coding/agentic_12h.jsonl.xz "$1"/agentic_coding/agentic_3h.jsonl.xz
+capacities=1%,2%,5%,10%,20%
+
+sweep() {
+    part=$1
+    shift
+    [ -e "$output.$part.csv" ] && [ ! -e "$output.$part.csv.journal" ] && return
+    kvoffload sweep "$@" --capacities $capacities --output "$output.$part.csv" >&2
+}
+
+sweep policies "$@" --device-blocks 0,0.25x,0.5x,1x \
+    --policies lru,fifo,slru,lfu,2q,arc,lirs,sieve,s3fifo,wtinylfu,gdsf,hazard
+sweep victim "$@" --device-blocks 0.25x,0.5x,1x --stores on-device-eviction --policies lru,arc,hazard
+sweep admission "$@" --device-blocks 0,1x --policies lru,hazard --admissions all,reuse:2,tinylfu
+sweep dial "$@" --device-blocks 0,1x --policies lru,hazard \
+    --admissions all,bypass:-0.5,bypass:0.3,bypass:1,bypass:3
+
+# One header, and each combination once: the first twelve columns say which it is.
+awk -F, 'FNR == 1 && NR > 1 { next } !seen[$1,$2,$3,$4,$5,$6,$7,$8,$9,$10,$11,$12]++' "$output".policies.csv "$output".victim.csv \
+    "$output".admission.csv "$output".dial.csv > "$output"
+rm "$output".policies.csv "$output".victim.csv "$output".admission.csv "$output".dial.csv

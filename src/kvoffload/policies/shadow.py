@@ -1,0 +1,110 @@
+"""A shadow LRU: what plain LRU would hit, estimated on a sample of the keys.
+
+Owns a small LRU cache of keys. Knows neither slots nor who asks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.index import ABSENT, find, hash_row
+from kvoffload.core.jit import (
+    BOOL_ARRAY,
+    I32_MATRIX,
+    I64,
+    I64_ARRAY,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    Bools,
+    I32s,
+    I64s,
+    U64s,
+    kernel,
+)
+from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
+from kvoffload.core.keys import Keys
+from kvoffload.core.lists import LIST, move_to_head
+
+ONE_IN = 4
+SAMPLED, OWN_HITS, SHADOW_HITS = 0, 1, 2
+
+
+class ShadowLRU:
+    """LRU over one key in four, with a quarter of the capacity; counts its hits beside those of its owner.
+
+    Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015: a cache over a sample of keys,
+    scaled down like the sample, hits as often as the whole cache would.
+
+    Attributes:
+        counts: shape ``(3,)``, int64: references sampled, and how many of them the owner and the shadow
+            held. The owner resets it.
+    """
+
+    __slots__ = ("counts", "keys")
+
+    def __init__(self, capacity_blocks: int, key_bytes: int) -> None:
+        self.keys = KeyLists(max(1, capacity_blocks // ONE_IN), key_bytes, 1)
+        self.counts = np.zeros(3, np.int64)
+
+    def observe(self, path: Keys, start: int, held: Bools, is_victim_tier: bool) -> None:
+        """A request uses the blocks of `path` from `start` on; `held` are those that the owner has.
+
+        In a victim tier what is hit goes back to the device, and leaves.
+        """
+        index, links = self.keys.index, self.keys.lists.links
+        _observe(path.words, start, held, is_victim_tier, index.table, index.keys, links, self.counts)
+
+    def store(self, keys: Keys) -> None:
+        """These blocks are offered."""
+        index = self.keys.index
+        _store(keys.words, index.table, index.keys, self.keys.lists.links)
+
+    def clear(self) -> None:
+        """Forget every key and count. Cost: O(capacity)."""
+        self.keys.clear()
+        self.counts.fill(0)
+
+
+@kernel(I64(READONLY_U64_MATRIX, I64, BOOL_ARRAY, I64, U64_ARRAY, U64_MATRIX, I32_MATRIX, I64_ARRAY))
+def _observe(
+    path: U64s,
+    start: int,
+    held: Bools,
+    is_victim_tier: int,
+    table: U64s,
+    keys: U64s,
+    links: I32s,
+    counts: I64s,
+) -> int:
+    for row in range(path.shape[0] - 1, start - 1, -1):
+        h = hash_row(path, row)
+        if (h >> np.uint64(8)) & np.uint64(ONE_IN - 1):
+            continue
+        counts[SAMPLED] += 1
+        counts[OWN_HITS] += held[row - start]
+        key = find(table, keys, path, row, h)
+        if key == ABSENT:
+            continue
+        counts[SHADOW_HITS] += 1
+        if is_victim_tier:
+            forget(table, keys, links, key)
+        else:
+            move_to_head(links, keys.shape[0], key)
+    return counts[SAMPLED]
+
+
+@kernel(I64(READONLY_U64_MATRIX, U64_ARRAY, U64_MATRIX, I32_MATRIX))
+def _store(batch: U64s, table: U64s, keys: U64s, links: I32s) -> int:
+    for row in range(batch.shape[0] - 1, -1, -1):
+        h = hash_row(batch, row)
+        if (h >> np.uint64(8)) & np.uint64(ONE_IN - 1):
+            continue
+        key = find(table, keys, batch, row, h)
+        if key != ABSENT:
+            move_to_head(links, keys.shape[0], key)
+            continue
+        if links[links.shape[0] - 1, LIST] == 0:
+            forget_coldest(table, keys, links, keys.shape[0])
+        remember(table, keys, links, keys.shape[0], batch, row, h)
+    return batch.shape[0]
