@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kvoffload.core.ages import NUM_AGES, age_bounds
 from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies.hazard import OLDEST, OWN_HITS, RUN_OF, SAMPLED, SHADOW_HITS, Hazard
+from kvoffload.core.runs import RUN_OF
+from kvoffload.policies.hazard import Hazard
 from kvoffload.policies.history import NUM_CLASSES, NUM_GAP_CLASSES, History
 from kvoffload.policies.lifetimes import Lifetimes
 from kvoffload.replay.replay import Replay, ReplayConfig
@@ -220,7 +221,7 @@ class Learnt(Hazard):
 
     def teach(self, *worth_by_count: float) -> None:
         """Blocks used once, twice, 3-4 times, ... are worth this at all ages; the last for all others."""
-        self._duel[OLDEST] = 1
+        self._oldest[0] = 1
         table = self.lifetimes
         for each, worth in enumerate(worth_by_count):
             table.worth[each * NUM_GAP_CLASSES :] = worth
@@ -375,7 +376,7 @@ def test_in_a_victim_tier_requests_that_are_put_in_order_together_keep_their_pat
     plan = begin_store(manager, "abcd")
     assert (text(plan.keys), manager.stats().kept) == ("cd", 2)
     policy: Any = manager.policy
-    runs = [int(policy._runs[slot, RUN_OF]) for slot in policy.order()]
+    runs = [int(policy._runs.runs[slot, RUN_OF]) for slot in policy.order()]
     assert text(manager.index.key_at(slot) for slot in policy.order()) == "dcba"
     assert runs[0] == runs[1] != runs[2] == runs[3]
 
@@ -400,7 +401,7 @@ def test_until_it_knows_enough_it_is_lru() -> None:
 
 def judged(policy: Any, sampled: int, own: int, shadow: int) -> tuple[bool, int]:
     """The verdict after a window of the duel: whether LRU decides, and for how many windows."""
-    policy._duel[SAMPLED], policy._duel[OWN_HITS], policy._duel[SHADOW_HITS] = sampled, own, shadow
+    policy._shadow.counts[:] = sampled, own, shadow
     policy._judge()
     return policy.is_lru, policy._penalty
 
@@ -431,11 +432,11 @@ def test_windows_are_counted_in_references() -> None:
     policy: Any = manager.policy
     use(manager, "a")
     assert policy._next_duel == 7
-    policy._duel[:OLDEST] = 100, 0, 90
+    policy._shadow.counts[:] = 100, 0, 90
     use(manager, "abab")
     assert policy._penalty == 0
     use(manager, "ab")
-    assert (policy._penalty, policy._duel[:OLDEST].tolist()) == (1, [0, 0, 0])
+    assert (policy._penalty, policy._shadow.counts.tolist()) == (1, [0, 0, 0])
 
 
 def test_the_shadow_is_lru_of_a_quarter() -> None:
@@ -449,8 +450,8 @@ def test_the_shadow_is_lru_of_a_quarter() -> None:
         manager.complete_store(plan)
         manager.finish_request(ctx)
     # Two keys fit: the third pushed the first out, which hit in the cache alone when it came again.
-    assert policy._duel[: SHADOW_HITS + 1].tolist() == [4, 2, 1]
-    assert policy._shadow.members(0) == [sampled[1], sampled[2]]
+    assert policy._shadow.counts.tolist() == [4, 2, 1]
+    assert policy._shadow.keys.members(0) == [sampled[1], sampled[2]]
 
 
 def test_bypass_and_stats_are_told() -> None:
@@ -500,10 +501,10 @@ def state(manager: OffloadingManager) -> Any:
         c = manager.capacity_blocks
         blocks = {s: (int(policy._lists.links[s, 2]) - c, int(policy._last[s])) for s in policy.order()}
         classes = [policy._lists.members(number) for number in range(NUM_CLASSES)]
-        known, shadow = policy.history.keys.members(0), policy._shadow.members(0)
+        known, shadow = policy.history.keys.members(0), policy._shadow.keys.members(0)
         sample = policy.lifetimes.sample
         sampled = [key for age in range(NUM_AGES) for key in sample.members(age)]
-        guards = [policy._penalty, policy._next_penalty, int(policy._duel[OLDEST])]
+        guards = [policy._penalty, policy._next_penalty, int(policy._oldest[0])]
     return blocks, classes, known, sampled, shadow, guards, policy.order(), policy.stats()
 
 
@@ -514,7 +515,7 @@ def state(manager: OffloadingManager) -> Any:
     sizes,
     st.sampled_from(["all", "reuse:2", "bypass:0.3"]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_decides_as_its_naive_twin(
     store: str, script: list[Step], capacity_blocks: int, attributes: dict[str, int], admission: str
 ) -> None:
