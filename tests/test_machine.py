@@ -10,10 +10,12 @@ from kvoffload.core.keys import Keys
 from kvoffload.core.protection import Protected
 from kvoffload.policies import REFUSED
 from kvoffload.policies.base import Slots
+from kvoffload.policies.hazard import Hazard
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.fifo import NaiveFIFO
 from kvoffload.testing.naive.gdsf import NaiveGDSF
+from kvoffload.testing.naive.hazard import NaiveHazard
 from kvoffload.testing.naive.lfu import NaiveLFU
 from kvoffload.testing.naive.lirs import NaiveLIRS
 from kvoffload.testing.naive.lru import NaiveLRU
@@ -122,3 +124,25 @@ TestVictimRefusesAtRandom = manager_machine(
 TestVictimRefusesAtRandomWithReuse = manager_machine(
     RefusesAtRandom, lambda: NaiveReuse(2, 9), store=ON_DEVICE_EVICTION, max_examples=40
 ).TestCase
+
+
+class SmallHazard(Hazard):
+    """Small enough that its history and sample overflow, and that its guards change their mind."""
+
+    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
+
+
+class SmallNaiveHazard(NaiveHazard):
+    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
+
+
+TestHazard = manager_machine(SmallHazard, key_bytes=8, max_examples=40).TestCase
+TestHazardWithReuse = manager_machine(SmallHazard, "reuse:2", key_bytes=36, max_examples=15).TestCase
+TestVictimHazard = manager_machine(
+    SmallHazard, store=ON_DEVICE_EVICTION, key_bytes=8, max_examples=50
+).TestCase
+TestVictimHazardOfOneBlock = manager_machine(
+    SmallHazard, store=ON_DEVICE_EVICTION, capacity_blocks=1, max_examples=10
+).TestCase
+TestNaiveHazard = manager_machine(SmallNaiveHazard, max_examples=5).TestCase
+TestVictimNaiveHazard = manager_machine(SmallNaiveHazard, store=ON_DEVICE_EVICTION, max_examples=10).TestCase
