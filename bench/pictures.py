@@ -225,22 +225,26 @@ def draw_hits_and_writes(trace: Trace, capacity_blocks: int) -> Figure:
             linewidths=0,
             label=f"the others, {gate}",
         )
-        labels = spread(dots[:, 1], 0.0028)
+        labels = spread(dots[:, 1], 0.0019)
         for name, (writes, hits), height in zip(names, dots, labels, strict=True):
             right = gate != "all"
             axes.annotate(
-                name, (writes, hits), (writes + (0.012 if right else -0.012), height), fontsize=7,
+                name, (writes, hits), (writes * (1.03 if right else 0.97), height), fontsize=7,
                 color=colour, ha="left" if right else "right", va="center",
             )  # fmt: skip
     best = optimum(trace, capacity_blocks)
     top = best.prefix_hit_blocks / trace.block_refs
-    axes.set(xlim=(0, 1), ylim=(0, None), xlabel="blocks written per reference", ylabel="prefix-hit ratio")
+    axes.set(xscale="log", xlim=(0.05, 1.1), xlabel="blocks written per reference", ylabel="prefix-hit ratio")
+    marks = (0.05, 0.1, 0.2, 0.5, 1)
+    axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    axes.minorticks_off()
+    axes.margins(y=0.08)
     axes.set_title(
-        f"{trace.name}, {capacity_blocks:,} blocks: hits against writes (the optimum: {top:.3f} at "
+        f"{trace.name}, {capacity_blocks:,} blocks (the optimum: {top:.3f} at "
         f"{best.blocks_written / trace.block_refs:.2f})",
         loc="left", fontsize=10, color=INK, fontweight="bold",
     )  # fmt: skip
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="lower center")
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="lower left")
     plain(axes)
     figure.subplots_adjust(left=0.09, right=0.985, top=0.93, bottom=0.11)
     return figure
