@@ -1,0 +1,205 @@
+"""Prints the tables of docs/policies.md from the rows of a sweep, and puts them there with `--write`.
+
+Reads docs/data/sweep.csv (columns: docs/sweep.md) or the file that is named. Owns the choice of numbers;
+`targets` judges the flagship. Knows nothing of policies but their names.
+
+    python bench/tables.py [SWEEP.csv] [--write]
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from targets import Row, Rows, largest_shortfalls, table_of_targets
+
+ROOT = Path(__file__).resolve().parent.parent
+SWEEP = ROOT / "docs" / "data" / "sweep.csv"
+DOCUMENT = ROOT / "docs" / "policies.md"
+CAPACITIES = ("1%", "2%", "5%", "10%", "20%")
+DEVICES = ("0", "0.25x", "0.5x", "1x")
+GATED = ("lru", "hazard")
+"""Policies whose other admission rules have a row, too: all of them would be a wall."""
+
+
+def read_rows(path: Path) -> Rows:
+    """The rows of a sweep, by what they are of."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [
+            Row(
+                trace=row["trace"],
+                device=row["device"],
+                store=row["store"],
+                capacity=row["capacity"],
+                policy=row["policy"],
+                admission=row["admission"],
+                hits=float(row["prefix_hit_ratio"]),
+                added=float(row["offload_hit_ratio"]),
+                writes=float(row["writes_per_ref"]),
+                optimum=float(row["optimum_hit_ratio"]) if row["optimum_hit_ratio"] else None,
+            )
+            for row in csv.DictReader(file)
+        ]
+    return Rows(rows)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table_of_hits(rows: Rows, trace: str, device: str, store: str) -> str:
+    """Policies down, capacities across: hits, writes, gap closed. Empty if not swept."""
+    capacities = [
+        capacity for capacity in CAPACITIES if rows.optimum(trace, device, store, capacity) is not None
+    ]
+    if not capacities:
+        return ""
+    lines = []
+    for policy, admission in rows.contestants(trace, device, store):
+        if admission != "all" and policy not in GATED:
+            continue
+        cells = [rows.find(trace, device, store, capacity, policy, admission) for capacity in capacities]
+        if any(cells):
+            name = f"`{policy}`" if admission == "all" else f"`{policy}`, `{admission}`"
+            lines.append([name, *(_cell(rows, cell) for cell in cells)])
+    best = [rows.optimum(trace, device, store, capacity) for capacity in capacities]
+    lines.append(["*optimum*", *("" if ratio is None else f"*{ratio:.3f}*" for ratio in best)])
+    return markdown([store, *capacities], lines)
+
+
+def _cell(rows: Rows, row: Row | None) -> str:
+    if row is None:
+        return ""
+    gap = rows.gap_closed(row)
+    share = "" if gap is None or (row.policy, row.admission) == ("lru", "all") else f" · {_percent(gap)}"
+    return f"{row.hits:.3f} · {row.writes:.2f}{share}"
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share):+d} %".replace("+0 %", "0 %")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One piece of advice, and the two rows of each trace that it rests on."""
+
+    situation: str
+    choose: str
+    device: str
+    capacity: str
+    before: tuple[str, str, str]
+    after: tuple[str, str, str]
+
+
+_LRU = ("lru", "all", "on-compute")
+CHOICES = (
+    Choice(
+        "device and RAM of like size", "victim tier", "1x", "5%", _LRU, ("lru", "all", "on-device-eviction")
+    ),
+    Choice(
+        "the same, and RAM small beside what is live",
+        "victim tier with `hazard`",
+        "1x",
+        "1%",
+        ("lru", "all", "on-device-eviction"),
+        ("hazard", "all", "on-device-eviction"),
+    ),
+    Choice(
+        "RAM smaller than the live working set", "`hazard`", "0", "1%", _LRU, ("hazard", "all", "on-compute")
+    ),
+    Choice(
+        "RAM much larger than it",
+        "`lru` (shown: what `hazard` would change)",
+        "0",
+        "20%",
+        _LRU,
+        ("hazard", "all", "on-compute"),
+    ),
+    Choice("writes dear", "`hazard`", "0", "2%", _LRU, ("hazard", "all", "on-compute")),
+    Choice("writes dear, chat", "`lru` with `tinylfu`", "0", "2%", _LRU, ("lru", "tinylfu", "on-compute")),
+    Choice("no victim tier to be had", "`hazard`", "1x", "5%", _LRU, ("hazard", "all", "on-compute")),
+    Choice("the same, chat", "`lru` with `tinylfu`", "1x", "5%", _LRU, ("lru", "tinylfu", "on-compute")),
+)
+
+
+def table_of_choices(rows: Rows) -> str:
+    """What to choose when: hits and writes per reference before and after, on every trace."""
+    lines = []
+    for choice in CHOICES:
+        cells = []
+        for trace in rows.traces:
+            ends = [
+                rows.find(trace, choice.device, store, choice.capacity, policy, admission)
+                for policy, admission, store in (choice.before, choice.after)
+            ]
+            before, after = ends
+            cells.append(
+                ""
+                if before is None or after is None
+                else f"{before.hits:.3f} → {after.hits:.3f} ({before.writes:.2f} → {after.writes:.2f})"
+            )
+        size = f"{choice.capacity}, device {choice.device}" if choice.device != "0" else choice.capacity
+        lines.append([choice.situation, choice.choose, _name(choice.before), size, *cells])
+    return markdown(["when", "choose", "instead of", "measured at", *rows.traces], lines)
+
+
+def _name(contestant: tuple[str, str, str]) -> str:
+    policy, _, store = contestant
+    return f"`{policy}`" if store == "on-compute" else f"`{policy}` victim tier"
+
+
+def advice(rows: Rows) -> str:
+    """What stands between the markers ``advice``."""
+    return table_of_choices(rows)
+
+
+def tables(rows: Rows) -> str:
+    """What stands between the markers ``tables``."""
+    parts = ["### Targets of the flagship", table_of_targets(rows, CAPACITIES, DEVICES)]
+    parts += ["Largest shortfalls of `hazard` below LRU (in points):", largest_shortfalls(rows, CAPACITIES)]
+    for trace in rows.traces:
+        parts.append(f"### {trace}")
+        for device in DEVICES:
+            found = [
+                table_of_hits(rows, trace, device, store) for store in ("on-compute", "on-device-eviction")
+            ]
+            body = "\n\n".join(table for table in found if table)
+            if device == "0":
+                parts.append(body)
+            elif body:
+                title = f"behind a device cache of {device} the tier's size"
+                parts.append(f"<details><summary>{title}</summary>\n\n{body}\n\n</details>")
+    return "\n\n".join(part for part in parts if part)
+
+
+def put(document: str, name: str, text: str) -> str:
+    """The document with `text` between the markers `name`. Raises `ValueError` without them."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, found, rest = document.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"no markers {begin} {end}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def put_all(document: str, rows: Rows) -> str:
+    """The document with all of its tables."""
+    return put(put(document, "advice", advice(rows)), "tables", tables(rows))
+
+
+def main(arguments: list[str]) -> None:
+    paths = [argument for argument in arguments if argument != "--write"]
+    rows = read_rows(Path(paths[0]) if paths else SWEEP)
+    if "--write" in arguments:
+        DOCUMENT.write_text(put_all(DOCUMENT.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    else:
+        print(advice(rows), tables(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
