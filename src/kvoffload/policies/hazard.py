@@ -146,7 +146,8 @@ class Hazard(EvictionPolicy):
         write_cost = self.write_cost
         if write_cost is None:
             write_cost = 0.0 if protected.one_prefix else _VICTIM_WRITE_COST
-        self._shadow.store(keys)
+        if self._is_victim_tier:
+            self._shadow.store(keys)
         _replace(
             slots,
             num_free,
@@ -205,7 +206,8 @@ class Hazard(EvictionPolicy):
         sampled, own, shadow = self._shadow.counts.tolist()
         self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
         self._shadow.counts.fill(0)
-        self._next_duel = self._references + max(self.duel_window, self.capacity_blocks)
+        window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks, 2000)
+        self._next_duel = self._references + window
         if self._penalty > 0:
             self._penalty -= 1
             self._lead = 0.0
