@@ -22,7 +22,8 @@ from kvoffload.policies.lifetimes import Lifetimes
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.workloads import builtin, generate
 from kvoffload.testing.audit import audit
-from kvoffload.testing.naive.hazard import NaiveHazard, hash_of
+from kvoffload.testing.naive.hazard import NaiveHazard
+from kvoffload.testing.naive.shadow import hash_of
 from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
 from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from letters import HIT, MISS, begin_store, keys, load, make, states, store, text, use
@@ -439,21 +440,6 @@ def test_windows_are_counted_in_references() -> None:
     assert (policy._penalty, policy._shadow.counts.tolist()) == (1, [0, 0, 0])
 
 
-def test_the_shadow_is_lru_of_a_quarter() -> None:
-    sampled = [bytes([n]) for n in range(256) if (hash_of(bytes([n])) >> 8) % 4 == 0][:4]
-    manager = make(Hazard, 8)
-    policy: Any = manager.policy
-    for key in [*sampled[:3], sampled[1], sampled[0]]:
-        ctx = manager.begin_request("r", [key])
-        plan = manager.prepare_store([key], ctx)
-        assert plan is not None
-        manager.complete_store(plan)
-        manager.finish_request(ctx)
-    # Two keys fit: the third pushed the first out, which hit in the cache alone when it came again.
-    assert policy._shadow.counts.tolist() == [4, 2, 1]
-    assert policy._shadow.keys.members(0) == [sampled[1], sampled[2]]
-
-
 def test_bypass_and_stats_are_told() -> None:
     manager = make(Hazard, 4)
     use(manager, "ab")
@@ -495,7 +481,7 @@ def state(manager: OffloadingManager) -> Any:
     if isinstance(policy, NaiveHazard):
         blocks = {slot: (block.block_class, block.last) for slot, block in policy.blocks.items()}
         classes = [members[::-1] for members in policy.classes]
-        known, sampled, shadow = [*policy.history], [*policy.sample][::-1], policy.shadow[::-1]
+        known, sampled, shadow = [*policy.history], [*policy.sample][::-1], policy.shadow.keys[::-1]
         guards = [policy.penalty, policy.next_penalty, policy.oldest_victim]
     else:
         c = manager.capacity_blocks

@@ -59,8 +59,8 @@ class Hazard(EvictionPolicy):
 
     - Until it has seen three times the age at which LRU evicts, it *is* LRU: it knows too little yet of
       the ages that matter.
-    - A shadow LRU of a quarter of the keys runs beside it. If the shadow hits 0.5 points more, LRU decides
-      for a while, and for longer each time (set duelling: Qureshi et al., ISCA 2007).
+    - A shadow LRU (`ShadowLRU`) runs beside it. If the shadow hits 0.5 points more, LRU decides for a
+      while, and for longer each time (set duelling: Qureshi et al., ISCA 2007).
 
     `write_cost` (the admission rule ``bypass:F``) is the dial between hits and writes: a new block must be
     worth ``1 + F`` times the block that leaves. By default 0, and -0.2 in a victim tier, where writes stay
@@ -73,7 +73,8 @@ class Hazard(EvictionPolicy):
     Attributes:
         history_capacity: keys of history, if that is more than twice the capacity.
         sample_capacity, half_life: as in `Lifetimes`.
-        duel_window: references between two verdicts of the duel, if that is more than the capacity.
+        duel_window: references between two verdicts of the duel; at most twenty times the capacity, at
+            least the capacity.
         warm_up: how many times the age at which LRU evicts must have passed.
     """
 
@@ -206,7 +207,7 @@ class Hazard(EvictionPolicy):
         sampled, own, shadow = self._shadow.counts.tolist()
         self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
         self._shadow.counts.fill(0)
-        window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks, 2000)
+        window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks)
         self._next_duel = self._references + window
         if self._penalty > 0:
             self._penalty -= 1

@@ -11,12 +11,12 @@ from kvoffload.core.index import Index
 from kvoffload.core.keys import Keys
 from kvoffload.core.protection import Protected
 from kvoffload.errors import PolicyError
-from kvoffload.policies import REFUSED, EvictionPolicy, hazard, history, lifetimes, shadow
+from kvoffload.policies import REFUSED, EvictionPolicy, hazard, history, lifetimes
 from kvoffload.policies.base import Reused, Slots
 from kvoffload.policies.hazard import Hazard
 from kvoffload.testing.naive.choice import first_unprotected
+from kvoffload.testing.naive.shadow import NaiveShadow, hash_of
 
-_WORD = (1 << 64) - 1
 NUM_CLASSES, NUM_GAP_CLASSES = history.NUM_CLASSES, history.NUM_GAP_CLASSES
 
 
@@ -56,7 +56,7 @@ class NaiveHazard(EvictionPolicy):
         blocks: slot to block; `lru`: slots, the coldest first; `classes`: the same for each class.
         history: key to what is known of it, the most recent first.
         sample: key to its line in the life table, the oldest first.
-        shadow: keys of the shadow LRU, the coldest first.
+        shadow: the twin of the shadow LRU.
     """
 
     name = "naive-hazard"
@@ -84,8 +84,8 @@ class NaiveHazard(EvictionPolicy):
         self.sample: dict[bytes, Sampled] = {}
         self.reused = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
         self.exposed = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
-        self.shadow: list[bytes] = []
-        self.sampled_refs = self.own_hits = self.shadow_hits = self.oldest_victim = 0
+        self.shadow = NaiveShadow(self.capacity_blocks)
+        self.oldest_victim = 0
         self.now = self.references = self.next_duel = self.num_runs = 0
         self.is_victim_tier = False
         self.lead, self.penalty, self.next_penalty = 0.0, 0, 1
@@ -99,29 +99,25 @@ class NaiveHazard(EvictionPolicy):
         keys = list(path)
         classes = self._remember(keys, start)
         self._live_on(keys[start:], classes)
-        for key, slot, block_class in [*zip(keys[start:], slots.tolist(), classes, strict=True)][::-1]:
+        held = []
+        for slot, block_class in [*zip(slots.tolist(), classes, strict=True)][::-1]:
             block = self.blocks.get(slot)
             if block is not None:
                 self.classes[block.block_class].remove(slot)
                 self.classes[block_class].append(slot)
                 block.block_class, block.last = block_class, self.now
-            if not _is_in_duel(key):
-                continue
-            self.sampled_refs += 1
-            self.own_hits += block is not None
-            if key in self.shadow:
-                self.shadow_hits += 1
-                self.shadow.remove(key)
-                if not self.is_victim_tier:
-                    self.shadow.append(key)
+            held.append(block is not None)
+        self.shadow.observe(keys[start:], held[::-1], self.is_victim_tier)
         self.references += len(slots)
         if self.references >= self.next_duel:
             self._judge()
 
     def _judge(self) -> None:
-        self.lead = 0.5 * self.lead + 0.5 * (self.shadow_hits - self.own_hits) / max(1, self.sampled_refs)
-        self.sampled_refs = self.own_hits = self.shadow_hits = 0
-        self.next_duel = self.references + max(self.duel_window, self.capacity_blocks)
+        shadow = self.shadow
+        self.lead = 0.5 * self.lead + 0.5 * (shadow.shadow_hits - shadow.own_hits) / max(1, shadow.sampled)
+        shadow.sampled = shadow.own_hits = shadow.shadow_hits = 0
+        window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks)
+        self.next_duel = self.references + window
         if self.penalty > 0:
             self.penalty -= 1
             self.lead = 0.0
@@ -254,7 +250,8 @@ class NaiveHazard(EvictionPolicy):
     def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
         self.is_victim_tier = not protected.one_prefix
         arriving = [self._arrival(key) for key in keys]
-        self._store_in_shadow(list(keys))
+        if self.is_victim_tier:
+            self.shadow.store(list(keys))
         if self.is_lru:
             waiting = self._replace_as_lru(arriving, slots, num_free, protected)
         elif protected.one_prefix:
@@ -350,14 +347,6 @@ class NaiveHazard(EvictionPolicy):
             return Block(0, self.now)
         return Block(_class_of(known.count, known.gap), known.last)
 
-    def _store_in_shadow(self, keys: list[bytes]) -> None:
-        for key in filter(_is_in_duel, reversed(keys)):
-            if key in self.shadow:
-                self.shadow.remove(key)
-            elif len(self.shadow) == max(1, self.capacity_blocks // shadow.ONE_IN):
-                del self.shadow[0]
-            self.shadow.append(key)
-
     def _coldest(self, slots: list[int], protected: Protected) -> int:
         slot = first_unprotected(slots, protected)
         if slot is None:
@@ -389,20 +378,6 @@ class NaiveHazard(EvictionPolicy):
         self.lru.remove(slot)
         self.classes[block.block_class].remove(slot)
         return block
-
-
-def hash_of(key: bytes) -> int:
-    """`core.index.hash_row`."""
-    h = 0x9E3779B97F4A7C15
-    for start in range(0, len(key), 8):
-        h = (h ^ int.from_bytes(key[start : start + 8], "little")) * 0xFF51AFD7ED558CCD & _WORD
-        h ^= h >> 32
-    h = h * 0xC4CEB9FE1A85EC53 & _WORD
-    return h ^ (h >> 29)
-
-
-def _is_in_duel(key: bytes) -> bool:
-    return (hash_of(key) >> 8) % shadow.ONE_IN == 0
 
 
 def _octaves(x: int) -> float:
