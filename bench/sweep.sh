@@ -1,8 +1,9 @@
 #!/bin/sh
+# shellcheck disable=SC2086  (lists of files)
 # Every policy on every recorded trace, as data: bench/sweep.sh TRACES OUTPUT.csv
 #
-# TRACES is the folder of the recordings. About 500 replays: a quarter of an hour on two cores. Goes on where it
-# was stopped.
+# TRACES is the folder of the recordings. About 450 replays: half an hour on two cores. Goes on where it was
+# stopped.
 set -eu
 
 if [ $# -ne 2 ]; then
@@ -10,21 +11,26 @@ if [ $# -ne 2 ]; then
     exit 2
 fi
 output=$2
-set -- "$1"/mooncake_conversation/conversation_first60.jsonl \
-    "$1"/agentic_coding/agentic_12h.jsonl.xz "$1"/agentic_coding/agentic_3h.jsonl.xz
+chat="$1/mooncake_conversation/conversation_first60.jsonl"
+agents="$1/agentic_coding/agentic_12h.jsonl.xz $1/agentic_coding/agentic_3h.jsonl.xz"
 capacities=1%,2%,5%,10%,20%
+everyone=lru,fifo,slru,lfu,2q,arc,lirs,sieve,s3fifo,wtinylfu,gdsf,hazard
+rules=all,reuse:2,tinylfu,bypass:0.3,bypass:1
 
 sweep() {
     part=$1
     shift
     [ -e "$output.$part.csv" ] && [ ! -e "$output.$part.csv.journal" ] && return
-    kvoffload sweep "$@" --capacities $capacities --output "$output.$part.csv" >&2
+    kvoffload sweep "$@" --output "$output.$part.csv" >&2
 }
 
-sweep flagship "$@" --device-blocks 0,0.25x,0.5x,1x --policies lru,hazard
-sweep victim "$@" --device-blocks 0.25x,0.5x,1x --stores on-device-eviction --policies lru,hazard
-sweep policies "$@" --device-blocks 0 --policies lru,fifo,slru,lfu,2q,arc,lirs,sieve,s3fifo,wtinylfu,gdsf
-sweep rules "$@" --device-blocks 0 --policies lru,hazard --admissions all,reuse:2,tinylfu,bypass:0.3,bypass:1
+sweep flagship $chat $agents --capacities $capacities --device-blocks 0,0.25x,0.5x,1x --policies lru,hazard
+sweep victim $chat $agents --capacities $capacities --device-blocks 0.25x,0.5x,1x \
+    --stores on-device-eviction --policies lru,hazard
+sweep policies $chat --capacities $capacities --policies $everyone
+sweep rules $chat --capacities $capacities --policies lru,hazard --admissions $rules
+sweep agents $agents --capacities 1%,5% --policies $everyone
+sweep agents_rules $agents --capacities 1%,5% --policies lru,hazard --admissions $rules
 
 # One header, and each combination once: the first twelve columns say which it is.
 awk -F, 'FNR == 1 && NR > 1 { next } !seen[$1,$2,$3,$4,$5,$6,$7,$8,$9,$10,$11,$12]++' "$output".*.csv > "$output"
