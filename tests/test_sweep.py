@@ -107,7 +107,10 @@ def test_rows_say_what_replays_say(chat: str) -> None:
         else:
             assert row.diff_low <= row.diff_vs_lru <= row.diff_high
         if row.optimum_hit_ratio is not None:
-            best = optimum(trace, row.capacity_blocks).prefix_hit_blocks / trace.block_refs
+            best = (
+                optimum(trace, row.capacity_blocks, row.device_blocks, row.store).prefix_hit_blocks
+                / trace.block_refs
+            )
             assert row.optimum_hit_ratio == best
             gap = best - lru.prefix_hit_ratio
             assert row.gap_closed == pytest.approx(row.diff_vs_lru / gap)
@@ -145,10 +148,7 @@ def test_hits_of_each_request_sum_up(chat: str) -> None:
     assert (run.hits_per_request <= np.diff(trace.offsets)).all()
 
 
-def test_a_mode_that_needs_a_device_is_left_out_without_one(
-    chat: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(grid.STORES, "on-device-eviction", {})
+def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
     axes = Grid(("lru", "arc"), devices=("0", "4"), stores=("on-compute", "on-device-eviction"))
     result = Sweep([chat], axes, jobs=1).run()
     assert result.left_out == {"to store on device eviction takes a device cache": 2}
