@@ -281,7 +281,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def duplicates_equal_the_model(self) -> None:
-        assert (duplicate_slots(self.manager) or []) == [self.slot_of[key] for key in self.duplicates]
+        told = duplicate_slots(self.manager) or []
+        expected = [self.slot_of[key] for key in self.duplicates]
+        assert told == expected, f"duplicates {told}, expected {expected}"
         assert self.manager.stats().duplicates == len(self.duplicates)
 
     @invariant()
