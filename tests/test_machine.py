@@ -144,8 +144,8 @@ TestVictimHazard = manager_machine(
 TestVictimHazardOfOneBlock = manager_machine(
     SmallHazard, store=ON_DEVICE_EVICTION, capacity_blocks=1, max_examples=4
 ).TestCase
-# Not understood yet: about once in a hundred runs the duplicates are not those of the model. Only with policies
-# that observe requests, the naive one too.
+# Not understood yet: about once in a hundred runs the duplicates are not those of the model. Only with
+# policies that observe requests, the naive one too.
 for flaky in (TestVictimHazard, TestVictimHazardOfOneBlock):
     flaky.__unittest_skip__ = True
     flaky.__unittest_skip_why__ = "known fault: duplicates and model differ in about 1 of 100 runs (open)"
