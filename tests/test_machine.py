@@ -136,17 +136,13 @@ class SmallNaiveHazard(NaiveHazard):
     history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
 
 
-TestHazard = manager_machine(SmallHazard, key_bytes=8, max_examples=10).TestCase
+TestHazard = manager_machine(SmallHazard, key_bytes=8, max_examples=40).TestCase
 TestHazardWithReuse = manager_machine(SmallHazard, "reuse:2", key_bytes=36, max_examples=5).TestCase
 TestVictimHazard = manager_machine(
-    SmallHazard, store=ON_DEVICE_EVICTION, key_bytes=8, max_examples=12
+    SmallHazard, store=ON_DEVICE_EVICTION, key_bytes=8, max_examples=50
 ).TestCase
 TestVictimHazardOfOneBlock = manager_machine(
     SmallHazard, store=ON_DEVICE_EVICTION, capacity_blocks=1, max_examples=4
 ).TestCase
-# Not understood yet: about once in a hundred runs the duplicates are not those of the model. Only with
-# policies that observe requests, the naive one too.
-for flaky in (TestVictimHazard, TestVictimHazardOfOneBlock):
-    flaky.__unittest_skip__ = True
-    flaky.__unittest_skip_why__ = "known fault: duplicates and model differ in about 1 of 100 runs (open)"
 TestNaiveHazard = manager_machine(SmallNaiveHazard, max_examples=2).TestCase
+TestVictimNaiveHazard = manager_machine(SmallNaiveHazard, store=ON_DEVICE_EVICTION, max_examples=2).TestCase

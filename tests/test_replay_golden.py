@@ -292,6 +292,21 @@ DIGESTS = {
     ("rag", "sieve", "reuse:2"): "b91943b996d5e980",
     ("rag", "s3fifo", "all"): "bd17fbedfc82c4bf",
     ("rag", "s3fifo", "reuse:2"): "c81b9932b209e3c0",
+    ("chat", "2q", "all"): "27d81703f75e6ea3",
+    ("chat", "lirs", "all"): "836cf49e2acbc100",
+    ("chat", "wtinylfu", "all"): "3ece7c2a97966d29",
+    ("chat", "gdsf", "all"): "06d9800ad74c049d",
+    ("chat", "hazard", "all"): "63fa20175f9e9129",
+    ("agent", "2q", "all"): "f039d9028cbd5551",
+    ("agent", "lirs", "all"): "bbc17f124aa41d5f",
+    ("agent", "wtinylfu", "all"): "eda9b93dc1220935",
+    ("agent", "gdsf", "all"): "1bf43461c46d34e7",
+    ("agent", "hazard", "all"): "89c534facdb742d9",
+    ("rag", "2q", "all"): "b9b2e70c681cba5a",
+    ("rag", "lirs", "all"): "5be5d4533e94989a",
+    ("rag", "wtinylfu", "all"): "35026e492365b071",
+    ("rag", "gdsf", "all"): "ada8ded1c8168b86",
+    ("rag", "hazard", "all"): "0f76710f0bdf60da",
 }
 
 

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Protocol
@@ -64,7 +64,8 @@ class LocalWorkers:
         executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin)
         finished = False
         try:
-            futures = {executor.submit(attempt, task): task for task in tasks}
+            with _sigint_waits():
+                futures = {executor.submit(attempt, task): task for task in tasks}
             for future in as_completed(futures):
                 yield futures[future], future.result()
             finished = True
@@ -79,10 +80,21 @@ class LocalWorkers:
                     process.join()
 
 
+@contextlib.contextmanager
+def _sigint_waits() -> Iterator[None]:
+    """Ctrl-C goes to every process of a terminal, and the parent alone decides what it means.
+
+    A process started here is deaf to it from its first instruction: signal masks are inherited.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin() -> None:
     """Prepare a worker process: who starts the sweep ends it."""
-    # Ctrl-C goes to every process of a terminal; the parent alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

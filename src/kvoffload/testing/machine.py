@@ -166,7 +166,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self._check_one_by_one(plan, keys, missing, admitted, room, num_given)
         self._hold_alone(evicted)
         self._hold_alone(keys)
-        request.accessed.update(plan.keys)
+        if request.ctx is not None:  # Nobody remembers what a nameless call has stored.
+            request.accessed.update(plan.keys)
         for key in evicted:
             del self.state[key], self.slot_of[key]
         slots = plan.slots.tolist()
