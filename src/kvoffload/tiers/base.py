@@ -5,7 +5,8 @@ Knows neither media nor devices.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import xxhash
 
 from kvoffload.core.jit import I64, READONLY_U64_MATRIX, U64_ARRAY, inline, kernel
 from kvoffload.core.keys import Keys
-from kvoffload.transfer import CopyEngine, Rows
+from kvoffload.transfer import Blocks, CopyEngine, Rows
 from kvoffload.transfer.engine import DeviceArray
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -51,6 +52,119 @@ class BlockTier(Protocol):
     def close(self) -> None:
         """Release what the tier holds. A second call does nothing."""
         ...
+
+
+class SecondaryTier(Protocol):
+    """A place behind RAM: it finds its blocks by key, takes its time, and may forget.
+
+    Reads and writes are jobs. `submit_read` and `submit_write` return at once, threads of the tier's own
+    do the work, and `finished` tells how each ended. From the submission to the end of its job the rows of
+    a pool that it names belong to the job. No failure of the medium is an exception: a block that cannot be
+    written or read, or that is not what was stored under its key, is False in the result of its job, and
+    `contains` it no longer.
+
+    Thread: every method by one thread, the scheduler's; none of them waits for the medium, except `drain`
+    and `close`. What one job does is not visible to another that was submitted before it ended.
+
+    Attributes:
+        name: what users call it, for reports and metrics: ``disk``.
+        medium: what events call it: ``STORAGE``.
+        block_bytes: bytes of a block.
+    """
+
+    name: str
+    medium: str
+    block_bytes: int
+
+    def begin_request(self, request_id: str) -> object:
+        """Open the tier's record of an inference request: what it uses counts once, however often it asks."""
+        ...
+
+    def finish_request(self, request: object, path: Keys) -> None:
+        """The request used these blocks, wherever they were served from; it will not be named any more."""
+        ...
+
+    def contains(self, keys: Keys, request: object | None = None) -> Mask:
+        """Which blocks could be read now: written, not forgotten. No I/O; cost: an index probe a key."""
+        ...
+
+    def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
+        """Begin to read blocks into ``pool[rows[i]]``; the number of the job.
+
+        Blocks that are not here, or not sound, are False in the result; their rows hold anything.
+        """
+        ...
+
+    def submit_write(
+        self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
+    ) -> tuple[int, Mask]:
+        """Begin to write blocks that the tier wants, from ``pool[rows[i]]``; the job, and which it takes.
+
+        It leaves out what it has, what its admission rule or policy refuses, and, when its queue is full,
+        everything: it drops rather than delays. When it takes nothing there is no job, and its number is
+        `NO_JOB`. The result has one row for each block that it took.
+        """
+        ...
+
+    def finished(self) -> list[JobResult]:
+        """Jobs that have ended since the last call."""
+        ...
+
+    def delete(self, keys: Keys) -> int:
+        """Forget blocks that cannot be trusted, or are not wanted; how many were here."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job has ended and its blocks would survive a crash; False if that takes longer."""
+        ...
+
+    def stats(self) -> TierStats:
+        """A copy of the counters."""
+        ...
+
+    def close(self) -> None:
+        """End what is under way, keep what is to be kept, let go of the medium. Once more does nothing."""
+        ...
+
+
+NO_JOB = -1
+
+
+class JobResult(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        job: its number.
+        ok: shape ``(n,)``; which blocks were read and are sound, or written for good.
+        seconds: from its submission to its end, waiting in queues included.
+    """
+
+    job: int
+    ok: Mask
+    seconds: float
+
+
+@dataclass
+class TierStats:
+    """Counters of one secondary tier since it was opened. Blocks, unless their names say otherwise."""
+
+    capacity: int = 0
+    ready: int = 0
+    written: int = 0
+    read: int = 0
+    evicted: int = 0
+    refused: int = 0
+    """Not wanted by the tier's admission rule or policy."""
+    dropped: int = 0
+    """Wanted, but the tier was too busy, or its endurance budget was used up."""
+    failed: int = 0
+    """The medium would not take them, or not give them back."""
+    mismatches: int = 0
+    """Read, and not what was stored under their key: served as misses and forgotten."""
+    restored: int = 0
+    """Found when the tier was opened."""
+    bytes_written: int = 0
+    bytes_read: int = 0
 
 
 def key_digests(keys: Keys) -> Checksums:
