@@ -17,13 +17,14 @@ from kvoffload import admission as admissions
 from kvoffload.admission.base import Admission
 from kvoffload.admission.bypass import BypassAdmission
 from kvoffload.core import steps
-from kvoffload.core.duplicates import Duplicates
 from kvoffload.core.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.core.keys import MAX_KEY_BYTES, Keys
 from kvoffload.core.protection import FREE, WRITING, Protected
+from kvoffload.core.replacement import replace_blocks
 from kvoffload.core.request import RequestContext
+from kvoffload.core.victim import VictimTier
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
-from kvoffload.policies import POLICIES, REFUSED, EvictionPolicy
+from kvoffload.policies import POLICIES, EvictionPolicy
 from kvoffload.types import (
     ON_COMPUTE,
     ON_DEVICE_EVICTION,
@@ -101,9 +102,11 @@ class OffloadingManager:
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         if store not in STORES:
             raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
-        self._duplicates = Duplicates(capacity_blocks) if store == ON_DEVICE_EVICTION else None
         self._policy_observes = type(self.policy).observe is not EvictionPolicy.observe
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
+        self._victim: VictimTier | None = None
+        if store == ON_DEVICE_EVICTION:
+            self._victim = VictimTier(self.policy, self.index, self.ref_cnt)
         # Counts up when a block leaves its slot: what a request has noted of the block holds no longer.
         self._generation = np.full(capacity_blocks, 0, np.uint32)
         # Popped from the end: slots are first given out in ascending order, so neighbours stay together.
@@ -200,21 +203,12 @@ class OffloadingManager:
             MisuseError: names the first key that is not ready; nothing is pinned.
         """
         ctx = self._context(ctx)
-        batch = self._pack(keys)
-        positions = ctx.see(batch)
-        index, path = self.index, ctx.path
-        slots = np.empty(len(batch), np.int32)
-        pinned = steps.pin(
-            index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions, slots
-        )
-        if pinned < 0:
-            raise MisuseError(f"prepare_load of a block that is not ready: key {batch[~pinned].hex()}")
-        self._num_evictable -= pinned
-        if self._duplicates is not None:
+        plan = self._pin(keys, ctx, "prepare_load")
+        if self._victim is not None:
             # When the load has ended the tier does not hold these blocks alone any more: what the policy
             # is to learn from the hit, it learns now.
             self._observe(ctx)
-        return LoadPlan(ctx.request_id, batch, slots, self, self._epoch)
+        return plan
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
         """Unpin the blocks of a load that has ended, however it ended.
@@ -224,22 +218,22 @@ class OffloadingManager:
             damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten:
                 from now on they are misses.
         """
-        rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
-        if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
-            raise MisuseError(
-                f"complete_load: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks"
-            )
-        if not self._close(plan, LoadPlan, "complete_load"):
-            return
-        released = steps.unpin(self.ref_cnt, plan.slots)
-        self._num_evictable += released
-        self._counts.loaded += len(plan.slots) - len(rows)
-        if self._condemned:
-            self._num_evictable -= self._release_condemned(plan.slots)
-        if len(rows):
-            self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
-        if self._duplicates is not None and plan.epoch == self._epoch:
-            self._duplicate(plan.slots)
+        num_damaged = self._unpin(plan, damaged, "complete_load")
+        if plan.epoch >= self._void_before:
+            self._counts.loaded += len(plan.slots) - num_damaged
+        if self._victim is not None and plan.epoch == self._epoch:
+            self._victim.duplicate(plan.slots, self._condemned)
+
+    def pin(self, keys: Sequence[bytes]) -> LoadPlan:
+        """As `prepare_load`, for a reader that is not the device: nothing is learnt from it, or counted.
+
+        Blocks are pinned while they are written to a tier behind this one.
+        """
+        return self._pin(keys, self._context(None), "pin")
+
+    def unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
+        """The end of a `pin`; `damaged` as for `complete_load`."""
+        self._unpin(plan, damaged, "unpin")
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Forget ready blocks that cannot be trusted; returns how many were here.
@@ -252,12 +246,20 @@ class OffloadingManager:
 
     # ---- store
 
-    def prepare_store(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> StorePlan | None:
+    def prepare_store(
+        self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
+    ) -> StorePlan | None:
         """Choose which of the offered blocks are stored, give them slots, and say who left for them.
 
         Blocks that are here, or on their way, are left out. Of the others the leading run that the
         admission rule lets in is stored, as much of its head as there is room for. Nothing of this
         request is evicted for it. The blocks are in flight until `complete_store`.
+
+        Args:
+            keys: the blocks, in prefix order.
+            ctx: the request that they belong to.
+            admitted: they enter if there is room, whatever admission rule and policy think of them: they
+                come up from a tier behind, on their way to the device, or are restored.
 
         Returns:
             The plan, whose `keys` are empty when there was nothing to store. None when there is
@@ -276,25 +278,25 @@ class OffloadingManager:
         if num_fresh and not room:
             self._counts.dropped += num_fresh
             return None
-        if self._duplicates is None:
+        if self._victim is None:
             self._observe(ctx)
-            num_admitted = num_fresh
-            if self.admission is not None:
-                num_admitted = self.admission.leading(Keys(fresh[:num_fresh], self.key_bytes))
-        else:
-            num_admitted = self._admit_each(fresh[:num_fresh], rows[:num_fresh])
+        num_admitted = num_fresh if admitted else self._admit(fresh[:num_fresh], rows[:num_fresh])
         count = min(num_admitted, room)
 
         slots = np.empty(count, _INT32)
         evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), _UINT64)
         num_refused = 0
         if count:
-            num_refused = self._enter(ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted)
+            protected = Protected(self.ref_cnt, index, ctx, self._victim is None, admitted)
+            num_refused = self._enter(
+                ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted, protected
+            )
             if num_refused:
                 slots, evicted = slots[:-num_refused], evicted[: len(evicted) - num_refused]
         num_stored = len(slots)
-        if self._duplicates is not None and num_fresh < len(positions):
-            self._keep(ctx, positions, rows[:num_stored])
+        if self._victim is not None and num_fresh < len(positions):
+            held = self._resolve(ctx, positions)
+            self._counts.kept += self._victim.keep(ctx, positions, held, rows[:num_stored])
         if num_refused and num_admitted > count:
             behind = rows[num_stored:num_admitted]
             behind[:] = np.roll(behind, -num_refused)
@@ -370,8 +372,8 @@ class OffloadingManager:
         self._counts.writing = 0
         self.index.clear()
         self._generation += np.uint32(1)
-        if self._duplicates is not None:
-            self._duplicates.clear()
+        if self._victim is not None:
+            self._victim.duplicates.clear()
         self.policy.reset()
         if self.admission is not None:
             self.admission.reset()
@@ -394,7 +396,7 @@ class OffloadingManager:
             ready=ready,
             evictable=self._num_evictable,
             condemned=condemned,
-            duplicates=len(self._duplicates) if self._duplicates is not None else 0,
+            duplicates=len(self._victim.duplicates) if self._victim is not None else 0,
             policy=self.policy.stats(),
         )
 
@@ -415,6 +417,32 @@ class OffloadingManager:
                 raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {self.key_bytes}")
             return keys
         return Keys.pack(keys, self.key_bytes)
+
+    def _pin(self, keys: Sequence[bytes], ctx: RequestContext, call: str) -> LoadPlan:
+        batch = self._pack(keys)
+        positions = ctx.see(batch)
+        index, path = self.index, ctx.path
+        slots = np.empty(len(batch), np.int32)
+        pinned = steps.pin(
+            index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions, slots
+        )
+        if pinned < 0:
+            raise MisuseError(f"{call} of a block that is not ready: key {batch[~pinned].hex()}")
+        self._num_evictable -= pinned
+        return LoadPlan(ctx.request_id, batch, slots, self, self._epoch)
+
+    def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> int:
+        """Release the blocks of a plan and forget the damaged ones; how many those are."""
+        rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
+        if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
+            raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks")
+        if self._close(plan, LoadPlan, call):
+            self._num_evictable += steps.unpin(self.ref_cnt, plan.slots)
+            if self._condemned:
+                self._num_evictable -= self._release_condemned(plan.slots)
+            if len(rows):
+                self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
+        return len(rows)
 
     def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:
         """Mark a plan as completed; False if `reset` has made it void."""
@@ -442,10 +470,10 @@ class OffloadingManager:
             reused,
         )
         self._observe(ctx)
-        if found and self._duplicates is None:
-            self.policy.access(slots[:found], reused[:found])
+        if found and self._victim is not None:
+            self._victim.duplicate(slots[:found], self._condemned)
         elif found:
-            self._duplicate(slots[:found])
+            self.policy.access(slots[:found], reused[:found])
 
     def _observe(self, ctx: RequestContext) -> None:
         """Tell policy and admission which blocks the request refers to: each once a request."""
@@ -465,42 +493,15 @@ class OffloadingManager:
         steps.resolve(index.table, index.keys, self._generation, ctx.path.keys, ctx.notes, positions, slots)
         return slots
 
-    # A victim tier: the policy orders what the tier alone holds, and is told that a block has gone when the
-    # device holds it again, and that a new one has come when the device drops it.
-
-    def _duplicate(self, slots: Slots) -> None:
-        """The device holds these blocks as well."""
-        assert self._duplicates is not None
-        if self._condemned:
-            slots = slots[[slot not in self._condemned for slot in slots.tolist()]]
-        added = self._duplicates.add(slots, self.ref_cnt)
-        if len(added):
-            self.policy.remove(added)
-
-    def _keep(self, ctx: RequestContext, positions: Slots, stored: Slots) -> None:
-        """Of the blocks that the device drops, those that are here already: nothing is copied.
-
-        `stored` are rows of the others that have just entered: all of them together are put in order.
-        """
-        assert self._duplicates is not None
-        slots = self._resolve(ctx, positions)
-        here = np.flatnonzero(slots != ABSENT)
-        rows, _ = self._duplicates.drop(slots[here])
-        if len(rows) == 0:
-            return
-        kept = here[rows]
-        keys = Keys(ctx.path.keys[positions[kept]], self.key_bytes)
-        self.policy.replace(keys, slots[kept], len(kept), Protected(self.ref_cnt, self.index, ctx, False))
-        self._counts.kept += len(kept)
-        if len(stored):
-            batch = slots[np.sort(np.concatenate((kept, stored)))]
-            self.policy.access(batch, np.zeros(len(batch), np.bool_))
-
-    def _admit_each(self, fresh: npt.NDArray[np.uint64], rows: npt.NDArray[np.int32]) -> int:
-        """Bring the admitted ones to the front of a batch whose blocks may enter one without the other."""
+    def _admit(self, fresh: npt.NDArray[np.uint64], rows: Slots) -> int:
+        """How many of the new blocks the admission rule lets in: those at the front of both arrays."""
         if self.admission is None or len(fresh) == 0:
             return len(fresh)
-        allowed = self.admission.admit(Keys(fresh, self.key_bytes))
+        keys = Keys(fresh, self.key_bytes)
+        if self._victim is None:
+            return self.admission.leading(keys)
+        # What a device drops may enter one without the other.
+        allowed = self.admission.admit(keys)
         order = np.argsort(~allowed, kind="stable")
         fresh[:], rows[:] = fresh[order], rows[order]
         return int(np.count_nonzero(allowed))
@@ -532,6 +533,7 @@ class OffloadingManager:
         fresh: npt.NDArray[np.uint64],
         slots: Slots,
         evicted: npt.NDArray[np.uint64],
+        protected: Protected,
     ) -> int:
         """Give slots to blocks that all have room; the policy says whose, where none are free.
 
@@ -542,12 +544,13 @@ class OffloadingManager:
         if len(evicted):
             slots.fill(_UNNAMED)
         slots[:num_free] = self._free[self._num_free - num_free : self._num_free][::-1]
-        protected = Protected(self.ref_cnt, index, ctx, self._duplicates is None)
         taken = _NO_ROWS
-        if self._duplicates is not None and len(evicted):
-            taken = self._duplicates.choose(len(evicted), index, protected)
+        if self._victim is not None and len(evicted):
+            taken = self._victim.duplicates.choose(len(evicted), index, protected)
             slots[num_free : num_free + len(taken)] = taken
-        num_refused = self._ask_policy(rows, fresh, slots, num_free + len(taken), protected)
+        num_refused = replace_blocks(
+            self.policy, self._victim, rows, fresh, slots, num_free + len(taken), protected
+        )
         num_stored = len(slots) - num_refused
         wrong = steps.enter(
             index.table,
@@ -569,8 +572,8 @@ class OffloadingManager:
                 f"{fresh[wrong].tobytes()[: self.key_bytes].hex()}: it is protected, absent, or was "
                 f"named before"
             )
-        if self._duplicates is not None:
-            self._duplicates.drop(taken)
+        if self._victim is not None:
+            self._victim.duplicates.drop(taken)
         num_evicted = num_stored - num_free
         self._num_free -= num_free
         self._num_evictable -= num_evicted
@@ -578,35 +581,6 @@ class OffloadingManager:
         self._counts.evicted += num_evicted
         if self._events is not None and num_evicted:
             self._emit(Keys(evicted[:num_evicted], self.key_bytes), removed=True)
-        return num_refused
-
-    def _ask_policy(
-        self,
-        rows: Slots,
-        fresh: npt.NDArray[np.uint64],
-        slots: Slots,
-        num_given: int,
-        protected: Protected,
-    ) -> int:
-        """Let the policy fill `slots` from `num_given` on; how many blocks it refuses (see `_enter`)."""
-        policy = self.policy
-        given = slots[:num_given].copy() if num_given else _NO_ROWS
-        policy.replace(Keys(fresh, self.key_bytes), slots, num_given, protected)
-        if num_given and not np.array_equal(slots[:num_given], given):
-            raise PolicyError(f"policy {policy.name!r} changed the free slots that it was given")
-        if self._duplicates is not None and len(self._duplicates):
-            named = slots[num_given:]
-            if self._duplicates.holds_any(named[(named >= 0) & (named < self.capacity_blocks)]):
-                raise PolicyError(f"policy {policy.name!r} named blocks that had been removed from it")
-        if not policy.refuses:
-            return 0
-        refused = slots == REFUSED
-        num_refused = int(np.count_nonzero(refused))
-        if num_refused and not refused[-num_refused:].all():
-            if protected.one_prefix:
-                raise PolicyError(f"policy {policy.name!r} refused a block and took one behind it")
-            order = np.argsort(refused, kind="stable")
-            fresh[:], slots[:], rows[: len(slots)] = fresh[order], slots[order], rows[order]
         return num_refused
 
     def _discard(self, batch: Keys, slots: Slots) -> int:
@@ -627,8 +601,10 @@ class OffloadingManager:
             self._counts.discarded += found
             if self._events is not None:
                 self._emit(self.index.keys_at(slots), removed=True)
-            ordered = slots if self._duplicates is None else slots[self._duplicates.drop(slots)[1]]
-            self.policy.remove(ordered)
+            if self._victim is None:
+                self.policy.remove(slots)
+            else:
+                self.policy.remove(slots[self._victim.duplicates.drop(slots)[1]])
             idle = slots[self.ref_cnt[slots] == 0]
             self._num_evictable -= len(idle)
             self.ref_cnt[idle] = FREE

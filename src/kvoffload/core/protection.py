@@ -24,12 +24,29 @@ class Protected:
             it, kernels keep such slots out of their lists until they have chosen every victim.
         one_prefix: whether the new blocks follow one another in one request, so that a block is of no
             use without those before it.
+        admitted: whether the new blocks enter in any case: a policy refuses none of them.
     """
 
-    __slots__ = ("entering", "index_keys", "key_bytes", "one_prefix", "path_keys", "path_table", "ref_cnt")
+    __slots__ = (
+        "admitted",
+        "entering",
+        "index_keys",
+        "key_bytes",
+        "one_prefix",
+        "path_keys",
+        "path_table",
+        "ref_cnt",
+    )
 
-    def __init__(self, ref_cnt: I32s, index: Index, ctx: RequestContext, one_prefix: bool = True) -> None:
-        self.one_prefix = one_prefix
+    def __init__(
+        self,
+        ref_cnt: I32s,
+        index: Index,
+        ctx: RequestContext,
+        one_prefix: bool = True,
+        admitted: bool = False,
+    ) -> None:
+        self.one_prefix, self.admitted = one_prefix, admitted
         self.ref_cnt = ref_cnt
         self.index_keys, self.key_bytes = index.keys, index.key_bytes
         self.path_table, self.path_keys = ctx.path.table, ctx.path.keys

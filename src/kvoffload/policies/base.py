@@ -78,7 +78,8 @@ class EvictionPolicy(ABC):
 
         A policy whose `refuses` is True may write `REFUSED` in place of a victim: the block is not
         worth who would leave for it. Of one request's prefix (`protected.one_prefix`) it then refuses
-        all that follows as well, which could not be reached.
+        all that follows as well, which could not be reached. It refuses nothing that is
+        `protected.admitted`.
 
         Args:
             keys: keys of the new blocks, all different, none of them in the policy's order.

@@ -41,6 +41,8 @@ from kvoffload.policies.lifetimes import Lifetimes
 from kvoffload.policies.shadow import ShadowLRU
 
 _VICTIM_WRITE_COST = -0.2
+_NO_REFUSAL = -2.0
+"""A write cost below -1: no block is worth less than that of what leaves."""
 _SHADOW_LEAD = 0.005
 _MAX_PENALTY = 16
 
@@ -147,6 +149,8 @@ class Hazard(EvictionPolicy):
         write_cost = self.write_cost
         if write_cost is None:
             write_cost = 0.0 if protected.one_prefix else _VICTIM_WRITE_COST
+        if protected.admitted:
+            write_cost = _NO_REFUSAL
         if self._is_victim_tier:
             self._shadow.store(keys)
         _replace(
@@ -167,7 +171,7 @@ class Hazard(EvictionPolicy):
             self._oldest,
             1.0 + write_cost,
             self.is_lru,
-            protected.one_prefix,
+            protected.one_prefix or protected.admitted,
             protected.ref_cnt,
             protected.path_table,
             protected.path_keys,
@@ -346,7 +350,9 @@ def _replace(
         if victim >= c:
             return i
         own = at_age(worth, bounds, classes[i], now - last_used[i])
-        if own < scores[lowest] * threshold or (own == scores[lowest] and last_used[i] < last[victim]):
+        if own < scores[lowest] * threshold or (
+            threshold >= 0.0 and own == scores[lowest] and last_used[i] < last[victim]
+        ):
             slots[i] = REFUSED
             if one_prefix:
                 slots[i:] = REFUSED

@@ -89,7 +89,7 @@ def state_of(thing: Any) -> bytes | Any:
 
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
     """Slots of the blocks that the device holds as well, the first to leave first; None: no victim tier."""
-    return None if manager._duplicates is None else manager._duplicates.slots()
+    return None if manager._victim is None else manager._victim.duplicates.slots()
 
 
 def _slots_of(cls: type) -> Iterable[str]:
@@ -188,8 +188,8 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
     if isinstance(policy, Hazard):
         _audit_hazard(policy)
     duplicates = set(duplicate_slots(manager) or ())
-    if manager._duplicates is not None:
-        _audit_lists("the duplicates", manager._duplicates._order)
+    if manager._victim is not None:
+        _audit_lists("the duplicates", manager._victim.duplicates._order)
     ready = {slot for slot in resident if manager.ref_cnt[slot] >= 0}
     assert duplicates <= ready, f"duplicates that are not here, or not ready: {duplicates - ready}"
     listed = policy.order()

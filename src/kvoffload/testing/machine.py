@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -64,6 +64,7 @@ class Job:
     plan: LoadPlan | StorePlan
     stale: bool = False
     void: bool = False
+    to_device: bool = True
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -136,16 +137,21 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- jobs
 
     @rule(target=stores, request=requests, numbers=batches)
-    def prepare_store(self, request: Request, numbers: list[int]) -> Job:
+    def promote(self, request: Request, numbers: list[int]) -> Job:
+        """Blocks come up from a tier behind: nobody is asked whether they may enter."""
+        return self.prepare_store(request, numbers, promoted=True)
+
+    @rule(target=stores, request=requests, numbers=batches)
+    def prepare_store(self, request: Request, numbers: list[int], promoted: bool = False) -> Job:
         manager, keys = self.manager, self._seen(request, numbers)
         protected = {*request.path, *keys}
         missing = [key for key in dict.fromkeys(keys) if key not in self.state]
         may_leave = {key for key in self.state if self._is_evictable(key) and key not in protected}
         num_free = manager.capacity_blocks - len(self.state) - len(self.condemned)
         room = num_free + len(may_leave)
-        admitted = self._admitted(missing) if self._is_victim_tier else None
+        admitted = self._admitted(missing) if self._is_victim_tier and not promoted else None
         before = snapshot(manager, ignore=["dropped"])
-        plan = manager.prepare_store(keys, request.ctx)
+        plan = manager.prepare_store(keys, request.ctx, admitted=promoted)
         if plan is None:
             assert missing, "None, with nothing to store"
             assert room == 0, f"refused, with room for {room}"
@@ -160,7 +166,11 @@ class ManagerMachine(RuleBasedStateMachine):
         first_to_leave = [key for key in self.duplicates if key in may_leave]
         assert evicted[: len(first_to_leave)] == first_to_leave[: len(evicted)], "not the duplicates first"
         num_given = num_free + len(first_to_leave)
-        if admitted is None:
+        if promoted:
+            assert plan.keys == missing[:room], "not all that has room"
+            assert plan.num_refused == 0, "refused what had been admitted"
+            assert plan.num_dropped == len(missing) - len(plan.keys)
+        elif admitted is None:
             self._check_prefix(plan, missing, room, num_given)
         else:
             self._check_one_by_one(plan, keys, missing, admitted, room, num_given)
@@ -217,6 +227,21 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pins.update(plan.slots.tolist())
         return self._started(plan)
 
+    @rule(target=loads, numbers=batches)
+    def pin(self, numbers: list[int]) -> Job:
+        """Blocks are read by a tier behind."""
+        keys = self._keys(numbers)
+        ready, _ = self._expected(keys)
+        if ready < len(keys):
+            assert keys[ready].hex() in self._refused_as_misuse(lambda: self.manager.pin(keys))
+        before = self.manager.stats()
+        plan = self.manager.pin(keys[:ready])
+        assert replace(self.manager.stats(), evictable=before.evictable) == before, "a pin was counted"
+        self.pins.update(plan.slots.tolist())
+        job = self._started(plan)
+        job.to_device = False
+        return job
+
     @rule(job=consumes(loads), damaged=st.sets(st.integers(0, 7), max_size=2))
     def complete_load(self, job: Job, damaged: set[int]) -> None:
         plan = job.plan
@@ -225,8 +250,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if not job.void:
             assert [self.memory[slot] for slot in slots] == list(plan.keys), "a pinned block changed"
         rows = sorted(row for row in damaged if row < len(slots))
-        self.manager.complete_load(plan, rows)
-        self._refused_as_misuse(lambda: self.manager.complete_load(plan))
+        complete = self.manager.complete_load if job.to_device else self.manager.unpin
+        complete(plan, rows)
+        self._refused_as_misuse(lambda: complete(plan))
         self.jobs.remove(job)
         if job.void:
             return
@@ -235,7 +261,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for row in rows:
             if self.slot_of.get(plan.keys[row]) == slots[row]:
                 self._forget(plan.keys[row])
-        if not job.stale:
+        if job.to_device and not job.stale:
             loaded = zip(plan.keys, slots, strict=True)
             self._held_by_device([key for key, slot in loaded if self.slot_of.get(key) == slot])
 

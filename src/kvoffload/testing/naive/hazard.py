@@ -254,7 +254,7 @@ class NaiveHazard(EvictionPolicy):
             self.shadow.store(list(keys))
         if self.is_lru:
             waiting = self._replace_as_lru(arriving, slots, num_free, protected)
-        elif protected.one_prefix:
+        elif protected.one_prefix or protected.admitted:
             waiting = self._replace_prefix(arriving, slots, num_free, protected)
         else:
             waiting = self._replace_one_by_one(arriving, slots, num_free, protected)
@@ -265,7 +265,7 @@ class NaiveHazard(EvictionPolicy):
         self, arriving: list[Block], slots: Slots, num_free: int, protected: Protected
     ) -> list[int]:
         rows = range(num_free, len(arriving))
-        for row in rows if protected.one_prefix else reversed(rows):
+        for row in rows if protected.one_prefix or protected.admitted else reversed(rows):
             slot = self._coldest(self.lru, protected)
             self.oldest_victim = max(self.oldest_victim, self.now - self.blocks[slot].last)
             self._drop(slot)
@@ -318,7 +318,9 @@ class NaiveHazard(EvictionPolicy):
         if write_cost is None:
             write_cost = 0.0 if protected.one_prefix else hazard._VICTIM_WRITE_COST
         own = self.worth_of(arrival)
-        if own < worth * (1.0 + write_cost) or (own == worth and arrival.last < last):
+        if not protected.admitted and (
+            own < worth * (1.0 + write_cost) or (own == worth and arrival.last < last)
+        ):
             return None
         run = self.blocks[victim].run
         deepest = next(slot for slot in self.lru if self.blocks[slot].run == run)
