@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "replay": {"admission", "config", "core", "errors", "policies", "testing", "tiers", "transfer", "types"},
     "testing": {"admission", "core", "errors", "policies", "tiers", "transfer", "types"},
     "compat": {"admission", "core", "errors", "policies", "types"},
+    "tiering": {"core", "errors", "tiers", "transfer", "types"},
     "types": {"core"},
     "errors": set(),
     "config": {"errors"},

@@ -303,7 +303,7 @@ class OffloadingManager:
         self._counts.dropped += num_admitted - count
         self._counts.refused += num_fresh - num_admitted + num_refused
         return StorePlan(
-            ctx.request_id,
+            ctx,
             Keys(fresh if num_stored == len(fresh) else fresh[:num_stored], self.key_bytes),
             slots,
             rows if num_fresh == len(rows) else rows[:num_fresh],
@@ -429,7 +429,7 @@ class OffloadingManager:
         if pinned < 0:
             raise MisuseError(f"{call} of a block that is not ready: key {batch[~pinned].hex()}")
         self._num_evictable -= pinned
-        return LoadPlan(ctx.request_id, batch, slots, self, self._epoch)
+        return LoadPlan(ctx, batch, slots, self, self._epoch)
 
     def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> int:
         """Release the blocks of a plan and forget the damaged ones; how many those are."""
@@ -441,7 +441,7 @@ class OffloadingManager:
             if self._condemned:
                 self._num_evictable -= self._release_condemned(plan.slots)
             if len(rows):
-                self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
+                self._discard(plan.keys.take(rows), plan.slots[rows])
         return len(rows)
 
     def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:
