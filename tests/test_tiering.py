@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from kvoffload.admission import ReuseAdmission
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
 from kvoffload.policies import POLICIES
@@ -43,11 +43,12 @@ class Rig:
 
     def __init__(self, capacity: int = 4, *, tiers: int = 1, immediate: bool = True, **options: Any) -> None:
         self.tiers = [ScriptedTier(BLOCK_BYTES, name=f"t{n}", immediate=immediate) for n in range(tiers)]
-        self.pool = np.zeros((capacity, BLOCK_BYTES), np.uint8)
+        self.ram = MemoryTier(capacity, BLOCK_BYTES)
+        self.pool = self.ram.pool
         self.clock = Clock()
         self.manager = TieredManager(
             capacity,
-            pool=self.pool,
+            ram=self.ram,
             tiers=self.tiers,
             key_bytes=1,
             clock=self.clock,
@@ -66,6 +67,7 @@ class Rig:
         assert plan is not None
         for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
             self.pool[slot] = key[0]
+        self.ram.seal(plan.keys, plan.slots)
         return plan
 
     def store(self, letters: str, ctx: RequestContext | None = None) -> StorePlan:
@@ -433,29 +435,36 @@ def test_settle_says_whether_all_jobs_ended_and_close_closes_the_tiers() -> None
     assert rig.tier.closed
 
 
-def test_ram_with_checksums_takes_those_of_what_came_up() -> None:
-    ram = MemoryTier(4, BLOCK_BYTES)
-    tier = ScriptedTier(BLOCK_BYTES, immediate=True)
-    tier.blocks = {b"a": b"a" * BLOCK_BYTES}
-    manager = TieredManager(4, key_bytes=1, pool=ram.pool, seal=ram.seal, tiers=[tier])
-    ctx = manager.begin_request("r")
-    assert manager.lookup(keys("a"), ctx).stopped_by is RETRY
-    manager.poll()
-    plan = manager.prepare_load(keys("a"), ctx)
-    assert ram.verify_slots(plan.keys, plan.slots).all()
+def test_ram_takes_checksums_of_what_came_up() -> None:
+    rig = Rig()
+    rig.below("a")
+    ctx = rig.begin()
+    assert rig.ask("a", ctx) == (0, RETRY)
+    rig.manager.poll()
+    plan = rig.load("a", ctx)
+    assert rig.ram.verify_slots(plan.keys, plan.slots).all()
+
+
+def test_damage_in_ram_does_not_go_down_with_a_good_checksum() -> None:
+    rig = Rig()
+    plan = rig.compute(rig.manager.prepare_store(keys("abc")))
+    rig.pool[plan.slots[1]] ^= 1
+    rig.manager.complete_store(plan)
+    assert set(rig.tier.blocks) == {*keys("ac")}
+    assert rig.manager.lookup_key(b"b") is MISS
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pool": np.zeros((3, 8), np.uint8)}, "pool: .* allowed: 4 rows"),
+        ({"ram": MemoryTier(3, 8)}, "ram: '3 slots'.* allowed: 4 or more"),
         ({"deadline_s": 0}, "deadline_s: 0 .* more than 0"),
         ({"max_in_flight": 1.5}, "max_in_flight: 1.5"),
         ({"tiers": [ScriptedTier(16)]}, "tier scripted: .*16 bytes.*8"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"pool": np.zeros((4, 8), np.uint8), "tiers": []} | options
+    given: dict[str, Any] = {"ram": MemoryTier(4, 8), "tiers": []} | options
     with pytest.raises(ConfigError, match=message):
         TieredManager(4, key_bytes=1, **given)
 
@@ -495,7 +504,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(["lru", "arc", "hazard"]),
-        admission=st.sampled_from(["all", "reuse:2"]),
+        is_gated=st.booleans(),
         store=st.sampled_from(["on-compute", ON_DEVICE_EVICTION]),
         max_in_flight=st.sampled_from([0.3, 1.0]),
         recompute=st.sampled_from([None, 0.05]),
@@ -504,7 +513,7 @@ class TieringMachine(RuleBasedStateMachine):
     def start(
         self,
         policy: str,
-        admission: str,
+        is_gated: bool,
         store: str,
         max_in_flight: float,
         recompute: float | None,
@@ -515,7 +524,7 @@ class TieringMachine(RuleBasedStateMachine):
             tiers=tiers,
             immediate=False,
             policy=policy,
-            admission=admission,
+            admission=ReuseAdmission(1, 2, 8) if is_gated else "all",
             store=store,
             max_in_flight=max_in_flight,
             recompute_s_per_block=recompute,
@@ -553,6 +562,7 @@ class TieringMachine(RuleBasedStateMachine):
         plan = self.rig.manager.prepare_store(keys(letters), ctx)
         if plan is not None:
             self.rig.pool[plan.slots] = 0xDD
+            self.rig.ram.erase(plan.slots)
             self.in_flight.append(plan)
         return plan
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,6 +27,15 @@ from kvoffload.types import LoadPlan, LookupResult, PrefixLookup, Slots, StorePl
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _STALLED_AFTER_DEADLINES = 4
 _PROBE_EVERY_S = 10.0
+
+
+class Memory(Protocol):
+    """The memory behind RAM's slots, as `MemoryTier` has it: where tiers read to and write from."""
+
+    @property
+    def pool(self) -> Blocks: ...
+    def seal(self, keys: Keys, slots: Slots) -> None: ...
+    def verify_slots(self, keys: Keys, slots: Slots) -> Mask: ...
 
 
 class TieredManager(OffloadingManager):
@@ -49,9 +58,8 @@ class TieredManager(OffloadingManager):
 
     Args:
         capacity_blocks, and all keywords that are not below: as for `OffloadingManager`.
-        pool: the RAM tier's slots, shape ``(capacity_blocks, block_bytes)``, uint8.
+        ram: the memory of RAM's slots: a `MemoryTier`, with checksums or without.
         tiers: from the fastest to the slowest. They are the manager's from now on: `close` closes them.
-        seal: told which slots have been filled from a tier: `MemoryTier.seal`, where RAM has checksums.
         deadline_s: how long a request waits for tiers at the longest.
         recompute_s_per_block: what computing one block takes; None while it is not known. May be set at
             any time.
@@ -71,9 +79,8 @@ class TieredManager(OffloadingManager):
         self,
         capacity_blocks: int,
         *,
-        pool: Blocks,
+        ram: Memory,
         tiers: Sequence[SecondaryTier],
-        seal: Callable[[Keys, Slots], None] | None = None,
         deadline_s: float = 2.0,
         recompute_s_per_block: float | None = None,
         max_in_flight: float = 0.25,
@@ -81,20 +88,21 @@ class TieredManager(OffloadingManager):
         **manager: Any,
     ) -> None:
         super().__init__(capacity_blocks, **manager)
-        if pool.shape[0] < self.capacity_blocks:
-            raise ConfigError("pool", pool.shape, f"allowed: {self.capacity_blocks} rows or more")
+        num_slots, block_bytes = ram.pool.shape
+        if num_slots < self.capacity_blocks:
+            raise ConfigError("ram", f"{num_slots} slots", f"allowed: {self.capacity_blocks} or more")
         if not deadline_s > 0:
             raise ConfigError("deadline_s", deadline_s, "allowed: more than 0 seconds")
         if not 0 < max_in_flight <= 1:
             raise ConfigError("max_in_flight", max_in_flight, "allowed: a share, more than 0 and up to 1")
         for tier in tiers:
-            if tier.block_bytes != pool.shape[1]:
+            if tier.block_bytes != block_bytes:
                 raise ConfigError(
                     f"tier {tier.name}",
                     f"blocks of {tier.block_bytes} bytes",
-                    f"those of RAM have {pool.shape[1]}",
+                    f"those of RAM have {block_bytes}",
                 )
-        self.pool, self._seal = pool, seal
+        self._ram = ram
         self._behind = [_Behind(tier) for tier in tiers]
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
         self._clock = clock
@@ -293,7 +301,7 @@ class TieredManager(OffloadingManager):
             numbers, plan.split([np.flatnonzero(come_from == n) for n in numbers]), strict=True
         ):
             behind = self._behind[number]
-            job = behind.tier.submit_read(part.keys, self.pool, part.slots)
+            job = behind.tier.submit_read(part.keys, self._ram.pool, part.slots)
             behind.jobs[job] = _Job(part, self._clock())
             self._rising.update(dict.fromkeys(part.keys, number + 1))
 
@@ -345,8 +353,7 @@ class TieredManager(OffloadingManager):
             self._rising.pop(key, None)
         read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
         if len(read.keys):
-            if self._seal is not None:
-                self._seal(read.keys, read.slots)
+            self._ram.seal(read.keys, read.slots)
             self.counts.promoted += len(read.keys)
         self.counts.lost += len(lost.keys)
         super().complete_store(read)
@@ -362,8 +369,12 @@ class TieredManager(OffloadingManager):
         if room <= 0 or len(keys) == 0:
             return
         offered = self.pin(keys[:room])
+        # A tier takes its own checksum of what it is given: damage must not get a good one.
+        sound = self._ram.verify_slots(offered.keys, offered.slots)
+        offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
+        self.unpin(damaged, damaged=range(len(damaged.keys)))
         record = request.records[row] if request is not None else None
-        job, taken = behind.tier.submit_write(offered.keys, self.pool, offered.slots, record)
+        job, taken = behind.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
         kept, others = offered.split([np.flatnonzero(taken), np.flatnonzero(~taken)])
         self.unpin(others)
         if job == NO_JOB:
