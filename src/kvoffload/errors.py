@@ -29,3 +29,7 @@ class TraceError(KVOffloadError, ValueError):
 
 class SweepError(KVOffloadError, RuntimeError):
     """A sweep could not be finished; the message names the row or the worker. What is done is kept."""
+
+
+class TierError(KVOffloadError, RuntimeError):
+    """A tier behind RAM does not answer, and who asked cannot go on without it."""

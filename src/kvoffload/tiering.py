@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.core.index import ABSENT
 from kvoffload.core.keys import Keys
@@ -68,7 +69,8 @@ class TieredManager(OffloadingManager):
         clock: monotonic seconds.
 
     Attributes:
-        hit_blocks: blocks that were loaded, by where they came from: RAM, then each tier.
+        hit_blocks: blocks that were loaded, by where they came from: RAM, then each tier. Of a load with
+            damaged blocks those before the first of them.
         counts: what happened between the tiers.
 
     Thread: as `OffloadingManager`. No call waits for a tier, except `settle` and `close`.
@@ -163,17 +165,17 @@ class TieredManager(OffloadingManager):
             return result
         return self._wait([key], request)
 
-    def prepare_load(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> LoadPlan:
-        """As `OffloadingManager.prepare_load`."""
-        plan = super().prepare_load(keys, ctx)
-        request = self._requests.get(ctx) if ctx is not None else None
-        self.hit_blocks[0] += len(plan.keys)
+    def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
+        """As `OffloadingManager.complete_load`; counts what the request has from where."""
+        super().complete_load(plan, damaged)
+        num_usable = min(damaged) if len(damaged) else len(plan.keys)
+        request = self._requests.get(plan.request)
+        self.hit_blocks[0] += num_usable
         if request is not None and request.came_from:
-            for key in plan.keys:
+            for key in plan.keys[:num_usable]:
                 came_from = request.came_from.pop(key, 0)
-                self.hit_blocks[0] -= came_from > 0
-                self.hit_blocks[came_from] += came_from > 0
-        return plan
+                self.hit_blocks[0] -= 1
+                self.hit_blocks[came_from] += 1
 
     # ---- down
 
@@ -244,6 +246,11 @@ class TieredManager(OffloadingManager):
             if drop_in_flight:
                 request.num_storing = 0
                 self._end(ctx, request)
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The name of each tier behind RAM."""
+        return [behind.tier.name for behind in self._behind]
 
     def tier_stats(self) -> list[TierStats]:
         """The counters of each tier behind RAM."""
