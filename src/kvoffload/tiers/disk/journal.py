@@ -15,9 +15,7 @@ import numpy as np
 
 from kvoffload.tiers.disk.files import PAGE_BYTES, aligned
 from kvoffload.tiers.disk.format import (
-    ACCESS,
     CHECKPOINT,
-    GROUP,
     LOG,
     Group,
     Head,
@@ -25,8 +23,8 @@ from kvoffload.tiers.disk.format import (
     Slots,
     encode_group,
     encode_head,
-    group_bytes,
 )
+from kvoffload.tiers.disk.layout import ACCESS, GROUP, group_bytes
 from kvoffload.tiers.disk.recovery import Contents, Found, recover
 from kvoffload.tiers.disk.slab import Slab
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.disk.files import Files
-from kvoffload.tiers.disk.format import Identity, Layout, fingerprint_of
+from kvoffload.tiers.disk.format import Identity, fingerprint_of
+from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.slab import SLAB_NAME, Slab, now_s
 

@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.keys import Keys
-from kvoffload.tiers.disk.format import ACCESS, Records, Slots, entry_dtype
+from kvoffload.tiers.disk.format import Records, Slots
 from kvoffload.tiers.disk.journal import Journal
+from kvoffload.tiers.disk.layout import ACCESS, entry_dtype
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Outcomes, Positions, Scratch, Slab, now_s
 from kvoffload.transfer import Blocks

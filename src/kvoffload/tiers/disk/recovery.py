@@ -19,19 +19,17 @@ from kvoffload.core.keys import Keys, words_per_key
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.format import (
     CHECKPOINT,
-    GROUP,
     GROUP_MAGIC,
     LOG,
     REUSE,
     Bytes,
     Group,
     Head,
-    Layout,
     Records,
     decode_group,
     decode_head,
-    entry_dtype,
 )
+from kvoffload.tiers.disk.layout import GROUP, Layout, entry_dtype
 from kvoffload.tiers.disk.slab import Slab
 
 Progress: TypeAlias = Callable[[int, int], None]

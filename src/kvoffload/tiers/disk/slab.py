@@ -24,15 +24,14 @@ from kvoffload.tiers.disk.format import (
     Bytes,
     Head,
     Identity,
-    Layout,
     Records,
     chained_checksum,
     decode_superblock,
     encode_head,
     encode_superblock,
     fill_headers,
-    header_dtype,
 )
+from kvoffload.tiers.disk.layout import Layout, header_dtype
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.transfer import Blocks
 

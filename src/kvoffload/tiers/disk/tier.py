@@ -23,7 +23,7 @@ from kvoffload.policies import EvictionPolicy
 from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats, key_digests
 from kvoffload.tiers.disk.endurance import EnduranceBudget
 from kvoffload.tiers.disk.files import Files
-from kvoffload.tiers.disk.format import Layout
+from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry
 from kvoffload.tiers.disk.pipeline import Chunk
