@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "policies": {"core", "errors", "plugins"},
     "admission": {"core", "errors", "plugins"},
     "transfer": {"core", "errors"},
-    "tiers": {"core", "errors", "transfer"},
+    # A tier behind RAM has a manager of its own, with any policy and admission rule.
+    "tiers": {"admission", "core", "errors", "policies", "transfer", "types"},
     "replay": {
         "admission",
         "config",

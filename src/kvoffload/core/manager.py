@@ -181,6 +181,14 @@ class OffloadingManager:
         found: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.see(keys)) != ABSENT
         return found
 
+    def slots_of(self, keys: Sequence[bytes]) -> Slots:
+        """The slot of each block that is here, ready or in flight, and -1 for the others. Changes no order.
+
+        For tiers that keep the bytes elsewhere than in RAM: ``ref_cnt[slot] >= 0`` says that it is ready.
+        """
+        ctx = self._context(None)
+        return self._resolve(ctx, ctx.see(keys))
+
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """What one block is, for engines that ask key by key. Cost: one index probe."""
         if len(key) != self.key_bytes:

@@ -10,6 +10,8 @@ from kvoffload.policies import EvictionPolicy
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.simulated import SimulatedTier
 from kvoffload.tiers.base import SecondaryTier
+from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 
 FINGERPRINT = "kvoffload replay, contents from keys, 1"
 """The producer of a replay's blocks: any replay may read what another one has left on a disk."""
@@ -40,11 +42,10 @@ class TierConfig:
                 policy=self.policy,
                 admission=self.admission,
             )
-        from kvoffload.tiers.disk import DiskTier
-
+        layout = Layout(block_bytes, KEY_BYTES, self.capacity_blocks)
         return DiskTier(
             self.path,
-            DiskTier.bytes_needed(self.capacity_blocks, block_bytes, KEY_BYTES),
+            layout.file_bytes + LOCK_FILE_BYTES,
             block_bytes,
             key_bytes=KEY_BYTES,
             fingerprint=FINGERPRINT,

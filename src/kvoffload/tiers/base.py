@@ -167,6 +167,8 @@ class TierStats:
     """Read, and not what was stored under their key: served as misses and forgotten."""
     restored: int = 0
     """Found when the tier was opened."""
+    journal_damage: int = 0
+    """Parts of the tier's own records that could not be read: not blocks. What they said is forgotten."""
     bytes_written: int = 0
     bytes_read: int = 0
 

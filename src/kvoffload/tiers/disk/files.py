@@ -1,0 +1,73 @@
+"""The one door to the operating system: every read, write and sync of a slab goes through a `Files`.
+
+Tests put another one in its place, which records, tears, delays or refuses. Knows nothing of slabs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Buffers: TypeAlias = Sequence[Any]
+"""Objects with the buffer protocol, contiguous."""
+
+PAGE_BYTES = 4096
+"""Offsets, lengths and addresses that every device accepts without a copy: multiples of this."""
+
+
+class Files:
+    """What the disk tier asks of the system. Errors are `OSError`. Thread: any, several at a time."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open a file, for direct I/O where its file system has it; a new one is its owner's alone."""
+        flags |= os.O_CLOEXEC
+        with contextlib.suppress(OSError):
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+        return os.open(path, flags, 0o600)
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        """Make the file this long, and reserve the room where the file system can."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, num_bytes)
+        os.ftruncate(fd, num_bytes)
+
+    def size(self, fd: int) -> int:
+        """Bytes of the file."""
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """Fill the buffers from `offset` on; how many bytes came."""
+        return os.preadv(fd, buffers, offset)
+
+    def write(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """Write the buffers from `offset` on; how many bytes went."""
+        return os.pwritev(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        """Return when everything that was written before is on the medium."""
+        getattr(os, "fdatasync", os.fsync)(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the names in a directory are on the medium."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self, fd: int) -> None:
+        """Let go of the file."""
+        os.close(fd)
+
+
+def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed memory that direct I/O accepts: it starts on a page, and its length is whole pages."""
+    length = -(-max(1, num_bytes) // PAGE_BYTES) * PAGE_BYTES
+    return np.frombuffer(mmap.mmap(-1, length), np.uint8)

@@ -1,0 +1,255 @@
+"""Every byte of a slab: superblock, groups of the journal, heads of checkpoints, headers of slots.
+
+Owns the encodings and their checksums; `layout` has where each of them is. docs/formats.md says the same in prose. All integers are
+little-endian. Does no I/O, and does not know when anything is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvoffload.core.keys import Keys
+from kvoffload.tiers.disk.files import PAGE_BYTES
+from kvoffload.tiers.disk.layout import ACCESS, GROUP, Layout, entry_dtype, group_bytes, removed_bytes
+
+FORMAT_VERSION = 1
+MAX_TEXT_BYTES = 3072
+LOG, CHECKPOINT = 1, 2
+REUSE = np.uint32(1 << 31)
+"""Bit of the slot in an access: it counts as a use, and is not only a new place in the order."""
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Records: TypeAlias = npt.NDArray[Any]
+Slots: TypeAlias = npt.NDArray[np.uint32]
+
+SLAB_MAGIC, GROUP_MAGIC, CHECKPOINT_MAGIC, BLOCK_MAGIC = b"KVOFSLAB", b"KVOGROUP", b"KVOCHECK", b"KVOBLOCK"
+
+SUPERBLOCK = np.dtype(
+    [
+        ("magic", "S8"),
+        ("checksum", "<u8"),
+        ("version", "<u4"),
+        ("page_bytes", "<u4"),
+        ("capacity_bytes", "<u8"),
+        ("num_slots", "<u8"),
+        ("block_bytes", "<u8"),
+        ("key_bytes", "<u4"),
+        ("text_bytes", "<u4"),
+        ("slab_id", "<u8"),
+        ("fingerprint", "u1", 16),
+        ("created_at_s", "<u8"),
+        ("checkpoint_bytes", "<u8"),
+        ("checkpoint_group_bytes", "<u8"),
+        ("log_bytes", "<u8"),
+    ]
+)
+HEAD = np.dtype(
+    [
+        ("magic", "S8"),
+        ("checksum", "<u8"),
+        ("slab_id", "<u8"),
+        ("epoch", "<u8"),
+        ("num_entries", "<u8"),
+        ("num_groups", "<u8"),
+    ]
+)
+
+
+class Identity(NamedTuple):
+    """Which slab this is, and who may use it.
+
+    Attributes:
+        slab_id: random; binds the journal's groups to their slab.
+        fingerprint: 16 bytes of SHA-256 of the producer's text; every block carries it.
+        text: the producer's text, cut to fit the superblock; for people.
+        created_at_s: seconds since 1970.
+    """
+
+    slab_id: int
+    fingerprint: bytes
+    text: str
+    created_at_s: int
+
+
+def fingerprint_of(text: str) -> bytes:
+    """The 16 bytes that stand for a producer."""
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+# ---- superblock
+
+
+def encode_superblock(layout: Layout, identity: Identity, capacity_bytes: int) -> Bytes:
+    """One page."""
+    text = identity.text.encode()[:MAX_TEXT_BYTES]
+    page, fields = _page(SUPERBLOCK)
+    fields["magic"] = SLAB_MAGIC
+    fields["version"], fields["page_bytes"] = FORMAT_VERSION, PAGE_BYTES
+    fields["capacity_bytes"], fields["num_slots"] = capacity_bytes, layout.num_slots
+    fields["block_bytes"], fields["key_bytes"] = layout.block_bytes, layout.key_bytes
+    fields["text_bytes"], fields["slab_id"] = len(text), identity.slab_id
+    fields["fingerprint"] = np.frombuffer(identity.fingerprint, np.uint8)
+    fields["created_at_s"] = identity.created_at_s
+    fields["checkpoint_bytes"], fields["log_bytes"] = layout.checkpoint_bytes, layout.log_bytes
+    fields["checkpoint_group_bytes"] = layout.checkpoint_group_bytes
+    page[SUPERBLOCK.itemsize : SUPERBLOCK.itemsize + len(text)] = np.frombuffer(text, np.uint8)
+    return _sealed(page, fields)
+
+
+def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
+    """Layout, identity and capacity in bytes; or why this is none that we can use."""
+    fields = page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]
+    if fields["magic"] != SLAB_MAGIC:
+        return "it is not a slab"
+    if fields["version"] != FORMAT_VERSION:
+        return f"it has format version {fields['version']}, and this is version {FORMAT_VERSION}"
+    if not _sound(page, int(fields["checksum"])):
+        return "its superblock is damaged"
+    layout = Layout(int(fields["block_bytes"]), int(fields["key_bytes"]), int(fields["num_slots"]))
+    text = page[SUPERBLOCK.itemsize :][: int(fields["text_bytes"])].tobytes().decode(errors="replace")
+    sizes = "checkpoint_bytes", "checkpoint_group_bytes", "log_bytes"
+    if any(int(fields[size]) != getattr(layout, size) for size in sizes):
+        return "its parts have other sizes than ours"
+    identity = Identity(
+        int(fields["slab_id"]), fields["fingerprint"].tobytes(), text, int(fields["created_at_s"])
+    )
+    return layout, identity, int(fields["capacity_bytes"])
+
+
+# ---- journal
+
+
+class Group(NamedTuple):
+    """What one group of the journal says, in the order in which it holds: slots that were emptied, blocks
+    that are here, slots that were used since `first_stamp`."""
+
+    epoch: int
+    sequence: int
+    kind: int
+    removed: Slots
+    entries: Records
+    accessed: Records
+    first_stamp: int
+    num_bytes: int
+
+
+def encode_group(layout: Layout, slab_id: int, group: Group, into: Bytes) -> Bytes:
+    """Write a group into the front of `into`, which is aligned memory; the part that it takes."""
+    counts = len(group.removed), len(group.entries), len(group.accessed)
+    out = into[: group_bytes(layout, *counts)]
+    out[:] = 0
+    end = GROUP.itemsize
+    for part in (group.removed, group.entries, group.accessed):
+        raw = np.frombuffer(part.tobytes(), np.uint8)
+        out[end : end + len(raw)] = raw
+        end += -(-len(raw) // 8) * 8
+    fields = out[: GROUP.itemsize].view(GROUP)
+    fields["magic"], fields["slab_id"], fields["kind"] = GROUP_MAGIC, slab_id, group.kind
+    fields["epoch"], fields["sequence"] = group.epoch, group.sequence
+    fields["first_stamp"], fields["body_bytes"] = group.first_stamp, end - GROUP.itemsize
+    fields["num_removed"], fields["num_entries"], fields["num_accessed"] = counts
+    fields["checksum"] = chained_checksum(out[: GROUP.itemsize], out[GROUP.itemsize : end])
+    return out
+
+
+def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
+    """The group at the front of `memory`; None if there is none that is whole."""
+    if len(memory) < GROUP.itemsize:
+        return None
+    header = memory[: GROUP.itemsize].copy()
+    fields = header.view(GROUP)[0]
+    if fields["magic"] != GROUP_MAGIC or fields["slab_id"] != slab_id:
+        return None
+    body = memory[GROUP.itemsize : GROUP.itemsize + int(fields["body_bytes"])]
+    checksum, fields["checksum"] = int(fields["checksum"]), 0
+    if len(body) != int(fields["body_bytes"]) or chained_checksum(header, body) != checksum:
+        return None
+    num_removed, num_entries, num_accessed = (
+        int(fields[name]) for name in ("num_removed", "num_entries", "num_accessed")
+    )
+    dtype = entry_dtype(layout.key_bytes)
+    removed_end = removed_bytes(num_removed)
+    entries_end = removed_end + num_entries * dtype.itemsize
+    return Group(
+        int(fields["epoch"]),
+        int(fields["sequence"]),
+        int(fields["kind"]),
+        body[: 4 * num_removed].view("<u4"),
+        body[removed_end:entries_end].view(dtype),
+        body[entries_end : entries_end + num_accessed * ACCESS.itemsize].view(ACCESS),
+        int(fields["first_stamp"]),
+        group_bytes(layout, num_removed, num_entries, num_accessed),
+    )
+
+
+class Head(NamedTuple):
+    """The first and the last page of a checkpoint: it is whole."""
+
+    epoch: int
+    num_entries: int
+    num_groups: int
+
+
+def encode_head(slab_id: int, head: Head) -> Bytes:
+    """One page."""
+    page, fields = _page(HEAD)
+    fields["magic"], fields["slab_id"] = CHECKPOINT_MAGIC, slab_id
+    fields["epoch"], fields["num_entries"], fields["num_groups"] = head
+    return _sealed(page, fields)
+
+
+def decode_head(slab_id: int, page: Bytes) -> Head | None:
+    """The head in this page, if it is one of this slab and sound."""
+    fields = page[: HEAD.itemsize].view(HEAD)[0]
+    if fields["magic"] != CHECKPOINT_MAGIC or fields["slab_id"] != slab_id:
+        return None
+    if not _sound(page, int(fields["checksum"])):
+        return None
+    return Head(int(fields["epoch"]), int(fields["num_entries"]), int(fields["num_groups"]))
+
+
+# ---- slots
+
+
+def fill_headers(
+    headers: Records,
+    fingerprint: bytes,
+    block_bytes: int,
+    keys: Keys,
+    slots: npt.NDArray[np.int64],
+    generations: npt.NDArray[np.uint64],
+    written_at_s: npt.NDArray[np.uint64] | int,
+) -> None:
+    """Write headers of blocks into records of `header_dtype`; their checksums are 0."""
+    headers["magic"], headers["checksum"] = BLOCK_MAGIC, 0
+    headers["fingerprint"] = np.frombuffer(fingerprint, np.uint8)
+    headers["slot"], headers["generation"], headers["written_at_s"] = slots, generations, written_at_s
+    headers["block_bytes"], headers["key_bytes"] = block_bytes, keys.key_bytes
+    headers["key"] = keys.words
+
+
+def chained_checksum(header: Any, payload: Any) -> int:
+    """xxh3_64 over a header, whose checksum is 0, and over what belongs to it: one seeds the other."""
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(header))
+
+
+def _page(dtype: np.dtype[Any]) -> tuple[Bytes, Any]:
+    page = np.zeros(PAGE_BYTES, np.uint8)
+    return page, page[: dtype.itemsize].view(dtype)
+
+
+def _sealed(page: Bytes, fields: Any) -> Bytes:
+    fields["checksum"] = xxhash.xxh3_64_intdigest(page.data)
+    return page
+
+
+def _sound(page: Bytes, checksum: int) -> bool:
+    """Whether a page has this checksum: bytes 8 to 16, which count as 0."""
+    blank = page.copy()
+    blank[8:16] = 0
+    return xxhash.xxh3_64_intdigest(blank.data) == checksum

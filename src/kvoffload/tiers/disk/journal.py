@@ -1,0 +1,125 @@
+"""The journal of a slab: which slots hold which blocks, in a form that survives a crash at any instant.
+
+Owns the log's place and its epochs. A *group* of records is appended in whole pages of its own: no page that
+has been made durable is written again before a checkpoint has made it superfluous. When the log is full a
+checkpoint of everything goes to the older of two places, and the log begins anew under the next epoch.
+
+Does not know what a removal allows or an entry promises; the pipeline orders groups, syncs and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvoffload.tiers.disk.files import PAGE_BYTES, aligned
+from kvoffload.tiers.disk.format import (
+    CHECKPOINT,
+    LOG,
+    Group,
+    Head,
+    Records,
+    Slots,
+    encode_group,
+    encode_head,
+)
+from kvoffload.tiers.disk.layout import ACCESS, GROUP, group_bytes
+from kvoffload.tiers.disk.recovery import Contents, Found, recover
+from kvoffload.tiers.disk.slab import Slab
+
+MAX_GROUP_BYTES = 1024 * 1024
+
+
+class Journal:
+    """Appends groups to the log of an open slab, which nobody else writes.
+
+    Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`; after that what is on the
+    medium is not known any more, and nothing may be appended.
+
+    Args:
+        slab: where it is.
+        found: how `recover` left it. A journal with any damage begins a new epoch at once, so that what
+            is left of the old one can never be taken for a part of it.
+
+    Attributes:
+        bytes_written: groups and checkpoints since it was opened.
+        num_checkpoints: how many of those.
+        damaged: parts of the journal that could not be read back.
+    """
+
+    def __init__(self, slab: Slab, found: Found) -> None:
+        self._slab, self._layout = slab, slab.layout
+        self._epoch, self._sequence, self._at = found.epoch, found.sequence, found.log_end
+        self._max_group_bytes = min(MAX_GROUP_BYTES, self._layout.log_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
+        self._memory = aligned(self._max_group_bytes)
+        self.bytes_written = self.num_checkpoints = 0
+        self.damaged = found.damaged
+        if found.damaged or found.unfinished:
+            self.checkpoint(found.contents)
+
+    def append(self, removed: Slots, entries: Records, accessed: Records, first_stamp: int) -> None:
+        """Say all this; it is durable after the next `sync`. One group, unless it is very much."""
+        layout, started = self._layout, False
+        for removals, blocks, accesses in self._parts(removed, entries, accessed):
+            if started:
+                # Never two groups on the way to the medium: what ends a log is then one torn group at most.
+                self.sync()
+            started = True
+            size = group_bytes(layout, len(removals), len(blocks), len(accesses))
+            if self._at + size > layout.log_bytes:
+                self.sync()
+                found = recover(self._slab)
+                self.damaged += found.damaged
+                self.checkpoint(found.contents)
+            group = Group(self._epoch, self._sequence, LOG, removals, blocks, accesses, first_stamp, size)
+            encoded = encode_group(layout, self._slab.identity.slab_id, group, self._memory)
+            self._slab.write_pages(layout.log_offset + self._at, encoded)
+            self._at += size
+            self._sequence += 1
+            self.bytes_written += size
+
+    def _parts(
+        self, removed: Slots, entries: Records, accessed: Records
+    ) -> Iterator[tuple[Slots, Records, Records]]:
+        """The whole, or, where it is too much for a group, parts of one kind each, in their order."""
+        if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
+            yield removed, entries, accessed
+            return
+        room = self._max_group_bytes - GROUP.itemsize - 8
+        for kind, records in enumerate((removed, entries, accessed)):
+            step = room // records.itemsize
+            for start in range(0, len(records), step):
+                parts = [removed[:0], entries[:0], accessed[:0]]
+                parts[kind] = records[start : start + step]
+                yield parts[0], parts[1], parts[2]
+
+    def checkpoint(self, contents: Contents) -> None:
+        """Write all that is here to the older place, durably, and begin the log anew.
+
+        Cost: 70 bytes a block and two syncs.
+        """
+        layout, slab_id, epoch = self._layout, self._slab.identity.slab_id, self._epoch + 1
+        start, slots = layout.checkpoint_offset(epoch), contents.slots()
+        memory = aligned(layout.checkpoint_group_bytes)
+        no_slots, no_accesses, step = np.empty(0, np.uint32), np.empty(0, ACCESS), layout.entries_per_group
+        num_groups = -(-len(slots) // step)
+        for sequence in range(num_groups):
+            entries = contents.entries(slots[sequence * step : (sequence + 1) * step])
+            group = Group(epoch, sequence, CHECKPOINT, no_slots, entries, no_accesses, 0, 0)
+            encoded = encode_group(layout, slab_id, group, memory)
+            self._slab.write_pages(start + PAGE_BYTES + sequence * layout.checkpoint_group_bytes, encoded)
+            self.bytes_written += len(encoded)
+        self.sync()
+        head = aligned(PAGE_BYTES)
+        head[:] = encode_head(slab_id, Head(epoch, len(slots), num_groups))
+        for offset in (start, start + layout.checkpoint_bytes - PAGE_BYTES):
+            self._slab.write_pages(offset, head)
+        self.sync()
+        self._epoch, self._sequence, self._at = epoch, 0, 0
+        self.bytes_written += 2 * PAGE_BYTES
+        self.num_checkpoints += 1
+
+    def sync(self) -> None:
+        """Return when every group so far is durable, and all data written before. Raises `OSError`."""
+        self._slab.sync()

@@ -1,0 +1,173 @@
+"""Where everything is in a slab, and how big: the regions of the file, and the records in them.
+
+Pure arithmetic on sizes. `format` writes and reads what stands in each place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvoffload.core.keys import MAX_KEY_BYTES, words_per_key
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.disk.files import PAGE_BYTES
+
+MAX_BLOCK_BYTES = 1 << 30
+MAX_SLOTS = 1 << 30
+LOCK_FILE_BYTES = PAGE_BYTES
+"""What the lock file may take, counted in the capacity."""
+
+GROUP = np.dtype(
+    [
+        ("magic", "S8"),
+        ("checksum", "<u8"),
+        ("slab_id", "<u8"),
+        ("epoch", "<u8"),
+        ("sequence", "<u8"),
+        ("first_stamp", "<u8"),
+        ("body_bytes", "<u8"),
+        ("kind", "<u4"),
+        ("num_removed", "<u4"),
+        ("num_entries", "<u4"),
+        ("num_accessed", "<u4"),
+    ]
+)
+ACCESS = np.dtype([("slot", "<u4"), ("after", "<u4")])
+"""A slot that was used (with `REUSE` where it counts), and when: as many stamps after the group's first."""
+
+
+def entry_dtype(key_bytes: int) -> np.dtype[Any]:
+    """A block that is here, as the journal has it."""
+    return np.dtype(
+        [
+            ("slot", "<u4"),
+            ("uses", "<u4"),
+            ("generation", "<u8"),
+            ("stamp", "<u8"),
+            ("written_at_s", "<u8"),
+            ("key", "<u8", (words_per_key(key_bytes),)),
+        ]
+    )
+
+
+def header_dtype(key_bytes: int) -> np.dtype[Any]:
+    """What stands before the bytes of a block in its slot."""
+    return np.dtype(
+        [
+            ("magic", "S8"),
+            ("checksum", "<u8"),
+            ("fingerprint", "u1", 16),
+            ("slot", "<u8"),
+            ("generation", "<u8"),
+            ("written_at_s", "<u8"),
+            ("block_bytes", "<u8"),
+            ("key_bytes", "<u8"),
+            ("key", "<u8", (words_per_key(key_bytes),)),
+        ]
+    )
+
+
+def pages(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is in a slab.
+
+    ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slot 0 | slot 1 | ...]``
+    """
+
+    block_bytes: int
+    key_bytes: int
+    num_slots: int
+
+    @classmethod
+    def within(cls, capacity_bytes: int, block_bytes: int, key_bytes: int) -> Layout:
+        """The most slots that fit in `capacity_bytes` with all that belongs to them; `ConfigError`."""
+        for field, value, largest in (
+            ("block_bytes", block_bytes, MAX_BLOCK_BYTES),
+            ("key_bytes", key_bytes, MAX_KEY_BYTES),
+        ):
+            if not 1 <= value <= largest:
+                raise ConfigError(field, value, f"allowed: 1 to {largest}")
+        low, high = 0, min(MAX_SLOTS, max(0, capacity_bytes) // PAGE_BYTES)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if cls(block_bytes, key_bytes, middle).file_bytes + LOCK_FILE_BYTES <= capacity_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        if low == 0:
+            least = cls(block_bytes, key_bytes, 1).file_bytes + LOCK_FILE_BYTES
+            raise ConfigError(
+                "capacity_bytes",
+                capacity_bytes,
+                f"one block of {block_bytes} bytes needs {least} in each path",
+            )
+        return cls(block_bytes, key_bytes, low)
+
+    @property
+    def slot_bytes(self) -> int:
+        """From one slot to the next: a page for the header, then the block."""
+        return PAGE_BYTES + pages(self.block_bytes)
+
+    @property
+    def entry_bytes(self) -> int:
+        return entry_dtype(self.key_bytes).itemsize
+
+    @property
+    def checkpoint_group_bytes(self) -> int:
+        """Of one group of a checkpoint: small, since a flipped bit costs a group."""
+        return min(64 * 1024, pages(GROUP.itemsize + self.num_slots * self.entry_bytes))
+
+    @property
+    def entries_per_group(self) -> int:
+        return (self.checkpoint_group_bytes - GROUP.itemsize) // self.entry_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """A head, the groups, and a copy of the head."""
+        groups = -(-self.num_slots // self.entries_per_group)
+        return 2 * PAGE_BYTES + groups * self.checkpoint_group_bytes
+
+    @property
+    def log_bytes(self) -> int:
+        """Half a checkpoint and at least 64 KiB: a checkpoint is written when it is full."""
+        return max(16 * PAGE_BYTES, pages(self.num_slots * self.entry_bytes // 2))
+
+    def checkpoint_offset(self, epoch: int) -> int:
+        return 2 * PAGE_BYTES + (epoch % 2) * self.checkpoint_bytes
+
+    @property
+    def log_offset(self) -> int:
+        return 2 * PAGE_BYTES + 2 * self.checkpoint_bytes
+
+    @property
+    def slots_offset(self) -> int:
+        return self.log_offset + self.log_bytes
+
+    def slot_offset(self, slot: int) -> int:
+        return self.slots_offset + slot * self.slot_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.slot_offset(self.num_slots)
+
+
+def group_bytes(layout: Layout, num_removed: int, num_entries: int, num_accessed: int) -> int:
+    """Size of a group, in whole pages."""
+    return pages(
+        GROUP.itemsize
+        + removed_bytes(num_removed)
+        + num_entries * layout.entry_bytes
+        + num_accessed * ACCESS.itemsize
+    )
+
+
+def removed_bytes(num_removed: int) -> int:
+    """Of a list of slots, padded to 8."""
+    return (num_removed + 1) // 2 * 8

@@ -1,0 +1,87 @@
+"""Which slab a directory gets: its own, opened again, or a new one.
+
+A slab of another producer or of another format is set aside under another name: never served, never deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.disk.files import Files
+from kvoffload.tiers.disk.format import Identity, fingerprint_of
+from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.disk.slab import SLAB_NAME, Slab, now_s
+
+
+class Geometry(NamedTuple):
+    """What a directory is to hold: the caller's wishes, already checked against each other."""
+
+    layout: Layout
+    capacity_bytes: int
+    fingerprint: str
+
+
+def open_slab(directory: Path, geometry: Geometry, files: Files, notices: Notices) -> Slab:
+    """The slab of a directory, made if there is none. One of another producer or format is set aside.
+
+    Raises `ConfigError`, also when it is ours and has another size.
+    """
+    path = directory / SLAB_NAME
+    layout, capacity_bytes, text = geometry
+    fingerprint = fingerprint_of(text)
+    if path.exists():
+        try:
+            found = Slab.open(path, files, notices)
+        except OSError as error:
+            raise ConfigError(
+                "path", str(directory), f"its slab cannot be opened ({error.strerror})"
+            ) from None
+        reason = found if isinstance(found, str) else _difference(found, layout, fingerprint)
+        if isinstance(found, Slab) and not reason:
+            if found.layout.num_slots != layout.num_slots:
+                found.close()
+                raise ConfigError(
+                    "capacity_bytes", capacity_bytes,
+                    f"the slab in {directory} was made for {found.capacity_bytes}: "
+                    "give that, or delete it (it is only a cache)",
+                )  # fmt: skip
+            try:
+                found.complete()
+            except OSError as error:
+                found.close()
+                raise ConfigError(
+                    "path", str(directory), f"a file system with room ({error.strerror})"
+                ) from None
+            return found
+        if isinstance(found, Slab):
+            found.close()
+        set_aside(path, reason, notices)
+    identity = Identity(secrets.randbits(64), fingerprint, text, now_s())
+    return Slab.create(path, layout, identity, capacity_bytes, files, notices)
+
+
+def _difference(slab: Slab, layout: Layout, fingerprint: bytes) -> str:
+    """Why this slab is another producer's, or nothing."""
+    if slab.identity.fingerprint != fingerprint:
+        return f"it holds blocks of another producer ({slab.identity.text})"
+    if (slab.layout.block_bytes, slab.layout.key_bytes) != (layout.block_bytes, layout.key_bytes):
+        return f"it has blocks of {slab.layout.block_bytes} bytes and keys of {slab.layout.key_bytes}"
+    return ""
+
+
+def set_aside(path: Path, reason: str, notices: Notices) -> Path:
+    """Rename a slab that is not ours to use, so that another can take its place; its new name."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.set-aside-{number}")).exists():
+        number += 1
+    os.rename(path, target)
+    notices.warn(
+        f"aside {target}", "disk tier: set aside %s as %s: %s. "
+        "Nothing of it is used; delete it to get its room back", path, target.name, reason,
+    )  # fmt: skip
+    return target

@@ -1,0 +1,324 @@
+"""The threads of one slab: some that move blocks, and one that makes them last.
+
+Owns the order that the crash contract rests on:
+
+1. a slot is written only when the removal of the block that was in it is durable;
+2. a block's entry is appended to the journal only when its data are durable;
+3. a write is reported when its entry is durable.
+
+One sync serves many: that which makes the data of a batch durable is also that of the entries of the batch
+before. Knows no keys' whereabouts and no policy: it gets chunks, and hands them back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.keys import Keys
+from kvoffload.tiers.disk.format import Records, Slots
+from kvoffload.tiers.disk.journal import Journal
+from kvoffload.tiers.disk.layout import ACCESS, entry_dtype
+from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Outcomes, Positions, Scratch, Slab, now_s
+from kvoffload.transfer import Blocks
+
+COMMIT_INTERVAL_S = 0.002
+"""Between two commits under load: each takes a page of the log at least."""
+ACCESS_INTERVAL_S = 1.0
+"""How long accesses wait for a commit to go along with."""
+MAX_PENDING_ACCESSES = 1 << 22
+
+Stamps: TypeAlias = npt.NDArray[np.uint64]
+_NO_SLOTS, _NO_STAMPS = np.empty(0, np.uint32), np.empty(0, np.uint64)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Blocks that one thread reads or writes in one go, slots ascending.
+
+    Attributes:
+        owner: whose they are; not looked at here.
+        index: which rows of the owner's.
+        outcomes: how each went, when the chunk is handed back.
+        stamps: of a write: when its blocks were first used.
+        gate: of a write: how many removals must be durable before it.
+    """
+
+    owner: Any
+    index: Positions
+    writes: bool
+    keys: Keys
+    slots: Positions
+    generations: npt.NDArray[np.uint64]
+    pool: Blocks
+    rows: Positions
+    stamps: Stamps = field(default_factory=lambda: _NO_STAMPS)
+    gate: int = 0
+    written_at_s: int = 0
+    outcomes: Outcomes = field(default_factory=lambda: np.empty(0, np.uint8))
+
+
+@dataclass
+class _Batch:
+    """What one group of the journal will say."""
+
+    removed: list[Slots] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    accesses: list[tuple[Slots, Stamps]] = field(default_factory=list)
+
+
+class Pipeline:
+    """Runs chunks; `deliver` gets each back when it has ended, on a thread of the pipeline.
+
+    Reads go before writes, and one thread does nothing but read, so that a load does not wait behind
+    stores. When the journal fails, writing ends for good: what has not been reported fails, and `broken`
+    is set; reading goes on.
+
+    Thread: `submit`, `remove`, `access`, `drain` and `close` by one thread; none but the last two waits.
+    """
+
+    def __init__(
+        self,
+        slab: Slab,
+        journal: Journal,
+        num_threads: int,
+        deliver: Callable[[Chunk], None],
+        notices: Notices,
+        commit_interval_s: float = COMMIT_INTERVAL_S,
+    ) -> None:
+        self._slab, self._journal, self._deliver, self._notices = slab, journal, deliver, notices
+        self._interval_s = commit_interval_s
+        self._no_entries: Records = np.empty(0, entry_dtype(slab.layout.key_bytes))
+        self._lock = threading.Lock()
+        self._work, self._commit, self._idle = (threading.Condition(self._lock) for _ in range(3))
+        self._reads: deque[Chunk] = deque()
+        self._writes: deque[Chunk] = deque()
+        self._gated: deque[Chunk] = deque()
+        self._pending = _Batch()
+        self._num_accesses = 0
+        self._oldest_access = 0.0
+        self._num_under_way = 0
+        self._num_removals = self._num_durable = 0
+        self._flushing = self._stopping = self.broken = False
+        self._committing = False
+        self._threads = [
+            threading.Thread(target=self._move_blocks, args=(n == 0 and num_threads > 1,), daemon=True,
+                             name=f"kvoffload-disk-{n}")
+            for n in range(num_threads)
+        ]  # fmt: skip
+        self._threads.append(
+            threading.Thread(target=self._commit_batches, daemon=True, name="kvoffload-journal")
+        )
+        for thread in self._threads:
+            thread.start()
+
+    # ---- the scheduler's side
+
+    def submit(self, chunks: list[Chunk]) -> None:
+        """Begin chunks, all of them reads or all writes."""
+        with self._lock:
+            self._num_under_way += len(chunks)
+            for chunk in chunks:
+                if not chunk.writes:
+                    self._reads.append(chunk)
+                elif chunk.gate > self._num_durable:
+                    self._gated.append(chunk)
+                else:
+                    self._writes.append(chunk)
+            self._work.notify_all()
+
+    def remove(self, slots: Slots) -> int:
+        """These slots hold nothing any more; the gate of whoever writes into them next."""
+        with self._lock:
+            self._pending.removed.append(slots)
+            self._num_removals += len(slots)
+            self._commit.notify()
+            return self._num_removals
+
+    def access(self, slots: Slots, stamps: Stamps) -> None:
+        """These slots were used (with `REUSE`) at these times: goes along with the next commit."""
+        with self._lock:
+            if self.broken or self._num_accesses + len(slots) > MAX_PENDING_ACCESSES:
+                return
+            if not self._pending.accesses:
+                self._oldest_access = time.monotonic()
+                self._commit.notify()
+            self._pending.accesses.append((slots, stamps))
+            self._num_accesses += len(slots)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything that was submitted has ended and is durable; False if that takes longer."""
+        with self._lock:
+            self._flushing = True
+            self._commit.notify()
+            try:
+                return self._idle.wait_for(self._quiet, timeout_s)
+            finally:
+                self._flushing = False
+
+    def close(self, timeout_s: float) -> bool:
+        """Drain, and end the threads; False if some of them hang in the system: they are left behind."""
+        deadline = time.monotonic() + timeout_s
+        self.drain(timeout_s)
+        with self._lock:
+            self._stopping = True
+            self._work.notify_all()
+            self._commit.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _quiet(self) -> bool:
+        pending = self._pending
+        nothing_to_say = not (pending.removed or pending.chunks or pending.accesses)
+        return self._num_under_way == 0 and (self.broken or (nothing_to_say and not self._committing))
+
+    # ---- threads that move blocks
+
+    def _move_blocks(self, reads_only: bool) -> None:
+        scratch = Scratch(self._slab.layout)
+        while True:
+            with self._lock:
+                while not (self._reads or (self._writes and not reads_only)):
+                    if self._stopping:
+                        return
+                    self._work.wait()
+                chunk = (self._reads or self._writes).popleft()
+            try:
+                self._move(chunk, scratch)
+            except Exception as error:
+                # Not the medium's doing, that is an outcome: a pool that is gone, no memory left, our bug.
+                chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)
+                self._notices.warn("chunk", "disk tier: blocks could not be moved: %r", error)
+            if chunk.writes and (chunk.outcomes == SOUND).any():
+                with self._lock:
+                    if not self.broken:
+                        self._pending.chunks.append(chunk)
+                        self._commit.notify()
+                        continue
+                chunk.outcomes[:] = UNREADABLE
+            self._hand_back([chunk])
+
+    def _move(self, chunk: Chunk, scratch: Scratch) -> None:
+        keys, slots, generations, pool, rows = (
+            chunk.keys,
+            chunk.slots,
+            chunk.generations,
+            chunk.pool,
+            chunk.rows,
+        )
+        if chunk.writes:
+            chunk.written_at_s = now_s()
+            written = self._slab.write_blocks(
+                keys, slots, generations, pool, rows, scratch, chunk.written_at_s
+            )
+            chunk.outcomes = np.where(written, np.uint8(SOUND), np.uint8(UNREADABLE))
+        else:
+            chunk.outcomes = self._slab.read_blocks(keys, slots, generations, pool, rows, scratch)
+
+    def _hand_back(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self._deliver(chunk)
+        with self._lock:
+            self._num_under_way -= len(chunks)
+            self._idle.notify_all()
+
+    # ---- the thread that makes them last
+
+    def _commit_batches(self) -> None:
+        unsynced: _Batch | None = None
+        while True:
+            with self._lock:
+                while not (ready := self._has_work()) and not self._stopping:
+                    self._commit.wait(self._patience())
+                if not ready:
+                    return
+                self._committing = True
+                batch, self._pending, self._num_accesses = self._pending, _Batch(), 0
+            began = time.monotonic()
+            try:
+                if batch.chunks or unsynced:
+                    self._journal.sync()
+                if unsynced:
+                    self._durable(unsynced)
+                    unsynced = None
+                self._append(batch)
+                unsynced = batch
+                with self._lock:
+                    more = bool(self._pending.chunks or self._pending.removed)
+                if not more:
+                    self._journal.sync()
+                    self._durable(batch)
+                    unsynced = None
+            except Exception as error:
+                self._break(error, [batch] if unsynced in (None, batch) else [unsynced, batch])
+                return
+            with self._lock:
+                self._committing = unsynced is not None
+                self._idle.notify_all()
+                pause = began + self._interval_s - time.monotonic()
+                if pause > 0 and not (self._flushing or self._stopping):
+                    self._commit.wait_for(lambda: self._flushing or self._stopping, pause)
+
+    def _has_work(self) -> bool:
+        pending = self._pending
+        if pending.chunks or pending.removed:
+            return True
+        return bool(pending.accesses) and (self._flushing or self._stopping or self._patience() == 0.0)
+
+    def _patience(self) -> float | None:
+        """Seconds until accesses are to be written by themselves; None while there are none."""
+        if not self._pending.accesses:
+            return None
+        return max(0.0, self._oldest_access + ACCESS_INTERVAL_S - time.monotonic())
+
+    def _append(self, batch: _Batch) -> None:
+        """Write what a batch says into the journal."""
+        removed = np.concatenate([_NO_SLOTS, *batch.removed])
+        entries = np.concatenate([self._no_entries, *(self._entries_of(chunk) for chunk in batch.chunks)])
+        stamps = np.concatenate([_NO_STAMPS, *(stamps for _, stamps in batch.accesses)])
+        first_stamp = int(stamps.min()) if len(stamps) else 0
+        accessed = np.empty(len(stamps), ACCESS)
+        accessed["slot"] = np.concatenate([_NO_SLOTS, *(slots for slots, _ in batch.accesses)])
+        accessed["after"] = stamps - np.uint64(first_stamp)
+        self._journal.append(removed, entries, accessed, first_stamp)
+
+    def _entries_of(self, chunk: Chunk) -> Records:
+        written = chunk.outcomes == SOUND
+        entries: Records = np.empty(int(np.count_nonzero(written)), self._no_entries.dtype)
+        entries["slot"], entries["generation"] = chunk.slots[written], chunk.generations[written]
+        entries["stamp"], entries["written_at_s"] = chunk.stamps[written], chunk.written_at_s
+        entries["uses"], entries["key"] = 0, chunk.keys.words[written]
+        return entries
+
+    def _durable(self, batch: _Batch) -> None:
+        """What this batch said will survive: report its writes, and let the slots that it emptied be used."""
+        with self._lock:
+            self._num_durable += sum(map(len, batch.removed))
+            while self._gated and self._gated[0].gate <= self._num_durable:
+                self._writes.append(self._gated.popleft())
+            self._work.notify_all()
+        self._hand_back(batch.chunks)
+
+    def _break(self, error: Exception, batches: list[_Batch]) -> None:
+        """The journal has failed: what is on the medium is not known any more, so nothing more goes there."""
+        self._notices.warn("journal", "disk tier: no writing any more, the journal failed: %s", error)
+        with self._lock:
+            self.broken = True
+            failed = [chunk for batch in (*batches, self._pending) for chunk in batch.chunks]
+            failed += [*self._gated, *self._writes]
+            self._gated.clear()
+            self._writes.clear()
+            self._pending = _Batch()
+            self._committing = False
+        for chunk in failed:
+            chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)
+        self._hand_back(failed)

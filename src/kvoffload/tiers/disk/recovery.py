@@ -1,0 +1,214 @@
+"""What a slab holds, read back from its journal: the newest whole checkpoint, and the log after it.
+
+Owns the reading of a journal and what its damage means. Every group says facts about slots (emptied, holds
+this block, was used) that later groups overwrite, so a group that is lost costs what it said, and what it
+contradicted: an entry too many is found out when its slot is read, because the header there says otherwise.
+Writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.keys import Keys, words_per_key
+from kvoffload.tiers.disk.files import PAGE_BYTES
+from kvoffload.tiers.disk.format import (
+    CHECKPOINT,
+    GROUP_MAGIC,
+    LOG,
+    REUSE,
+    Bytes,
+    Group,
+    Head,
+    Records,
+    decode_group,
+    decode_head,
+)
+from kvoffload.tiers.disk.layout import GROUP, Layout, entry_dtype
+from kvoffload.tiers.disk.slab import Slab
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with bytes of metadata that have been read, and all that there are."""
+
+_WINDOW_BYTES = 16 * 1024 * 1024
+
+
+class Contents:
+    """Which block each slot holds, by slot: flat arrays of the slab's size.
+
+    Attributes:
+        generation: 0 where there is no block.
+        stamp: when it was last used, on the tier's own clock of accesses.
+        uses: how often, since it was written.
+        written_at_s: when it was written, in seconds since 1970.
+        words: its key, packed as in `Keys`.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        n = layout.num_slots
+        self.key_bytes = layout.key_bytes
+        self.generation = np.zeros(n, np.uint64)
+        self.stamp = np.zeros(n, np.uint64)
+        self.uses = np.zeros(n, np.uint32)
+        self.written_at_s = np.zeros(n, np.uint64)
+        self.words = np.zeros((n, words_per_key(layout.key_bytes)), np.uint64)
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.generation))
+
+    def slots(self) -> npt.NDArray[np.int64]:
+        """Slots that hold a block, ascending."""
+        return np.flatnonzero(self.generation)
+
+    def keys(self, slots: npt.NDArray[np.int64]) -> Keys:
+        """The keys of the blocks in these slots."""
+        return Keys(np.ascontiguousarray(self.words[slots]), self.key_bytes)
+
+    def apply(self, group: Group) -> None:
+        """Let one group of the journal hold."""
+        n = len(self.generation)
+        removed = group.removed[group.removed < n]
+        self.generation[removed] = 0
+        self.uses[removed] = 0
+        entries = group.entries[group.entries["slot"] < n]
+        slots = entries["slot"]
+        self.generation[slots] = entries["generation"]
+        # A block may have been used before it was known to be written.
+        self.stamp[slots] = np.maximum(self.stamp[slots], entries["stamp"])
+        self.uses[slots] += entries["uses"]
+        self.written_at_s[slots] = entries["written_at_s"]
+        self.words[slots] = entries["key"]
+        accessed = group.accessed[(group.accessed["slot"] & ~REUSE) < n]
+        used = accessed["slot"] & ~REUSE
+        np.maximum.at(self.stamp, used, np.uint64(group.first_stamp) + accessed["after"])
+        np.add.at(self.uses, used[accessed["slot"] & REUSE != 0], 1)
+
+    def entries(self, slots: npt.NDArray[np.int64]) -> Records:
+        """The blocks in these slots as records of the journal."""
+        records = np.empty(len(slots), entry_dtype(self.key_bytes))
+        records["slot"] = slots
+        for name in ("uses", "generation", "stamp", "written_at_s"):
+            records[name] = getattr(self, name)[slots]
+        records["key"] = self.words[slots]
+        return records
+
+
+@dataclass
+class Found:
+    """A journal as it was read.
+
+    Attributes:
+        contents: which blocks are here.
+        epoch: of the checkpoint; the log has it too.
+        sequence: of the next group of the log.
+        log_end: offset in the log behind its last group.
+        damaged: groups, heads and pages of the journal that cannot be read: what they said is forgotten.
+        unfinished: the log ends in a group that is not whole. A crash does that, and it means nothing.
+    """
+
+    contents: Contents
+    epoch: int = 0
+    sequence: int = 0
+    log_end: int = 0
+    damaged: int = 0
+    unfinished: bool = False
+
+
+def recover(slab: Slab, progress: Progress | None = None) -> Found:
+    """Read the journal of a slab. Never raises for what it finds: what cannot be read is counted.
+
+    Cost: reads the checkpoint and the log once, 70 bytes a block; some seconds at 16 million blocks.
+    """
+    found = Found(Contents(slab.layout))
+    heads = _heads(slab, found)
+    total = (
+        slab.layout.log_bytes
+        + sum(head.num_groups for head in heads[:1]) * slab.layout.checkpoint_group_bytes
+    )
+    report = progress or (lambda done, total: None)
+    if heads:
+        found.epoch = heads[0].epoch
+        for done in _read_checkpoint(slab, heads[0], found):
+            report(done, total)
+    else:
+        found.damaged += 1
+    _read_log(slab, found)
+    report(total, total)
+    return found
+
+
+def _heads(slab: Slab, found: Found) -> list[Head]:
+    """Heads of whole checkpoints, the newest first."""
+    layout, heads = slab.layout, set()
+    for region in (0, 1):
+        first = layout.checkpoint_offset(region)
+        for offset in (first, first + layout.checkpoint_bytes - PAGE_BYTES):
+            page, unreadable = slab.read_pages(offset, PAGE_BYTES)
+            found.damaged += unreadable
+            head = decode_head(slab.identity.slab_id, page)
+            if head is not None and head.epoch % 2 == region:
+                heads.add(head)
+    return sorted(heads, reverse=True)
+
+
+def _read_checkpoint(slab: Slab, head: Head, found: Found) -> Iterator[int]:
+    layout, num_read = slab.layout, 0
+    size = layout.checkpoint_group_bytes
+    start = layout.checkpoint_offset(head.epoch) + PAGE_BYTES
+    end = start + head.num_groups * size
+    window = max(1, _WINDOW_BYTES // size) * size
+    for offset in range(start, end, window):
+        memory, _ = slab.read_pages(offset, min(window, end - offset))
+        for at in range(0, len(memory), size):
+            group = decode_group(layout, slab.identity.slab_id, memory[at : at + size])
+            sequence = (offset + at - start) // size
+            if group and (group.kind, group.epoch, group.sequence) == (CHECKPOINT, head.epoch, sequence):
+                found.contents.apply(group)
+                num_read += len(group.entries)
+            else:
+                found.damaged += 1
+        yield offset + len(memory) - start
+
+
+def _read_log(slab: Slab, found: Found) -> None:
+    layout = slab.layout
+    memory, unreadable = slab.read_pages(layout.log_offset, layout.log_bytes)
+    found.damaged += unreadable
+    starts, epochs = _candidates(slab, memory)
+    candidates = list(zip(starts, epochs, strict=True))
+    slab_id = slab.identity.slab_id
+    newer = (
+        epoch
+        for at, epoch in candidates
+        if epoch > found.epoch and decode_group(layout, slab_id, memory[at:])
+    )
+    newest = max(newer, default=found.epoch)
+    if newest != found.epoch:
+        # Its checkpoint is lost, an older one was found, or none.
+        found.damaged += 1
+        found.epoch = newest
+    broken = 0
+    for at, epoch in candidates:
+        if epoch != found.epoch or at < found.log_end:
+            continue
+        group = decode_group(layout, slab_id, memory[at:])
+        if group is None or group.kind != LOG or group.sequence < found.sequence:
+            broken += 1
+            continue
+        found.damaged += group.sequence - found.sequence
+        broken = 0
+        found.contents.apply(group)
+        found.sequence, found.log_end = group.sequence + 1, at + group.num_bytes
+    found.unfinished = broken > 0
+
+
+def _candidates(slab: Slab, memory: Bytes) -> tuple[list[int], list[int]]:
+    """Where groups of this slab seem to begin in the log, and the epoch that each claims."""
+    heads = np.ndarray((len(memory) // PAGE_BYTES,), GROUP, memory, strides=(PAGE_BYTES,))
+    rows = np.flatnonzero((heads["magic"] == GROUP_MAGIC) & (heads["slab_id"] == slab.identity.slab_id))
+    return (rows * PAGE_BYTES).tolist(), heads["epoch"][rows].tolist()
