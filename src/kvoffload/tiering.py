@@ -44,7 +44,8 @@ class TieredManager(OffloadingManager):
 
     **Down.** A block is offered to every tier when its store is complete, and again when a request that
     used it finishes, while it is in RAM: each tier's own admission rule decides. It is pinned in RAM while
-    it is written. A tier that is busy drops the offer; nobody waits.
+    it is written. A tier that is busy drops the offer; nobody waits. RAM is the tiers' door: what its
+    admission rule refuses reaches none of them, and its policy refuses nothing, unless told to (``bypass``).
 
     **Up.** When a request asks for a prefix that goes on in a tier, room is reserved for as much of it as
     fits, the blocks are read into it and verified, and meanwhile the answer is RETRY. Blocks that arrive
@@ -104,6 +105,8 @@ class TieredManager(OffloadingManager):
                     f"blocks of {tier.block_bytes} bytes",
                     f"those of RAM have {block_bytes}",
                 )
+        # What RAM's policy refuses would reach no tier: RAM is their door. Unless the user says so.
+        self._policy_may_refuse = not tiers or self.policy.write_cost is not None
         self._ram = ram
         self._behind = [_Behind(tier) for tier in tiers]
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block

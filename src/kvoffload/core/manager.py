@@ -102,6 +102,7 @@ class OffloadingManager:
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         if store not in STORES:
             raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
+        self._policy_may_refuse = True
         self._policy_observes = type(self.policy).observe is not EvictionPolicy.observe
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
         self._victim: VictimTier | None = None
@@ -295,6 +296,7 @@ class OffloadingManager:
         evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), _UINT64)
         num_refused = 0
         if count:
+            admitted = admitted or not self._policy_may_refuse
             protected = Protected(self.ref_cnt, index, ctx, self._victim is None, admitted)
             num_refused = self._enter(
                 ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted, protected
