@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "tiers": {"core", "errors", "transfer"},
     "replay": {"admission", "config", "core", "errors", "policies", "testing", "tiers", "transfer", "types"},
     "testing": {"admission", "core", "errors", "policies", "tiers", "transfer", "types"},
+    "integrations": {"admission", "config", "core", "errors", "policies", "tiers", "transfer", "types"},
     "compat": {"admission", "core", "errors", "policies", "types"},
     "types": {"core"},
     "errors": set(),

@@ -1,0 +1,1 @@
+"""kvoffload inside vLLM."""
