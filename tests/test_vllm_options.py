@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.admission import RULES, ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.errors import ConfigError, CombinedConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.options import NAMES, VLLMOptions, parse_options
 from kvoffload.policies import POLICIES
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kvoffload import admission as admissions
 from kvoffload.admission import Admission, ReuseAdmission
 from kvoffload.config import parse_size
-from kvoffload.errors import ConfigError, CombinedConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.policies import DEFAULT, POLICIES
 from kvoffload.types import ON_COMPUTE, STORES
 
@@ -93,8 +93,8 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     Numbers may be given as text, sizes with a unit, switches as true and false. One thing under two names
     is refused unless both say the same.
 
-    Raises `CombinedConfigError`: every problem with its option, its value and what is allowed; an unknown option
-    with the name that is nearest.
+    Raises `CombinedConfigError`: every problem with its option, its value and what is allowed; an unknown
+    option with the name that is nearest.
     """
     return _Reader(extra_config).read()
 
