@@ -224,22 +224,13 @@ class OffloadingManager:
             damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten:
                 from now on they are misses.
         """
-        rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
-        if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
-            raise MisuseError(
-                f"complete_load: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks"
-            )
-        if not self._close(plan, LoadPlan, "complete_load"):
-            return
-        released = steps.unpin(self.ref_cnt, plan.slots)
-        self._num_evictable += released
-        self._counts.loaded += len(plan.slots) - len(rows)
-        if self._condemned:
-            self._num_evictable -= self._release_condemned(plan.slots)
-        if len(rows):
-            self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
-        if self._duplicates is not None and plan.epoch == self._epoch:
-            self._duplicate(plan.slots)
+        self._unpin(plan, damaged, loaded=True)
+
+    def cancel_load(
+        self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()
+    ) -> None:
+        """Unpin the blocks of a load that did not take place; `damaged` as for `complete_load`."""
+        self._unpin(plan, damaged, loaded=False)
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Forget ready blocks that cannot be trusted; returns how many were here.
@@ -608,6 +599,27 @@ class OffloadingManager:
             order = np.argsort(refused, kind="stable")
             fresh[:], slots[:], rows[: len(slots)] = fresh[order], slots[order], rows[order]
         return num_refused
+
+    def _unpin(
+        self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], *, loaded: bool
+    ) -> None:
+        rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
+        if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
+            raise MisuseError(
+                f"complete_load: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks"
+            )
+        if not self._close(plan, LoadPlan, "complete_load"):
+            return
+        released = steps.unpin(self.ref_cnt, plan.slots)
+        self._num_evictable += released
+        if loaded:
+            self._counts.loaded += len(plan.slots) - len(rows)
+        if self._condemned:
+            self._num_evictable -= self._release_condemned(plan.slots)
+        if len(rows):
+            self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
+        if loaded and self._duplicates is not None and plan.epoch == self._epoch:
+            self._duplicate(plan.slots)
 
     def _discard(self, batch: Keys, slots: Slots) -> int:
         index, ctx = self.index, self._context(None)
