@@ -26,7 +26,7 @@ def llama_answers(start_engine: Callable[..., Any], llama: Path) -> tuple[list[l
 
 @pytest.fixture(scope="module")
 def hybrid_answers(start_engine: Callable[..., Any], hybrid: Path) -> tuple[list[list[int]], list[list[int]]]:
-    return answers(start_engine(hybrid, None))
+    return answers(start_engine(hybrid, None, num_gpu_blocks_override=44))
 
 
 def answers(engine: Any) -> tuple[list[list[int]], list[list[int]]]:
