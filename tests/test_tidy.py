@@ -34,6 +34,7 @@ MAY_IMPORT = {
         "types",
     },
     "testing": {"admission", "core", "errors", "policies", "tiers", "transfer", "types"},
+    "integrations": {"admission", "config", "core", "errors", "policies", "tiers", "transfer", "types"},
     "compat": {"admission", "core", "errors", "policies", "types"},
     "tiering": {"core", "errors", "tiers", "transfer", "types"},
     "types": {"core"},

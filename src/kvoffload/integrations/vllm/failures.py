@@ -1,0 +1,33 @@
+"""How a request learns that its load failed.
+
+vLLM's connector takes it that loads succeed, but the engine behind it knows better: it computes a request
+again whose load is named as failed. This names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvoffload.integrations.vllm.worker import KVOffloadWorker
+
+logger = logging.getLogger("vllm.kvoffload")
+
+
+def name_failed_loads(connector: Any, worker: KVOffloadWorker) -> None:
+    """From now on the results of `connector` name the requests whose loads `worker` could not do.
+
+    What follows is vLLM's ``kv_load_failure_policy``: ``recompute``, which we want, or ``fail``, vLLM's
+    default, with which such a request ends with an error. The engine lives either way.
+    """
+    results_of = connector.get_transfer_results
+
+    def get_transfer_results(finished_req_ids: set[str]) -> Any:
+        # vLLM forgets which request a load was for while it reports the load.
+        requests = dict(connector.connector_worker._load_jobs)
+        results = results_of(finished_req_ids)
+        failed = {requests[job] for job in worker.take_failed_loads() if job in requests}
+        results.failed_recving.update(failed)
+        return results
+
+    connector.get_transfer_results = get_transfer_results
