@@ -1,0 +1,230 @@
+"""A crash of the disk tier at every write and every sync, by the book, and `kill -9` at random moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disk_blocks import Disk, block_of, keys_of
+from kvoffload.testing.audit import audit
+from kvoffload.testing.disk import KINDS, Recorder, write_image
+from kvoffload.tiers.disk.files import Files, aligned
+from kvoffload.tiers.disk.inspection import opened, verify
+from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, Scratch
+
+NUM_SLOTS, NUM_KEYS = 12, 30
+KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "20"))
+BOOKS = int(os.environ.get("KVOFFLOAD_CRASH_SEEDS", "3"))
+
+
+class Life:
+    """What a tier was told, and what it promised: by block, version and position in the record."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, list[tuple[int, int]]] = {}
+        self.promises: dict[int, list[list[int]]] = {}
+
+    def submitted(self, number: int, version: int, position: int) -> None:
+        self.written.setdefault(number, []).append((version, position))
+
+    def acknowledged(self, number: int, version: int, position: int) -> None:
+        self.promises.setdefault(number, []).append([version, position, 1 << 60])
+
+    def gone(self, number: int, position: int) -> None:
+        """It may be forgotten from here on."""
+        for promise in self.promises.get(number, []):
+            promise[2] = min(promise[2], position)
+
+    def owed(self, position: int) -> dict[int, int]:
+        """Blocks that a crash here must not lose, and the version that each has."""
+        return {
+            number: version
+            for number, promises in self.promises.items()
+            for version, since, until in promises
+            if since <= position < until
+        }
+
+    def allowed(self, number: int, position: int) -> set[int]:
+        """Versions that a block may have after a crash here."""
+        return {version for version, since in self.written.get(number, []) if since <= position}
+
+
+def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
+    """Write, use, delete and overwrite blocks, now one job at a time and now several at once."""
+    chance, life, everything = random.Random(seed), Life(), list(range(NUM_KEYS))
+    open_jobs: dict[int, tuple[list[int], int]] = {}
+    pools = []
+
+    def settle() -> None:
+        while open_jobs:
+            for result in disk.tier.finished():
+                numbers, version = open_jobs.pop(result.job)
+                for number, ok in zip(numbers, result.ok.tolist(), strict=True):
+                    if ok:
+                        life.acknowledged(number, version, recorder.position)
+            time.sleep(0.0001)
+
+    for step in range(steps):
+        before, held = recorder.position, set(disk.here(everything))
+        action = chance.random()
+        if action < 0.7:
+            numbers = chance.sample(everything, chance.randint(1, 5))
+            pool = np.stack([block_of(number, step, disk.block_bytes) for number in numbers])
+            pools.append(pool)
+            request = disk.tier.begin_request("writes")
+            for number in numbers:
+                life.submitted(number, step, before)
+            job, taken = disk.tier.submit_write(keys_of(numbers), pool, np.arange(len(numbers)), request)
+            if job >= 0:
+                open_jobs[job] = ([n for n, t in zip(numbers, taken.tolist(), strict=True) if t], step)
+            disk.tier.finish_request(request, keys_of(numbers))
+        elif action < 0.85:
+            disk.use(chance.sample(everything, chance.randint(1, 5)))
+        else:
+            disk.tier.delete(keys_of(chance.sample(everything, chance.randint(1, 3))))
+        for number in held - set(disk.here(everything)):
+            life.gone(number, before)
+        if chance.random() < 0.4:
+            settle()
+    settle()
+    return life
+
+
+def check_image(directory: Path, life: Life, position: int) -> None:
+    """Every entry verifies, nothing that was promised is missing, and what is there is what was written."""
+    with opened(directory, Files()) as (slab, found):
+        assert found.damaged == 0
+        assert verify(slab, found) == []
+        slots = found.contents.slots()
+        numbers = [int(key[3:]) for key in found.contents.keys(slots)]
+        assert len(set(numbers)) == len(numbers)
+        scratch, pool = Scratch(slab.layout), aligned(slab.layout.block_bytes).reshape(1, -1)
+        held = {}
+        for slot, number in zip(slots.tolist(), numbers, strict=True):
+            at, row = np.array([slot]), np.zeros(1, np.int64)
+            generation = found.contents.generation[at]
+            assert slab.read_blocks(keys_of([number]), at, generation, pool, row, scratch)[0] == SOUND
+            allowed = life.allowed(number, position)
+            versions = [v for v in allowed if np.array_equal(pool[0], block_of(number, v, pool.shape[1]))]
+            assert versions, f"block {number} holds what was never written under its key"
+            held[number] = versions[0]
+        for number, version in life.owed(position).items():
+            assert number in held, f"block {number} was acknowledged and is lost"
+            assert held[number] >= version, f"block {number} is older than what was acknowledged"
+
+
+@pytest.mark.parametrize("seed", range(BOOKS))
+def test_a_crash_at_every_write_and_sync(tmp_path: Path, seed: int) -> None:
+    recorder = Recorder()
+    disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
+    start = recorder.position
+    life = live(disk, recorder, seed, steps=60)
+    disk.tier.close()
+    assert disk.tier.stats().journal_damage == 0
+    chance, directory = random.Random(seed), tmp_path / "crash"
+    for position in range(start, recorder.position + 1):
+        for kind in ("all", KINDS[1 + position % (len(KINDS) - 1)]):
+            write_image(directory, SLAB_NAME, recorder.image(position, chance, kind))
+            try:
+                check_image(directory, life, position)
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, position {position}, {kind}: {error}") from error
+
+
+def test_the_log_was_begun_anew_several_times(tmp_path: Path) -> None:
+    """The lives above are long enough to fill the log: checkpoints are among what they are stopped at."""
+    recorder = Recorder()
+    disk = Disk(tmp_path, NUM_SLOTS, files=recorder)
+    live(disk, recorder, 0, steps=60)
+    assert disk.tier._volumes[0]._journal.num_checkpoints >= 2
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int) -> None:
+    """The tier opens after a crash with sound accounting, works, and may crash again."""
+    recorder = Recorder()
+    disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
+    start = recorder.position
+    live(disk, recorder, 100 + seed, steps=40)
+    disk.tier.close()
+    chance = random.Random(seed)
+    for number in range(25):
+        position = chance.randint(start, recorder.position)
+        directory = tmp_path / f"crash{number}"
+        write_image(directory, SLAB_NAME, recorder.image(position, chance, chance.choice(KINDS)))
+        second = Recorder()
+        survivor = Disk(directory, NUM_SLOTS, files=second)
+        second.size_bytes = (directory / SLAB_NAME).stat().st_size
+        volume = survivor.tier._volumes[0]
+        audit(volume.manager)
+        stats = survivor.tier.stats()
+        assert stats.ready == stats.restored == len(survivor.here(range(NUM_KEYS)))
+        assert sorted(volume._physical.tolist()) == list(range(NUM_SLOTS))
+        here = survivor.here(range(NUM_KEYS))
+        job = survivor.tier.submit_read(keys_of(here), survivor.pool, np.arange(len(here)))
+        assert survivor.wait(job).all()
+        live(survivor, second, 200 + number, steps=10)
+        audit(volume.manager)
+        assert survivor.tier.stats().mismatches == 0
+        survivor.tier.close()
+        with opened(directory) as (slab, found):
+            assert verify(slab, found) == []
+            assert len(found.contents) == survivor.tier.stats().ready
+
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from disk_blocks import Disk
+import random
+directory, seed = Path(sys.argv[2]), int(sys.argv[3])
+disk, chance = Disk(directory, 40), random.Random(seed)
+print("open", disk.tier.stats().restored, flush=True)
+while True:
+    numbers = chance.sample(range(100), chance.randint(1, 8))
+    for number in disk.write(numbers):
+        print("ack", number, flush=True)
+    if chance.random() < 0.3:
+        disk.use(chance.sample(range(100), 8))
+    if chance.random() < 0.1:
+        disk.tier.delete(__import__("disk_blocks").keys_of(chance.sample(range(100), 3)))
+"""
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    """One directory, killed again and again: it always opens, warm, sound, and with its books in order."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    here = str(Path(__file__).parent)
+    warm = 0
+    for life in range(KILLS):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, here, str(tmp_path), str(seed + life)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        restored = int(child.stdout.readline().split()[1])
+        warm += restored > 0
+        time.sleep(chance.random() * 0.15)
+        child.send_signal(signal.SIGKILL)
+        acknowledged = [line for line in child.stdout if line.startswith("ack")]
+        child.stdout.close()
+        child.wait()
+        with opened(tmp_path) as (slab, found):
+            assert found.damaged == 0, f"seed {seed}, life {life}"
+            assert verify(slab, found) == [], f"seed {seed}, life {life}"
+            if acknowledged:
+                assert len(found.contents) > 0
+    assert warm >= KILLS - 2
