@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ def keys_of(numbers: Sequence[int]) -> Keys:
     return Keys.pack([b"key%09d" % number for number in numbers], KEY_BYTES)
 
 
+@functools.lru_cache(maxsize=4096)
 def block_of(number: int, version: int, block_bytes: int) -> npt.NDArray[np.uint8]:
     """The bytes of a block, different for each number and version."""
     return np.random.default_rng([number, version]).integers(0, 256, block_bytes, np.uint8)
