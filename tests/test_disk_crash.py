@@ -138,13 +138,21 @@ def test_a_crash_at_every_write_and_sync(tmp_path: Path, seed: int) -> None:
                 raise AssertionError(f"seed {seed}, position {position}, {kind}: {error}") from error
 
 
-def test_the_log_was_begun_anew_several_times(tmp_path: Path) -> None:
-    """The lives above are long enough to fill the log: checkpoints are among what they are stopped at."""
+def test_a_crash_around_every_checkpoint(tmp_path: Path) -> None:
+    """Where the log begins anew: there is one moment in a hundred, so every kind of crash is tried at it."""
     recorder = Recorder()
-    disk = Disk(tmp_path, NUM_SLOTS, files=recorder)
-    live(disk, recorder, 0, steps=60)
-    assert disk.tier._volumes[0]._journal.num_checkpoints >= 2
+    disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
+    layout, start = disk.tier._volumes[0]._slab.layout, recorder.position
+    life = live(disk, recorder, 7, steps=80)
+    assert disk.tier._volumes[0]._journal.num_checkpoints >= 3
     disk.tier.close()
+    heads = [w for w in recorder.writes if w.begin > start and w.offset < layout.log_offset]
+    moments = {position for write in heads for position in range(write.begin - 1, write.end + 8)}
+    chance = random.Random(7)
+    for position in sorted(moments & set(range(recorder.position + 1))):
+        for kind in KINDS * 2:
+            write_image(tmp_path / "crash", SLAB_NAME, recorder.image(position, chance, kind))
+            check_image(tmp_path / "crash", life, position)
 
 
 @pytest.mark.parametrize("seed", range(2))

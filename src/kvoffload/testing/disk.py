@@ -34,12 +34,16 @@ class Recorder(Files):
 
     A position in the record counts what happened so far. `image` says what the file may hold after a crash
     there. Thread: any.
+
+    Attributes:
+        writes: every write, in the order in which they returned.
+        size_bytes: of the file.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._position = 0
-        self._writes: list[Write] = []
+        self.writes: list[Write] = []
         self._syncs: list[tuple[int, int]] = []
         self.size_bytes = 0
 
@@ -61,7 +65,7 @@ class Recorder(Files):
         data = b"".join(bytes(buffer) for buffer in buffers)[:written]
         with self._lock:
             self._position += 1
-            self._writes.append(Write(begin, self._position, offset, data))
+            self.writes.append(Write(begin, self._position, offset, data))
         return written
 
     def sync(self, fd: int) -> None:
@@ -88,7 +92,7 @@ class Recorder(Files):
         synced = max((begin for begin, end in self._syncs if end <= position), default=0)
         content = bytearray(self.size_bytes)
         begun = sorted(
-            (write for write in self._writes if write.begin <= position), key=lambda write: write.end
+            (write for write in self.writes if write.begin <= position), key=lambda write: write.end
         )
         unsynced = [write for write in begun if write.end > synced]
         for write in begun:

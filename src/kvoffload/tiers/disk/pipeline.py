@@ -126,7 +126,8 @@ class Pipeline:
         """Begin chunks, all of them reads or all writes."""
         with self._lock:
             self._num_under_way += len(chunks)
-            for chunk in chunks:
+            failed = chunks if self.broken and chunks[0].writes else []
+            for chunk in chunks if not failed else []:
                 if not chunk.writes:
                     self._reads.append(chunk)
                 elif chunk.gate > self._num_durable:
@@ -134,6 +135,7 @@ class Pipeline:
                 else:
                     self._writes.append(chunk)
             self._work.notify_all()
+        self._fail(failed)
 
     def remove(self, slots: Slots) -> int:
         """These slots hold nothing any more; the gate of whoever writes into them next."""
@@ -167,7 +169,8 @@ class Pipeline:
     def close(self, timeout_s: float) -> bool:
         """Drain, and end the threads; False if some of them hang in the system: they are left behind."""
         deadline = time.monotonic() + timeout_s
-        self.drain(timeout_s)
+        if not self._stopping:
+            self.drain(timeout_s)
         with self._lock:
             self._stopping = True
             self._work.notify_all()
@@ -319,6 +322,9 @@ class Pipeline:
             self._writes.clear()
             self._pending = _Batch()
             self._committing = False
-        for chunk in failed:
+        self._fail(failed)
+
+    def _fail(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
             chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)
-        self._hand_back(failed)
+        self._hand_back(chunks)
