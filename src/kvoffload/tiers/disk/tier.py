@@ -237,6 +237,11 @@ class DiskTier:
         """As `SecondaryTier.delete`."""
         return sum(self._volumes[number].delete(_select(keys, rows)) for number, rows in self._routed(keys))
 
+    def clear(self) -> None:
+        """As `SecondaryTier.clear`; durable after a `drain`."""
+        for volume in self._volumes:
+            volume.clear()
+
     def drain(self, timeout_s: float) -> bool:
         """As `SecondaryTier.drain`. Accesses and deletions are durable as well."""
         deadline = time.monotonic() + timeout_s
