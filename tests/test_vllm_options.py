@@ -11,6 +11,7 @@ from kvoffload.admission import RULES, ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.options import NAMES, VLLMOptions, parse_options
+from kvoffload.integrations.vllm.tiers import TierOptions
 from kvoffload.policies import POLICIES
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "my_policy.py"
@@ -124,8 +125,10 @@ def test_size_of_the_tracker() -> None:
         ("spec_name", "CPUOffloadingSpec"),
         ("spec_module_path", "elsewhere"),
         ("cache_policy_module_path", "elsewhere"),
-        ("tiers", [{"type": "disk"}]),
         ("tiers", "disk"),
+        ("tier_deadline_s", 0),
+        ("tier_deadline_s", "2"),
+        ("recompute_tokens_per_s", True),
         ("secondary_tiers", [{"type": "fs"}]),
     ],
 )
@@ -135,10 +138,46 @@ def test_impossible_values(name: str, value: object) -> None:
     assert "allowed" in found
 
 
+DISK = {"type": "disk", "path": "/data/kv", "capacity": "500GiB"}
+
+
+@pytest.mark.parametrize(
+    ("tier", "problem"),
+    [
+        ("disk", "tiers[0]: 'disk'"),
+        ({"type": "disk", "path": "/x"}, "tiers[0].capacity: None"),
+        ({**DISK, "type": "redis"}, "tiers[0].type: 'redis'"),
+        ({**DISK, "path": 3}, "tiers[0].path: 3"),
+        ({**DISK, "path": [""]}, "tiers[0].path: ['']"),
+        ({**DISK, "capacity": "many"}, "tiers[0].capacity: 'many'"),
+        ({**DISK, "capacity": True}, "tiers[0].capacity: True"),
+        ({**DISK, "polcy": "lru"}, "tiers[0].polcy: 'lru'"),
+        ({**DISK, "policy": "lruu"}, "policy: 'lruu'"),
+        ({**DISK, "admission": "reuse:x"}, "admission: 'reuse:x'"),
+        ({**DISK, "max_write_bytes_per_day": "much"}, "tiers[0].max_write_bytes_per_day: 'much'"),
+    ],
+)
+def test_a_tier_that_cannot_be(tier: object, problem: str) -> None:
+    found = message(ram=1, tiers=[tier])
+    assert problem in found
+    assert "is not possible; " in found
+
+
+def test_tiers() -> None:
+    found = parse_options(
+        {"ram": "1GiB", "tiers": [DISK, {**DISK, "path": ["/a", "/b"], "policy": "arc", "salt": "v2"}]}
+    ).tiers
+    assert found == (
+        TierOptions(("/data/kv",), 500 * 2**30),
+        TierOptions(("/a", "/b"), 500 * 2**30, policy="arc", salt="v2"),
+    )
+
+
 @pytest.mark.parametrize(
     "given",
     [
         {"tiers": [], "secondary_tiers": ()},
+        {"tiers": [DISK], "tier_deadline_s": 0.5, "recompute_tokens_per_s": 20000},
         {"canonical_layout": False},
         {"blocks_per_chunk": 3},
         {"block_size": "48"},

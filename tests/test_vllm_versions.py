@@ -132,13 +132,17 @@ def test_facts_since_0_26() -> None:
     config = SimpleNamespace(
         engine_id="e",
         extra_config={"ram": 1},
-        groups=[SimpleNamespace(tokens_per_block=16), SimpleNamespace(tokens_per_block=32)],
+        groups=[SimpleNamespace(tokens_per_block=size, layer_names=(f"l{size}",)) for size in (16, 32)],
+        model=SimpleNamespace(name="m", dtype="bfloat16"),
         cache=SimpleNamespace(blocks_per_chunk=3),
         worker_kv_bytes_per_block=4096,
         parallel=SimpleNamespace(world_size=2, rank=1),
         enable_kv_cache_events=True,
     )
-    facts = engine_facts(SimpleNamespace(config=config))
+    facts = engine_facts(SimpleNamespace(config=config), "0.32.0")
+    assert facts.identity["groups"] == [(16, ("l16",)), (32, ("l32",))]
+    assert (facts.identity["vllm"], facts.identity["model"]) == ("0.32.0", "m")
+    assert facts.identity["parallel"] == [2, 1, 1, 1, 1]
     assert (facts.tokens_per_block, facts.blocks_per_chunk, facts.worker_block_bytes) == ((16, 32), 3, 4096)
     assert (facts.num_workers, facts.rank, facts.replicated, facts.enable_events) == (2, 1, False, True)
     config.replicated_layout = True
@@ -150,10 +154,13 @@ def test_facts_of_0_25(stride: int, expected: int) -> None:
     spec = SimpleNamespace(
         vllm_config=SimpleNamespace(
             kv_transfer_config=SimpleNamespace(engine_id="e"),
-            parallel_config=SimpleNamespace(world_size=1, rank=0),
+            parallel_config=SimpleNamespace(world_size=1, rank=0, tensor_parallel_size=1),
+            model_config=SimpleNamespace(model="m"),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
         ),
         kv_cache_config=SimpleNamespace(
             num_blocks=10,
+            kv_cache_groups=[SimpleNamespace(layer_names=["l0", "l1"])],
             kv_cache_tensors=[SimpleNamespace(size=size, block_stride=stride) for size in (640, 320)],
         ),
         extra_config={},
@@ -161,7 +168,8 @@ def test_facts_of_0_25(stride: int, expected: int) -> None:
         block_size_factor=2,
         kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
     )
-    facts = engine_facts(spec)
+    facts = engine_facts(spec, "0.25.0")
+    assert facts.identity["groups"] == [(16, ("l0", "l1"))]
     assert (facts.worker_block_bytes, facts.tokens_per_block, facts.blocks_per_chunk) == (expected, (16,), 2)
 
 

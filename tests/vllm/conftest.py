@@ -179,7 +179,9 @@ class Engine:
         assert self.core.reset_prefix_cache()
 
     def close(self) -> None:
-        """End the engine, so that another one can start in this process."""
+        """End the engine, so that another one can start in this process. Once more does nothing."""
+        if not hasattr(self, "llm"):
+            return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,7 +27,9 @@ from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.specs import SlotsSpec
+from kvoffload.integrations.vllm.tiers import PoolMemory, fingerprint, open_tiers
 from kvoffload.integrations.vllm.verification import Checks, Verifier
+from kvoffload.tiering import TieredManager
 from kvoffload.tiers.base import key_digests
 from kvoffload.types import LoadPlan, LookupResult, StorePlan
 
@@ -82,6 +84,7 @@ class KVOffloadManager(OffloadingManager):
 
     Args:
         tokens_per_block: of the blocks that events speak of.
+        identity: what tiers behind RAM know this engine's blocks by.
 
     Attributes:
         core: the manager that decides. broken: an error was contained, and nothing is offloaded any more.
@@ -96,6 +99,7 @@ class KVOffloadManager(OffloadingManager):
         *,
         enable_events: bool = False,
         tokens_per_block: int = 0,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.broken = False
         self.metrics = Metrics()
@@ -106,23 +110,47 @@ class KVOffloadManager(OffloadingManager):
         self._stores: InFlight[StorePlan] = InFlight()
         self._verifier: Verifier | None = None
         self._sealing = options.verify == ALWAYS
+        self.core: core.OffloadingManager
+        self._tiered: TieredManager | None = None
+        self._fingerprint = fingerprint(identity or {}) if options.tiers else ""
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
-        options = self._options
-        self.core = core.OffloadingManager(
-            self._pool.num_slots,
-            key_bytes=key_bytes,
-            policy=options.policy,
-            admission=options.admission_rule(key_bytes),
-            store=options.store,
-            enable_events=self._enable_events,
-            block_size=self._tokens_per_block,
-        )
+        options, pool = self._options, self._pool
+        given: dict[str, Any] = {
+            "key_bytes": key_bytes,
+            "policy": options.policy,
+            "admission": options.admission_rule(key_bytes),
+            "store": options.store,
+            "enable_events": self._enable_events,
+            "block_size": self._tokens_per_block,
+        }
+        if self._tiered is not None:
+            self._tiered.close()
+            self._tiered = None
+        if options.tiers and key_bytes != USUAL_KEY_BYTES:
+            logger.error(
+                "kvoffload: no tiers behind RAM: keys have %d bytes; what outlives the engine needs the %d "
+                "of --prefix-caching-hash-algo sha256 or sha256_cbor", key_bytes, USUAL_KEY_BYTES
+            )  # fmt: skip
+        elif options.tiers:
+            self._tiered = TieredManager(
+                pool.num_slots,
+                ram=PoolMemory(pool, self._sealing),
+                tiers=open_tiers(options.tiers, pool.slot_stride, key_bytes, self._fingerprint),
+                deadline_s=options.tier_deadline_s,
+                recompute_s_per_block=self._recompute_s_per_block(),
+                **given,
+            )
+        self.core = self._tiered or core.OffloadingManager(pool.num_slots, **given)
         if self._sealing:
             if self._verifier is not None:
                 self._verifier.close()
             self._verifier = Verifier(self.core, self._pool, self._on_damage)
+
+    def _recompute_s_per_block(self) -> float | None:
+        tokens_per_s = self._options.recompute_tokens_per_s
+        return self._tokens_per_block / tokens_per_s if tokens_per_s else None
 
     # ---- requests
 
@@ -165,7 +193,7 @@ class KVOffloadManager(OffloadingManager):
         """What one block is. A HIT is a promise: where verification is on, it has been verified."""
         request = self._request(req_context)
         self.metrics.counts["lookup_blocks"] += 1
-        found = self.core.lookup_key(key)
+        found = self.core.lookup_key(key, request.ctx if self._tiered is not None else None)
         if found is LookupResult.HIT and self._verifier is not None:
             found = self._verifier.lookup(key, request.checks, request.ctx)
         return _ANSWERS[found]
@@ -242,11 +270,21 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(lambda context: None)
     def on_schedule_end(self, context: Any) -> None:
-        """Requests that run now will load nothing: what was verified for them need not stay."""
+        """Requests that run now will load nothing: what was verified for them need not stay.
+
+        What this step has asked tiers for is read from now on.
+        """
+        if self._tiered is not None:
+            self._tiered.poll()
         if self._verifier is not None:
             for request_id in context.new_req_ids:
                 if request_id in self._requests:
                     self._release(self._requests[request_id])
+
+    @_contained(lambda: False)
+    def has_pending_work(self) -> bool:
+        """Whether vLLM has to step on though no request runs: one may wait for a tier."""
+        return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
         """Forget everything. vLLM waits for transfers under way before it begins new ones."""
@@ -277,6 +315,8 @@ class KVOffloadManager(OffloadingManager):
         """Let go of the pool."""
         if self._verifier is not None:
             self._verifier.close()
+        if self._tiered is not None:
+            self._tiered.close()
         self._pool.close()
 
     def _on_damage(self, key: bytes) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvoffload import admission as admissions
 from kvoffload.admission import Admission, ReuseAdmission
 from kvoffload.config import parse_size
 from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.integrations.vllm.tiers import TierOptions, parse_tiers
 from kvoffload.policies import DEFAULT, POLICIES
 from kvoffload.types import ON_COMPUTE, STORES
 
@@ -28,7 +29,17 @@ behind RAM has held; none."""
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 
-_OWN = ("admission", "policy", "prompt_only", "ram", "store", "tiers", "verify")
+_OWN = (
+    "admission",
+    "policy",
+    "prompt_only",
+    "ram",
+    "recompute_tokens_per_s",
+    "store",
+    "tier_deadline_s",
+    "tiers",
+    "verify",
+)
 _VLLMS = (
     "block_size",
     "blocks_per_chunk",
@@ -64,7 +75,10 @@ class VLLMOptions:
             nobody did. vLLM reads both for itself and gives the answer in its configuration.
         tokens_per_chunk: the same in tokens (``block_size``).
         self_describing_events: KV events carry the tokens of their blocks.
-        tiers: tiers behind RAM, as the user described them.
+        tiers: behind RAM, from the fastest to the slowest.
+        tier_deadline_s: how long a request waits for tiers at the longest.
+        recompute_tokens_per_s: how fast the engine computes prompts: reads that would take longer are not
+            begun. None while nobody knows.
     """
 
     ram_bytes: int
@@ -77,7 +91,9 @@ class VLLMOptions:
     blocks_per_chunk: int | None = None
     tokens_per_chunk: int | None = None
     self_describing_events: bool = False
-    tiers: tuple[Mapping[str, Any], ...] = field(default=())
+    tiers: tuple[TierOptions, ...] = ()
+    tier_deadline_s: float = 2.0
+    recompute_tokens_per_s: float | None = None
 
     def admission_rule(self, key_bytes: int) -> str | Admission:
         """What the manager takes for ``admission``."""
@@ -130,7 +146,9 @@ class _Reader:
             blocks_per_chunk=blocks,
             tokens_per_chunk=tokens,
             self_describing_events=bool(self._one("self_describing_kv_events", _switch)),
-            tiers=self._either("tiers", "secondary_tiers", _no_tiers) or (),
+            tier_deadline_s=self._one("tier_deadline_s", _positive) or 2.0,
+            recompute_tokens_per_s=self._one("recompute_tokens_per_s", _positive),
+            tiers=self._one("tiers", parse_tiers) or (),
         )
         if self.problems:
             raise CombinedConfigError(WHERE, self.problems)
@@ -162,6 +180,8 @@ class _Reader:
         for name, allowed in ours.items():
             if name in self.given and self.given[name] not in allowed:
                 self._wrong(name, f"allowed: {allowed[0]}{why.get(name, '')}")
+        if self.given.get("secondary_tiers") not in (None, [], ()):
+            self._wrong("secondary_tiers", "allowed: []; what this specification has behind RAM is its tiers")
         if self._one("canonical_layout", _switch):
             self._wrong("canonical_layout", "allowed: false; blocks are kept as the engine lays them out")
 
@@ -216,6 +236,12 @@ def _not_negative(name: str, value: Any) -> int:
     return _integer(name, value, 0)
 
 
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(name, value, "allowed: a number, more than 0")
+    return float(value)
+
+
 def _switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(name, value, "allowed: true, false")
@@ -248,9 +274,3 @@ def _admission(name: str, value: Any) -> str:
         raise ConfigError(name, value, admissions.ALLOWED)
     admissions.create(value, key_bytes=1, capacity_blocks=1)
     return value
-
-
-def _no_tiers(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:
-    if value not in ([], ()):
-        raise ConfigError(name, value, "allowed: [] (tiers behind RAM are not supported yet)")
-    return ()

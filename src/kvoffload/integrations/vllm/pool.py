@@ -128,6 +128,11 @@ class SharedPool:
             os.close(fd)
             raise ConfigError("ram", f"{num_bytes / 2**30:.2f} GiB", str(error)) from error
 
+    @property
+    def slots(self) -> Blocks:
+        """Whole slots, all parts and padding: ``(num_slots, slot_stride)`` uint8, in place, page-aligned."""
+        return self._slots
+
     def part(self, number: int) -> Blocks:
         """What one worker writes of every slot: ``(num_slots, part_bytes)`` uint8, in place."""
         start = number * self.part_bytes

@@ -18,6 +18,7 @@ from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.metrics import definitions
 from kvoffload.integrations.vllm.options import ALWAYS, parse_options
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
+from kvoffload.integrations.vllm.tiers import TierOptions
 from kvoffload.integrations.vllm.versions import check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
 
@@ -41,7 +42,7 @@ class KVOffloadSpec(OffloadingSpec):
     def __init__(self, *config: Any) -> None:
         check_version(vllm_version)
         super().__init__(*config)
-        self.facts = engine_facts(self)
+        self.facts = engine_facts(self, vllm_version)
         self.options = parse_options(self.facts.extra_config)
         self.offload_prompt_only = self.options.prompt_only
         # Where all workers hold the same bytes, one of them stores and all of them load one part.
@@ -56,7 +57,11 @@ class KVOffloadSpec(OffloadingSpec):
             pool = self._attach(SCHEDULER, facts.worker_block_bytes * facts.blocks_per_chunk)
             tokens = min(facts.tokens_per_block) * facts.blocks_per_chunk
             self._manager = KVOffloadManager(
-                self.options, pool, enable_events=facts.enable_events, tokens_per_block=tokens
+                self.options,
+                pool,
+                enable_events=facts.enable_events,
+                tokens_per_block=tokens,
+                identity=facts.identity,
             )
             logger.info("%s", self._greeting(pool, tokens))
         return self._manager
@@ -90,7 +95,15 @@ class KVOffloadSpec(OffloadingSpec):
             f"in {pool.num_slots * pool.slot_stride / 2**30:.2f} GiB; policy {options.policy}, admission "
             f"{options.admission}, store {options.store}, verification {options.verify}"
             + (f", {groups} KV groups" if groups > 1 else "")
+            + "".join(f", behind it {_describe(tier)}" for tier in options.tiers)
         )
+
+
+def _describe(tier: TierOptions) -> str:
+    return (
+        f"{tier.capacity_bytes / 2**30:.2f} GiB in {', '.join(tier.paths)} "
+        f"(policy {tier.policy}, admission {tier.admission})"
+    )
 
 
 def _name_failed_loads_of_this_process(worker: KVOffloadWorker) -> None:

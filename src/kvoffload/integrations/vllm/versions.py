@@ -24,6 +24,15 @@ SINCE_POLICIES_FROM_ELSEWHERE = (0, 27)
 SINCE_CONNECTOR = (0, 32)
 """`KVOffloadConnector` builds on the scheduler side of vLLM's connector as it is since then."""
 
+_PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+_PARALLEL_0_25 = (
+    "world_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+)
+
 _log = logging.getLogger("vllm.kvoffload")
 
 
@@ -41,6 +50,7 @@ class EngineFacts:
         replicated: all workers hold the same bytes of a block (MLA under tensor parallelism), so that one
             copy will do.
         enable_events: somebody listens to KV events.
+        identity: what the bytes of a block depend on, beside its key.
     """
 
     engine_id: str
@@ -52,16 +62,17 @@ class EngineFacts:
     rank: int
     replicated: bool
     enable_events: bool
+    identity: Mapping[str, Any]
 
 
-def engine_facts(spec: Any) -> EngineFacts:
+def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
     """Facts of the engine that a specification serves, once vLLM's base constructor has run on it.
 
     Since 0.26 the engine's facts are its ``config``; in 0.25 they are vLLM's two configurations.
     """
     config = getattr(spec, "config", None)
     if config is None:
-        return _facts_of_0_25(spec)
+        return _facts_of_0_25(spec, vllm_version)
     return EngineFacts(
         engine_id=config.engine_id,
         extra_config=config.extra_config,
@@ -72,10 +83,20 @@ def engine_facts(spec: Any) -> EngineFacts:
         rank=config.parallel.rank,
         replicated=bool(getattr(config, "replicated_layout", False)),
         enable_events=config.enable_kv_cache_events,
+        identity={
+            "vllm": vllm_version,
+            "model": config.model.name,
+            "dtype": config.model.dtype,
+            "layout": getattr(config, "kv_cache_layout", None),
+            "groups": [(group.tokens_per_block, group.layer_names) for group in config.groups],
+            "worker_block_bytes": config.worker_kv_bytes_per_block,
+            "blocks_per_chunk": config.cache.blocks_per_chunk,
+            "parallel": [getattr(config.parallel, name, 1) for name in _PARALLEL],
+        },
     )
 
 
-def _facts_of_0_25(spec: Any) -> EngineFacts:
+def _facts_of_0_25(spec: Any, vllm_version: str) -> EngineFacts:
     parallel, cache = spec.vllm_config.parallel_config, spec.kv_cache_config
     sizes = [tensor.size for tensor in cache.kv_cache_tensors]
     # Packed tensors name places in one allocation, whose size each of them gives.
@@ -91,6 +112,18 @@ def _facts_of_0_25(spec: Any) -> EngineFacts:
         rank=parallel.rank,
         replicated=False,
         enable_events=spec.kv_events_config.enable_kv_cache_events,
+        identity={
+            "vllm": vllm_version,
+            "model": spec.vllm_config.model_config.model,
+            "dtype": str(spec.vllm_config.cache_config.cache_dtype),
+            "groups": [
+                (size, tuple(group.layer_names))
+                for size, group in zip(spec.gpu_block_size, cache.kv_cache_groups, strict=True)
+            ],
+            "worker_block_bytes": total_bytes // cache.num_blocks if cache.num_blocks else 0,
+            "blocks_per_chunk": spec.block_size_factor,
+            "parallel": [getattr(parallel, name, 1) for name in _PARALLEL_0_25],
+        },
     )
 
 
