@@ -135,15 +135,18 @@ class OffloadingManager:
             ctx.see(keys)
         return ctx
 
-    def finish_request(self, ctx: RequestContext) -> None:
+    def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
         """Commit what the request used, its whole path in one go. Transfers may still be in flight.
+
+        `path` is all of it in prefix order, where the calls for this request came in another order.
 
         Blocks that it has touched already, or stored itself, are not accessed a second time; they only
         take their place in the order of the path.
         """
         ctx = self._context(ctx)
         ctx.flush()
-        self._commit(ctx, np.arange(ctx.length, dtype=np.int32), whole_path=True)
+        positions = ctx.see(path) if path else np.arange(ctx.length, dtype=np.int32)
+        self._commit(ctx, positions, whole_path=True)
         if self.admission is not None and ctx.pieces > 1:
             # Counted piece by piece, the last piece is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())

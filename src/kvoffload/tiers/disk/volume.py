@@ -210,9 +210,9 @@ class Volume:
             self._forget(slots[ready])
         return int(np.count_nonzero(ready))
 
-    def access(self, keys: Keys, ctx: RequestContext, own: npt.NDArray[np.uint64]) -> None:
+    def finish_request(self, ctx: RequestContext, keys: Keys, own: npt.NDArray[np.uint64]) -> None:
         """A request used these blocks, in prefix order; `own` are generations that it wrote itself."""
-        self.manager.touch(keys, ctx)
+        self.manager.finish_request(ctx, keys)
         # From the last to the first, as the policy takes them: the head of a prefix ends as the most recent.
         slots = self.manager.slots_of(keys)[::-1]
         slots = slots[slots >= 0]
