@@ -12,6 +12,7 @@ from kvoffload import __version__
 from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
+    "disk": "kvoffload.cli.disk:disk",
     "policies": "kvoffload.cli.policies:policies",
     "replay": "kvoffload.cli.replay:replay",
     "sweep": "kvoffload.cli.sweep:sweep",

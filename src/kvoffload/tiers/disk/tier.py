@@ -150,7 +150,7 @@ class DiskTier:
         for number, rows in self._routed(path):
             own = known.written[number]
             written = np.concatenate(own) if own else np.empty(0, np.uint64)
-            self._volumes[number].access(_select(path, rows), known.contexts[number], written)
+            self._volumes[number].finish_request(known.contexts[number], _select(path, rows), written)
         known.finished = True
 
     # ---- blocks
