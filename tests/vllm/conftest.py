@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,15 @@ def write_llama(directory: Path, seed: int = 7) -> Path:
 class Engine:
     """One vLLM engine in this process, and what of ours is inside it."""
 
-    def __init__(self, model: Path, offload: dict[str, Any] | None, **settings: Any) -> None:
+    def __init__(
+        self, model: Path, offload: dict[str, Any] | None, *, connector: bool = False, **settings: Any
+    ) -> None:
         from vllm import LLM
+        from vllm.triton_utils import dispatcher
 
+        # vLLM looks at everything in every module, and stumbles over a library handle of llvmlite that says
+        # it has a `__dict__`. Only where numba was imported before the engine's worker, as in tests.
+        dispatcher.vars = lambda value: found if isinstance(found := value.__dict__, Mapping) else {}
         transfer = None
         if offload is not None:
             transfer = {
@@ -97,6 +103,11 @@ class Engine:
                     **offload,
                 },
             }
+            if connector:
+                transfer |= {
+                    "kv_connector": "KVOffloadConnector",
+                    "kv_connector_module_path": "kvoffload.integrations.vllm.connector",
+                }
         self.llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,

@@ -226,9 +226,7 @@ class OffloadingManager:
         """
         self._unpin(plan, damaged, loaded=True)
 
-    def cancel_load(
-        self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()
-    ) -> None:
+    def cancel_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
         """Unpin the blocks of a load that did not take place; `damaged` as for `complete_load`."""
         self._unpin(plan, damaged, loaded=False)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 _HOME = {"KVOffloadConnector": "connector", "KVOffloadSpec": "spec"}
 
-__all__ = ["KVOffloadConnector", "KVOffloadSpec"]  # noqa: F822
+__all__ = ["KVOffloadConnector", "KVOffloadSpec"]
 
 
 def __getattr__(name: str) -> Any:
