@@ -18,9 +18,10 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
-    VLLM_CPU_OMP_THREADS_BIND="0",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    TORCHDYNAMO_DISABLE="1",  # log-probs would compile a kernel for half a minute
 )
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -165,9 +166,9 @@ class Engine:
         return [list(output.token_ids) for output in self.generate(prompts, tokens)]
 
     def drain(self) -> None:
-        """Step until no transfer is under way."""
+        """Step until no transfer is under way, and the connector has heard that all requests are finished."""
         for _ in range(1000):
-            if not self.connector.has_pending_push_work():
+            if not self.core.scheduler.has_requests():
                 return
             self.core.step_fn()
         raise AssertionError("transfers do not end")

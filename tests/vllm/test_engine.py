@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,36 +9,115 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from traffic import Recorder, check_nothing_is_left, conversations, damage, drive, random_prompts
+
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-
-def random_prompts(seed: int, count: int, length: int) -> list[list[int]]:
-    """Prompts without a common prefix."""
-    rng = random.Random(seed)
-    return [[rng.randrange(2, 1024) for _ in range(length)] for _ in range(count)]
-
-
 PROMPTS = random_prompts(seed=1, count=3, length=300)
+"""The engine has room for two of them: each evicts the others."""
+CHATS = conversations(seed=2, documents=8, turns=4)
+
+
+class Expected:
+    """What the engine answers without offloading, each prompt alone and computed; and after a hit of its own."""
+
+    def __init__(self, engine: Any) -> None:
+        self.prompts = [engine.tokens([prompt])[0] for prompt in PROMPTS]
+        self.chats = [engine.tokens([prompt], 8)[0] for prompt in CHATS]
+        self.logprobs = []
+        for prompt in PROMPTS:
+            engine.tokens([prompt])
+            self.logprobs.append(logprobs(engine, prompt))
+
+
+def logprobs(engine: Any, prompt: list[int]) -> list[dict[int, float]]:
+    """Of each token: the five most probable ones, and how probable they were."""
+    output = engine.generate([prompt], logprobs=5)[0]
+    return [{token: one.logprob for token, one in step.items()} for step in output.logprobs]
 
 
 @pytest.fixture(scope="module")
-def expected(start_engine: Callable[..., Any], llama: Path) -> list[list[int]]:
-    """What the engine answers without offloading, each prompt computed."""
-    engine = start_engine(llama, None)
-    return [engine.tokens([prompt])[0] for prompt in PROMPTS]
+def expected(start_engine: Callable[..., Any], llama: Path) -> Expected:
+    return Expected(start_engine(llama, None))
 
 
 @pytest.fixture(scope="module")
-def engine(start_engine: Callable[..., Any], llama: Path, expected: list[list[int]]) -> Any:
-    return start_engine(llama, {"ram": "8MiB"})
+def engine(start_engine: Callable[..., Any], llama: Path, expected: Expected) -> Any:
+    return start_engine(llama, {"ram": "4MiB", "policy": "arc"})
 
 
-def test_loaded_prefixes_give_the_same_tokens(engine: Any, expected: list[list[int]]) -> None:
-    """The engine has room for two of the three prompts: each evicts the others, and comes back from RAM."""
+def loaded(engine: Any) -> int:
+    return engine.manager.core.stats().loaded
+
+
+def test_loaded_prefixes_give_the_same_tokens(engine: Any, expected: Expected) -> None:
+    recorder = Recorder(engine)
     for turn in range(3):
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == expected, f"turn {turn}"
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == expected.prompts, f"turn {turn}"
     engine.drain()
-    stats = engine.manager.core.stats()
-    assert stats.stored == 27, "nine whole blocks of each prompt, once"
-    assert stats.loaded >= 27
+    recorder.remove()
+    assert engine.manager.core.stats().stored == 27, "nine whole blocks of each prompt, once"
+    assert loaded(engine) >= 27
+    assert (recorder.compared, recorder.different) == (loaded(engine), 0), "bytes as they were stored"
+    check_nothing_is_left(engine)
+
+
+def test_log_probs_are_those_of_the_engines_own_hits(engine: Any, expected: Expected) -> None:
+    for prompt, own in zip(PROMPTS, expected.logprobs, strict=True):
+        engine.forget_device()
+        before = loaded(engine)
+        assert logprobs(engine, prompt) == own
+        assert loaded(engine) == before + 9
+
+
+@pytest.mark.parametrize("how", ["zeros", "noise", "other slots"])
+def test_wrong_bytes_change_the_tokens(engine: Any, expected: Expected, how: str) -> None:
+    """The negative control: without verification the engine computes with whatever is loaded."""
+    kept = engine.manager._pool._slots.copy()
+    engine.forget_device()
+    damage(engine, how)
+    tokens = engine.tokens([PROMPTS[0]])[0]
+    engine.drain()
+    engine.manager._pool._slots[:] = kept
+    engine.forget_device()
+    assert tokens != expected.prompts[0]
+    assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_failing_worker_stops_nothing(
+    engine: Any, expected: Expected, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.core.reset_prefix_cache(reset_connector=True)
+    if direction == "load":
+        assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]
+        engine.forget_device()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("told to fail")
+
+    monkeypatch.setattr(engine.worker._copies, "_copy", fail)
+    assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]
+    engine.drain()
+    monkeypatch.undo()
+    assert engine.worker.num_failed >= 1
+    check_nothing_is_left(engine)
+    engine.forget_device()
+    assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0], "and it goes on"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_stress(engine: Any, expected: Expected, seed: int) -> None:
+    """Preemption, aborts, eviction in engine and pool, resets; the seed is in the name."""
+    before = engine.manager.core.stats()
+    outcome = drive(
+        engine, CHATS, expected.chats, seed, 100, aborts=0.1 * (seed - 1), resets=0.01 * (seed - 1)
+    )
+    after = engine.manager.core.stats()
+    assert not outcome.wrong, outcome
+    assert outcome.finished + outcome.aborted == 100
+    assert outcome.preempted
+    assert after.loaded > before.loaded
+    assert after.evicted > before.evicted
+    check_nothing_is_left(engine)
