@@ -82,6 +82,7 @@ class KVOffloadManager(OffloadingManager):
 
     Attributes:
         core: the manager that decides. broken: an error was contained, and nothing is offloaded any more.
+        num_lost: blocks that the device has dropped before they could be offered.
 
     Thread: the scheduler's.
     """
@@ -95,6 +96,7 @@ class KVOffloadManager(OffloadingManager):
         tokens_per_block: int = 0,
     ) -> None:
         self.broken = False
+        self.num_lost = 0
         self.metrics = Metrics()
         self._options, self._pool = options, pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
@@ -266,10 +268,11 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(lambda keys: None)
     def keep_dropped(self, keys: list[bytes]) -> None:
-        """The device has dropped these blocks: those that are here as well are not duplicates any more."""
+        """The device has dropped these blocks unseen: those that are here are not duplicates any more."""
         here = self.core.contains(keys)
         if here.any():
             self.core.prepare_store([key for key, found in zip(keys, here.tolist(), strict=True) if found])
+        self.num_lost += len(keys) - int(np.count_nonzero(here))
 
     def _failed(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Which slots a worker has marked: it could not copy its part of them."""

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from kvoffload.types import ManagerStats
 
-PREFIX = "kvoffload:"
+PREFIX = "vllm:kvoffload_"
 
 COUNTERS = {
     "lookup_blocks": "Blocks that requests asked for.",

@@ -22,6 +22,9 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffload
 
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 
+_FADING = 0.99
+"""How fast a large step is forgotten: to the half in 70 steps that evict."""
+
 NOBODY = ""
 """The request of blocks that the GPU drops; vLLM's have longer names."""
 
@@ -61,12 +64,12 @@ class OnDeviceEviction(KVOffloadScheduler):
     When less is free than a step may take, blocks can come and go between two steps unseen. Then requests
     store at once what they have computed, as without this mode, until more is free again.
 
-    Not stored are blocks that leave unseen all the same, because a step took more than the window; they are
-    counted. `window` follows the largest recent step, up to half of the GPU's blocks.
+    Not stored are blocks that leave unseen all the same, because a step took more than the window (a long
+    prefix that comes back from RAM does); the manager counts them. `window` follows the largest recent step,
+    up to half of the GPU's blocks.
 
     Attributes:
         window: blocks at the head of the free list that are offered.
-        num_unseen: blocks that the GPU dropped and that were never offered.
 
     Cost: O(window) a step in which the free list has changed.
     """
@@ -76,8 +79,8 @@ class OnDeviceEviction(KVOffloadScheduler):
         self._pool, groups = block_pool, self.config.kv_group_configs
         self._smallest = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
         self._largest = max(1, block_pool.num_gpu_blocks // 2)
+        self._reach: float = self._smallest
         self.window = min(self._smallest, self._largest)
-        self.num_unseen = 0
         self._rows = {group.group_idx: row for row, group in enumerate(groups)}
         self._offered: dict[int, bytes] = {}
         self._gone: list[bytes] = []
@@ -112,11 +115,10 @@ class OnDeviceEviction(KVOffloadScheduler):
         """Blocks that have been dropped since the last step."""
         if not self._gone:
             return
-        decayed = self.window - (self.window - self._smallest + 7) // 8
-        self.window = min(max(self._smallest, decayed, len(self._gone)), self._largest)
+        self._reach = max(self._smallest, _FADING * self._reach, len(self._gone))
+        self.window = min(int(self._reach), self._largest)
         known = set(self._offered.values())
         unseen = [key for key in dict.fromkeys(self._gone) if key not in known]
-        self.num_unseen += len(unseen)
         if unseen:
             self.manager.keep_dropped(unseen[::-1])
         self._gone.clear()
