@@ -44,7 +44,14 @@ LLAMA = {
 }
 
 
-def write_llama(directory: Path, seed: int = 7) -> Path:
+HYBRID = LLAMA | {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 80,
+}
+"""Two KV groups: every other layer sees 80 tokens back."""
+
+
+def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) -> Path:
     """A Llama with random weights: their scale makes attention matter, so that wrong KV shows."""
     import torch
     from safetensors.torch import save_file
@@ -75,7 +82,7 @@ def write_llama(directory: Path, seed: int = 7) -> Path:
             prefix + "post_attention_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
         }
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(LLAMA))
+    (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
     return directory
 
@@ -191,6 +198,12 @@ class Engine:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the tiny model."""
     return write_llama(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the model with two KV groups."""
+    return write_llama(tmp_path_factory.mktemp("model") / "hybrid", HYBRID)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A real engine that offloads through us: the tokens stay the same, the blocks come back, and the test can fail."""
+"""A real engine that offloads through us: tokens stay the same, blocks come back, and the test can fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHATS = conversations(seed=2, documents=8, turns=4)
 
 
 class Expected:
-    """What the engine answers without offloading, each prompt alone and computed; and after a hit of its own."""
+    """What the engine answers without offloading: each prompt alone and computed, and after its own hit."""
 
     def __init__(self, engine: Any) -> None:
         self.prompts = [engine.tokens([prompt])[0] for prompt in PROMPTS]

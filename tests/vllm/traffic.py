@@ -100,7 +100,8 @@ def drive(
         if rng.random() < resets:
             outcome.resets += 1
             waiting = any(
-                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in scheduler.requests.values()
+                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                for request in scheduler.requests.values()
             )
             if rng.random() < 0.5 or waiting:
                 assert scheduler.reset_connector_cache()
@@ -156,7 +157,9 @@ class Recorder:
         layout, tensors, found = self._copies._layout, self._copies._tensors, {}
         for move in layout.moves(blocks, slots.block_ids):
             for block, slot in zip(move.blocks.tolist(), move.slots.tolist(), strict=True):
-                parts = [tensors[r.tensor][block, : r.num_bytes].tobytes() for r in layout.regions[move.group]]
+                parts = [
+                    tensors[r.tensor][block, : r.num_bytes].tobytes() for r in layout.regions[move.group]
+                ]
                 found[(self._engine.manager.core.index.key_at(slot), move.inner)] = b"".join(parts)
         return found
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from vllm.v1.kv_offload.base import Medium
-from vllm.v1.kv_offload.base import OffloadingEvent as VLLMEvent
+from vllm.v1.kv_offload import base
 
+from kvoffload.integrations.vllm.versions import event as vllm_event
 from kvoffload.types import OffloadingEvent
 
 
-def to_vllm(events: Iterable[OffloadingEvent]) -> Iterator[VLLMEvent]:
+def to_vllm(events: Iterable[OffloadingEvent]) -> Iterator[Any]:
     """The same events, in order."""
     for event in events:
-        yield VLLMEvent(keys=list(event.keys), medium=Medium(event.medium), removed=event.removed)
+        yield vllm_event(base, list(event.keys), event.removed)

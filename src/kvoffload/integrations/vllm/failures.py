@@ -17,8 +17,8 @@ logger = logging.getLogger("vllm.kvoffload")
 def name_failed_loads(connector: Any, worker: KVOffloadWorker) -> None:
     """From now on the results of `connector` name the requests whose loads `worker` could not do.
 
-    What follows is vLLM's ``kv_load_failure_policy``: ``recompute``, which we want, or ``fail``, vLLM's default,
-    with which such a request ends with an error. The engine lives either way.
+    What follows is vLLM's ``kv_load_failure_policy``: ``recompute``, which we want, or ``fail``, vLLM's
+    default, with which such a request ends with an error. The engine lives either way.
     """
     results_of = connector.get_transfer_results
 

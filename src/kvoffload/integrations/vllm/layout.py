@@ -46,8 +46,9 @@ class Move(NamedTuple):
 class Layout:
     """The places of all tensors in a part of a slot.
 
-    A chunk of one KV group needs the bytes of the tensors that hold the group's layers, and no others: tensors
-    that never meet in a group share a place. So a hybrid model pays for its largest group, not for all of them.
+    A chunk of one KV group needs the bytes of the tensors that hold the group's layers, and no others:
+    tensors that never meet in a group share a place. So a hybrid model pays for its largest group, not for
+    all of them.
 
     Args:
         page_bytes: of each tensor, with padding.
@@ -65,10 +66,7 @@ class Layout:
         self.blocks_per_chunk = blocks_per_chunk
         self.starts = _places([size * blocks_per_chunk for size in page_bytes], groups)
         self.part_bytes = max(
-            (
-                start + size * blocks_per_chunk
-                for start, size in zip(self.starts, page_bytes, strict=True)
-            ),
+            (start + size * blocks_per_chunk for start, size in zip(self.starts, page_bytes, strict=True)),
             default=0,
         )
         self.regions = [
@@ -110,7 +108,9 @@ class Layout:
             num_slots = int(chunk[-1]) + 1
             mine = np.asarray(slots[slot_at : slot_at + num_slots], np.int64)
             if len(mine) < num_slots or (mine < 0).any():
-                raise ValueError(f"{size} blocks of KV group {group} need {num_slots} slots, not {mine.tolist()}")
+                raise ValueError(
+                    f"{size} blocks of KV group {group} need {num_slots} slots, not {mine.tolist()}"
+                )
             targets, sources = mine[chunk], blocks[block_at : block_at + size]
             for number in range(min(per_chunk, size)):
                 chosen = inner == (first + number) % per_chunk

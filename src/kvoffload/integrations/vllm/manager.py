@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,6 +37,9 @@ logger = logging.getLogger("vllm.kvoffload")
 
 USUAL_KEY_BYTES = 36
 """A SHA-256 and the number of the KV group. If the engine hashes otherwise, its first key shows it."""
+
+_NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
+"""Nothing is stored, and the offer is not to be repeated."""
 
 _ANSWERS = {result: VLLMResult[result.name] for result in LookupResult}
 
@@ -219,7 +222,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(lambda keys, req_context: _NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Choose what is stored of the offered blocks. None: nothing now, the same offer may succeed later."""
+        """Choose what is stored of the offered blocks. None: nothing now, perhaps later."""
         request = self._request(req_context)
         self._release(request)
         offered = list(keys)
@@ -251,7 +254,7 @@ class KVOffloadManager(OffloadingManager):
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """End a store; blocks that a worker could not store are forgotten."""
         for plan in self._stores.take(req_context.req_id, keys):
-            failed = self._failed(plan.slots) if success else np.ones(len(plan.slots), np.bool_)
+            failed = self._failed(plan.slots) if success else np.full(len(plan.slots), True)
             self.metrics.counts["failed_store_blocks"] += int(np.count_nonzero(failed))
             if failed.any():
                 for piece, lost in zip(plan.split(), failed.tolist(), strict=True):
@@ -276,8 +279,7 @@ class KVOffloadManager(OffloadingManager):
 
     def _failed(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Which slots a worker has marked: it could not copy its part of them."""
-        marked: npt.NDArray[np.bool_] = self._pool.failed[:, slots].any(axis=0)
-        return marked
+        return np.asarray(self._pool.failed[:, slots].any(axis=0), np.bool_)
 
     # ---- the rest
 
@@ -304,8 +306,8 @@ class KVOffloadManager(OffloadingManager):
             self._verifier.reset()
         self.core.reset(drop_in_flight=True)
 
-    @_contained(lambda: ())
-    def take_events(self) -> Iterable[Any]:
+    @_contained(lambda: [])
+    def take_events(self) -> list[Any]:
         """Blocks that came and went since the last call, in vLLM's form."""
         return list(to_vllm(self.core.take_events()))
 
@@ -323,9 +325,6 @@ class KVOffloadManager(OffloadingManager):
     def _on_damage(self, key: bytes) -> None:
         self.metrics.counts["verification_failures"] += 1
         logger.error("kvoffload: block %s is not what was stored; it is computed again", key.hex())
-
-
-_NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 
 
 def path_of(req_context: Any) -> list[bytes]:

@@ -1,7 +1,8 @@
 """What vLLM shows of us under ``/metrics``.
 
-Owns names and meanings of our metrics, and what has been counted since vLLM last asked. Bytes and seconds of
-loads and stores are vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on), from what our worker reports.
+Owns names and meanings of our metrics, and what has been counted since vLLM last asked. Bytes and seconds
+of loads and stores are vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on), from what our worker
+reports.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 from kvoffload.types import ManagerStats
 
 PREFIX = "vllm:kvoffload_"
+"""vLLM takes what has its name in it out of the registry when an engine ends, and nothing else."""
 
 COUNTERS = {
     "lookup_blocks": "Blocks that requests asked for.",

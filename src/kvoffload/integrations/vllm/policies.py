@@ -44,7 +44,7 @@ class _Request:
         self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()
 
 
-class VLLMPolicy(CachePolicy):  # type: ignore[misc]
+class VLLMPolicy(CachePolicy):
     """A policy of ours behind vLLM's interface for policies.
 
     vLLM's manager asks who leaves before it says who comes, block by block; a policy of ours is told both

@@ -26,6 +26,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiers.base import Checksums, Mask, block_checksums
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.transfer import Blocks
+from kvoffload.transfer.copies import address_of
 
 SHARED_MEMORY = Path("/dev/shm")
 SCHEDULER = 0
@@ -132,6 +133,11 @@ class SharedPool:
         start = number * self.part_bytes
         return self._slots[:, start : start + self.part_bytes]
 
+    @property
+    def address(self) -> int:
+        """Where the first slot lies in this process; slots follow each other at `slot_stride`."""
+        return address_of(self._slots)
+
     def seal(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> None:
         """Take the checksums of what a part of these slots holds now, for keys with these digests."""
         self.checksums[part, slots] = self._compute(part, slots, digests)
@@ -229,4 +235,3 @@ def _remove_abandoned(directory: Path) -> None:
                 path.unlink()
             finally:
                 os.close(fd)
-

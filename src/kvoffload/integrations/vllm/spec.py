@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvoffload.integrations.vllm.copies import copies_for
@@ -17,6 +18,7 @@ from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.metrics import definitions
 from kvoffload.integrations.vllm.options import ALWAYS, parse_options
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
+from kvoffload.integrations.vllm.versions import check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
 
 logger = logging.getLogger("vllm.kvoffload")
@@ -36,25 +38,25 @@ class KVOffloadSpec(OffloadingSpec):
         """Our metrics, for vLLM's ``/metrics``."""
         return definitions()
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.options = parse_options(self.extra_config)
+    def __init__(self, *config: Any) -> None:
+        check_version(vllm_version)
+        super().__init__(*config)
+        self.facts = engine_facts(self)
+        self.options = parse_options(self.facts.extra_config)
         self.offload_prompt_only = self.options.prompt_only
         # Where all workers hold the same bytes, one of them stores and all of them load one part.
-        self.replicated_layout = config.replicated_layout
+        self.replicated_layout = self.facts.replicated
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
     def get_manager(self) -> KVOffloadManager:
         """The scheduler's side."""
         if self._manager is None:
-            pool = self._attach(SCHEDULER, self.config.worker_kv_bytes_per_block * self.blocks_per_chunk)
-            tokens = min(self.tokens_per_block) * self.blocks_per_chunk
+            facts = self.facts
+            pool = self._attach(SCHEDULER, facts.worker_block_bytes * facts.blocks_per_chunk)
+            tokens = min(facts.tokens_per_block) * facts.blocks_per_chunk
             self._manager = KVOffloadManager(
-                self.options,
-                pool,
-                enable_events=self.kv_events_config.enable_kv_cache_events,
-                tokens_per_block=tokens,
+                self.options, pool, enable_events=facts.enable_events, tokens_per_block=tokens
             )
             logger.info("%s", self._greeting(pool, tokens))
         return self._manager
@@ -62,32 +64,30 @@ class KVOffloadSpec(OffloadingSpec):
     def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
         """The side of one worker, for the tensors of its layers."""
         if self._worker is None:
-            layout = Layout.of(kv_caches, self.blocks_per_chunk)
-            rank = self.config.parallel.rank
-            pool = self._attach(1 + rank, layout.part_bytes)
-            part = 0 if self.replicated_layout else rank
+            layout = Layout.of(kv_caches, self.facts.blocks_per_chunk)
+            pool = self._attach(1 + self.facts.rank, layout.part_bytes)
+            part = 0 if self.facts.replicated else self.facts.rank
             copies = copies_for(kv_caches, layout, pool, part)
             self._worker = KVOffloadWorker(pool, part, copies, seal=self.options.verify == ALWAYS)
             _name_failed_loads_of_this_process(self._worker)
         return self._worker
 
     def _attach(self, member: int, part_bytes: int) -> SharedPool:
-        world_size = self.config.parallel.world_size
         return SharedPool.attach(
-            self.config.engine_id,
+            self.facts.engine_id,
             member=member,
-            num_members=1 + world_size,
-            num_parts=1 if self.replicated_layout else world_size,
+            num_members=1 + self.facts.num_workers,
+            num_parts=1 if self.facts.replicated else self.facts.num_workers,
             part_bytes=part_bytes,
             capacity_bytes=self.options.ram_bytes,
         )
 
     def _greeting(self, pool: SharedPool, tokens_per_block: int) -> str:
-        options, groups = self.options, len(self.config.groups)
+        options, groups = self.options, len(self.facts.tokens_per_block)
         tokens = pool.num_slots * tokens_per_block // groups
         return (
-            f"kvoffload: {pool.num_slots:,} blocks of {tokens_per_block} tokens, room for {tokens:,} tokens in "
-            f"{pool.num_slots * pool.slot_stride / 2**30:.2f} GiB; policy {options.policy}, admission "
+            f"kvoffload: {pool.num_slots:,} blocks of {tokens_per_block} tokens, room for {tokens:,} tokens "
+            f"in {pool.num_slots * pool.slot_stride / 2**30:.2f} GiB; policy {options.policy}, admission "
             f"{options.admission}, store {options.store}, verification {options.verify}"
             + (f", {groups} KV groups" if groups > 1 else "")
         )

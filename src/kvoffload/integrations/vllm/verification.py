@@ -45,7 +45,9 @@ class Verifier:
     Thread: the scheduler's, for all methods. The work is done by one thread, at memory speed.
     """
 
-    def __init__(self, manager: OffloadingManager, pool: SharedPool, on_damage: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, manager: OffloadingManager, pool: SharedPool, on_damage: Callable[[bytes], None]
+    ) -> None:
         self._manager, self._pool, self._on_damage = manager, pool, on_damage
         self._limit, self._held = max(1, manager.capacity_blocks // 2), 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")

@@ -88,7 +88,9 @@ class KVOffloadWorker(OffloadingWorker):
             self._sealer.shutdown()
         self._pool.close()
 
-    def _submit(self, job_id: int, job: _Job, engine: Any, begin: Callable[[int, Any, SlotsSpec], None]) -> None:
+    def _submit(
+        self, job_id: int, job: _Job, engine: Any, begin: Callable[[int, Any, SlotsSpec], None]
+    ) -> None:
         self._jobs[job_id] = job
         try:
             begin(job_id, engine, job.slots)
