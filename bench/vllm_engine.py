@@ -12,12 +12,13 @@ wait: the machine's mood hits all alike. Ratios are to vLLM's LRU, of the same s
 medians of them. Hits are the same in every round but for what transfers under way leave to chance.
 
 `manager` is time in calls of the offloading manager, all of them, on the scheduler's thread; `lookup` is the
-time that vLLM's connector takes to find out how long a hit is. `--keyed` adds our connector asking key by key.
+time that vLLM's connector takes to find out how long a hit is. `--keyed` adds ours asked key by key.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import lzma
 import os
@@ -81,6 +82,12 @@ def prompt_of(blocks: list[int]) -> list[int]:
     return prompt
 
 
+def tiny() -> Any:
+    """The model and the engine of tests/vllm."""
+    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+    return importlib.import_module("conftest")
+
+
 # ---- one engine, in a process of its own
 
 
@@ -107,18 +114,16 @@ class Clock:
 
 
 _CALLS = (
-    "lookup lookup_prefix prepare_load complete_load prepare_store complete_store store_dropped keep_dropped "
-    "touch on_new_request on_request_finished on_schedule_end take_events get_load_source get_stats"
-).split()
+    *("lookup", "lookup_prefix", "prepare_load", "complete_load", "prepare_store", "complete_store"),
+    *("store_dropped", "keep_dropped", "touch", "on_new_request", "on_request_finished"),
+    *("on_schedule_end", "take_events", "get_load_source", "get_stats"),
+)
 
 
 class Side:
     """One engine that replays slices, and what is measured."""
 
     def __init__(self, model: Path, offload: dict[str, Any] | None, gpu_blocks: int, ram_blocks: int) -> None:
-        sys.path.insert(0, str(ROOT / "tests" / "vllm"))
-        from conftest import Engine
-
         settings: dict[str, Any] = {
             "block_size": BLOCK_TOKENS,
             "num_gpu_blocks_override": gpu_blocks + 1,
@@ -129,7 +134,8 @@ class Side:
             connector = offload.pop("connector", False)
             offload["cpu_bytes_to_use"] = ram_blocks * self._block_bytes()
             settings["connector"] = connector
-        self.engine = Engine(model, offload, **settings)
+        self.engine = tiny().Engine(model, offload, **settings)
+        self.offloads = offload is not None
         self.hits: dict[str, tuple[int, int]] = {}
         self.manager, self.lookup = Clock(), Clock()
         if offload is not None:
@@ -139,9 +145,8 @@ class Side:
 
     @staticmethod
     def _block_bytes() -> int:
-        from conftest import LLAMA
-
-        heads = LLAMA["num_key_value_heads"] * LLAMA["head_dim"] * LLAMA["num_hidden_layers"]
+        llama = tiny().LLAMA
+        heads = llama["num_key_value_heads"] * llama["head_dim"] * llama["num_hidden_layers"]
         return int(2 * 2 * heads * BLOCK_TOKENS)
 
     def _watch(self, scheduler: Any) -> None:
@@ -175,7 +180,9 @@ class Side:
         """Serve these prompts, `AT_ONCE` at a time; what it took."""
         from vllm import SamplingParams
 
-        llm, waiting, sent, first = self.engine.llm.llm_engine, list(enumerate(prompts)), {}, {}
+        llm, waiting = self.engine.llm.llm_engine, list(enumerate(prompts))
+        sent: dict[str, float] = {}
+        first: dict[str, float] = {}
         sampling = SamplingParams(
             temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False
         )
@@ -196,7 +203,8 @@ class Side:
                 if output.finished:
                     running.discard(output.request_id)
         seconds = time.perf_counter() - start
-        self.engine.drain() if hasattr(self.engine.core.scheduler.connector, "connector_scheduler") else None
+        if self.offloads:
+            self.engine.drain()
         return {
             "seconds": seconds,
             "tokens": sum(map(len, prompts)),
@@ -225,7 +233,9 @@ def serve(options: argparse.Namespace) -> None:
         round_number, start, stop = json.loads(line)
         if start == 0:
             side.forget()
-        print(json.dumps(side.replay(f"{round_number}-{start}", prompts[start:stop])), file=answers, flush=True)
+        print(
+            json.dumps(side.replay(f"{round_number}-{start}", prompts[start:stop])), file=answers, flush=True
+        )
 
 
 # ---- all of them
@@ -246,9 +256,14 @@ class Process:
         arguments = [sys.executable, __file__, "--side", side, "--model", str(model)]
         for name in ("trace", "requests", "gpu_blocks", "ram_blocks"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
         )
         self.answer()
 
@@ -277,13 +292,14 @@ class Process:
 
 def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Every slice of every round, in turns: side -> what each slice took."""
-    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
-    from conftest import write_llama
-
-    names = [name for name in (SIDES | (KEYED if options.keyed else {})) if not options.only or name in options.only]
+    names = [
+        name
+        for name in (SIDES | (KEYED if options.keyed else {}))
+        if not options.only or name in options.only
+    ]
     took: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as directory:
-        model = write_llama(Path(directory) / "model")
+        model = tiny().write_llama(Path(directory) / "model")
         engines = {}
         for name in names:
             engines[name] = Process(name, model, options)
@@ -334,19 +350,29 @@ def show(rows: list[dict[str, Any]]) -> None:
     print("| side | hit ratio | GPU hit tokens | RAM hit tokens | TTFT p50 / p90 ms | tokens/s | throughput "
           "| TTFT | manager µs/request | lookup µs/request |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|")
+    unknown = float("nan")
     for row in rows:
-        print(
-            f"| {row['side']} | {row['hit_ratio']:.3f} | {row['device_hit_tokens']:,} | {row['ram_hit_tokens']:,} "
-            f"| {row['ttft_ms']:.0f} / {row['ttft_p90_ms']:.0f} | {row['tokens_per_s']:,.0f} "
-            f"| {row.get('throughput_ratio', float('nan')):.2f}x | {row.get('ttft_ratio', float('nan')):.2f}x "
-            f"| {row['manager_us_per_request']:,.0f} | {row['lookup_us_per_request']:,.0f} |"
-        )
+        cells = [
+            row["side"],
+            f"{row['hit_ratio']:.3f}",
+            f"{row['device_hit_tokens']:,}",
+            f"{row['ram_hit_tokens']:,}",
+            f"{row['ttft_ms']:.0f} / {row['ttft_p90_ms']:.0f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row.get('throughput_ratio', unknown):.2f}x",
+            f"{row.get('ttft_ratio', unknown):.2f}x",
+            f"{row['manager_us_per_request']:,.0f}",
+            f"{row['lookup_us_per_request']:,.0f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
     """Parse, run, print."""
     traces = Path(os.environ.get("KVOFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--gpu-blocks", type=int, default=200)

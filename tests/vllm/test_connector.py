@@ -159,3 +159,17 @@ def test_what_cannot_be(
 ) -> None:
     with pytest.raises(Exception, match=message):
         start_engine(llama, VICTIM | offload, connector=True, **settings)
+
+
+def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path) -> None:
+    """Layers that see the whole prefix and layers that see 80 tokens back: two groups of blocks."""
+    settings = SMALL_STEPS | {"disable_hybrid_kv_cache_manager": False}
+    expected = Expected(start_engine(hybrid, None, **settings))
+    engine = start_engine(hybrid, VICTIM, connector=True, **settings)
+    assert len(engine.connector.connector_scheduler.config.kv_group_configs) == 2
+    for turn in range(3):
+        found = [engine.tokens([prompt])[0] for prompt in expected.prompts]
+        assert found == expected.answers, f"turn {turn}"
+    engine.drain()
+    assert engine.manager.core.stats().loaded > 20
+    check_nothing_is_left(engine)

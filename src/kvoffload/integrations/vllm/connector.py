@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-import vllm
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.options import parse_options
@@ -18,7 +18,7 @@ from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
 from kvoffload.types import ON_DEVICE_EVICTION
 
 
-class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
+class KVOffloadConnector(OffloadingConnector):
     """Looks prefixes up at once, and can store what the GPU is about to drop (`store: on-device-eviction`).
 
         {"kv_connector": "KVOffloadConnector", "kv_connector_module_path":
@@ -31,7 +31,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
     connector_scheduler: Any
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__, SINCE_CONNECTOR, "KVOffloadConnector")
+        check_version(vllm_version, SINCE_CONNECTOR, "KVOffloadConnector")
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra_config.setdefault("spec_name", "KVOffloadSpec")
         extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")
@@ -43,9 +43,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
         if self.connector_scheduler is None:
             return
         if victim_mode and self.connector_scheduler.config.blocks_per_chunk > 1:
-            raise ConfigError(
-                "store", options.store, "it needs blocks_per_chunk 1, as the GPU drops them"
-            )
+            raise ConfigError("store", options.store, "it needs blocks_per_chunk 1, as the GPU drops them")
         assert isinstance(self.connector_scheduler.manager, KVOffloadManager)
         scheduler_side = OnDeviceEviction if victim_mode else KVOffloadScheduler
         self.connector_scheduler = scheduler_side.of(self.connector_scheduler)
