@@ -1,9 +1,9 @@
 """A real vLLM engine replays a cut of a recorded trace: without offloading, with vLLM's manager, with ours.
 
-    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--ram-blocks 200]
+    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--ram-blocks 100]
 
 The cut: of the second half of the agentic recording the first 300 requests of 16 sessions that run side by
-side, each cut to its first 64 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
+side, each cut to its first 32 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
 tokens), whose token ids follow from its number; so what is shared stays shared. The model is the tiny one of
 tests/vllm, on one core.
 
@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_TOKENS, VOCABULARY, ANSWER_TOKENS, AT_ONCE = 32, 1024, 4, 2
-SESSIONS, LONGEST = 16, 64
+SESSIONS, LONGEST = 16, 32
 
 _OURS = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm"}
 _NATIVE = {"spec_name": "NativeOnCPU", "spec_module_path": "vllm_native"}
@@ -375,8 +375,8 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--gpu-blocks", type=int, default=200)
-    parser.add_argument("--ram-blocks", type=int, default=200)
+    parser.add_argument("--gpu-blocks", type=int, default=100)
+    parser.add_argument("--ram-blocks", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slice", type=int, default=50, help="requests in a turn")
     parser.add_argument("--only", action="append", help="a side; may be given more than once")
