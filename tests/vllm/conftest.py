@@ -103,7 +103,9 @@ def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) 
 class Engine:
     """One vLLM engine in this process, and what of ours is inside it."""
 
-    def __init__(self, model: Path, offload: dict[str, Any] | None, **settings: Any) -> None:
+    def __init__(
+        self, model: Path, offload: dict[str, Any] | None, *, connector: bool = False, **settings: Any
+    ) -> None:
         from vllm import LLM
         from vllm.triton_utils import dispatcher
 
@@ -122,6 +124,11 @@ class Engine:
                     **offload,
                 },
             }
+            if connector:
+                transfer |= {
+                    "kv_connector": "KVOffloadConnector",
+                    "kv_connector_module_path": "kvoffload.integrations.vllm.connector",
+                }
         self.llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
