@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, Reque
 from kvoffload.core import manager as core
 from kvoffload.core.keys import Keys
 from kvoffload.core.request import RequestContext
-from kvoffload.integrations.vllm.events import to_vllm
+from kvoffload.integrations.vllm.events import Events
 from kvoffload.integrations.vllm.inflight import InFlight
 from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
@@ -101,6 +101,7 @@ class KVOffloadManager(OffloadingManager):
         self.broken = False
         self.num_lost = 0
         self.metrics = Metrics()
+        self._events = Events()
         self._options, self._pool = options, pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._requests: dict[str, _Request] = {}
@@ -307,11 +308,12 @@ class KVOffloadManager(OffloadingManager):
         if self._verifier is not None:
             self._verifier.reset()
         self.core.reset(drop_in_flight=True)
+        self._events.reset(self.core)
 
-    @_contained(lambda: [])
+    @_contained(list)
     def take_events(self) -> list[Any]:
         """Blocks that came and went since the last call, in vLLM's form."""
-        return list(to_vllm(self.core.take_events()))
+        return self._events.take(self.core)
 
     @_contained(lambda: None)
     def get_stats(self) -> Any:
