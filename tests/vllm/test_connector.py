@@ -150,15 +150,16 @@ def test_few_free_blocks_fall_back_to_storing_at_once(
 @pytest.mark.parametrize(
     ("offload", "settings", "message"),
     [
-        ({"blocks_per_chunk": 3}, {}, "blocks_per_chunk 1"),
+        ({"blocks_per_chunk": 3}, {}, "one engine block"),
         ({}, {"enable_prefix_caching": False}, "prefix caching"),
+        ({}, {"connector": False}, "needs kv_connector: KVOffloadConnector"),
     ],
 )
 def test_what_cannot_be(
     start_engine: Callable[..., Any], llama: Path, offload: Any, settings: Any, message: str
 ) -> None:
     with pytest.raises(Exception, match=message):
-        start_engine(llama, VICTIM | offload, connector=True, **settings)
+        start_engine(llama, VICTIM | offload, **{"connector": True, **settings})
 
 
 def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path) -> None:
