@@ -44,6 +44,17 @@ LLAMA = {
 }
 
 
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {f"t{n}": n for n in range(1024)}, "unk_token": "t0"},
+}
+"""For servers, which have to speak: a word for each token."""
+
 HYBRID = LLAMA | {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 80,
@@ -83,6 +94,8 @@ def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) 
         }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     save_file(tensors, directory / "model.safetensors")
     return directory
 
@@ -90,7 +103,9 @@ def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) 
 class Engine:
     """One vLLM engine in this process, and what of ours is inside it."""
 
-    def __init__(self, model: Path, offload: dict[str, Any] | None, **settings: Any) -> None:
+    def __init__(
+        self, model: Path, offload: dict[str, Any] | None, *, connector: bool = False, **settings: Any
+    ) -> None:
         from vllm import LLM
         from vllm.triton_utils import dispatcher
 
@@ -109,6 +124,11 @@ class Engine:
                     **offload,
                 },
             }
+            if connector:
+                transfer |= {
+                    "kv_connector": "KVOffloadConnector",
+                    "kv_connector_module_path": "kvoffload.integrations.vllm.connector",
+                }
         self.llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,

@@ -44,7 +44,11 @@ def expected(start_engine: Callable[..., Any], llama: Path) -> Expected:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[..., Any], llama: Path, expected: Expected) -> Any:
-    return start_engine(llama, {"ram": "4MiB", "policy": "arc"})
+    from vllm.config import KVEventsConfig
+
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    options = {"ram": "4MiB", "policy": "arc", "self_describing_kv_events": True}
+    return start_engine(llama, options, kv_events_config=events)
 
 
 def loaded(engine: Any) -> int:
@@ -69,6 +73,57 @@ def test_log_probs_are_those_of_the_engines_own_hits(engine: Any, expected: Expe
         before = loaded(engine)
         assert logprobs(engine, prompt) == own
         assert loaded(engine) == before + 9
+
+
+def test_events_tell_what_ram_holds(engine: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM publishes, applied to a set, is what our manager holds, with the tokens of each block."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    published: list[Any] = []
+    publisher = engine.core.scheduler.kv_event_publisher
+    monkeypatch.setattr(publisher, "publish", lambda batch: published.extend(batch.events))
+    assert engine.core.reset_prefix_cache(reset_connector=True)
+    assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]
+    engine.drain()
+    stored = [event for event in published if isinstance(event, BlockStored) and event.medium == "CPU"]
+    assert [token for event in stored for token in event.token_ids] == PROMPTS[0][:288]
+    assert [event.block_size for event in stored] == [32] * 9
+    outcome = drive(engine, CHATS, expected.chats, seed=10, requests=40)
+    assert not outcome.wrong
+    held: set[Any] = set()
+    for event in published:
+        if isinstance(event, BlockStored | BlockRemoved) and event.medium == "CPU":
+            (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
+    core = engine.manager.core
+    resident = [core.index.key_at(slot) for slot, state in enumerate(core.ref_cnt.tolist()) if state >= 0]
+    assert core.stats().evicted > 0
+    assert held == {maybe_convert_block_hash(key[:-4]) for key in resident}
+
+
+def test_metrics_under_vllms_own(engine: Any, expected: Expected) -> None:
+    """What ``/metrics`` of a server would show of this process."""
+    from prometheus_client import REGISTRY
+
+    def value(name: str, **labels: str) -> float:
+        label = {"model_name": engine.llm.llm_engine.model_config.served_model_name, "engine": "0"}
+        found = REGISTRY.get_sample_value(f"vllm:{name}", label | labels)
+        return 0.0 if found is None else found
+
+    engine.forget_device()
+    before = {name: value(name) for name in ("kvoffload_hit_blocks_total", "kv_offload_load_bytes_total")}
+    assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]
+    assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]
+    stats, hits = engine.manager.core.stats(), value("kvoffload_hit_blocks_total")
+    assert hits > before["kvoffload_hit_blocks_total"]
+    block_bytes = engine.manager._pool.part_bytes
+    assert value("kv_offload_load_bytes_total") - before["kv_offload_load_bytes_total"] == block_bytes * (
+        hits - before["kvoffload_hit_blocks_total"]
+    )
+    assert value("kvoffload_capacity_blocks") == stats.capacity
+    assert value("kvoffload_ready_blocks") == stats.ready
+    assert value("kvoffload_evicted_blocks_total") > 0
+    assert value("kvoffload_policy_state", policy="arc", name="target_t1_blocks") >= 0
 
 
 @pytest.mark.parametrize("how", ["zeros", "noise", "other slots"])

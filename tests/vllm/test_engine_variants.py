@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
@@ -127,9 +126,8 @@ def test_two_kv_groups(
         assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
         engine.forget_device()
     assert engine.manager.core.stats().loaded > 0
-    stress(engine, chats, seed=8)
     if blocks_per_chunk == 1:
-        engine.forget_device()
         damage(engine, "noise")
         assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
-        assert np.any(engine.manager.core.stats().discarded)
+        assert engine.manager.core.stats().discarded > 0
+    stress(engine, chats, seed=8)

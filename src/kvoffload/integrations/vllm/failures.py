@@ -20,6 +20,9 @@ def name_failed_loads(connector: Any, worker: KVOffloadWorker) -> None:
     What follows is vLLM's ``kv_load_failure_policy``: ``recompute``, which we want, or ``fail``, vLLM's
     default, with which such a request ends with an error. The engine lives either way.
     """
+    if not hasattr(connector, "get_transfer_results"):
+        _name_failed_blocks(connector, worker)
+        return
     results_of = connector.get_transfer_results
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
@@ -31,3 +34,22 @@ def name_failed_loads(connector: Any, worker: KVOffloadWorker) -> None:
         return results
 
     connector.get_transfer_results = get_transfer_results
+
+
+def _name_failed_blocks(connector: Any, worker: KVOffloadWorker) -> None:
+    """The same for vLLM before 0.30, which asks for the engine's blocks that did not arrive."""
+    blocks: dict[int, list[int]] = {}
+    submit = worker.submit_load
+
+    def submit_load(job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        blocks[job_id] = list(dst_spec.block_ids)
+        return submit(job_id, src_spec, dst_spec)
+
+    def get_block_ids_with_load_errors() -> set[int]:
+        failed = {int(block) for job in worker.take_failed_loads() for block in blocks.get(job, ())}
+        for job_id in blocks.keys() - worker.running():
+            del blocks[job_id]
+        return failed
+
+    worker.submit_load = submit_load  # type: ignore[method-assign]
+    connector.get_block_ids_with_load_errors = get_block_ids_with_load_errors

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, Reque
 from kvoffload.core import manager as core
 from kvoffload.core.keys import Keys
 from kvoffload.core.request import RequestContext
-from kvoffload.integrations.vllm.events import to_vllm
+from kvoffload.integrations.vllm.events import Events
 from kvoffload.integrations.vllm.inflight import InFlight
 from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
@@ -88,6 +88,7 @@ class KVOffloadManager(OffloadingManager):
 
     Attributes:
         core: the manager that decides. broken: an error was contained, and nothing is offloaded any more.
+        num_lost: blocks that the device has dropped before they could be offered.
 
     Thread: the scheduler's.
     """
@@ -102,7 +103,9 @@ class KVOffloadManager(OffloadingManager):
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.broken = False
+        self.num_lost = 0
         self.metrics = Metrics()
+        self._events = Events()
         self._options, self._pool = options, pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._requests: dict[str, _Request] = {}
@@ -198,6 +201,26 @@ class KVOffloadManager(OffloadingManager):
             found = self._verifier.lookup(key, request.checks, request.ctx)
         return _ANSWERS[found]
 
+    @_contained(lambda keys, req_context: (0, False))
+    def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
+        """How many leading blocks are ready, and whether to ask again because the next one soon will be."""
+        if self._verifier is not None:
+            return self._lookup_and_verify(keys, req_context)
+        self.metrics.counts["lookup_blocks"] += len(keys)
+        found = self.core.lookup(keys, self._request(req_context).ctx)
+        return found.num_ready, found.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
+
+    def _lookup_and_verify(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
+        """The same, block by block: all checks that will be needed are begun at once."""
+        num_ready, wait = 0, False
+        for key in keys:
+            found = self.lookup(key, req_context)
+            if found is VLLMResult.MISS:
+                break
+            wait = wait or found is not VLLMResult.HIT
+            num_ready += not wait
+        return num_ready, wait
+
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         """Where hits come from."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -235,6 +258,12 @@ class KVOffloadManager(OffloadingManager):
         # Stable: blocks that end at the same token stay in the order of their groups.
         order = np.argsort([_position(req_context, key) for key in offered], kind="stable")
         plan = self.core.prepare_store([offered[row] for row in order.tolist()], request.ctx)
+        return self._chosen(plan, offered, order)
+
+    def _chosen(
+        self, plan: StorePlan | None, offered: list[bytes], order: npt.NDArray[np.intp]
+    ) -> PrepareStoreOutput | None:
+        """A plan for the blocks ``offered[order]`` in vLLM's form: in the order of `offered`."""
         if plan is None:
             # With nothing under way all room is this request's own, and offering again would not help.
             stats = self.core.stats()
@@ -261,6 +290,23 @@ class KVOffloadManager(OffloadingManager):
                     self.core.complete_store(piece, success=not lost)
             else:
                 self.core.complete_store(plan)
+
+    # ---- what the device drops, of no request: its request has none of ours
+
+    @_contained(lambda keys: _NOTHING)
+    def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
+        """Choose what is stored of the blocks that the device is about to drop, the warmest first."""
+        return self._chosen(self.core.prepare_store(keys), keys, np.arange(len(keys)))
+
+    @_contained(lambda keys: None)
+    def keep_dropped(self, keys: list[bytes]) -> None:
+        """The device has dropped these blocks unseen: those that are here are not duplicates any more."""
+        here = self.core.contains(keys)
+        if here.any():
+            self.core.prepare_store([key for key, found in zip(keys, here.tolist(), strict=True) if found])
+        lost = len(keys) - int(np.count_nonzero(here))
+        self.num_lost += lost
+        self.metrics.counts["lost_blocks"] += lost
 
     def _failed(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Which slots a worker has marked: it could not copy its part of them."""
@@ -300,11 +346,12 @@ class KVOffloadManager(OffloadingManager):
         if self._verifier is not None:
             self._verifier.reset()
         self.core.reset(drop_in_flight=True)
+        self._events.reset(self.core)
 
     @_contained(list)
     def take_events(self) -> list[Any]:
         """Blocks that came and went since the last call, in vLLM's form."""
-        return list(to_vllm(self.core.take_events()))
+        return self._events.take(self.core)
 
     @_contained(lambda: None)
     def get_stats(self) -> Any:

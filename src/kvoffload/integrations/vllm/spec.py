@@ -6,11 +6,13 @@ Owns how the scheduler's and the worker's side are put together. Everything else
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.copies import copies_for
 from kvoffload.integrations.vllm.failures import name_failed_loads
 from kvoffload.integrations.vllm.layout import Layout
@@ -21,8 +23,12 @@ from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.tiers import TierOptions
 from kvoffload.integrations.vllm.versions import check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
+from kvoffload.types import ON_DEVICE_EVICTION
 
 logger = logging.getLogger("vllm.kvoffload")
+
+OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
+"""Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
 
 
 class KVOffloadSpec(OffloadingSpec):
@@ -44,6 +50,8 @@ class KVOffloadSpec(OffloadingSpec):
         super().__init__(*config)
         self.facts = engine_facts(self, vllm_version)
         self.options = parse_options(self.facts.extra_config)
+        if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
+            raise ConfigError("store", self.options.store, "it needs kv_connector: KVOffloadConnector")
         self.offload_prompt_only = self.options.prompt_only
         # Where all workers hold the same bytes, one of them stores and all of them load one part.
         self.replicated_layout = self.facts.replicated
