@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-import vllm
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.options import parse_options
@@ -18,7 +18,7 @@ from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
 from kvoffload.types import ON_DEVICE_EVICTION
 
 
-class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
+class KVOffloadConnector(OffloadingConnector):
     """Looks prefixes up at once, and can store what the GPU is about to drop (`store: on-device-eviction`).
 
         {"kv_connector": "KVOffloadConnector", "kv_connector_module_path":
@@ -43,9 +43,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]
         if self.connector_scheduler is None:
             return
         if victim_mode and self.connector_scheduler.config.blocks_per_chunk > 1:
-            raise ConfigError(
-                "store", options.store, "it needs blocks_per_chunk 1, as the GPU drops them"
-            )
+            raise ConfigError("store", options.store, "it needs blocks_per_chunk 1, as the GPU drops them")
         assert isinstance(self.connector_scheduler.manager, KVOffloadManager)
         scheduler_side = OnDeviceEviction if victim_mode else KVOffloadScheduler
         self.connector_scheduler = scheduler_side.of(self.connector_scheduler)

@@ -29,7 +29,7 @@ NOBODY = ""
 """The request of blocks that the GPU drops; vLLM's have longer names."""
 
 
-class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
+class KVOffloadScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler side, made by vLLM and taken over."""
 
     manager: KVOffloadManager
