@@ -1,4 +1,4 @@
-"""Read a slab without kvoffload: docs/formats.md in code. ``python read_slab.py DIRECTORY/kvoffload.slab``."""
+"""Read a slab without kvoffload: docs/formats.md in code. Run it with the path of a ``kvoffload.slab``."""
 
 from __future__ import annotations
 
