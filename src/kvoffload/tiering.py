@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +19,12 @@ from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.base import NO_JOB, Mask, SecondaryTier, TierStats
-from kvoffload.tiers.speed import ReadSpeed
-from kvoffload.transfer import Blocks
+from kvoffload.tiers.base import NO_JOB, Mask, Memory, SecondaryTier, TierStats
+from kvoffload.tiers.behind import Behind, Job, TieringCounts
+from kvoffload.tiers.waiting import Waiting
 from kvoffload.types import LoadPlan, LookupResult, PrefixLookup, Slots, StorePlan
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
-_STALLED_AFTER_DEADLINES = 4
-_PROBE_EVERY_S = 10.0
-
-
-class Memory(Protocol):
-    """The memory behind RAM's slots, as `MemoryTier` has it: where tiers read to and write from."""
-
-    @property
-    def pool(self) -> Blocks: ...
-    def seal(self, keys: Keys, slots: Slots) -> None: ...
-    def verify_slots(self, keys: Keys, slots: Slots) -> Mask: ...
 
 
 class TieredManager(OffloadingManager):
@@ -108,15 +96,15 @@ class TieredManager(OffloadingManager):
         # What RAM's policy refuses would reach no tier: RAM is their door. Unless the user says so.
         self._policy_may_refuse = not tiers or self.policy.write_cost is not None
         self._ram = ram
-        self._behind = [_Behind(tier) for tier in tiers]
+        self._behind = [Behind(tier) for tier in tiers]
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
         self._clock = clock
         self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
         self._num_reading = 0
         # Blocks on their way up, and the number of the tier (from 1) that they come from.
         self._rising: dict[bytes, int] = {}
-        self._requests: dict[RequestContext, _Request] = {}
-        self._asking: dict[RequestContext, _Request] = {}
+        self._requests: dict[RequestContext, Waiting] = {}
+        self._asking: dict[RequestContext, Waiting] = {}
         self.hit_blocks = [0] * (1 + len(tiers))
         self.counts = TieringCounts()
 
@@ -125,12 +113,12 @@ class TieredManager(OffloadingManager):
     def begin_request(self, request_id: str, keys: Sequence[bytes] = ()) -> RequestContext:
         """As `OffloadingManager.begin_request`."""
         ctx = super().begin_request(request_id, keys)
-        self._requests[ctx] = _Request([behind.tier.begin_request(request_id) for behind in self._behind])
+        self._requests[ctx] = Waiting([behind.tier.begin_request(request_id) for behind in self._behind])
         return ctx
 
-    def finish_request(self, ctx: RequestContext) -> None:
+    def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
         """As `OffloadingManager.finish_request`. Tiers hear of the request when its stores are complete."""
-        super().finish_request(ctx)
+        super().finish_request(ctx, path)
         request = self._requests.get(ctx)
         if request is not None:
             request.finished = True
@@ -272,7 +260,7 @@ class TieredManager(OffloadingManager):
 
     # ---- inside
 
-    def _below(self, keys: Keys, request: _Request) -> tuple[list[Mask], Mask]:
+    def _below(self, keys: Keys, request: Waiting) -> tuple[list[Mask], Mask]:
         """Which blocks each tier has, and which are in any; stalled tiers have none."""
         found = []
         for behind, record in zip(self._behind, request.records, strict=True):
@@ -280,7 +268,7 @@ class TieredManager(OffloadingManager):
             found.append(np.zeros(len(keys), np.bool_) if is_stalled else behind.tier.contains(keys, record))
         return found, np.logical_or.reduce(found)
 
-    def _bring_up(self, keys: Keys, ctx: RequestContext, request: _Request) -> None:
+    def _bring_up(self, keys: Keys, ctx: RequestContext, request: Waiting) -> None:
         """Begin to read what of this run is in tiers and not in RAM, if there is room and it is worth it."""
         here = self.contains(keys, ctx)
         in_tiers, below = self._below(keys, request)
@@ -296,7 +284,7 @@ class TieredManager(OffloadingManager):
             return
         missing = keys.take(wanted)
         come_from = np.array([mask[wanted] for mask in in_tiers]).argmax(axis=0)
-        if not self._is_worth(come_from, length):
+        if not self._is_worth(come_from, length * (self.recompute_s_per_block or math.inf)):
             self.counts.not_worth += len(wanted)
             request.hopeless.update(missing)
             return
@@ -317,45 +305,30 @@ class TieredManager(OffloadingManager):
         ):
             behind = self._behind[number]
             job = behind.tier.submit_read(part.keys, self._ram.pool, part.slots)
-            behind.jobs[job] = _Job(part, self._clock())
+            behind.jobs[job] = Job(part, self._clock())
             self._rising.update(dict.fromkeys(part.keys, number + 1))
 
-    def _is_worth(self, come_from: Slots, num_gained: int) -> bool:
+    def _is_worth(self, come_from: Slots, compute_s: float) -> bool:
         """Whether reading these blocks takes less time than computing what they make reachable."""
-        if self.recompute_s_per_block is None:
-            return True
-        num_blocks = np.bincount(come_from, minlength=len(self._behind)).tolist()
-        estimates = [
-            behind.speed.seconds_for(count)
-            for behind, count in zip(self._behind, num_blocks, strict=True)
-            if count
-        ]
-        if max(estimates) <= num_gained * self.recompute_s_per_block:
-            return True
-        slowest = self._behind[int(come_from[0])]
+        counts = np.bincount(come_from, minlength=len(self._behind)).tolist()
         now = self._clock()
-        if now < slowest.next_probe:
-            return False
-        slowest.next_probe = now + _PROBE_EVERY_S
-        return True
+        return all(
+            count == 0 or behind.is_worth(count, compute_s, now)
+            for behind, count in zip(self._behind, counts, strict=True)
+        )
 
-    def _wait(self, keys: Sequence[bytes], request: _Request) -> LookupResult:
+    def _wait(self, keys: Sequence[bytes], request: Waiting) -> LookupResult:
         """RETRY, until the request has waited long enough for these blocks."""
-        now = self._clock()
-        if now - request.last_retry > self.deadline_s:
-            request.waits_since = now  # It has had an answer since, and asks for something else.
-        request.last_retry = now
-        if not request.gave_up and now - request.waits_since > request.may_wait_s:
-            request.gave_up = True
-            self.counts.gave_up += 1
-        if request.gave_up:
+        had_given_up = request.gave_up
+        if not request.goes_on(self._clock(), self.deadline_s):
+            self.counts.gave_up += not had_given_up
             return MISS
         for key in keys:
             if key in self._rising:
                 request.came_from[key] = self._rising[key]
         return RETRY
 
-    def _take_in(self, number: int, behind: _Behind, job: _Job, ok: Mask, seconds: float) -> None:
+    def _take_in(self, number: int, behind: Behind, job: Job, ok: Mask, seconds: float) -> None:
         """A job has ended: blocks that were read are ready, blocks that were written are let go."""
         plan = job.plan
         if isinstance(plan, LoadPlan):
@@ -374,7 +347,7 @@ class TieredManager(OffloadingManager):
         super().complete_store(read)
         super().complete_store(lost, success=False)
 
-    def _write_down(self, row: int, keys: Keys, request: _Request | None) -> None:
+    def _write_down(self, row: int, keys: Keys, request: Waiting | None) -> None:
         """Offer ready blocks to a tier; those that it takes stay pinned while they are written."""
         behind = self._behind[row]
         room = self._max_in_flight - behind.num_writing
@@ -395,10 +368,10 @@ class TieredManager(OffloadingManager):
         if job == NO_JOB:
             self.unpin(kept)
             return
-        behind.jobs[job] = _Job(kept, self._clock())
+        behind.jobs[job] = Job(kept, self._clock())
         behind.num_writing += len(kept.keys)
 
-    def _end(self, ctx: RequestContext, request: _Request) -> None:
+    def _end(self, ctx: RequestContext, request: Waiting) -> None:
         """The request has finished and nothing of it is being stored any more: tiers learn what it used."""
         if not request.finished or request.num_storing:
             return
@@ -415,68 +388,3 @@ class TieredManager(OffloadingManager):
         slots = self._resolve(nameless, nameless.see(keys))
         ready: Mask = (slots != ABSENT) & (self.ref_cnt[slots] >= 0)
         return ready
-
-
-@dataclass
-class TieringCounts:
-    """What happened between RAM and the tiers behind it. Blocks, unless it says otherwise."""
-
-    promoted: int = 0
-    lost: int = 0
-    """Wanted, and could not be read, or were not what was stored."""
-    no_room: int = 0
-    """Found in a tier, and RAM had no room for them."""
-    not_worth: int = 0
-    """Found in a tier, and computing them was expected to take less time."""
-    not_offered: int = 0
-    """Not offered to a tier, because too much of RAM was pinned for writes, or the tier did not answer."""
-    gave_up: int = 0
-    """Requests that waited for as long as they may."""
-
-
-@dataclass
-class _Job:
-    plan: LoadPlan | StorePlan
-    since: float
-
-
-class _Behind:
-    """A tier, the jobs that it has to do, and how fast it reads."""
-
-    def __init__(self, tier: SecondaryTier) -> None:
-        self.tier = tier
-        self.jobs: dict[int, _Job] = {}
-        self.speed = ReadSpeed()
-        self.next_probe = 0.0
-        self.num_writing = 0
-
-    def is_stalled(self, now: float, deadline_s: float) -> bool:
-        """Whether its oldest job is so late that nothing more is given to it."""
-        if not self.jobs:
-            return False
-        oldest = next(iter(self.jobs.values()))
-        return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
-
-
-@dataclass
-class _Request:
-    """What is known of a request beside its path.
-
-    Attributes:
-        records: the record that each tier keeps of it.
-        wanted: single keys that a tier has, and nobody has begun to read.
-        hopeless: keys that it does not wait for any more.
-        came_from: the number of the tier, from 1, that blocks came up from while it waited for them.
-        num_storing: blocks in flight to RAM.
-    """
-
-    records: list[object]
-    wanted: list[bytes] = field(default_factory=list)
-    hopeless: set[bytes] = field(default_factory=set)
-    came_from: dict[bytes, int] = field(default_factory=dict)
-    num_storing: int = 0
-    waits_since: float = 0.0
-    last_retry: float = -math.inf
-    may_wait_s: float = math.inf
-    gave_up: bool = False
-    finished: bool = False

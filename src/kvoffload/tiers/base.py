@@ -54,6 +54,15 @@ class BlockTier(Protocol):
         ...
 
 
+class Memory(Protocol):
+    """The memory behind RAM's slots, as `MemoryTier` has it: where tiers read to and write from."""
+
+    @property
+    def pool(self) -> Blocks: ...
+    def seal(self, keys: Keys, slots: npt.NDArray[np.int32]) -> None: ...
+    def verify_slots(self, keys: Keys, slots: npt.NDArray[np.int32]) -> Mask: ...
+
+
 class SecondaryTier(Protocol):
     """A place behind RAM: it finds its blocks by key, takes its time, and may forget.
 

@@ -171,6 +171,12 @@ def _not_blocks(device: DeviceArray) -> ValueError:
     )
 
 
+def cpu_capability() -> str:
+    """What torch takes this CPU for (``AVX512``); engines lay out KV pages by it. Empty without torch."""
+    torch = sys.modules.get("torch")
+    return "" if torch is None else str(torch.backends.cpu.get_cpu_capability())
+
+
 def _is_tensor(candidate: object) -> bool:
     """Whether this is a torch tensor. A program that has one has imported torch: we never do."""
     torch = sys.modules.get("torch")

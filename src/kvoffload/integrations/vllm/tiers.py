@@ -26,6 +26,7 @@ from kvoffload.policies import DEFAULT, POLICIES
 from kvoffload.tiers.base import Mask, SecondaryTier, key_digests
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.transfer import Blocks
+from kvoffload.transfer.engine import cpu_capability
 
 _REQUIRED, _OPTIONAL = (
     ("type", "path", "capacity"),
@@ -132,17 +133,11 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     known = {
         "kvoffload": __version__.rsplit(".", 1)[0],
         "machine": platform.machine(),
-        "instructions": _instructions(),
+        "instructions": cpu_capability(),
         "files": _model_files(str(identity.get("model", ""))),
         **identity,
     }
     return json.dumps(known, sort_keys=True, default=str)
-
-
-def _instructions() -> str:
-    import torch
-
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _model_files(model: str) -> list[tuple[str, int, int]]:
