@@ -72,7 +72,8 @@ def main() -> None:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(
             f"{n:,} blocks of {arguments.block_bytes} ({arguments.policy}): "
-            f"opened in {seconds:.2f} s ({cpu:.2f} s of CPU), {tier.stats().restored:,} restored; at most {memory:.1f} GiB of memory"
+            f"opened in {seconds:.2f} s ({cpu:.2f} s of CPU), {tier.stats().restored:,} restored; "
+            f"at most {memory:.1f} GiB of memory"
         )
         tier.close()
     finally:

@@ -1,4 +1,4 @@
-"""Read a slab without kvoffload: docs/formats.md in code. ``python read_slab.py DIRECTORY/kvoffload.slab``."""
+"""Reads a slab without kvoffload, as docs/formats.md says: ``python read_slab.py PATH/kvoffload.slab``."""
 
 from __future__ import annotations
 
