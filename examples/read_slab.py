@@ -1,4 +1,4 @@
-"""Reads a slab without kvoffload, as docs/formats.md says: ``python read_slab.py PATH/kvoffload.slab``."""
+"""Read a slab without kvoffload: docs/formats.md in code. Run it with the path of a ``kvoffload.slab``."""
 
 from __future__ import annotations
 

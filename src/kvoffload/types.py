@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.keys import Keys
+from kvoffload.core.request import RequestContext
 
 Slots = npt.NDArray[np.int32]
-
+Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
+"""Rows of a plan, in parts: each row in one of them."""
 
 ON_COMPUTE, ON_DEVICE_EVICTION = "on-compute", "on-device-eviction"
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
@@ -50,22 +53,24 @@ class LoadPlan:
     `slots` has shape ``(len(keys),)``, int32.
     """
 
-    request_id: str
+    request: RequestContext = field(repr=False)
     keys: Keys
     slots: Slots
     owner: object = field(repr=False)
     epoch: int
     completed: bool = False
 
-    def split(self) -> list[LoadPlan]:
-        """One plan for each block, to be completed one by one in place of this one."""
+    @property
+    def request_id(self) -> str:
+        """Of the request that it was made for; empty if it was made for none."""
+        return self.request.request_id
+
+    def split(self, parts: Parts = None) -> list[LoadPlan]:
+        """Plans to be completed in place of this one: one for each part of its rows, or for each block."""
         self.completed = True
-        rows = range(len(self.slots))
         return [
-            LoadPlan(
-                self.request_id, self.keys[row : row + 1], self.slots[row : row + 1], self.owner, self.epoch
-            )
-            for row in rows
+            LoadPlan(self.request, self.keys.take(rows), self.slots[rows], self.owner, self.epoch)
+            for rows in _parts(parts, len(self.slots))
         ]
 
 
@@ -86,7 +91,7 @@ class StorePlan:
         num_refused: offered keys that the admission rule or the policy refused.
     """
 
-    request_id: str
+    request: RequestContext = field(repr=False)
     keys: Keys
     slots: Slots
     missing_rows: npt.NDArray[np.int32]
@@ -102,23 +107,32 @@ class StorePlan:
         """Shape ``(len(keys),)``, int32; the row of each key in the batch that was offered."""
         return self.missing_rows[: len(self.slots)]
 
-    def split(self) -> list[StorePlan]:
-        """One plan for each block, to be completed one by one in place of this one."""
+    @property
+    def request_id(self) -> str:
+        """Of the request that it was made for; empty if it was made for none."""
+        return self.request.request_id
+
+    def split(self, parts: Parts = None) -> list[StorePlan]:
+        """Plans to be completed in place of this one: one for each part of its rows, or for each block."""
         self.completed = True
         return [
             StorePlan(
-                self.request_id,
-                self.keys[row : row + 1],
-                self.slots[row : row + 1],
-                self.missing_rows[row : row + 1],
+                self.request,
+                self.keys.take(rows),
+                self.slots[rows],
+                self.missing_rows[rows],
                 self.evicted[:0],
                 0,
                 0,
                 self.owner,
                 self.epoch,
             )
-            for row in range(len(self.slots))
+            for rows in _parts(parts, len(self.slots))
         ]
+
+
+def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
+    return np.arange(count)[:, np.newaxis] if parts is None else parts
 
 
 @dataclass(frozen=True)

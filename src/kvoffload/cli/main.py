@@ -17,6 +17,7 @@ _COMMANDS = {
     "replay": "kvoffload.cli.replay:replay",
     "sweep": "kvoffload.cli.sweep:sweep",
     "trace": "kvoffload.cli.trace:trace",
+    "vllm-config": "kvoffload.cli.vllm_config:vllm_config",
 }
 _KERNEL_CACHE = Path(__file__).resolve().parent.parent / "core" / "__pycache__"
 

@@ -18,6 +18,7 @@ from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.report import size as format_size
 from kvoffload.replay.sources import load_trace
+from kvoffload.replay.tiers import parse_tier
 from kvoffload.replay.trace import Trace
 from kvoffload.testing.faults import parse_injection
 from kvoffload.tiers.memory import available_bytes
@@ -40,6 +41,9 @@ from kvoffload.types import ON_COMPUTE, STORES
               help="Blocks of an LRU device cache in front; 0 for none.")  # fmt: skip
 @click.option("--store", default=ON_COMPUTE, show_default=True, type=click.Choice(STORES),
               help="When a block is offered to the tier.")  # fmt: skip
+@click.option("--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
+              help="A tier behind RAM; with --no-data simulated:CAPACITY. Once more for one behind that. "
+              "Both take ,policy=NAME and ,admission=RULE.")  # fmt: skip
 @click.option("--block-bytes", default="64KiB", show_default=True, help="Bytes of a block; a multiple of 8.")
 @click.option("--no-data", is_flag=True, help="Replay the decisions alone, without bytes.")
 @click.option(
@@ -62,6 +66,7 @@ def replay(
     capacity: str,
     device_blocks: int,
     store: str,
+    tiers: tuple[str, ...],
     block_bytes: str,
     no_data: bool,
     inject: str | None,
@@ -89,7 +94,8 @@ def replay(
             "trace", trace, f"it must have a request of at least one block ({block_tokens} tokens)"
         )
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
-    config = ReplayConfig(blocks, policy, admission, device_blocks, store)
+    behind = tuple(parse_tier(text, size, loaded.unique_blocks, with_data=not no_data) for text in tiers)
+    config = ReplayConfig(blocks, policy, admission, device_blocks, store, behind)
     if output is not None:
         _write("output", output, b"")  # A file that cannot be written is known before the work is done.
     with contextlib.ExitStack() as stack:

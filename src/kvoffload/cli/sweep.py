@@ -15,7 +15,7 @@ from rich.progress import Progress as ProgressBar
 from kvoffload.cli.sweep_tables import tables
 from kvoffload.errors import SweepError
 from kvoffload.replay.bootstrap import RESAMPLES
-from kvoffload.replay.grid import Grid, axis, block_size
+from kvoffload.replay.grid import NO_TIERS, Grid, axis, block_size
 from kvoffload.replay.sweep import Progress, Sweep
 from kvoffload.types import ON_COMPUTE, STORES
 
@@ -31,6 +31,8 @@ _REMEMBERED_S = 600
 @click.option("--device-blocks", default="0", show_default=True,
               help="Of an LRU device cache in front: 0 (none), as above, or 0.5x of the tier.")  # fmt: skip
 @click.option("--stores", default=ON_COMPUTE, show_default=True, help=f"When to store: {', '.join(STORES)}.")
+@click.option("--tiers", default=NO_TIERS, show_default=True, metavar="CAPACITY[:POLICY[:RULE]]",
+              help="Behind RAM: 10%, 10%:hazard, 10%:lru:reuse:2; one behind another with +.")  # fmt: skip
 @click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
 @click.option("--output", type=click.Path(path_type=Path),
@@ -51,6 +53,7 @@ def sweep(
     capacities: str,
     device_blocks: str,
     stores: str,
+    tiers: str,
     jobs: int | None,
     scheduler: str | None,
     output: Path | None,
@@ -77,6 +80,7 @@ def sweep(
         axis("device-blocks", device_blocks),
         axis("stores", stores),
         block_size(block_bytes),
+        axis("tiers", tiers),
     )
     run = Sweep(
         traces, grid, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, output=output, force=force,

@@ -20,16 +20,20 @@ _CORRELATED = 0.35
 def tables(rows: Sequence[Row]) -> Iterator[RenderableType]:
     """The tables, in the order of the rows."""
     several_stores = len({row.store for row in rows}) > 1
+    several_tiers = len({row.tiers for row in rows}) > 1
     for _, group in groupby(rows, lambda row: (row.trace_sha256, row.trace, row.device)):
-        yield _table(list(group), several_stores)
+        yield _table(list(group), several_stores, several_tiers)
 
 
-def _table(rows: list[Row], several_stores: bool) -> RenderableType:
+def _table(rows: list[Row], several_stores: bool, several_tiers: bool) -> RenderableType:
     first = rows[0]
-    cells = {(_label(row, several_stores), row.capacity): row for row in rows}
+    cells = {(_label(row, several_stores, several_tiers), row.capacity): row for row in rows}
     labels, capacities = (list(dict.fromkeys(key[part] for key in cells)) for part in (0, 1))
     # Not the table's own title, which is folded at the table's width.
-    title = Text(f"{first.trace}, {_device(rows)}: prefix-hit ratio, and writes per reference", "italic")
+    behind = f", {first.tiers} behind RAM" if first.tier_blocks and not several_tiers else ""
+    title = Text(
+        f"{first.trace}, {_device(rows)}{behind}: prefix-hit ratio, and writes per reference", "italic"
+    )
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     at = {row.capacity: row for row in rows}
@@ -39,10 +43,13 @@ def _table(rows: list[Row], several_stores: bool) -> RenderableType:
         table.add_row(label, *(_cell(cells.get((label, capacity))) for capacity in capacities))
     table.add_section()
     # What can be reached depends on when blocks are stored.
-    for store in dict.fromkeys(row.store for row in rows):
-        best = {row.capacity: row.optimum_hit_ratio for row in rows if row.store == store}
+    for store, tiers in dict.fromkeys((row.store, row.tiers) for row in rows):
+        best = {
+            row.capacity: row.optimum_hit_ratio for row in rows if (row.store, row.tiers) == (store, tiers)
+        }
         if any(ratio is not None for ratio in best.values()):
             label = f"optimum, {store}" if several_stores else "optimum"
+            label += f", {tiers} behind" if several_tiers else ""
             ratios = (best.get(capacity) for capacity in capacities)
             table.add_row(label, *("" if ratio is None else f"{ratio:.4f}      -" for ratio in ratios))
     table.add_row("no limit", *(f"{at[capacity].infinite_hit_ratio:.4f}      -" for capacity in capacities))
@@ -60,8 +67,9 @@ def _table(rows: list[Row], several_stores: bool) -> RenderableType:
     return Group(title, table, Text(note + "\n"))
 
 
-def _label(row: Row, several_stores: bool) -> str:
+def _label(row: Row, several_stores: bool, several_tiers: bool) -> str:
     label = row.policy if row.admission == "all" else f"{row.policy}, {row.admission}"
+    label += f", {row.tiers} behind" if several_tiers else ""
     return f"{label}, {row.store}" if several_stores else label
 
 

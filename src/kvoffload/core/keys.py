@@ -7,7 +7,7 @@ bytes, and all keys of one manager have the same length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,10 @@ class Keys(Sequence[bytes]):
             return Keys(np.ascontiguousarray(self.words[item]), self.key_bytes)
         row: bytes = self.words[item].tobytes()
         return row[: self.key_bytes]
+
+    def take(self, rows: npt.NDArray[Any]) -> Keys:
+        """Those of `rows`, which are numbers or a mask."""
+        return Keys(self.words[rows], self.key_bytes)
 
     def __iter__(self) -> Iterator[bytes]:
         size, stride = self.key_bytes, self.words.shape[1] * 8

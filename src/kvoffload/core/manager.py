@@ -104,6 +104,7 @@ class OffloadingManager:
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         if store not in STORES:
             raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
+        self._policy_may_refuse = True
         self._policy_observes = type(self.policy).observe is not EvictionPolicy.observe
         self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
         self._victim: VictimTier | None = None
@@ -300,6 +301,7 @@ class OffloadingManager:
         evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), _UINT64)
         num_refused = 0
         if count:
+            admitted = admitted or not self._policy_may_refuse
             protected = Protected(self.ref_cnt, index, ctx, self._victim is None, admitted)
             num_refused = self._enter(
                 ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted, protected
@@ -316,7 +318,7 @@ class OffloadingManager:
         self._counts.dropped += num_admitted - count
         self._counts.refused += num_fresh - num_admitted + num_refused
         return StorePlan(
-            ctx.request_id,
+            ctx,
             Keys(fresh if num_stored == len(fresh) else fresh[:num_stored], self.key_bytes),
             slots,
             rows if num_fresh == len(rows) else rows[:num_fresh],
@@ -455,7 +457,7 @@ class OffloadingManager:
         if pinned < 0:
             raise MisuseError(f"{call} of a block that is not ready: key {batch[~pinned].hex()}")
         self._num_evictable -= pinned
-        return LoadPlan(ctx.request_id, batch, slots, self, self._epoch)
+        return LoadPlan(ctx, batch, slots, self, self._epoch)
 
     def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> int:
         """Release the blocks of a plan and forget the damaged ones; how many those are."""
@@ -467,7 +469,7 @@ class OffloadingManager:
             if self._condemned:
                 self._num_evictable -= self._release_condemned(plan.slots)
             if len(rows):
-                self._discard(Keys(plan.keys.words[rows], self.key_bytes), plan.slots[rows])
+                self._discard(plan.keys.take(rows), plan.slots[rows])
         return len(rows)
 
     def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:

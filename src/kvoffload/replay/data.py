@@ -27,6 +27,7 @@ class DataPlane:
     of that size.
 
     Attributes:
+        ram: the RAM tier.
         seconds: time spent in transfers and checks.
         blocks_verified: blocks read whose checksum was compared.
         mismatches_served: blocks that the tier called sound and whose bytes were not the key's.
@@ -34,7 +35,7 @@ class DataPlane:
     """
 
     def __init__(self, num_slots: int, block_bytes: int, injection: Injection | None = None) -> None:
-        self._tier = MemoryTier(num_slots, block_bytes, verify=True)
+        self.ram = MemoryTier(num_slots, block_bytes, verify=True)
         self._rows = max(1, _DEVICE_BYTES // block_bytes)
         self._device = np.empty((self._rows, block_bytes), np.uint8)
         self._injection = injection
@@ -56,7 +57,7 @@ class DataPlane:
             keys = plan.keys[piece]
             # What an earlier request left on the device must not pass for what this read brought.
             self._device[rows] = 0
-            sound[piece] = self._tier.read(keys, plan.slots[piece], self._device, rows)
+            sound[piece] = self.ram.read(keys, plan.slots[piece], self._device, rows)
             right = content.matches(keys, self._device, rows)
             self.mismatches_served += int((sound[piece] & ~right).sum())
         self.blocks_verified += len(sound)
@@ -70,15 +71,15 @@ class DataPlane:
         for piece, rows in self._pieces(len(plan.slots)):
             keys: Keys = plan.keys[piece]
             content.fill(keys, self._device, rows)
-            self._tier.write(keys, plan.slots[piece], self._device, rows)
+            self.ram.write(keys, plan.slots[piece], self._device, rows)
         if self._injection is not None:
-            self._injection.apply(self._tier, plan.slots)
+            self._injection.apply(self.ram, plan.slots)
         self.bytes_stored += len(plan.slots) * self.block_bytes
         self.seconds += time.perf_counter() - start
 
     def close(self) -> None:
         """Release the tier's memory."""
-        self._tier.close()
+        self.ram.close()
 
     def _pieces(self, count: int) -> list[tuple[slice, npt.NDArray[np.int64]]]:
         starts = range(0, count, self._rows)

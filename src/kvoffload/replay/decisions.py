@@ -3,6 +3,8 @@
 One line for each kind of decision of each request, in the order in which they were taken::
 
     17 hit 3 12          request 17: 3 blocks from the device, 12 more from the tier
+    17 evict 12 13       these left RAM for blocks that a tier behind it has
+    17 promote 871 872   and these came up from there
     17 damaged 881       block 881 was not what had been stored, and is forgotten
     17 admit 5           the admission rule let 5 of the missing blocks in
     17 refuse 904 905    and these not

@@ -17,14 +17,17 @@ from kvoffload import admission as admissions
 from kvoffload.config import parse_capacity, parse_size
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.policies import POLICIES
+from kvoffload.policies import POLICIES, EvictionPolicy
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.tiers import TierConfig
 from kvoffload.replay.trace import Trace
 from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 
 NEEDS_DEVICE = {ON_DEVICE_EVICTION: "to store on device eviction takes a device cache"}
 """Of these, what makes no sense without a device cache, and why."""
+
+NO_TIERS = "none"
 
 _TIMES = re.compile(r"(\d+)(?:\.(\d+))?x")
 _DEVICE_ALLOWED = (
@@ -42,6 +45,7 @@ class Point:
     Attributes:
         trace: position among the traces of the sweep.
         capacity, device: sizes as the user typed them; the same in blocks beside them.
+        tiers: what is behind RAM, as typed; tier_configs: the same.
     """
 
     trace: int
@@ -52,14 +56,24 @@ class Point:
     capacity_blocks: int
     device: str
     device_blocks: int
+    tiers: str = NO_TIERS
+    tier_configs: tuple[TierConfig, ...] = ()
 
     def config(self) -> ReplayConfig:
         """What is replayed."""
-        return ReplayConfig(self.capacity_blocks, self.policy, self.admission, self.device_blocks, self.store)
+        return ReplayConfig(
+            self.capacity_blocks,
+            self.policy,
+            self.admission,
+            self.device_blocks,
+            self.store,
+            self.tier_configs,
+        )
 
     def __str__(self) -> str:
         device = f", device {self.device}" if self.device_blocks else ""
-        return f"{self.policy}, {self.admission}, {self.store}, capacity {self.capacity}{device}"
+        behind = f", tiers {self.tiers}" if self.tier_configs else ""
+        return f"{self.policy}, {self.admission}, {self.store}, capacity {self.capacity}{device}{behind}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,8 @@ class Grid:
         devices: of the LRU device cache in front: as capacities, or ``0`` for none, or ``0.5x``: a part of
             the tier's capacity.
         stores: when to store; of `STORES`.
+        tiers: what is behind RAM: ``none``, ``10%``, ``10%:hazard``, ``10%:lru:reuse:2``; several behind
+            one another with a ``+``. Tiers keep account of blocks, as in production, and keep none.
         block_bytes: what a size is divided by.
     """
 
@@ -82,9 +98,10 @@ class Grid:
     devices: tuple[str, ...] = ("0",)
     stores: tuple[str, ...] = (ON_COMPUTE,)
     block_bytes: int = 65_536
+    tiers: tuple[str, ...] = (NO_TIERS,)
 
     def __post_init__(self) -> None:
-        for axis in ("policies", "admissions", "capacities", "devices", "stores"):
+        for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers"):
             if not getattr(self, axis):
                 raise ConfigError(axis, "", "at least one")
         for policy in self.policies:
@@ -100,16 +117,22 @@ class Grid:
                 raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
         # Whether it can be understood is known before a trace is read.
         self._sizes(_ANY_TRACE)
+        for tiers in self.tiers:
+            for tier in _tier_configs(tiers, self.block_bytes, _ANY_TRACE):
+                if reason := why_not(tier.policy, tier.admission):
+                    raise ConfigError("tiers", tiers, reason.args[0])
 
     def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
         """Every combination on one trace that makes sense, and for each that makes none the reason.
 
-        In the order of the axes: device, capacity, store, policy, rule. Raises `ConfigError` for a size
-        that is no block of this trace.
+        In the order of the axes: device, capacity, tiers, store, policy, rule. Raises `ConfigError` for a
+        size that is no block of this trace.
         """
         points, left_out = [], []
         for device, capacity, capacity_blocks, device_blocks in self._sizes(unique_blocks):
-            for store, policy, admission in itertools.product(self.stores, self.policies, self.admissions):
+            for tiers, store, policy, admission in itertools.product(
+                self.tiers, self.stores, self.policies, self.admissions
+            ):
                 impossible = why_not(policy, admission)
                 if store in NEEDS_DEVICE and device_blocks == 0:
                     left_out.append(NEEDS_DEVICE[store])
@@ -118,7 +141,16 @@ class Grid:
                 else:
                     points.append(
                         Point(
-                            trace, policy, admission, store, capacity, capacity_blocks, device, device_blocks
+                            trace,
+                            policy,
+                            admission,
+                            store,
+                            capacity,
+                            capacity_blocks,
+                            device,
+                            device_blocks,
+                            tiers,
+                            _tier_configs(tiers, self.block_bytes, unique_blocks),
                         )
                     )
         return points, left_out
@@ -140,7 +172,7 @@ class Grid:
 
 
 @functools.cache
-def why_not(policy: str, admission: str) -> ConfigError | None:
+def why_not(policy: str | type[EvictionPolicy], admission: str) -> ConfigError | None:
     """Why a policy and an admission rule do not go together; None if they do."""
     try:
         OffloadingManager(_A_FEW_BLOCKS, key_bytes=KEY_BYTES, policy=policy, admission=admission)
@@ -176,6 +208,18 @@ def content_digest(trace: Trace) -> str:
         digest.update(f"\n{array.dtype} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
+
+
+def _tier_configs(text: str, block_bytes: int, unique_blocks: int) -> tuple[TierConfig, ...]:
+    """What ``none``, ``10%``, ``10%:arc`` or ``1%:lru:reuse:2+50%`` mean."""
+    if text == NO_TIERS:
+        return ()
+    configs = []
+    for tier in text.split("+"):
+        capacity, policy, admission = [*tier.split(":", 2), "", ""][:3]
+        blocks = parse_capacity("tiers", capacity, block_bytes, unique_blocks)
+        configs.append(TierConfig(blocks, policy or "lru", admission or "all"))
+    return tuple(configs)
 
 
 def _device_blocks(text: str, capacity_blocks: int, block_bytes: int, unique_blocks: int) -> int:

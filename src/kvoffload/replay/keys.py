@@ -24,8 +24,16 @@ class TraceKeys:
             words ^= words >> np.uint64(27)
             words *= np.uint64(0x94D049BB133111EB)
             words ^= words >> np.uint64(31)
-        self._words = words
+        self._words, self._block_ids = words, trace.block_ids
+        self._order: npt.NDArray[np.intp] | None = None
 
     def of_blocks(self, codes: npt.NDArray[np.int32]) -> Keys:
         """Keys of some blocks, in their order."""
         return Keys(self._words.take(codes, axis=0), KEY_BYTES)
+
+    def ids(self, keys: Keys) -> npt.NDArray[np.int64]:
+        """The block ids of keys that it has made, by their first words. Cost: O(log n) a key."""
+        if self._order is None:
+            self._order = np.argsort(self._words[:, 0])
+        at = np.searchsorted(self._words[:, 0], keys.words[:, 0], sorter=self._order)
+        return self._block_ids[self._order[at]]

@@ -7,10 +7,11 @@ misses is stored, in prefix order; then its whole path becomes the most recent, 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +20,20 @@ from kvoffload import __version__
 from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, TierError
 from kvoffload.policies import EvictionPolicy
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.keys import KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.report import ReplayReport
+from kvoffload.replay.report import ReplayReport, TierReport
+from kvoffload.replay.simulated import NoMemory
+from kvoffload.replay.tiers import TierConfig
 from kvoffload.replay.trace import Trace
-from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, StorePlan
+from kvoffload.tiering import TieredManager
+from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult, StorePlan
+
+_SETTLE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class ReplayConfig:
         policy, admission: as `OffloadingManager` takes them.
         device_blocks: blocks of an LRU device cache in front of it; 0 for none.
         store: when a block is offered to the tier: ``on-compute`` or ``on-device-eviction``.
+        tiers: behind RAM, from the fastest to the slowest.
     """
 
     capacity_blocks: int
@@ -46,6 +53,12 @@ class ReplayConfig:
     admission: str = "all"
     device_blocks: int = 0
     store: str = ON_COMPUTE
+    tiers: tuple[TierConfig, ...] = ()
+
+    @property
+    def offload_blocks(self) -> int:
+        """Blocks that RAM and the tiers behind it hold together."""
+        return self.capacity_blocks + sum(tier.capacity_blocks for tier in self.tiers)
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
@@ -81,13 +94,24 @@ class Replay:
         if self._is_victim_tier and not config.device_blocks:
             raise ConfigError("store", config.store, "it needs a device cache: device_blocks of 1 or more")
         num_slots = slots_needed(trace, config.capacity_blocks)
-        self.manager = OffloadingManager(
-            num_slots,
-            key_bytes=KEY_BYTES,
-            policy=config.policy,
-            admission=config.admission,
-            store=config.store,
-        )
+        options: dict[str, Any] = {
+            "key_bytes": KEY_BYTES,
+            "policy": config.policy,
+            "admission": config.admission,
+            "store": config.store,
+        }
+        self._tiered: TieredManager | None = None
+        self.manager: OffloadingManager
+        if config.tiers:
+            ram = data.ram if data is not None else NoMemory(num_slots)
+            tiers = [tier.open(ram.pool.shape[1]) for tier in config.tiers]
+            # A replay has time: nobody gives up, and whoever is asked may use all of RAM.
+            patience: dict[str, Any] = {"deadline_s": _SETTLE_S, "max_in_flight": 1.0, "enable_events": True}
+            self.manager = self._tiered = TieredManager(
+                num_slots, ram=ram, tiers=tiers, **patience, **options
+            )
+        else:
+            self.manager = OffloadingManager(num_slots, **options)
         self._device: OffloadingManager | None = None
         if config.device_blocks:
             num_device_slots = slots_needed(trace, config.device_blocks)
@@ -98,17 +122,20 @@ class Replay:
         self.hits_per_request = np.zeros(trace.requests, np.int32)
         self._device_hits = self._tier_hits = self._block_hits = 0
         self._damaged = self._dropped = 0
-        self._control_seconds = 0.0
+        self._control_seconds = self._waited_s = 0.0
 
     def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
         """Replay every request. `progress` is told how many requests are done, about 200 times."""
         step = max(1, self._trace.requests // 200)
-        for request in range(self._trace.requests):
-            self._serve(request)
-            if (request + 1) % step == 0:
-                progress(request + 1)
-        progress(self._trace.requests)
-        return self._report()
+        with contextlib.ExitStack() as stack:
+            if self._tiered is not None:
+                stack.callback(self._tiered.close)
+            for request in range(self._trace.requests):
+                self._serve(request)
+                if (request + 1) % step == 0:
+                    progress(request + 1)
+            progress(self._trace.requests)
+            return self._report()
 
     def _serve(self, request: int) -> None:
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
@@ -134,6 +161,8 @@ class Replay:
         else:
             self._store(request, codes, keys, ctx)
         self.manager.finish_request(ctx)
+        if self._tiered is not None:
+            self._settle(self._tiered)
         self._device_hits += on_device
         self._tier_hits += from_tier
         self.hits_per_request[request] = on_device + from_tier
@@ -157,7 +186,10 @@ class Replay:
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
         """Leading blocks that the tier delivers: all that it holds, up to the first damaged one."""
-        hits = self.manager.lookup(keys, ctx).num_ready
+        if self._tiered is not None:
+            hits = self._bring_up(self._tiered, request, keys, ctx)
+        else:
+            hits = self.manager.lookup(keys, ctx).num_ready
         if hits == 0 and not self._is_victim_tier:
             return 0
         if self._data is None or hits == 0:
@@ -173,6 +205,24 @@ class Replay:
         self._damaged += len(damaged)
         self._log.blocks(request, "damaged", self._ids(codes[damaged]))
         return int(damaged[0])
+
+    def _bring_up(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
+        """Wait for what tiers have of this prefix; how many of its blocks are then in RAM."""
+        manager.take_events()
+        found = manager.lookup(keys, ctx)
+        while found.stopped_by is LookupResult.RETRY:
+            self._settle(manager)
+            found = manager.lookup(keys, ctx)
+        for event in manager.take_events():
+            kind = "evict" if event.removed else "promote"
+            self._log.blocks(request, kind, self._keys.ids(event.keys))
+        return found.num_ready
+
+    def _settle(self, manager: TieredManager) -> None:
+        start = time.perf_counter()
+        if not manager.settle(_SETTLE_S):
+            raise TierError(f"a tier has not answered for {_SETTLE_S:.0f} s")
+        self._waited_s += time.perf_counter() - start
 
     def _store(
         self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
@@ -211,20 +261,23 @@ class Replay:
             self._log.blocks(request, "refuse", self._ids(missing[admitted:]))
             self._log.blocks(request, "drop", self._ids(missing[len(stored) : admitted]))
         if len(plan.evicted):
-            self._log.blocks(request, "evict", self._ids(self._held[plan.slots[-len(plan.evicted) :]]))
+            if self._tiered is not None:
+                self._log.blocks(request, "evict", self._keys.ids(plan.evicted))
+            else:
+                self._log.blocks(request, "evict", self._ids(self._held[plan.slots[-len(plan.evicted) :]]))
         self._log.blocks(request, "store", self._ids(stored))
 
     def _ids(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         return self._trace.block_ids.take(codes)
 
     def _data_seconds(self) -> float:
-        return self._data.seconds if self._data is not None else 0.0
+        return self._waited_s + (self._data.seconds if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:
         trace, config, data, stats = self._trace, self._config, self._data, self.manager.stats()
         refs = max(1, trace.block_refs)
         hits = self._device_hits + self._tier_hits
-        best = optimum(trace, config.capacity_blocks, config.device_blocks, config.store)
+        best = optimum(trace, config.offload_blocks, config.device_blocks, config.store)
         return ReplayReport(
             trace=trace.name,
             policy=self.manager.policy.name,
@@ -262,4 +315,38 @@ class Replay:
             decisions_sha256=self._log.hexdigest(),
             version=__version__,
             policy_state=stats.policy,
+            tiers=self._tier_reports(),
         )
+
+    def _tier_reports(self) -> list[TierReport]:
+        """RAM, then what is behind it."""
+        stats, data = self.manager.stats(), self._data
+        hits = self._tiered.hit_blocks if self._tiered is not None else [self._tier_hits]
+        ram = TierReport(
+            name="ram",
+            hit_blocks=hits[0],
+            blocks_written=stats.stored,
+            blocks_evicted=stats.evicted,
+            bytes_written=stats.stored * data.block_bytes if data else 0,
+            bytes_read=data.bytes_loaded if data else 0,
+            mismatches_caught=self._damaged,
+        )
+        if self._tiered is None:
+            return [ram]
+        return [
+            ram,
+            *(
+                TierReport(
+                    name=name,
+                    hit_blocks=hit_blocks,
+                    blocks_written=tier.written,
+                    blocks_evicted=tier.evicted,
+                    bytes_written=tier.bytes_written,
+                    bytes_read=tier.bytes_read,
+                    mismatches_caught=tier.mismatches,
+                )
+                for name, hit_blocks, tier in zip(
+                    self._tiered.tier_names, hits[1:], self._tiered.tier_stats(), strict=True
+                )
+            ),
+        ]

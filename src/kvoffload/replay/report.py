@@ -9,6 +9,26 @@ from rich.table import Table
 from rich.text import Text
 
 
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tier did.
+
+    Attributes:
+        name: ``ram``, ``disk``, ``simulated``.
+        hit_blocks: references that were served from here, not from a tier above.
+        blocks_written, blocks_evicted: of RAM also what came up from below.
+        bytes_written, bytes_read: 0 without data.
+        mismatches_caught: blocks that were not what had been stored, and became misses.
+    """
+
+    name: str
+    hit_blocks: int
+    blocks_written: int
+    blocks_evicted: int
+    bytes_written: int
+    bytes_read: int
+    mismatches_caught: int
+
+
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one replay; the fields are the keys of its JSON object.
 
@@ -26,8 +46,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         block_hit_ratio: share of references whose block the tier held, at any depth; of a victim tier,
             device and tier together.
         infinite_hit_ratio: prefix-hit ratio of a cache that never evicts.
-        optimum_hit_ratio: the most that any policy could reach with this capacity, device and tier
-            together; the device in front is what it is.
+        optimum_hit_ratio: the most that any policy could reach from empty with the capacity of all tiers
+            together, behind this device; what a disk holds from an earlier run may lift it above that.
         tokens, tokens_saved: prompt tokens in full blocks, and those that need not be computed.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: what the tier did; refused by the
             admission rule or the policy, dropped for want of room.
@@ -41,6 +61,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         decisions_sha256: digest of the decision log.
         version: of kvoffload.
         policy_state: what the policy says of itself at the end.
+        tiers: RAM and what is behind it, top to bottom; their `hit_blocks` add up to `offload_hit_blocks`.
     """
 
     trace: str
@@ -79,6 +100,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     decisions_sha256: str
     version: str
     policy_state: dict[str, float]
+    tiers: list[TierReport]
 
     def to_json(self) -> bytes:
         """One JSON object, indented."""
@@ -98,12 +120,12 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         table.add_column("Blocks came from")
         table.add_column("blocks", justify="right")
         table.add_column("share", justify="right")
-        computed = self.block_refs - self.prefix_hit_blocks
-        rows = [
-            (f"offload tier ({self.policy}, {self.admission}, {self.capacity_blocks:,} blocks)",
-             self.offload_hit_blocks),
-            ("computed anew", computed),
-        ]  # fmt: skip
+        ram = f"({self.policy}, {self.admission}, {self.capacity_blocks:,} blocks)"
+        rows = [("offload tier " + ram, self.offload_hit_blocks)]
+        if len(self.tiers) > 1:
+            rows = [(tier.name, tier.hit_blocks) for tier in self.tiers]
+            rows[0] = ("ram " + ram, self.tiers[0].hit_blocks)
+        rows.append(("computed anew", self.block_refs - self.prefix_hit_blocks))
         if self.device_blocks:
             rows.insert(0, (f"device cache (lru, {self.device_blocks:,} blocks)", self.device_hit_blocks))
         for place, blocks in rows:
@@ -127,6 +149,9 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
             if self.damage_injected:
                 table.add_row("damaged on purpose", f"{self.damage_injected:,}", "")
             table.add_row("mismatches caught, turned into misses", f"{self.mismatches_caught:,}", "")
+            for tier in self.tiers[1:]:
+                table.add_row(f"written to {tier.name}", f"{tier.blocks_written:,}", size(tier.bytes_written))
+                table.add_row(f"mismatches caught by {tier.name}", f"{tier.mismatches_caught:,}", "")
             style = "bold red" if self.mismatches_served else "bold green"
             table.add_row("mismatches served", Text(f"{self.mismatches_served:,}", style), "")
         return table

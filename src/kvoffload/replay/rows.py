@@ -30,12 +30,15 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         policy, admission, store: what was replayed.
         capacity, capacity_blocks: of the RAM tier, as typed and in blocks.
         device, device_blocks: of the device cache in front of it, as typed and in blocks.
+        tiers, tier_blocks: what is behind RAM, as typed, and how many blocks that holds.
         prefix_hit_ratio: references served by device and tier together, along the prefix.
         ci_low, ci_high, ci_correlation: its confidence interval, and whether that holds
             (`bootstrap.Interval`); null for fewer requests than `FEWEST_WINDOWS`.
-        offload_hit_ratio: what the tier adds to the device.
+        offload_hit_ratio: what RAM and the tiers behind it add to the device; tier_hit_ratio: the part of
+            it that comes from behind RAM.
         block_hit_ratio: share of references whose block the tier held, at any depth.
-        blocks_written, writes_per_ref: what was stored, and per reference.
+        blocks_written, writes_per_ref: what was stored in RAM, and per reference.
+        tier_writes_per_ref: what was written to the tiers behind RAM, per reference.
         optimum_hit_ratio: of the best policy at this point; null where it is not known.
         infinite_hit_ratio: of a cache that never evicts.
         baseline: the row that the next columns compare with: LRU at the same sizes and moment to store,
@@ -62,14 +65,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     capacity_blocks: int
     device: str
     device_blocks: int
+    tiers: str
+    tier_blocks: int
     prefix_hit_ratio: float
     ci_low: float | None
     ci_high: float | None
     ci_correlation: float | None
     offload_hit_ratio: float
+    tier_hit_ratio: float
     block_hit_ratio: float
     blocks_written: int
     writes_per_ref: float
+    tier_writes_per_ref: float
     optimum_hit_ratio: float | None
     infinite_hit_ratio: float
     baseline: str | None
@@ -143,14 +150,18 @@ def rows_of(
             capacity_blocks=point.capacity_blocks,
             device=point.device,
             device_blocks=point.device_blocks,
+            tiers=point.tiers,
+            tier_blocks=sum(tier.capacity_blocks for tier in point.tier_configs),
             prefix_hit_ratio=report.prefix_hit_ratio,
             ci_low=interval.low if interval else None,
             ci_high=interval.high if interval else None,
             ci_correlation=interval.correlation if interval else None,
             offload_hit_ratio=report.offload_hit_blocks / trace.block_refs,
+            tier_hit_ratio=sum(tier.hit_blocks for tier in report.tiers[1:]) / trace.block_refs,
             block_hit_ratio=report.block_hit_ratio,
             blocks_written=report.blocks_written,
             writes_per_ref=report.writes_per_ref,
+            tier_writes_per_ref=sum(tier.blocks_written for tier in report.tiers[1:]) / trace.block_refs,
             optimum_hit_ratio=report.optimum_hit_ratio,
             infinite_hit_ratio=report.infinite_hit_ratio,
             baseline=None,
@@ -188,6 +199,7 @@ def violations(rows: Sequence[Row]) -> list[str]:
         for name, bound in bounds.items():
             if bound is not None and row.prefix_hit_ratio > bound:
                 device = f", device {row.device}" if row.device_blocks else ""
+                device += f", tiers {row.tiers}" if row.tier_blocks else ""
                 found.append(
                     f"{row.trace}: {row.policy}, {row.admission}, {row.store}, capacity {row.capacity}"
                     f"{device}: prefix-hit ratio {row.prefix_hit_ratio!r}, but {name} reaches {bound!r}"
@@ -195,26 +207,27 @@ def violations(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _group(point: Point) -> tuple[int, str, str]:
-    """What is compared with each other: everything at one size on one trace."""
-    return point.trace, point.device, point.capacity
+def _group(point: Point) -> tuple[object, ...]:
+    """What is compared with each other: everything at the same sizes on one trace."""
+    behind = sum(tier.capacity_blocks for tier in point.tier_configs)
+    return point.trace, point.device, point.capacity, behind
 
 
-def _place(point: Point) -> tuple[int, str, str, str]:
+def _place(point: Point) -> tuple[object, ...]:
     """What has one baseline."""
-    return *_group(point), point.store
+    return *_group(point), point.store, point.tiers
 
 
-def _baselines(points: Sequence[Point]) -> dict[tuple[int, str, str, str], int]:
-    found: dict[tuple[int, str, str, str], int] = {}
+def _baselines(points: Sequence[Point]) -> dict[tuple[object, ...], int]:
+    found: dict[tuple[object, ...], int] = {}
     for number, point in enumerate(points):
         if point.policy == YARDSTICK and (_place(point) not in found or point.admission == "all"):
             found[_place(point)] = number
     return found
 
 
-def _best(points: Sequence[Point], measured: Sequence[Measurement]) -> dict[tuple[int, str, str], int]:
-    found: dict[tuple[int, str, str], int] = {}
+def _best(points: Sequence[Point], measured: Sequence[Measurement]) -> dict[tuple[object, ...], int]:
+    found: dict[tuple[object, ...], int] = {}
     for number, point in enumerate(points):
         rival = found.get(_group(point))
         if rival is None or (

@@ -136,13 +136,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ---- jobs
 
-    @rule(target=stores, request=requests, numbers=batches)
-    def promote(self, request: Request, numbers: list[int]) -> Job:
-        """Blocks come up from a tier behind: nobody is asked whether they may enter."""
-        return self.prepare_store(request, numbers, promoted=True)
-
-    @rule(target=stores, request=requests, numbers=batches)
+    @rule(target=stores, request=requests, numbers=batches, promoted=st.sampled_from([False, False, True]))
     def prepare_store(self, request: Request, numbers: list[int], promoted: bool = False) -> Job:
+        """`promoted` blocks come up from a tier behind: nobody is asked whether they may enter."""
         manager, keys = self.manager, self._seen(request, numbers)
         protected = {*request.path, *keys}
         missing = [key for key in dict.fromkeys(keys) if key not in self.state]

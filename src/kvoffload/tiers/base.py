@@ -114,6 +114,10 @@ class SecondaryTier(Protocol):
         """Forget blocks that cannot be trusted, or are not wanted; how many were here."""
         ...
 
+    def clear(self) -> None:
+        """Forget every block for good, also for those who open the tier later: they mean nothing any more."""
+        ...
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended and its blocks would survive a crash; False if that takes longer."""
         ...

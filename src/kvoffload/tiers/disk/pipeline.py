@@ -109,6 +109,7 @@ class Pipeline:
         self._oldest_access = 0.0
         self._num_under_way = self._num_writing = 0
         self._num_removals = self._num_durable = 0
+        self._void_before = np.uint64(0)
         self._flushing = self._stopping = self.broken = False
         self._committing = False
         self._threads = [
@@ -146,6 +147,11 @@ class Pipeline:
             self._num_removals += len(slots)
             self._commit.notify()
             return self._num_removals
+
+    def void(self, generation: int) -> None:
+        """What is on its way and older than this gets no entry: `remove` what has one, after this call."""
+        with self._lock:
+            self._void_before = np.uint64(generation)
 
     def access(self, slots: Slots, stamps: Stamps) -> None:
         """These slots were used (with `REUSE`) at these times: goes along with the next commit."""
@@ -307,7 +313,8 @@ class Pipeline:
         self._journal.append(removed, entries, accessed, first_stamp)
 
     def _entries_of(self, chunk: Chunk) -> Records:
-        written = chunk.outcomes == SOUND
+        # Read after the batch was taken: a batch that says that a slot was emptied does not fill it again.
+        written = (chunk.outcomes == SOUND) & (chunk.generations >= self._void_before)
         entries: Records = np.empty(int(np.count_nonzero(written)), self._no_entries.dtype)
         entries["slot"], entries["generation"] = chunk.slots[written], chunk.generations[written]
         entries["stamp"], entries["written_at_s"] = chunk.stamps[written], chunk.written_at_s

@@ -158,8 +158,13 @@ class DiskTier:
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         """As `SecondaryTier.contains`."""
         found = np.zeros(len(keys), np.bool_)
+        known = self._request(request) if request is not None else None
         for number, rows in self._routed(keys):
-            found[rows] = self._volumes[number].ready_slots(_select(keys, rows))[1]
+            asked = _select(keys, rows)
+            if known is not None:
+                # What a request asks for is not evicted for what it writes.
+                known.contexts[number].see(asked)
+            found[rows] = self._volumes[number].ready_slots(asked)[1]
         return found
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
@@ -231,6 +236,11 @@ class DiskTier:
     def delete(self, keys: Keys) -> int:
         """As `SecondaryTier.delete`."""
         return sum(self._volumes[number].delete(_select(keys, rows)) for number, rows in self._routed(keys))
+
+    def clear(self) -> None:
+        """As `SecondaryTier.clear`; durable after a `drain`."""
+        for volume in self._volumes:
+            volume.clear()
 
     def drain(self, timeout_s: float) -> bool:
         """As `SecondaryTier.drain`. Accesses and deletions are durable as well."""

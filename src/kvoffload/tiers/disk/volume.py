@@ -210,6 +210,14 @@ class Volume:
             self._forget(slots[ready])
         return int(np.count_nonzero(ready))
 
+    def clear(self) -> None:
+        """Forget everything, also what is on its way, and for good."""
+        self._pipeline.void(self._next_generation)
+        occupied = np.flatnonzero(self._generation > 0).astype(np.int32)
+        self.manager.reset()
+        if len(occupied):
+            self._forget(occupied)
+
     def finish_request(self, ctx: RequestContext, keys: Keys, own: npt.NDArray[np.uint64]) -> None:
         """A request used these blocks, in prefix order; `own` are generations that it wrote itself."""
         self.manager.finish_request(ctx, keys)

@@ -1,0 +1,134 @@
+"""A tier whose jobs end when a test says so, and as it says: for tests of what stands in front of it.
+
+Keeps blocks in a dictionary: no policy, no capacity, no medium.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.keys import Keys
+from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats
+from kvoffload.transfer import Blocks, Rows
+
+
+@dataclass(eq=False)
+class ScriptedJob:
+    """One job; `fail` names the keys that are to fail."""
+
+    number: int
+    keys: Keys
+    pool: Blocks
+    rows: npt.NDArray[np.int64]
+    is_read: bool
+    void: bool = False
+    fail: set[bytes] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+class ScriptedTier:
+    """A `SecondaryTier` of unlimited size.
+
+    Attributes:
+        blocks: the bytes under each key.
+        jobs: those that have not ended; `end` ends one. With `immediate` they end when they are submitted.
+        takes: whether writes are accepted: False is a tier that is busy.
+        used: the path that each finished request used.
+    """
+
+    medium = "STORAGE"
+
+    def __init__(self, block_bytes: int, *, name: str = "scripted", immediate: bool = False) -> None:
+        self.name, self.block_bytes, self.immediate = name, block_bytes, immediate
+        self.blocks: dict[bytes, bytes] = {}
+        self.jobs: list[ScriptedJob] = []
+        self.takes = True
+        self.used: list[list[bytes]] = []
+        self.open_requests: list[object] = []
+        self.closed = False
+        self._ended: list[JobResult] = []
+        self._next = 0
+        self._stats = TierStats()
+
+    def begin_request(self, request_id: str) -> object:
+        request = [request_id]
+        self.open_requests.append(request)
+        return request
+
+    def finish_request(self, request: object, path: Keys) -> None:
+        self.open_requests.remove(request)
+        self.used.append(list(path))
+
+    def contains(self, keys: Keys, request: object | None = None) -> Mask:
+        assert request is None or request in self.open_requests, "a request that was finished, or never begun"
+        return np.array([key in self.blocks for key in keys], np.bool_)
+
+    def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
+        return self._submit(ScriptedJob(self._next, keys, pool, np.asarray(rows, np.int64), is_read=True))
+
+    def submit_write(
+        self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
+    ) -> tuple[int, Mask]:
+        assert request is None or request in self.open_requests, "a request that was finished, or never begun"
+        rows = np.asarray(rows, np.int64)
+        taken = ~self.contains(keys) & self.takes
+        if not taken.any():
+            return NO_JOB, taken
+        return self._submit(
+            ScriptedJob(self._next, keys.take(taken), pool, rows[taken], is_read=False)
+        ), taken
+
+    def end(self, job: ScriptedJob) -> None:
+        """Carry a job out. A block that fails leaves noise where it was to be read to, and is forgotten."""
+        self.jobs.remove(job)
+        ok = np.zeros(len(job.keys), np.bool_)
+        for i, (key, row) in enumerate(zip(job.keys, job.rows.tolist(), strict=True)):
+            if job.is_read:
+                block = self.blocks.get(key)
+                ok[i] = block is not None and key not in job.fail
+                job.pool[row] = np.frombuffer(block, np.uint8) if block is not None and ok[i] else 0xEE
+            else:
+                ok[i] = key not in job.fail
+                if ok[i] and not job.void:
+                    self.blocks[key] = job.pool[row].tobytes()
+            if not ok[i]:
+                self.blocks.pop(key, None)
+        count = int(ok.sum())
+        if job.is_read:
+            self._stats.read += count
+        else:
+            self._stats.written += count
+        self._stats.failed += len(ok) - count
+        self._ended.append(JobResult(job.number, ok, job.seconds))
+
+    def finished(self) -> list[JobResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def delete(self, keys: Keys) -> int:
+        return sum(self.blocks.pop(key, None) is not None for key in keys)
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        for job in self.jobs:
+            job.void = True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Does not wait for what nobody ends."""
+        return not self.jobs
+
+    def stats(self) -> TierStats:
+        return replace(self._stats, ready=len(self.blocks))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _submit(self, job: ScriptedJob) -> int:
+        self._next += 1
+        self.jobs.append(job)
+        if self.immediate:
+            self.end(job)
+        return job.number

@@ -1,0 +1,41 @@
+"""How long reads from a tier take, learnt from reads: for deciding whether they are worth waiting for.
+
+Knows neither blocks nor tiers.
+"""
+
+from __future__ import annotations
+
+_MEMORY = 0.95
+"""What of the past is left after one more read: about the last 20 reads count."""
+
+
+class ReadSpeed:
+    """A straight line through the last reads, seconds over blocks: least squares that forgets exponentially.
+
+    Reads of one size alone say nothing of what a read costs before its first block: then the line goes
+    through the origin.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._blocks = self._seconds = self._blocks_squared = self._product = 0.0
+
+    def learn(self, num_blocks: int, seconds: float) -> None:
+        """A read of this many blocks took so long. Cost: O(1)."""
+        self._weight = _MEMORY * self._weight + 1.0
+        self._blocks = _MEMORY * self._blocks + num_blocks
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._blocks_squared = _MEMORY * self._blocks_squared + num_blocks * num_blocks
+        self._product = _MEMORY * self._product + num_blocks * seconds
+
+    def seconds_for(self, num_blocks: int) -> float:
+        """How long a read of `num_blocks` will take; 0.0 while nothing is known. Cost: O(1)."""
+        if self._blocks == 0.0:
+            return 0.0
+        spread = self._weight * self._blocks_squared - self._blocks * self._blocks
+        slope = 0.0
+        if spread > 1e-9 * self._weight * self._blocks_squared:
+            slope = (self._weight * self._product - self._blocks * self._seconds) / spread
+        before_the_first = (self._seconds - slope * self._blocks) / self._weight
+        if slope <= 0.0 or before_the_first < 0.0:
+            slope, before_the_first = self._seconds / self._blocks, 0.0
+        return before_the_first + slope * num_blocks

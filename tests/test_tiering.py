@@ -1,0 +1,649 @@
+"""Tiers behind RAM: what goes down and when, what comes up, who waits, and that nothing harms the engine.
+
+Keys are letters; the bytes of a block are its letter, eight times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from kvoffload.admission import ReuseAdmission
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError
+from kvoffload.policies import POLICIES
+from kvoffload.testing.audit import audit
+from kvoffload.testing.scripted_tier import ScriptedTier
+from kvoffload.tiering import TieredManager
+from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.speed import ReadSpeed
+from kvoffload.types import ON_DEVICE_EVICTION, LoadPlan, LookupResult, PrefixLookup, StorePlan
+from letters import HIT, MISS, PENDING, keys, text
+
+RETRY = LookupResult.RETRY
+BLOCK_BYTES = 8
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """A manager with tiers, its pool, and an engine that computes blocks."""
+
+    def __init__(self, capacity: int = 4, *, tiers: int = 1, immediate: bool = True, **options: Any) -> None:
+        self.tiers = [ScriptedTier(BLOCK_BYTES, name=f"t{n}", immediate=immediate) for n in range(tiers)]
+        self.ram = MemoryTier(capacity, BLOCK_BYTES)
+        self.pool = self.ram.pool
+        self.clock = Clock()
+        self.manager = TieredManager(
+            capacity,
+            ram=self.ram,
+            tiers=self.tiers,
+            key_bytes=1,
+            clock=self.clock,
+            **({"max_in_flight": 1.0, "enable_events": True} | options),
+        )
+
+    @property
+    def tier(self) -> ScriptedTier:
+        return self.tiers[0]
+
+    def begin(self, letters: str = "") -> RequestContext:
+        return self.manager.begin_request("r", keys(letters))
+
+    def compute(self, plan: StorePlan | None) -> StorePlan:
+        """Fill the plan's slots, as an engine would."""
+        assert plan is not None
+        for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
+            self.pool[slot] = key[0]
+        self.ram.seal(plan.keys, plan.slots)
+        return plan
+
+    def store(self, letters: str, ctx: RequestContext | None = None) -> StorePlan:
+        plan = self.compute(self.manager.prepare_store(keys(letters), ctx))
+        self.manager.complete_store(plan)
+        self.manager.poll()
+        return plan
+
+    def below(self, letters: str, tier: int = 0) -> None:
+        """Put blocks into a tier."""
+        for key in keys(letters):
+            self.tiers[tier].blocks[key] = key * BLOCK_BYTES
+
+    def load(self, letters: str, ctx: RequestContext | None = None) -> LoadPlan:
+        plan = self.manager.prepare_load(keys(letters), ctx)
+        assert bytes(self.pool[plan.slots].tobytes()) == b"".join(key * BLOCK_BYTES for key in plan.keys)
+        self.manager.complete_load(plan)
+        return plan
+
+    def ask(self, letters: str, ctx: RequestContext) -> tuple[int, LookupResult]:
+        found: PrefixLookup = self.manager.lookup(keys(letters), ctx)
+        audit(self.manager)
+        return found.num_ready, found.stopped_by
+
+    def end_all(self) -> None:
+        for tier in self.tiers:
+            for job in [*tier.jobs]:
+                tier.end(job)
+        self.manager.poll()
+
+
+# ---- down
+
+
+def test_what_is_stored_goes_down_to_every_tier_byte_for_byte() -> None:
+    rig = Rig(tiers=2)
+    rig.store("abc")
+    for tier in rig.tiers:
+        assert tier.blocks == {key: key * BLOCK_BYTES for key in keys("abc")}
+    assert rig.manager.stats().evictable == 3
+
+
+def test_a_block_is_pinned_while_it_is_written_down() -> None:
+    rig = Rig(immediate=False)
+    rig.store("abcd")
+    assert rig.manager.stats().evictable == 0
+    assert rig.manager.prepare_store(keys("e")) is None
+    rig.end_all()
+    rig.store("e")
+    assert set(rig.tier.blocks) == {*keys("abcd")}, "only what was complete"
+
+
+def test_a_failed_store_is_not_offered() -> None:
+    rig = Rig()
+    rig.manager.complete_store(rig.compute(rig.manager.prepare_store(keys("ab"))), success=False)
+    assert rig.tier.blocks == {}
+
+
+def test_a_busy_tier_delays_nobody_and_is_offered_the_block_again_when_its_request_finishes() -> None:
+    rig = Rig()
+    rig.tier.takes = False
+    ctx = rig.begin()
+    rig.store("abc", ctx)
+    assert rig.manager.stats().evictable == 3, "nothing is pinned for a tier that does not take it"
+    rig.tier.takes = True
+    rig.manager.finish_request(ctx)
+    assert set(rig.tier.blocks) == {*keys("abc")}
+    assert rig.tier.used == [keys("abc")]
+    assert rig.tier.open_requests == []
+
+
+def test_a_tier_hears_of_the_request_when_its_last_store_is_complete() -> None:
+    rig = Rig()
+    ctx = rig.begin()
+    first = rig.compute(rig.manager.prepare_store(keys("ab"), ctx))
+    second, third = rig.compute(rig.manager.prepare_store(keys("abcd"), ctx)).split()
+    rig.manager.finish_request(ctx)
+    rig.manager.complete_store(first)
+    rig.manager.complete_store(third, success=False)
+    assert rig.tier.used == []
+    rig.manager.complete_store(second)
+    assert rig.tier.used == [keys("abcd")]
+    assert set(rig.tier.blocks) == {*keys("abc")}
+
+
+def test_what_tiers_may_pin_is_bounded() -> None:
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
+    rig.store("abcd")
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+    assert rig.manager.counts.not_offered == 2
+
+
+# ---- up
+
+
+def test_a_prefix_comes_up_and_becomes_a_hit() -> None:
+    rig = Rig(immediate=False)
+    rig.below("abc")
+    ctx = rig.begin()
+    assert rig.ask("abcd", ctx) == (0, RETRY)
+    assert rig.ask("abcd", ctx) == (0, RETRY), "asking again begins nothing new"
+    assert [text(job.keys) for job in rig.tier.jobs] == ["abc"]
+    rig.end_all()
+    assert rig.ask("abcd", ctx) == (3, MISS)
+    rig.load("abc", ctx)
+    assert rig.manager.hit_blocks == [0, 3]
+    assert rig.manager.counts.promoted == 3
+
+
+def test_a_hit_may_be_split_over_ram_and_tiers() -> None:
+    rig = Rig(capacity=6, tiers=2)
+    rig.store("ad")
+    for tier in rig.tiers:
+        tier.blocks.clear()
+    rig.below("bc", tier=1)
+    rig.below("be", tier=0)
+    ctx = rig.begin()
+    assert rig.ask("abcdef", ctx) == (1, RETRY)
+    rig.manager.poll()
+    assert rig.ask("abcdef", ctx) == (5, MISS)
+    rig.load("abcde", ctx)
+    assert rig.manager.hit_blocks == [2, 2, 1], "of two tiers that have a block the first one is read"
+
+
+def test_two_requests_share_one_read() -> None:
+    rig = Rig(immediate=False)
+    rig.below("ab")
+    first, second = rig.begin(), rig.begin()
+    assert rig.ask("ab", first) == rig.ask("ab", second) == (0, RETRY)
+    assert len(rig.tier.jobs) == 1
+    rig.end_all()
+    assert rig.ask("ab", second) == rig.ask("ab", first) == (2, HIT)
+    rig.load("ab", first)
+    rig.load("ab", second)
+    assert rig.manager.hit_blocks == [0, 4]
+
+
+def test_a_prefix_larger_than_ram_is_cut_to_what_fits_and_answered() -> None:
+    """No livelock: promotions never evict the request's own blocks, and are not asked for again and again."""
+    rig = Rig(capacity=4)
+    rig.store("xy")
+    rig.below("abcdefgh")
+    ctx = rig.begin()
+    assert rig.ask("abcdefgh", ctx) == (0, RETRY)
+    rig.manager.poll()
+    for _ in range(3):
+        assert rig.ask("abcdefgh", ctx) == (4, MISS)
+        rig.manager.poll()
+    assert rig.manager.counts.no_room == 4
+    rig.load("abcd", ctx)
+
+
+def test_what_cannot_be_read_is_a_miss_and_what_stands_before_it_a_hit() -> None:
+    rig = Rig(immediate=False)
+    rig.below("abcd")
+    ctx = rig.begin()
+    rig.ask("abcd", ctx)
+    rig.tier.jobs[0].fail = {b"c"}
+    rig.end_all()
+    assert rig.ask("abcd", ctx) == (2, MISS)
+    assert rig.manager.counts.lost == 1
+    rig.load("ab", ctx)
+    assert rig.manager.stats().writing == 0
+
+
+def test_blocks_come_up_whatever_the_admission_rule_of_ram_thinks() -> None:
+    rig = Rig(admission="reuse:2")
+    rig.below("ab")
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.manager.poll()
+    assert rig.ask("ab", ctx) == (2, HIT)
+
+
+@pytest.mark.parametrize("store", ["on-compute", ON_DEVICE_EVICTION])
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_with_any_policy(policy: str, store: str) -> None:
+    rig = Rig(policy=policy, store=store)
+    rig.store("vwxy")
+    rig.below("abc")
+    ctx = rig.begin()
+    assert rig.ask("abc", ctx) == (0, RETRY)
+    rig.manager.poll()
+    assert rig.ask("abc", ctx) == (3, HIT)
+    rig.load("abc", ctx)
+    rig.manager.finish_request(ctx)
+    audit(rig.manager)
+
+
+def test_a_request_without_a_record_asks_ram_alone() -> None:
+    rig = Rig()
+    rig.below("a")
+    assert rig.manager.lookup(keys("a")) == (0, MISS)
+    assert rig.manager.lookup_key(b"a") is MISS
+
+
+# ---- key by key, as vLLM asks
+
+
+def test_key_by_key_one_read_is_begun_at_the_end_of_the_step() -> None:
+    rig = Rig(immediate=False)
+    rig.store("x")
+    rig.end_all()
+    rig.below("abc")
+    ctx = rig.begin()
+    answers = [rig.manager.lookup_key(key, ctx) for key in keys("abcd")]
+    assert answers == [RETRY, RETRY, RETRY, MISS]
+    assert rig.tier.jobs == []
+    assert rig.manager.poll()
+    assert [text(job.keys) for job in rig.tier.jobs] == ["abc"]
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == answers
+    rig.end_all()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [HIT, HIT, HIT, MISS]
+    rig.load("abc", ctx)
+    assert rig.manager.hit_blocks == [0, 3]
+    assert not rig.manager.poll()
+
+
+def test_key_by_key_what_finds_no_room_is_a_miss() -> None:
+    rig = Rig(capacity=2)
+    rig.below("abc")
+    ctx = rig.begin()
+    for key in keys("abc"):
+        assert rig.manager.lookup_key(key, ctx) is RETRY
+    rig.manager.poll()
+    rig.manager.poll()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abc")] == [HIT, HIT, MISS]
+
+
+def test_another_requests_store_is_pending_and_no_retry() -> None:
+    rig = Rig(immediate=False)
+    plan = rig.manager.prepare_store(keys("a"))
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, PENDING)
+    assert rig.manager.lookup_key(b"a", ctx) is PENDING
+    rig.manager.complete_store(rig.compute(plan))
+
+
+# ---- no harm
+
+
+def test_a_request_waits_no_longer_than_the_deadline() -> None:
+    rig = Rig(immediate=False, deadline_s=2.0)
+    rig.below("ab")
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 1.9
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 0.2
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert rig.manager.counts.gave_up == 1
+    rig.manager.finish_request(ctx)
+    rig.end_all()
+    other = rig.begin()
+    assert rig.ask("ab", other) == (2, HIT), "what came late serves the next"
+
+
+def test_nor_longer_than_computing_would_take() -> None:
+    rig = Rig(immediate=False, deadline_s=2.0, recompute_s_per_block=0.1)
+    rig.below("ab")
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 0.21
+    assert rig.ask("ab", ctx) == (0, MISS)
+
+
+def test_a_second_wait_of_one_request_counts_from_its_own_start() -> None:
+    rig = Rig(capacity=8, immediate=False, deadline_s=2.0)
+    rig.below("a")
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (1, MISS)
+    rig.clock.now += 100
+    rig.below("b")
+    assert rig.ask("ab", ctx) == (1, RETRY)
+
+
+def test_a_tier_slower_than_computing_is_left_alone_but_tried_now_and_then() -> None:
+    rig = Rig(capacity=8, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
+    rig.below("abcdefgh")
+
+    def serve(letters: str, seconds: float) -> tuple[int, LookupResult]:
+        ctx = rig.begin()
+        answer = rig.ask(letters, ctx)
+        for job in rig.tier.jobs:
+            job.seconds = seconds
+        rig.end_all()
+        rig.manager.finish_request(ctx)
+        return answer
+
+    assert serve("ab", 2.0) == (0, RETRY), "nothing is known yet"
+    assert serve("cd", 2.0) == (0, RETRY), "the probe"
+    assert serve("ef", 0.0) == (0, MISS)
+    assert rig.manager.counts.not_worth == 2
+    rig.clock.now += 11
+    for pair in ("ef", "gh"):
+        rig.manager.discard(keys("abcdefgh"))
+        assert serve(pair, 0.01) == (0, RETRY), "the probe was fast"
+        rig.clock.now += 11
+    assert not rig.tier.jobs
+
+
+def test_a_tier_that_does_not_answer_is_left_alone_until_it_does() -> None:
+    rig = Rig(capacity=8, immediate=False, deadline_s=1.0)
+    rig.below("ab")
+    stuck = rig.begin()
+    assert rig.ask("a", stuck) == (0, RETRY)
+    rig.clock.now += 4.1
+    other = rig.begin()
+    assert rig.ask("b", other) == (0, MISS)
+    rig.store("cd", other)
+    assert len(rig.tier.jobs) == 1, "nothing more is given to it"
+    assert rig.manager.counts.not_offered == 2
+    rig.end_all()
+    assert rig.ask("b", rig.begin()) == (0, RETRY)
+
+
+def test_reads_leave_room_for_the_engine() -> None:
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.5)
+    rig.below("abcdefgh")
+    ctx = rig.begin()
+    assert rig.ask("abcdefgh", ctx) == (0, RETRY)
+    assert [text(job.keys) for job in rig.tier.jobs] == ["abcd"]
+    assert rig.store("wxyz").keys == keys("wxyz")
+
+
+# ---- resets and ends
+
+
+def test_reset_forgets_everything_everywhere_also_what_is_under_way() -> None:
+    rig = Rig(immediate=False)
+    rig.below("ab")
+    ctx = rig.begin()
+    rig.ask("ab", ctx)
+    rig.store("cd")
+    rig.manager.reset()
+    assert rig.ask("ab", ctx) == (0, MISS)
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert rig.tier.blocks == {}
+    audit(rig.manager)
+    assert rig.manager.stats().free == 4
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+def test_a_reset_that_drops_transfers_spares_the_slots_of_the_tiers(immediate: bool) -> None:
+    """Whoever resets vouches for the engine's transfers, not for a disk that still reads from RAM."""
+    rig = Rig(immediate=immediate, deadline_s=0.01)
+    rig.store("abcd")
+    rig.manager.reset(drop_in_flight=True)
+    assert rig.manager.stats().free == (4 if immediate else 0)
+    rig.end_all()
+    assert rig.manager.stats().free == 4
+
+
+def test_settle_says_whether_all_jobs_ended_and_close_closes_the_tiers() -> None:
+    rig = Rig(immediate=False)
+    rig.store("ab")
+    assert not rig.manager.settle(0.0)
+    rig.tier.end(rig.tier.jobs[0])
+    assert rig.manager.settle(0.0)
+    rig.manager.close(0.0)
+    assert rig.tier.closed
+
+
+def test_ram_takes_checksums_of_what_came_up() -> None:
+    rig = Rig()
+    rig.below("a")
+    ctx = rig.begin()
+    assert rig.ask("a", ctx) == (0, RETRY)
+    rig.manager.poll()
+    plan = rig.load("a", ctx)
+    assert rig.ram.verify_slots(plan.keys, plan.slots).all()
+
+
+def test_damage_in_ram_does_not_go_down_with_a_good_checksum() -> None:
+    rig = Rig()
+    plan = rig.compute(rig.manager.prepare_store(keys("abc")))
+    rig.pool[plan.slots[1]] ^= 1
+    rig.manager.complete_store(plan)
+    assert set(rig.tier.blocks) == {*keys("ac")}
+    assert rig.manager.lookup_key(b"b") is MISS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ram": MemoryTier(3, 8)}, "ram: '3 slots'.* allowed: 4 or more"),
+        ({"deadline_s": 0}, "deadline_s: 0 .* more than 0"),
+        ({"max_in_flight": 1.5}, "max_in_flight: 1.5"),
+        ({"tiers": [ScriptedTier(16)]}, "tier scripted: .*16 bytes.*8"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"ram": MemoryTier(4, 8), "tiers": []} | options
+    with pytest.raises(ConfigError, match=message):
+        TieredManager(4, key_bytes=1, **given)
+
+
+# ---- the estimate
+
+
+def test_read_speed_finds_latency_and_rate() -> None:
+    speed = ReadSpeed()
+    assert speed.seconds_for(10) == 0.0
+    for count in (1, 8, 64, 3, 20):
+        speed.learn(count, 0.5 + 0.01 * count)
+    assert speed.seconds_for(100) == pytest.approx(1.5)
+    for _ in range(200):
+        speed.learn(10, 0.1)
+    assert speed.seconds_for(20) == pytest.approx(0.2, rel=0.05), "the old speed is forgotten"
+
+
+def test_read_speed_of_one_size_goes_through_the_origin() -> None:
+    speed = ReadSpeed()
+    for _ in range(3):
+        speed.learn(10, 0.1)
+    assert speed.seconds_for(5) == pytest.approx(0.05)
+
+
+# ---- all of it in any order
+
+LETTERS = "abcdefghijkl"
+runs = st.tuples(st.integers(0, 8), st.integers(1, 8)).map(lambda run: LETTERS[run[0] : run[0] + run[1]])
+
+
+class TieringMachine(RuleBasedStateMachine):
+    """A pool of real bytes: whatever is ready, in RAM or below, holds its key's bytes at every step."""
+
+    requests: Bundle[RequestContext] = Bundle("requests")
+    stores: Bundle[StorePlan] = Bundle("stores")
+
+    @initialize(
+        policy=st.sampled_from(["lru", "arc", "hazard"]),
+        is_gated=st.booleans(),
+        store=st.sampled_from(["on-compute", ON_DEVICE_EVICTION]),
+        max_in_flight=st.sampled_from([0.3, 1.0]),
+        recompute=st.sampled_from([None, 0.05]),
+        tiers=st.integers(1, 2),
+    )
+    def start(
+        self,
+        policy: str,
+        is_gated: bool,
+        store: str,
+        max_in_flight: float,
+        recompute: float | None,
+        tiers: int,
+    ) -> None:
+        self.rig = Rig(
+            5,
+            tiers=tiers,
+            immediate=False,
+            policy=policy,
+            admission=ReuseAdmission(1, 2, 8) if is_gated else "all",
+            store=store,
+            max_in_flight=max_in_flight,
+            recompute_s_per_block=recompute,
+            deadline_s=1.0,
+        )
+        self.unfinished: list[RequestContext] = []
+        self.in_flight: list[StorePlan] = []
+
+    @rule(target=requests, letters=runs)
+    def begin(self, letters: str) -> RequestContext:
+        ctx = self.rig.begin(letters)
+        self.unfinished.append(ctx)
+        return ctx
+
+    @rule(ctx=requests, letters=runs)
+    def ask(self, ctx: RequestContext, letters: str) -> None:
+        if ctx.finished:
+            return
+        num_ready, stopped_by = self.rig.ask(letters, ctx)
+        if stopped_by is not RETRY:
+            self.rig.load(letters[:num_ready], ctx)
+
+    @rule(ctx=requests, letters=runs)
+    def ask_key_by_key(self, ctx: RequestContext, letters: str) -> None:
+        if ctx.finished:
+            return
+        for key in keys(letters):
+            if self.rig.manager.lookup_key(key, ctx) is MISS:
+                break
+
+    @rule(target=stores, ctx=st.one_of(requests, st.none()), letters=runs)
+    def store(self, ctx: RequestContext | None, letters: str) -> StorePlan | None:
+        if ctx is not None and ctx.finished:
+            ctx = None
+        plan = self.rig.manager.prepare_store(keys(letters), ctx)
+        if plan is not None:
+            self.rig.pool[plan.slots] = 0xDD
+            self.rig.ram.erase(plan.slots)
+            self.in_flight.append(plan)
+        return plan
+
+    @rule(plan=consumes(stores), success=st.booleans())
+    def complete(self, plan: StorePlan | None, success: bool) -> None:
+        if plan is not None:
+            self.in_flight.remove(plan)
+            self.rig.manager.complete_store(self.rig.compute(plan), success)
+
+    @rule(ctx=consumes(requests))
+    def finish(self, ctx: RequestContext) -> None:
+        if not ctx.finished:
+            self.unfinished.remove(ctx)
+            self.rig.manager.finish_request(ctx)
+
+    @rule(data=st.data())
+    def end_a_job(self, data: st.DataObject) -> None:
+        jobs = [(tier, job) for tier in self.rig.tiers for job in tier.jobs]
+        if jobs:
+            tier, job = data.draw(st.sampled_from(jobs))
+            job.fail = {key for key in job.keys if data.draw(st.integers(0, 4)) == 0}
+            job.seconds = data.draw(st.sampled_from([0.001, 1.0]))
+            tier.end(job)
+
+    @rule()
+    def poll(self) -> None:
+        self.rig.manager.poll()
+
+    @rule(seconds=st.sampled_from([0.1, 1.5, 20.0]))
+    def wait(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
+
+    @rule(letters=runs)
+    def the_tier_forgets(self, letters: str) -> None:
+        for key in keys(letters):
+            self.rig.tier.blocks.pop(key, None)
+
+    @rule(takes=st.booleans())
+    def the_tier_is_busy_or_not(self, takes: bool) -> None:
+        self.rig.tier.takes = takes
+
+    @rule(letters=runs)
+    def discard(self, letters: str) -> None:
+        self.rig.manager.discard(keys(letters))
+
+    @rule(chance=st.integers(0, 9))
+    def reset(self, chance: int) -> None:
+        if chance == 0:
+            self.rig.manager.reset()
+
+    @invariant()
+    def nothing_lies(self) -> None:
+        manager = self.rig.manager
+        audit(manager)
+        for key in keys(LETTERS):
+            if manager.lookup_key(key) is HIT:
+                plan = manager.pin([key])
+                assert self.rig.pool[plan.slots].tobytes() == key * BLOCK_BYTES
+                manager.unpin(plan)
+        for tier in self.rig.tiers:
+            for key, block in tier.blocks.items():
+                assert block == key * BLOCK_BYTES
+
+    def teardown(self) -> None:
+        """When all has ended, nothing is left of it."""
+        if not hasattr(self, "rig"):
+            return
+        for plan in self.in_flight:
+            self.rig.manager.complete_store(self.rig.compute(plan))
+        for ctx in self.unfinished:
+            self.rig.manager.finish_request(ctx)
+        for _ in range(3):
+            self.rig.end_all()
+        assert self.rig.manager.settle(0.0)
+        stats = self.rig.manager.stats()
+        assert stats.writing == stats.condemned == 0
+        assert stats.evictable == stats.ready
+        assert all(not tier.open_requests for tier in self.rig.tiers)
+        assert not self.rig.manager._requests
+        assert not self.rig.manager._rising
+
+
+TestTieringMachine = TieringMachine.TestCase
+TestTieringMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
