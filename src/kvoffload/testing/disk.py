@@ -79,7 +79,7 @@ class Recorder(Files):
             self._position += 1
             return self._position
 
-    def image(self, position: int, chance: random.Random, kind: str) -> bytes:
+    def image(self, position: int, chance: random.Random, kind: str, base: bytes = b"") -> bytes:
         """What the file may hold after a crash at `position`: everything that was synced, and of the rest
 
         - ``all``: everything that returned (the process died, the system lived);
@@ -88,9 +88,11 @@ class Recorder(Files):
         - ``torn``: any sectors of any of them;
         - ``prefix``: of each, a beginning of any length;
         - ``zeros``: sectors of them, others filled with zeros.
+
+        `base` is what the file held when the record began.
         """
         synced = max((begin for begin, end in self._syncs if end <= position), default=0)
-        content = bytearray(self.size_bytes)
+        content = bytearray(base or bytes(self.size_bytes))
         begun = sorted(
             (write for write in self.writes if write.begin <= position), key=lambda write: write.end
         )

@@ -136,8 +136,9 @@ class Layout:
 
     @property
     def log_bytes(self) -> int:
-        """Half a checkpoint and at least 64 KiB: a checkpoint is written when it is full."""
-        return max(16 * PAGE_BYTES, pages(self.num_slots * self.entry_bytes // 2))
+        """Half a checkpoint; more where that is little beside the slots: it is written when this is full."""
+        share = min(256 * PAGE_BYTES, self.num_slots * self.slot_bytes // 64)
+        return max(16 * PAGE_BYTES, pages(share), pages(self.num_slots * self.entry_bytes // 2))
 
     def checkpoint_offset(self, epoch: int) -> int:
         return 2 * PAGE_BYTES + (epoch % 2) * self.checkpoint_bytes

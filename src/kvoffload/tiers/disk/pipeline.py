@@ -31,7 +31,9 @@ from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Outcomes, Positions, Sc
 from kvoffload.transfer import Blocks
 
 COMMIT_INTERVAL_S = 0.002
-"""Between two commits under load: each takes a page of the log at least."""
+"""Between two commits while writes run: each takes a page of the log at least."""
+COMMIT_PACE = 4
+"""And as many times as long as the last one took: a sync holds up the writes beside it."""
 ACCESS_INTERVAL_S = 1.0
 """How long accesses wait for a commit to go along with."""
 MAX_PENDING_ACCESSES = 1 << 22
@@ -105,7 +107,7 @@ class Pipeline:
         self._pending = _Batch()
         self._num_accesses = 0
         self._oldest_access = 0.0
-        self._num_under_way = 0
+        self._num_under_way = self._num_writing = 0
         self._num_removals = self._num_durable = 0
         self._void_before = np.uint64(0)
         self._flushing = self._stopping = self.broken = False
@@ -201,20 +203,27 @@ class Pipeline:
                         return
                     self._work.wait()
                 chunk = (self._reads or self._writes).popleft()
+                self._num_writing += chunk.writes
             try:
                 self._move(chunk, scratch)
             except Exception as error:
                 # Not the medium's doing, that is an outcome: a pool that is gone, no memory left, our bug.
                 chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)
                 self._notices.warn("chunk", "disk tier: blocks could not be moved: %r", error)
-            if chunk.writes and (chunk.outcomes == SOUND).any():
-                with self._lock:
-                    if not self.broken:
-                        self._pending.chunks.append(chunk)
-                        self._commit.notify()
-                        continue
+            if not chunk.writes or not self._goes_on(chunk):
+                self._hand_back([chunk])
+
+    def _goes_on(self, chunk: Chunk) -> bool:
+        """Whether a write that has ended has something to make last."""
+        with self._lock:
+            self._num_writing -= 1
+            self._commit.notify()
+            if self.broken:
                 chunk.outcomes[:] = UNREADABLE
-            self._hand_back([chunk])
+            written = bool((chunk.outcomes == SOUND).any())
+            if written:
+                self._pending.chunks.append(chunk)
+            return written
 
     def _move(self, chunk: Chunk, scratch: Scratch) -> None:
         keys, slots, generations, pool, rows = (
@@ -273,9 +282,12 @@ class Pipeline:
             with self._lock:
                 self._committing = unsynced is not None
                 self._idle.notify_all()
-                pause = began + self._interval_s - time.monotonic()
-                if pause > 0 and not (self._flushing or self._stopping):
-                    self._commit.wait_for(lambda: self._flushing or self._stopping, pause)
+                now = time.monotonic()
+                pause = max(self._interval_s, COMMIT_PACE * (now - began))
+                self._commit.wait_for(self._no_write_runs, pause)
+
+    def _no_write_runs(self) -> bool:
+        return not self._writes and self._num_writing == 0
 
     def _has_work(self) -> bool:
         pending = self._pending
