@@ -69,13 +69,13 @@ class Bench(NamedTuple):
     seed: int
     rounds: int
 
-    def command(self, what: str, product: str, directory: Path, *options: str) -> list[str]:
+    def command(self, what: str, product: str, *options: str) -> list[str]:
         """Raises `NotRunError` when there is no such Python."""
         module = MODULES[product]
         python = self.pythons[module]
         if not Path(python).exists():
             raise NotRunError(f"there is no {python}")
-        return [python, "-m", "peers.drive", what, module, product, str(directory), *options]
+        return [python, "-m", "peers.drive", what, module, product, *options]
 
 
 def environment() -> dict[str, str]:
@@ -88,8 +88,8 @@ def damage(bench: Bench, product: str, kinds: list[str]) -> Iterator[dict[str, A
     """What the product is, then a row for each kind and life. Raises `NotRunError`."""
     options = [f"--kind={kind}" for kind in kinds]
     with tempfile.TemporaryDirectory(dir=bench.directory) as directory, tempfile.TemporaryFile("w+") as log:
-        options += [f"--seed={bench.seed}", f"--rounds={bench.rounds}"]
-        command = bench.command("damage", product, Path(directory), *options)
+        options += [f"--seed={bench.seed}", f"--rounds={bench.rounds}", f"--directory={directory}"]
+        command = bench.command("damage", product, *options)
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
         assert child.stdout is not None
         for line in child.stdout:
@@ -118,31 +118,45 @@ def all_damage(bench: Bench, products: list[str], kinds: list[str]) -> dict[str,
     return report
 
 
-def all_speed(bench: Bench, products: list[str], rounds: int) -> list[dict[str, Any]]:
-    """For each size of blocks and product: how many times our seconds it took, round by round; or why not."""
-    results = []
-    for block_bytes in BLOCK_BYTES:
-        num_blocks = min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // block_bytes)
-        sizes = [f"--block-bytes={block_bytes}", f"--num-blocks={num_blocks}"]
-        with contextlib.ExitStack() as stack:
-            servers: dict[str, Server] = {}
-            for product in dict.fromkeys(("kvoffload", *products)):
-                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=bench.directory)))
-                try:
-                    command = bench.command("speed", product, directory, *sizes)
-                    servers[product] = Server(command, environment())
-                except (NotRunError, RuntimeError) as reason:
-                    results.append({"block_bytes": block_bytes, "product": product, "not_run": str(reason)})
-                    continue
-                stack.callback(servers[product].close)
-            ours = servers.pop("kvoffload")
-            # The first round makes files, threads and memory, and does not count.
-            taken = [one_round(ours, servers) for _ in range(rounds + 1)][1:]
-        for product in servers:
-            ratios = {what: [one[product][what] / one["kvoffload"][what] for one in taken] for what in TIMED}
-            results.append({"block_bytes": block_bytes, "product": product, "ratios": ratios})
-        print(f"{block_bytes} bytes, seconds: {taken}", file=sys.stderr)
-    return results
+def all_speed(bench: Bench, products: list[str], rounds: int) -> dict[str, Any]:
+    """How many times our seconds each took, by size of blocks and round; and who did not run, and why."""
+    report: dict[str, Any] = {"not_run": {}, "rows": []}
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for product in dict.fromkeys(("kvoffload", *products)):
+            try:
+                server = Server(bench.command("speed", product), environment())
+            except NotRunError as reason:
+                report["not_run"][product] = str(reason)
+                continue
+            servers[product] = server
+            stack.callback(server.close)
+        for block_bytes in BLOCK_BYTES:
+            with tempfile.TemporaryDirectory(dir=bench.directory) as directory:
+                for product in list(servers):
+                    try:
+                        open_tier(servers[product], Path(directory) / product, block_bytes)
+                    except RuntimeError as reason:
+                        report["not_run"][product] = str(reason)
+                        del servers[product]
+                ours = servers["kvoffload"]
+                theirs = {product: server for product, server in servers.items() if server is not ours}
+                # The first round makes files, threads and memory, and does not count.
+                taken = [one_round(ours, theirs) for _ in range(rounds + 1)][1:]
+            print(f"{block_bytes} bytes, seconds: {taken}", file=sys.stderr)
+            for product in theirs:
+                ratios = {
+                    what: [one[product][what] / one["kvoffload"][what] for one in taken] for what in TIMED
+                }
+                report["rows"].append({"block_bytes": block_bytes, "product": product, "ratios": ratios})
+    return report
+
+
+def open_tier(server: Server, directory: Path, block_bytes: int) -> None:
+    """A tier for one batch of blocks of this size. Raises `RuntimeError`."""
+    directory.mkdir()
+    num_blocks = min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // block_bytes)
+    server.do(f"open {directory} {block_bytes} {num_blocks}")
 
 
 def one_round(ours: Server, theirs: dict[str, Server]) -> dict[str, dict[str, float]]:
@@ -206,18 +220,17 @@ def damage_tables(report: dict[str, Any], kinds: list[str]) -> str:
     return "\n".join(lines)
 
 
-def speed_table(results: list[dict[str, Any]]) -> str:
+def speed_table(report: dict[str, Any]) -> str:
     body = []
-    for result in results:
-        size = result["block_bytes"]
-        line = [f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB", TITLES[result["product"]]]
+    for row in report["rows"]:
+        size = row["block_bytes"]
+        line = [f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB", TITLES[row["product"]]]
         for what in TIMED:
-            ratios = sorted(result["ratios"][what]) if "ratios" in result else []
-            line.append(
-                f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}-{ratios[-1]:.1f})" if ratios else "not run"
-            )
+            ratios = sorted(row["ratios"][what])
+            line.append(f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}-{ratios[-1]:.1f})")
         body.append(line)
-    return markdown(["block", "seconds, as times ours", *TIMED], body)
+    not_run = [f"- {TITLES[product]}: not run: {why}" for product, why in report["not_run"].items()]
+    return "\n".join([markdown(["block", "seconds, as times ours", *TIMED], body), "", *not_run])
 
 
 def failed(report: dict[str, Any]) -> bool:

@@ -21,12 +21,10 @@ def main() -> None:
     parser.add_argument("what", choices=("damage", "speed"))
     parser.add_argument("module")
     parser.add_argument("product")
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("--directory", type=Path, default=Path())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--kind", action="append", choices=KINDS)
-    parser.add_argument("--block-bytes", type=int, default=65536)
-    parser.add_argument("--num-blocks", type=int, default=64)
     arguments = parser.parse_args()
     # Products print what they like. It goes to stderr.
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
@@ -34,7 +32,7 @@ def main() -> None:
         adapter = importlib.import_module(f"peers.{arguments.module}").ADAPTERS[arguments.product]
         print(json.dumps({"version": adapter.version, "configuration": adapter.configuration}), file=out)
         if arguments.what == "speed":
-            serve(adapter, arguments.directory, arguments.block_bytes, arguments.num_blocks, out)
+            serve(adapter, out)
             return
         for kind in arguments.kind or KINDS:
             place = arguments.directory / "scene"

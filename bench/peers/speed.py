@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -20,48 +22,67 @@ import numpy as np
 
 from peers.contract import Adapter, Place
 
+JOBS = 16
+"""That a batch is handed over in, as by as many requests."""
 SYNC_THREADS = 16
 """As many as vLLM's tier writes with."""
 
 
-def serve(adapter: Adapter, directory: Path, block_bytes: int, num_blocks: int, out: IO[str]) -> None:
-    """Answer each line of stdin, a command, with the seconds that it took; until ``close``."""
-    product = adapter.open(directory, "model", block_bytes, num_blocks)
-    random = np.random.default_rng(0)
-    product.pool[:] = random.integers(0, 256, product.pool.shape, np.uint8)
-    numbers, per_job = list(range(num_blocks)), max(1, num_blocks // 16)
-    places: list[Place] = []
+def serve(adapter: Adapter, out: IO[str]) -> None:
+    """Answer each line of stdin with the seconds that it took.
 
-    def write() -> None:
-        if not all(product.write(numbers, per_job)):
+    ``open DIRECTORY BLOCK_BYTES NUM_BLOCKS`` comes first and once more for another size; then ``write``,
+    ``read``, ``fsync`` and ``syncfs``, each of which is about all blocks.
+    """
+    tier: _Tier | None = None
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "open":
+            if tier is not None:
+                tier.product.close()
+            tier = _Tier(adapter, Path(arguments[0]), int(arguments[1]), int(arguments[2]))
+            seconds = 0.0
+        else:
+            assert tier is not None
+            timed = tier.prepared(command)
+            began = time.perf_counter()
+            timed()
+            seconds = time.perf_counter() - began
+        print(json.dumps({"seconds": seconds}), file=out, flush=True)
+    if tier is not None:
+        tier.product.close()
+
+
+class _Tier:
+    """An open tier, full of noise, and what can be done to it in one go."""
+
+    def __init__(self, adapter: Adapter, directory: Path, block_bytes: int, num_blocks: int) -> None:
+        self.product = adapter.open(directory, "model", block_bytes, num_blocks)
+        pool = self.product.pool
+        pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
+        self._directory, self._numbers = directory, list(range(num_blocks))
+        self._per_job = max(1, num_blocks // JOBS)
+
+    def prepared(self, command: str) -> Callable[[], None]:
+        """What is to be timed. What a batch replaces, and what the page cache has, is nobody's time."""
+        places = self.product.places(self._numbers)
+        if command == "write":
+            self.product.forget(list(places))
+            return self._write
+        if command == "read":
+            drop_cached(list(places.values()))
+            return self._read
+        if command == "fsync":
+            return partial(fsync_each, list(places.values()))
+        return partial(syncfs, self._directory)
+
+    def _write(self) -> None:
+        if not all(self.product.write(self._numbers, self._per_job)):
             raise RuntimeError("not every block was stored")
 
-    def read() -> None:
-        if not all(product.read(numbers, per_job)):
+    def _read(self) -> None:
+        if not all(self.product.read(self._numbers, self._per_job)):
             raise RuntimeError("not every block was served")
-
-    commands: dict[str, Callable[[], None]] = {
-        "write": write,
-        "read": read,
-        "fsync": lambda: fsync_each(places),
-        "syncfs": lambda: syncfs(directory),
-    }
-    for line in sys.stdin:
-        command = line.strip()
-        if command == "close":
-            break
-        # What a batch replaces, and what the page cache has, is nobody's time.
-        if command == "write":
-            product.forget(list(product.places(numbers)))
-            syncfs(directory)
-        if command in ("read", "fsync"):
-            places = list(product.places(numbers).values())
-        if command == "read":
-            drop_cached(places)
-        began = time.perf_counter()
-        commands[command]()
-        print(json.dumps({"seconds": time.perf_counter() - began}), file=out, flush=True)
-    product.close()
 
 
 def fsync_each(places: Sequence[Place]) -> None:
@@ -102,32 +123,30 @@ def drop_cached(places: Sequence[Place]) -> None:
 
 
 class Server:
-    """A child process that runs `serve`. Raises `RuntimeError` when it has ended."""
+    """A child process that runs `serve`."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=environment,
         )  # fmt: skip
-        self._answer()
 
     def do(self, command: str) -> float:
-        """Seconds that it took."""
+        """Seconds that it took. Raises `RuntimeError` when the child has ended."""
         assert self._child.stdin is not None
-        self._child.stdin.write(command + "\n")
-        self._child.stdin.flush()
-        return float(self._answer()["seconds"])
-
-    def _answer(self) -> dict[str, float]:
         assert self._child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(command + "\n")
+            self._child.stdin.flush()
         line = self._child.stdout.readline()
+        while line and "seconds" not in line:
+            line = self._child.stdout.readline()
         if not line:
             raise RuntimeError(f"it ended with status {self._child.wait()}")
-        answer: dict[str, float] = json.loads(line)
-        return answer
+        return float(json.loads(line)["seconds"])
 
     def close(self) -> None:
         assert self._child.stdin is not None
-        self._child.stdin.write("close\n")
-        self._child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
         self._child.wait()
