@@ -5,8 +5,10 @@ VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 TRACE ?=
 ARGS ?=
+SOAK_SECONDS ?= 600
+SEED ?=
 
-.PHONY: help install replay test test-vllm lint format bench vllm-env clean
+.PHONY: help install replay test test-vllm soak lint format bench vllm-env clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -47,8 +49,11 @@ bench: $(VENV)/installed-dev  ## control plane and copies (beside vLLM's where `
 vllm-env:  ## an environment with a CPU build of vLLM 0.32 (3.4 GB, minutes)
 	PYTHON=$(PYTHON) bash bench/vllm_env.sh $(VLLM_VENV)
 
-test-vllm: vllm-env  ## our manager beside vLLM's, operation by operation
+test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+
+soak: vllm-env  ## real engines under stress (SOAK_SECONDS=600, SEED=random)
+	SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
 
 clean:  ## remove environments and caches
 	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -34,6 +34,17 @@ MAY_IMPORT = {
         "types",
     },
     "testing": {"admission", "core", "errors", "policies", "tiers", "transfer", "types"},
+    "integrations": {
+        "admission",
+        "config",
+        "core",
+        "errors",
+        "policies",
+        "tiering",
+        "tiers",
+        "transfer",
+        "types",
+    },
     "compat": {"admission", "core", "errors", "policies", "types"},
     "tiering": {"core", "errors", "tiers", "transfer", "types"},
     "types": {"core"},
@@ -140,6 +151,13 @@ def test_only_transfer_knows_torch() -> None:
         room_of(path) for path in sources() if any(m.split(".")[0] == "torch" for m in imports_of(path))
     }
     assert knowing <= {"transfer"}
+
+
+def test_only_integrations_know_engines() -> None:
+    knowing = {path for path in sources() if any(m.split(".")[0] == "vllm" for m in imports_of(path))}
+    assert {room_of(path) for path in knowing} <= {"integrations"}
+    # The command line checks flags where vLLM is not installed.
+    assert not {"options.py", "versions.py"} & {path.name for path in knowing}
 
 
 def test_files_are_one_idea() -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from kvoffload.replay.report import ReplayReport
     from kvoffload.replay.sources import load_trace
     from kvoffload.replay.trace import Trace
+    from kvoffload.tiering import TieredManager
+    from kvoffload.tiers.base import SecondaryTier
+    from kvoffload.tiers.disk import DiskTier
     from kvoffload.tiers.memory import MemoryTier
     from kvoffload.transfer import copy_blocks, copy_engine_for
     from kvoffload.types import (
@@ -39,6 +42,7 @@ _HOME = {
     "Admission": "admission",
     "BlockwisePolicy": "policies",
     "ConfigError": "errors",
+    "DiskTier": "tiers.disk",
     "EvictionPolicy": "policies",
     "KVOffloadError": "errors",
     "Keys": "core.keys",
@@ -57,7 +61,9 @@ _HOME = {
     "ReplayReport": "replay.report",
     "RequestContext": "core.request",
     "ReuseAdmission": "admission",
+    "SecondaryTier": "tiers.base",
     "StorePlan": "types",
+    "TieredManager": "tiering",
     "Trace": "replay.trace",
     "TraceError": "errors",
     "copy_blocks": "transfer",
@@ -72,6 +78,7 @@ __all__ = [
     "Admission",
     "BlockwisePolicy",
     "ConfigError",
+    "DiskTier",
     "EvictionPolicy",
     "KVOffloadError",
     "Keys",
@@ -90,7 +97,9 @@ __all__ = [
     "ReplayReport",
     "RequestContext",
     "ReuseAdmission",
+    "SecondaryTier",
     "StorePlan",
+    "TieredManager",
     "Trace",
     "TraceError",
     "copy_blocks",

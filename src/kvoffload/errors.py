@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class KVOffloadError(Exception):
     """Base of every error that kvoffload raises on purpose."""
@@ -13,6 +15,16 @@ class ConfigError(KVOffloadError, ValueError):
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
         super().__init__(f"{field}: {value!r} is not possible; {allowed}")
+
+
+class CombinedConfigError(ConfigError):
+    """Several impossible things, told at once: one line for each. `problems` has them one by one."""
+
+    def __init__(self, where: str, problems: Sequence[ConfigError]) -> None:
+        first = problems[0]
+        super().__init__(first.field, first.value, first.allowed)
+        self.problems = tuple(problems)
+        self.args = ("\n  ".join([f"{where}:", *(str(problem) for problem in problems)]),)
 
 
 class MisuseError(KVOffloadError, RuntimeError):

@@ -219,7 +219,12 @@ class TieredManager(OffloadingManager):
             wanted, request.wanted = request.wanted, []
             if not request.finished:
                 self._bring_up(self._pack([*dict.fromkeys(wanted)]), ctx, request)
-        return any(behind.jobs for behind in self._behind)
+        return self.has_jobs
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a tier has been given something to do, or is about to be."""
+        return bool(self._asking) or any(behind.jobs for behind in self._behind)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no job is under way; False if that takes longer. For tests, replays and shutdown."""

@@ -12,10 +12,12 @@ from kvoffload import __version__
 from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
+    "disk": "kvoffload.cli.disk:disk",
     "policies": "kvoffload.cli.policies:policies",
     "replay": "kvoffload.cli.replay:replay",
     "sweep": "kvoffload.cli.sweep:sweep",
     "trace": "kvoffload.cli.trace:trace",
+    "vllm-config": "kvoffload.cli.vllm_config:vllm_config",
 }
 _KERNEL_CACHE = Path(__file__).resolve().parent.parent / "core" / "__pycache__"
 

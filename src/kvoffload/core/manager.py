@@ -41,6 +41,8 @@ from kvoffload.types import (
 _INT32, _UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
 _NO_ROWS = np.empty(0, np.int32)
 _UNNAMED = -2
+_RESTORED_REQUEST = 1024
+"""Blocks of what stands for a request when an order is restored: some policies take time for long ones."""
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """By what `steps.state_of_key` answers."""
 
@@ -136,15 +138,18 @@ class OffloadingManager:
             ctx.see(keys)
         return ctx
 
-    def finish_request(self, ctx: RequestContext) -> None:
+    def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
         """Commit what the request used, its whole path in one go. Transfers may still be in flight.
+
+        `path` is all of it in prefix order, where the calls for this request came in another order.
 
         Blocks that it has touched already, or stored itself, are not accessed a second time; they only
         take their place in the order of the path.
         """
         ctx = self._context(ctx)
         ctx.flush()
-        self._commit(ctx, np.arange(ctx.length, dtype=np.int32), whole_path=True)
+        positions = ctx.see(path) if path else np.arange(ctx.length, dtype=np.int32)
+        self._commit(ctx, positions, whole_path=True)
         if self.admission is not None and ctx.pieces > 1:
             # Counted piece by piece, the last piece is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())
@@ -348,6 +353,19 @@ class OffloadingManager:
             steps.abandon(index.table, index.keys, self.ref_cnt, self._generation, plan.slots)
             self._give_back(plan.slots)
             self._counts.store_failed += count
+
+    def restore_uses(self, slots: Slots, used: npt.NDArray[np.bool_]) -> None:
+        """Tell the policy of the uses of blocks that were restored: for tiers that outlive their process.
+
+        Args:
+            slots: of ready blocks, the most recently used first.
+            used: whether each was used since it was stored.
+        """
+        again, size = slots[used], _RESTORED_REQUEST
+        for batch, is_use in ((again, True), (slots, False)):
+            for start in reversed(range(0, len(batch), size)):
+                part = batch[start : start + size]
+                self.policy.access(part, np.full(len(part), is_use))
 
     # ---- everything at once
 

@@ -49,8 +49,8 @@ class SimulatedTier:
 
     def finish_request(self, request: object, path: Keys) -> None:
         assert isinstance(request, RequestContext)
-        # Not `finish_request`: that goes by the order of first sight, and RAM asks for what it lacks first.
-        self._manager.touch(path, request)
+        # RAM asks for what it lacks first: its order of first sight is not that of the prefix.
+        self._manager.finish_request(request, path)
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         assert request is None or isinstance(request, RequestContext)

@@ -162,6 +162,11 @@ def scatter(bounce: Tensor, device: Tensor, device_rows: RowsArray) -> None:
     wide.index_copy_(0, _indices(device_rows, device), arrived.view(wide.dtype))
 
 
+def tensor_over(array: npt.NDArray[Any]) -> Tensor:
+    """The array as a tensor in host memory; nothing is copied."""
+    return torch.from_numpy(array)
+
+
 def _wide(blocks: Tensor) -> Tensor:
     """The same rows as words of 8 bytes where that is possible: a device moves an item per thread."""
     aligned = blocks.data_ptr() | blocks.shape[1] | blocks.stride(0) | blocks.storage_offset()

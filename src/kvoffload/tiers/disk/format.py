@@ -1,7 +1,7 @@
 """Every byte of a slab: superblock, groups of the journal, heads of checkpoints, headers of slots.
 
-Owns the encodings and their checksums; `layout` has where each of them is. docs/formats.md says the same in prose. All integers are
-little-endian. Does no I/O, and does not know when anything is written.
+Owns the encodings and their checksums; `layout` has where each of them is, and docs/formats.md says the same
+in prose. All integers are little-endian. Does no I/O, and does not know when anything is written.
 """
 
 from __future__ import annotations

@@ -55,20 +55,21 @@ class Journal:
         self._memory = aligned(self._max_group_bytes)
         self.bytes_written = self.num_checkpoints = 0
         self.damaged = found.damaged
-        if found.damaged or found.unfinished:
+        if found.damaged:
             self.checkpoint(found.contents)
 
     def append(self, removed: Slots, entries: Records, accessed: Records, first_stamp: int) -> None:
-        """Say all this; it is durable after the next `sync`. One group, unless it is very much."""
+        """Say all this; it is durable after the next `sync`. One group, unless it is very much.
+
+        What was appended before has been synced: a log ends in one torn group at most.
+        """
         layout, started = self._layout, False
         for removals, blocks, accesses in self._parts(removed, entries, accessed):
             if started:
-                # Never two groups on the way to the medium: what ends a log is then one torn group at most.
                 self.sync()
             started = True
             size = group_bytes(layout, len(removals), len(blocks), len(accesses))
             if self._at + size > layout.log_bytes:
-                self.sync()
                 found = recover(self._slab)
                 self.damaged += found.damaged
                 self.checkpoint(found.contents)

@@ -107,6 +107,7 @@ class Pipeline:
         self._oldest_access = 0.0
         self._num_under_way = 0
         self._num_removals = self._num_durable = 0
+        self._void_before = np.uint64(0)
         self._flushing = self._stopping = self.broken = False
         self._committing = False
         self._threads = [
@@ -126,7 +127,8 @@ class Pipeline:
         """Begin chunks, all of them reads or all writes."""
         with self._lock:
             self._num_under_way += len(chunks)
-            for chunk in chunks:
+            failed = chunks if self.broken and chunks[0].writes else []
+            for chunk in chunks if not failed else []:
                 if not chunk.writes:
                     self._reads.append(chunk)
                 elif chunk.gate > self._num_durable:
@@ -134,6 +136,7 @@ class Pipeline:
                 else:
                     self._writes.append(chunk)
             self._work.notify_all()
+        self._fail(failed)
 
     def remove(self, slots: Slots) -> int:
         """These slots hold nothing any more; the gate of whoever writes into them next."""
@@ -142,6 +145,11 @@ class Pipeline:
             self._num_removals += len(slots)
             self._commit.notify()
             return self._num_removals
+
+    def void(self, generation: int) -> None:
+        """What is on its way and older than this gets no entry: `remove` what has one, after this call."""
+        with self._lock:
+            self._void_before = np.uint64(generation)
 
     def access(self, slots: Slots, stamps: Stamps) -> None:
         """These slots were used (with `REUSE`) at these times: goes along with the next commit."""
@@ -167,7 +175,8 @@ class Pipeline:
     def close(self, timeout_s: float) -> bool:
         """Drain, and end the threads; False if some of them hang in the system: they are left behind."""
         deadline = time.monotonic() + timeout_s
-        self.drain(timeout_s)
+        if not self._stopping:
+            self.drain(timeout_s)
         with self._lock:
             self._stopping = True
             self._work.notify_all()
@@ -292,7 +301,8 @@ class Pipeline:
         self._journal.append(removed, entries, accessed, first_stamp)
 
     def _entries_of(self, chunk: Chunk) -> Records:
-        written = chunk.outcomes == SOUND
+        # Read after the batch was taken: a batch that says that a slot was emptied does not fill it again.
+        written = (chunk.outcomes == SOUND) & (chunk.generations >= self._void_before)
         entries: Records = np.empty(int(np.count_nonzero(written)), self._no_entries.dtype)
         entries["slot"], entries["generation"] = chunk.slots[written], chunk.generations[written]
         entries["stamp"], entries["written_at_s"] = chunk.stamps[written], chunk.written_at_s
@@ -319,6 +329,9 @@ class Pipeline:
             self._writes.clear()
             self._pending = _Batch()
             self._committing = False
-        for chunk in failed:
+        self._fail(failed)
+
+    def _fail(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
             chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)
-        self._hand_back(failed)
+        self._hand_back(chunks)

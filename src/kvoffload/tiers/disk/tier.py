@@ -150,7 +150,7 @@ class DiskTier:
         for number, rows in self._routed(path):
             own = known.written[number]
             written = np.concatenate(own) if own else np.empty(0, np.uint64)
-            self._volumes[number].access(_select(path, rows), known.contexts[number], written)
+            self._volumes[number].finish_request(known.contexts[number], _select(path, rows), written)
         known.finished = True
 
     # ---- blocks
@@ -236,6 +236,11 @@ class DiskTier:
     def delete(self, keys: Keys) -> int:
         """As `SecondaryTier.delete`."""
         return sum(self._volumes[number].delete(_select(keys, rows)) for number, rows in self._routed(keys))
+
+    def clear(self) -> None:
+        """As `SecondaryTier.clear`; durable after a `drain`."""
+        for volume in self._volumes:
+            volume.clear()
 
     def drain(self, timeout_s: float) -> bool:
         """As `SecondaryTier.drain`. Accesses and deletions are durable as well."""

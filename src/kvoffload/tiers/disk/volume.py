@@ -210,9 +210,17 @@ class Volume:
             self._forget(slots[ready])
         return int(np.count_nonzero(ready))
 
-    def access(self, keys: Keys, ctx: RequestContext, own: npt.NDArray[np.uint64]) -> None:
+    def clear(self) -> None:
+        """Forget everything, also what is on its way, and for good."""
+        self._pipeline.void(self._next_generation)
+        occupied = np.flatnonzero(self._generation > 0).astype(np.int32)
+        self.manager.reset()
+        if len(occupied):
+            self._forget(occupied)
+
+    def finish_request(self, ctx: RequestContext, keys: Keys, own: npt.NDArray[np.uint64]) -> None:
         """A request used these blocks, in prefix order; `own` are generations that it wrote itself."""
-        self.manager.touch(keys, ctx)
+        self.manager.finish_request(ctx, keys)
         # From the last to the first, as the policy takes them: the head of a prefix ends as the most recent.
         slots = self.manager.slots_of(keys)[::-1]
         slots = slots[slots >= 0]
@@ -309,33 +317,26 @@ class Volume:
     def _restore(self, contents: Contents) -> tuple[int, npt.NDArray[np.int32]]:
         """Give the manager the blocks that were found; how many, and slots whose entry says what is not so.
 
-        They come in the order of their writing, and are used as they were.
-
-        It is one request whose path is every block, the most recent first, that stores them from the
-        oldest to the newest: so policies that go by insertion and by use both get their order back.
+        They come in the order of their writing, and are then used as they were: so policies that go by
+        insertion and policies that go by use both get their order back.
         """
         slots = contents.slots()
-        if len(slots) == 0:
-            return 0, np.empty(0, np.int32)
         by_age = slots[np.argsort(contents.generation[slots], kind="stable")]
-        by_use = slots[np.argsort(contents.stamp[slots], kind="stable")[::-1]]
-        ctx = self.manager.begin_request("restored", contents.keys(by_use))
-        free = np.ones(len(self._physical), np.bool_)
-        taken = np.zeros(len(self._physical), np.bool_)
+        slot_of = np.full(len(self._physical), -1, np.int32)
         for start in range(0, len(by_age), _RESTORE_BLOCKS):
             batch = by_age[start : start + _RESTORE_BLOCKS]
-            plan = self.manager.prepare_store(contents.keys(batch), ctx, admitted=True)
+            plan = self.manager.prepare_store(contents.keys(batch), admitted=True)
             assert plan is not None, "an empty cache has room for what it held"
-            found = batch[plan.rows]
-            self._physical[plan.slots] = found
-            self._generation[plan.slots] = contents.generation[found]
-            free[found], taken[plan.slots] = False, True
+            slot_of[batch[plan.rows]] = plan.slots
             self.manager.complete_store(plan)
-        self._physical[~taken] = np.flatnonzero(free)
-        used = by_use[contents.uses[by_use] > 0]
-        if len(used):
-            self.manager.touch(contents.keys(used))
-        self.manager.finish_request(ctx)
+        restored = np.flatnonzero(slot_of >= 0)
+        taken = np.zeros(len(self._physical), np.bool_)
+        taken[slot_of[restored]] = True
+        self._physical[slot_of[restored]] = restored
+        self._physical[~taken] = np.flatnonzero(slot_of < 0)
+        self._generation[slot_of[restored]] = contents.generation[restored]
+        by_use = restored[np.argsort(contents.stamp[restored], kind="stable")[::-1]]
+        self.manager.restore_uses(slot_of[by_use], contents.uses[by_use] > 0)
         # Only a damaged journal has one block twice.
         leftover = np.flatnonzero(~taken & (contents.generation[self._physical] > 0)).astype(np.int32)
-        return int(np.count_nonzero(taken)), leftover
+        return len(restored), leftover

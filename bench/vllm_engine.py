@@ -1,0 +1,399 @@
+"""A real vLLM engine replays a cut of a recorded trace: without offloading, with vLLM's manager, with ours.
+
+    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--ram-blocks 100]
+
+The cut: of the second half of the agentic recording the first 300 requests of 16 sessions that run side by
+side, each cut to its first 32 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
+tokens), whose token ids follow from its number; so what is shared stays shared. The model is the tiny one of
+tests/vllm, on one core.
+
+Every side is an engine in a process of its own. They take turns, a slice of the trace each, while the others
+wait: the machine's mood hits all alike. Ratios are to vLLM's LRU, of the same slice in the same round;
+medians of them. Hits are the same in every round but for what transfers under way leave to chance.
+
+`manager` is time in calls of the offloading manager, all of them, on the scheduler's thread; `lookup` is the
+time that vLLM's connector takes to find out how long a hit is. `--keyed` adds ours asked key by key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import lzma
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK_TOKENS, VOCABULARY, ANSWER_TOKENS, AT_ONCE = 32, 1024, 4, 2
+SESSIONS, LONGEST = 16, 32
+
+_OURS = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm"}
+_NATIVE = {"spec_name": "NativeOnCPU", "spec_module_path": "vllm_native"}
+_CONNECTOR = "kvoffload.integrations.vllm.connector"
+_VICTIM = {"store": "on-device-eviction"}
+SIDES: dict[str, dict[str, Any] | None] = {
+    "no offload": None,
+    "vLLM lru": _NATIVE | {"eviction_policy": "lru"},
+    "vLLM arc": _NATIVE | {"eviction_policy": "arc"},
+    "ours lru": _OURS | {"policy": "lru", "connector": True},
+    "ours hazard": _OURS | {"policy": "hazard", "connector": True},
+    "ours victim lru": _OURS | _VICTIM | {"policy": "lru", "connector": True},
+    "ours victim hazard": _OURS | _VICTIM | {"policy": "hazard", "connector": True},
+}
+KEYED = {"ours lru, key by key": _OURS | {"policy": "lru"}}
+BASE = "vLLM lru"
+
+
+def cut(path: Path, requests: int) -> list[list[int]]:
+    """Block numbers of each request."""
+    with lzma.open(path, "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    sessions: list[str] = []
+    taken: list[list[int]] = []
+    middle = rows[len(rows) // 2]["timestamp"]
+    for row in rows:
+        if row["timestamp"] < middle:
+            continue
+        if row["session"] not in sessions and len(sessions) < SESSIONS:
+            sessions.append(row["session"])
+        blocks = row["hash_ids"][: min(LONGEST, row["input_length"] // 512)]
+        if row["session"] in sessions and blocks:
+            taken.append(blocks)
+        if len(taken) == requests:
+            break
+    return taken
+
+
+def prompt_of(blocks: list[int]) -> list[int]:
+    """Token ids: equal blocks are equal tokens."""
+    prompt: list[int] = []
+    for block in blocks:
+        rng = random.Random(block)
+        prompt += [rng.randrange(2, VOCABULARY) for _ in range(BLOCK_TOKENS)]
+    return prompt
+
+
+def tiny() -> Any:
+    """The model and the engine of tests/vllm."""
+    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+    return importlib.import_module("conftest")
+
+
+# ---- one engine, in a process of its own
+
+
+class Clock:
+    """Time spent in some calls; a call inside another counts once."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth = 0.0, 0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+_CALLS = (
+    *("lookup", "lookup_prefix", "prepare_load", "complete_load", "prepare_store", "complete_store"),
+    *("store_dropped", "keep_dropped", "touch", "on_new_request", "on_request_finished"),
+    *("on_schedule_end", "take_events", "get_load_source", "get_stats"),
+)
+
+
+class Side:
+    """One engine that replays slices, and what is measured."""
+
+    def __init__(self, model: Path, offload: dict[str, Any] | None, gpu_blocks: int, ram_blocks: int) -> None:
+        settings: dict[str, Any] = {
+            "block_size": BLOCK_TOKENS,
+            "num_gpu_blocks_override": gpu_blocks + 1,
+            "max_model_len": LONGEST * BLOCK_TOKENS + 64,
+            "max_num_batched_tokens": 512,
+        }
+        if offload is not None:
+            connector = offload.pop("connector", False)
+            offload["cpu_bytes_to_use"] = ram_blocks * self._block_bytes()
+            settings["connector"] = connector
+        self.engine = tiny().Engine(model, offload, **settings)
+        self.offloads = offload is not None
+        self.hits: dict[str, tuple[int, int]] = {}
+        self.manager, self.lookup = Clock(), Clock()
+        if offload is not None:
+            self._watch(self.engine.connector.connector_scheduler)
+        else:
+            self._watch_plain()
+
+    @staticmethod
+    def _block_bytes() -> int:
+        llama = tiny().LLAMA
+        heads = llama["num_key_value_heads"] * llama["head_dim"] * llama["num_hidden_layers"]
+        return int(2 * 2 * heads * BLOCK_TOKENS)
+
+    def _watch(self, scheduler: Any) -> None:
+        manager = scheduler.manager
+        for name in _CALLS:
+            if hasattr(manager, name):
+                setattr(manager, name, self.manager.around(getattr(manager, name)))
+        scheduler._lookup = self.lookup.around(scheduler._lookup)
+        matched = scheduler.get_num_new_matched_tokens
+
+        def noted(request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            found, later = matched(request, num_computed_tokens, *args, **kwargs)
+            if found is not None:
+                self.hits.setdefault(request.request_id, (num_computed_tokens, found))
+            return found, later
+
+        scheduler.get_num_new_matched_tokens = noted
+
+    def _watch_plain(self) -> None:
+        cache = self.engine.core.scheduler.kv_cache_manager
+        computed = cache.get_computed_blocks
+
+        def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            found = computed(request, *args, **kwargs)
+            self.hits.setdefault(request.request_id, (found[1], 0))
+            return found
+
+        cache.get_computed_blocks = noted
+
+    def replay(self, name: str, prompts: list[list[int]]) -> dict[str, Any]:
+        """Serve these prompts, `AT_ONCE` at a time; what it took."""
+        from vllm import SamplingParams
+
+        llm, waiting = self.engine.llm.llm_engine, list(enumerate(prompts))
+        sent: dict[str, float] = {}
+        first: dict[str, float] = {}
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False
+        )
+        self.hits.clear()
+        before = (self.manager.seconds, self.lookup.seconds)
+        running: set[str] = set()
+        start = time.perf_counter()
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                number, prompt = waiting.pop(0)
+                request = f"{name}-{number}"
+                sent[request] = time.perf_counter()
+                llm.add_request(request, {"prompt_token_ids": prompt}, sampling)
+                running.add(request)
+            for output in llm.step():
+                if output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, time.perf_counter() - sent[output.request_id])
+                if output.finished:
+                    running.discard(output.request_id)
+        seconds = time.perf_counter() - start
+        if self.offloads:
+            self.engine.drain()
+        return {
+            "seconds": seconds,
+            "tokens": sum(map(len, prompts)),
+            "device_hit_tokens": sum(device for device, _ in self.hits.values()),
+            "ram_hit_tokens": sum(ram for _, ram in self.hits.values()),
+            "ttft": sorted(first.values()),
+            "manager_seconds": self.manager.seconds - before[0],
+            "lookup_seconds": self.lookup.seconds - before[1],
+        }
+
+    def forget(self) -> None:
+        """Begin the next round as the first."""
+        self.engine.llm.reset_prefix_cache(reset_connector=True)
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Replay what the parent asks for: a line in, a line out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    prompts = [prompt_of(blocks) for blocks in cut(options.trace, options.requests)]
+    offload = (SIDES | KEYED)[options.side]
+    side = Side(options.model, dict(offload) if offload else None, options.gpu_blocks, options.ram_blocks)
+    side.replay("warm-up", [prompt_of(list(range(-20, 0))) for _ in range(3)])
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        round_number, start, stop = json.loads(line)
+        if start == 0:
+            side.forget()
+        print(
+            json.dumps(side.replay(f"{round_number}-{start}", prompts[start:stop])), file=answers, flush=True
+        )
+
+
+# ---- all of them
+
+
+class Process:
+    """An engine in a process of its own."""
+
+    def __init__(self, side: str, model: Path, options: argparse.Namespace) -> None:
+        environment = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *sys.path[1:]]),
+        }
+        arguments = [sys.executable, __file__, "--side", side, "--model", str(model)]
+        for name in ("trace", "requests", "gpu_blocks", "ram_blocks"):
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
+        self._process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+        self.answer()
+
+    def answer(self) -> str:
+        """The next line that it prints."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            sys.exit(f"an engine ended:\n{self._log.read()[-4000:]}")
+        return line
+
+    def replay(self, *slice_of_round: int) -> dict[str, Any]:
+        """Have it replay a slice."""
+        assert self._process.stdin is not None
+        print(json.dumps(slice_of_round), file=self._process.stdin, flush=True)
+        found: dict[str, Any] = json.loads(self.answer())
+        return found
+
+    def end(self) -> None:
+        """End it, and wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Every slice of every round, in turns: side -> what each slice took."""
+    names = [
+        name
+        for name in (SIDES | (KEYED if options.keyed else {}))
+        if not options.only or name in options.only
+    ]
+    took: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as directory:
+        model = tiny().write_llama(Path(directory) / "model")
+        engines = {}
+        for name in names:
+            engines[name] = Process(name, model, options)
+            print(f"{name}: ready", file=sys.stderr)
+        for round_number in range(options.rounds):
+            for start in range(0, options.requests, options.slice):
+                # Whoever goes first finds the caches of the processor as somebody else left them.
+                for name in random.Random(start).sample(names, len(names)):
+                    stop = min(start + options.slice, options.requests)
+                    took[name].append(engines[name].replay(round_number, start, stop))
+            print(f"round {round_number + 1} of {options.rounds}", file=sys.stderr)
+        for engine in engines.values():
+            engine.end()
+    return took
+
+
+def summary(took: dict[str, list[dict[str, Any]]], rounds: int) -> list[dict[str, Any]]:
+    """A row for each side."""
+    rows = []
+    base = took.get(BASE)
+    for name, slices in took.items():
+        total = {key: sum(one[key] for one in slices) for key in slices[0] if key != "ttft"}
+        ttft = [seconds for one in slices for seconds in one["ttft"]]
+        row = {
+            "side": name,
+            "device_hit_tokens": total["device_hit_tokens"] // rounds,
+            "ram_hit_tokens": total["ram_hit_tokens"] // rounds,
+            "hit_ratio": (total["device_hit_tokens"] + total["ram_hit_tokens"]) / total["tokens"],
+            "ttft_ms": 1e3 * statistics.median(ttft),
+            "ttft_p90_ms": 1e3 * statistics.quantiles(ttft, n=10)[8],
+            "tokens_per_s": total["tokens"] / total["seconds"],
+            "manager_us_per_request": 1e6 * total["manager_seconds"] / len(ttft),
+            "lookup_us_per_request": 1e6 * total["lookup_seconds"] / len(ttft),
+        }
+        if base is not None:
+            speed = [b["seconds"] / a["seconds"] for a, b in zip(slices, base, strict=True)]
+            first = [
+                statistics.median(b["ttft"]) / statistics.median(a["ttft"])
+                for a, b in zip(slices, base, strict=True)
+            ]
+            row |= {"throughput_ratio": statistics.median(speed), "ttft_ratio": statistics.median(first)}
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table of docs/performance.md."""
+    print("| side | hit ratio | GPU hit tokens | RAM hit tokens | TTFT p50 / p90 ms | tokens/s | throughput "
+          "| TTFT | manager µs/request | lookup µs/request |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    unknown = float("nan")
+    for row in rows:
+        cells = [
+            row["side"],
+            f"{row['hit_ratio']:.3f}",
+            f"{row['device_hit_tokens']:,}",
+            f"{row['ram_hit_tokens']:,}",
+            f"{row['ttft_ms']:.0f} / {row['ttft_p90_ms']:.0f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row.get('throughput_ratio', unknown):.2f}x",
+            f"{row.get('ttft_ratio', unknown):.2f}x",
+            f"{row['manager_us_per_request']:,.0f}",
+            f"{row['lookup_us_per_request']:,.0f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
+
+
+def main() -> None:
+    """Parse, run, print."""
+    traces = Path(os.environ.get("KVOFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--gpu-blocks", type=int, default=100)
+    parser.add_argument("--ram-blocks", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slice", type=int, default=50, help="requests in a turn")
+    parser.add_argument("--only", action="append", help="a side; may be given more than once")
+    parser.add_argument("--keyed", action="store_true", help="also ours through vLLM's connector, key by key")
+    parser.add_argument("--format", choices=["table", "json"], default="table")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        serve(options)
+        return
+    rows = summary(run(options), options.rounds)
+    if options.format == "json":
+        print(json.dumps(rows, indent=2))
+    else:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()

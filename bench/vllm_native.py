@@ -1,0 +1,34 @@
+"""vLLM's own offloading manager where there is no GPU, for comparisons: its decisions, our copies.
+
+``CPUOffloadingSpec`` refuses to make a worker on a CPU; nothing else of it does. Here the worker is
+kvoffload's, which reads vLLM's specifications too, so that both sides of a comparison move bytes alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+from kvoffload.integrations.vllm.copies import copies_for
+from kvoffload.integrations.vllm.layout import Layout
+from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.worker import KVOffloadWorker
+
+
+class NativeOnCPU(CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's manager and policies with a worker for CPU tensors; for one worker."""
+
+    def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
+        """Our worker, and a pool of its own as large as vLLM's manager thinks."""
+        layout = Layout.of(kv_caches, self.blocks_per_chunk)
+        pool = SharedPool.attach(
+            self.config.engine_id,
+            member=0,
+            num_members=1,
+            num_parts=1,
+            part_bytes=layout.part_bytes,
+            capacity_bytes=self.num_chunks * self.kv_bytes_per_chunk,
+        )
+        assert pool.num_slots >= self.num_chunks
+        return KVOffloadWorker(pool, 0, copies_for(kv_caches, layout, pool, 0), seal=False)

@@ -1,0 +1,79 @@
+"""Read a slab without kvoffload: docs/formats.md in code. Run it with the path of a ``kvoffload.slab``."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest as xxh3
+
+PAGE = 4096
+SUPERBLOCK = struct.Struct("<8sQIIQQQIIQ16sQQQQ")
+GROUP = struct.Struct("<8sQQQQQQIIII")
+HEAD = struct.Struct("<8sQQQQQ")
+ENTRY = struct.Struct("<IIQQQ")
+BLOCK = struct.Struct("<8sQ16sQQQQQ")
+
+
+def checked(page: bytes, body: bytes | None = None) -> bool:
+    """Bytes 8 to 16 are the checksum of the page, or of a header and the body that it seeds."""
+    blank = page[:8] + bytes(8) + page[16:]
+    seeded = xxh3(blank) if body is None else xxh3(body, xxh3(blank))
+    return seeded == int.from_bytes(page[8:16], "little")
+
+
+def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
+    """Key, slot, generation and bytes of every sound block."""
+    data = path.read_bytes()  # a real reader seeks
+    at = next(at for at in (0, PAGE) if data[at:].startswith(b"KVOFSLAB") and checked(data[at : at + PAGE]))
+    (_, _, version, page_bytes, _, _, block_bytes, key_bytes, _, slab_id, fingerprint, _,
+     checkpoint_bytes, group_bytes, log_bytes) = SUPERBLOCK.unpack_from(data, at)  # fmt: skip
+    assert (version, page_bytes) == (1, PAGE)
+    padded_key, log = -(-key_bytes // 8) * 8, 2 * PAGE + 2 * checkpoint_bytes
+    first_slot, slot_bytes = log + log_bytes, PAGE + -(-block_bytes // PAGE) * PAGE
+    entry_bytes, entries = ENTRY.size + padded_key, {}
+
+    def apply(at: int, kind: int, epoch: int, sequence: int) -> int:
+        """Let the group at this place hold if it is the one expected; its size in bytes, or 0."""
+        header = data[at : at + GROUP.size]
+        magic, _, slab, *place, _, length, its_kind, removed, added, _ = GROUP.unpack(header)
+        body = data[at + GROUP.size :][:length]
+        expected = (b"KVOGROUP", slab_id, kind, [epoch, sequence])
+        if (magic, slab, its_kind, place) != expected or not checked(header, body):
+            return 0
+        for (slot,) in struct.iter_unpack("<I", body[: 4 * removed]):
+            entries.pop(slot, None)
+        start = (removed + 1) // 2 * 8
+        for entry in range(start, start + added * entry_bytes, entry_bytes):
+            slot, _, generation, _, _ = ENTRY.unpack_from(body, entry)
+            entries[slot] = generation, body[entry + ENTRY.size :][:padded_key]
+        return -(-(GROUP.size + length) // PAGE) * PAGE
+
+    heads = []
+    for region in (2 * PAGE, 2 * PAGE + checkpoint_bytes):
+        for at in (region, region + checkpoint_bytes - PAGE):
+            magic, _, slab, epoch, _, groups = HEAD.unpack_from(data, at)
+            if magic == b"KVOCHECK" and slab == slab_id and checked(data[at : at + PAGE]):
+                heads.append((epoch, region, groups))
+    epoch, region, groups = max(heads)
+    for sequence in range(groups):
+        apply(region + PAGE + sequence * group_bytes, 2, epoch, sequence)
+    at = sequence = 0
+    while at < log_bytes and (size := apply(log + at, 1, epoch, sequence)):
+        at, sequence = at + size, sequence + 1
+    for slot, (generation, key) in sorted(entries.items()):
+        place = first_slot + slot * slot_bytes
+        header, payload = data[place:][: BLOCK.size + padded_key], data[place + PAGE :][:block_bytes]
+        wanted = (b"KVOBLOCK", fingerprint, slot, generation, block_bytes, key_bytes, key)
+        magic, _, producer, *where, _, length, key_length = BLOCK.unpack_from(header)
+        if (magic, producer, *where, length, key_length, header[BLOCK.size :]) == wanted and checked(
+            header, payload
+        ):
+            yield key[:key_bytes], slot, generation, payload
+
+
+if __name__ == "__main__":
+    for key, slot, generation, payload in read_slab(Path(sys.argv[1])):
+        print(f"{key.hex()} slot {slot} generation {generation} {len(payload)} bytes")

@@ -1,0 +1,63 @@
+"""``kvoffload vllm-config``: the flag to paste behind ``vllm serve``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import click
+
+from kvoffload.integrations.vllm.options import VERIFY, parse_options
+from kvoffload.types import ON_DEVICE_EVICTION, STORES
+
+_HOME = "kvoffload.integrations.vllm"
+
+
+@click.command("vllm-config")
+@click.option("--ram", required=True, help="RAM for blocks, all workers together: 64GiB.")
+@click.option("--policy", help="Who leaves; see `kvoffload policies`.  [default: lru]")
+@click.option("--admission", help="Who may enter: all, reuse:2, ...  [default: all]")
+@click.option("--store", type=click.Choice(STORES), help="When blocks are stored.  [default: on-compute]")
+@click.option("--verify", type=click.Choice(VERIFY), help="Which blocks are verified.  [default: tiers]")
+@click.option("--all-tokens", is_flag=True, help="Store what was generated, too; vLLM leaves it out.")
+@click.option("--blocks-per-chunk", type=int, help="Engine blocks in one block of RAM.  [default: 1]")
+@click.option("--connector", is_flag=True, help="Use KVOffloadConnector: prefixes are looked up at once.")
+@click.option("--format", "form", type=click.Choice(["flag", "json"]), default="flag", show_default=True)
+def vllm_config(
+    ram: str,
+    policy: str | None,
+    admission: str | None,
+    store: str | None,
+    verify: str | None,
+    all_tokens: bool,
+    blocks_per_chunk: int | None,
+    connector: bool,
+    form: str,
+) -> None:
+    """Print the flag that makes vLLM offload through kvoffload, checked and quoted for a shell.
+
+    Storing on-device-eviction needs the connector, and turns it on. On more than one machine RAM is what all
+    workers of one engine use together, as in vLLM.
+    """
+    given = {
+        "cpu_bytes_to_use": ram,
+        "eviction_policy": policy,
+        "admission": admission,
+        "store": store,
+        "verify": verify,
+        "offload_prompt_only": False if all_tokens else None,
+        "blocks_per_chunk": blocks_per_chunk,
+    }
+    extra: dict[str, Any] = {"spec_name": "KVOffloadSpec", "spec_module_path": _HOME}
+    extra |= {name: value for name, value in given.items() if value is not None}
+    parse_options(extra)
+    flag: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
+    if connector or store == ON_DEVICE_EVICTION:
+        flag = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": f"{_HOME}.connector"}
+    # vLLM's default ends a request whose blocks could not be loaded with an error.
+    flag |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
+    if form == "json":
+        click.echo(json.dumps(flag, indent=2))
+    else:
+        click.echo(f"--kv-transfer-config {shlex.quote(json.dumps(flag, separators=(',', ':')))}")

@@ -1,0 +1,105 @@
+"""Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
+
+The only module for devices. Owns the pinning of the pool and its views as vLLM's copies want them; how bytes
+cross the bus is theirs (``vllm/v1/kv_offload/cpu/gpu_worker.py``), reviewed against 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
+from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+
+from kvoffload.integrations.vllm.copies import Copied
+from kvoffload.integrations.vllm.layout import Layout
+from kvoffload.integrations.vllm.logs import logger
+from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.specs import SlotsSpec
+from kvoffload.transfer.cuda import tensor_over
+
+PIN_AT_ONCE_BYTES = 64 * 2**30
+"""Drivers refuse to pin more in one call."""
+
+
+class DeviceCopies:
+    """Copies of tensors on a CUDA device, or another one that vLLM's kernels know.
+
+    Each direction has its order: a transfer begins when the one before has ended, and when the work is done
+    that the engine had given the device so far.
+    """
+
+    def __init__(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> None:
+        self._num_slots = pool.num_slots
+        self._pinned = _pin(pool)
+        theirs = [tensor.tensor for tensor in kv_caches.tensors]
+        ours = views_of(pool, part, layout, [tensor.page_size_bytes for tensor in kv_caches.tensors])
+        self._storing, self._loading = (
+            SingleDirectionOffloadingHandler(
+                gpu_tensors=list(theirs),
+                cpu_tensors=list(ours),
+                blocks_per_chunk=layout.blocks_per_chunk,
+                layer_refs_per_group=kv_caches.group_data_refs,
+                gpu_to_cpu=to_pool,
+                host_memory_is_pinned=bool(self._pinned),
+            )
+            for to_pool in (True, False)
+        )
+
+    def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
+        self._check(slots)
+        self._storing.transfer_async(job, engine, slots)
+
+    def load(self, job: int, engine: Any, slots: SlotsSpec) -> None:
+        self._check(slots)
+        self._loading.transfer_async(job, slots, engine)
+
+    def finished(self) -> list[Copied]:
+        return [
+            Copied(result.job_id, result.transfer_size or 0, result.transfer_time or 0.0)
+            for handler in (self._storing, self._loading)
+            for result in handler.get_finished()
+        ]
+
+    def wait(self, jobs: set[int]) -> None:
+        self._storing.wait(jobs)
+        self._loading.wait(jobs)
+
+    def close(self) -> None:
+        self._storing.shutdown()
+        self._loading.shutdown()
+        for address in self._pinned:
+            host_unregister(address)
+        self._pinned = []
+
+    def _check(self, slots: SlotsSpec) -> None:
+        """The kernels compute addresses from what they are given."""
+        rows = slots.block_ids
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self._num_slots:
+            raise ValueError(f"slots {rows.tolist()} of a pool of {self._num_slots}")
+
+
+def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[int]) -> list[Any]:
+    """What each tensor has in the pool: ``(num_slots, blocks_per_chunk * page_bytes)`` int8, in place."""
+    rows = pool.part(part)
+    return [
+        tensor_over(rows[:, start : start + size * layout.blocks_per_chunk].view(np.int8))
+        for start, size in zip(layout.starts, page_bytes, strict=True)
+    ]
+
+
+def _pin(pool: SharedPool) -> list[int]:
+    """Pin the slots; the addresses to be unpinned, none if that is not possible: copies work, more slowly."""
+    address, num_bytes = pool.address, pool.num_slots * pool.slot_stride
+    step = max(1, PIN_AT_ONCE_BYTES // pool.slot_stride) * pool.slot_stride
+    pinned: list[int] = []
+    for start in range(0, num_bytes, step):
+        if not host_register(address + start, min(step, num_bytes - start)):
+            logger.warning("kvoffload: the pool cannot be pinned; copies will be slower")
+            for done in pinned:
+                host_unregister(done)
+            return []
+        pinned.append(address + start)
+    return pinned

@@ -1,0 +1,138 @@
+"""Where the bytes of an engine block lie in a slot.
+
+Owns the places of the engine's tensors in a worker's part of a slot, and which row goes where in a
+transfer. Knows neither devices nor pools: it answers numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.int64]
+
+
+class Region(NamedTuple):
+    """What a block of one KV group has in one tensor.
+
+    Attributes:
+        tensor: number of the tensor. num_bytes: of a block there, without padding.
+        start: where the first block of a chunk begins in the part; stride: from one block to the next.
+    """
+
+    tensor: int
+    num_bytes: int
+    start: int
+    stride: int
+
+
+class Move(NamedTuple):
+    """Copies of one transfer that have the same place in their slots.
+
+    Attributes:
+        group: number of the KV group. inner: number of the block in its chunk.
+        blocks: rows of the engine's tensors. slots: where each of them belongs.
+    """
+
+    group: int
+    inner: int
+    blocks: Rows
+    slots: Rows
+
+
+class Layout:
+    """The places of all tensors in a part of a slot.
+
+    A chunk of one KV group needs the bytes of the tensors that hold the group's layers, and no others:
+    tensors that never meet in a group share a place. So a hybrid model pays for its largest group, not for
+    all of them.
+
+    Args:
+        page_bytes: of each tensor, with padding.
+        groups: for each KV group, the tensors of its layers as ``(tensor, bytes without padding)``.
+        blocks_per_chunk: engine blocks in a slot.
+
+    Attributes:
+        starts: of each tensor in the part. part_bytes: of all of them.
+        regions: for each KV group, what is to be copied.
+    """
+
+    def __init__(
+        self, page_bytes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]], blocks_per_chunk: int
+    ) -> None:
+        self.blocks_per_chunk = blocks_per_chunk
+        self.starts = _places([size * blocks_per_chunk for size in page_bytes], groups)
+        self.part_bytes = max(
+            (start + size * blocks_per_chunk for start, size in zip(self.starts, page_bytes, strict=True)),
+            default=0,
+        )
+        self.regions = [
+            [
+                Region(tensor, size, self.starts[tensor], page_bytes[tensor])
+                # Layers of one group may be one tensor; the largest of them covers the others.
+                for tensor, size in sorted({t: max(b for s, b in group if s == t) for t, _ in group}.items())
+            ]
+            for group in groups
+        ]
+
+    @classmethod
+    def of(cls, kv_caches: Any, blocks_per_chunk: int) -> Layout:
+        """The layout for vLLM's ``CanonicalKVCaches``."""
+        return cls(
+            [tensor.page_size_bytes for tensor in kv_caches.tensors],
+            [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs],
+            blocks_per_chunk,
+        )
+
+    def moves(self, engine: Any, slots: npt.NDArray[np.int32]) -> Iterator[Move]:
+        """The copies of one transfer.
+
+        Args:
+            engine: vLLM's ``GPULoadStoreSpec``: blocks of all groups in order; how many are each group's,
+                and the number of its first block in the request, because a transfer may begin in the middle
+                of a chunk.
+            slots: of the chunks of all groups, in the same order.
+
+        Raises `ValueError` when blocks and slots do not fit together, or a slot is none.
+        """
+        per_chunk, blocks = self.blocks_per_chunk, np.asarray(engine.block_ids, np.int64)
+        block_at = slot_at = 0
+        for group, (size, first) in enumerate(zip(engine.group_sizes, engine.block_indices, strict=True)):
+            if not size:
+                continue
+            position = first % per_chunk + np.arange(size)
+            chunk, inner = position // per_chunk, position % per_chunk
+            num_slots = int(chunk[-1]) + 1
+            mine = np.asarray(slots[slot_at : slot_at + num_slots], np.int64)
+            if len(mine) < num_slots or (mine < 0).any():
+                raise ValueError(
+                    f"{size} blocks of KV group {group} need {num_slots} slots, not {mine.tolist()}"
+                )
+            targets, sources = mine[chunk], blocks[block_at : block_at + size]
+            for number in range(min(per_chunk, size)):
+                chosen = inner == (first + number) % per_chunk
+                yield Move(group, int((first + number) % per_chunk), sources[chosen], targets[chosen])
+            block_at, slot_at = block_at + size, slot_at + num_slots
+        if (block_at, slot_at) != (len(blocks), len(slots)):
+            raise ValueError(f"{len(blocks)} blocks and {len(slots)} slots do not fit together")
+
+    def num_bytes(self, move: Move) -> int:
+        """Bytes that a move copies."""
+        return len(move.blocks) * sum(region.num_bytes for region in self.regions[move.group])
+
+
+def _places(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    """The lowest start for each tensor at which it overlaps with no tensor of a group of its own."""
+    members = [{tensor for tensor, _ in group} for group in groups]
+    starts: list[int] = []
+    for tensor, size in enumerate(sizes):
+        fellows = {other for group in members if tensor in group for other in group if other < tensor}
+        start = 0
+        for begin, end in sorted((starts[other], starts[other] + sizes[other]) for other in fellows):
+            if begin < start + size and start < end:
+                start = end
+        starts.append(start)
+    return starts

@@ -1,0 +1,385 @@
+"""vLLM's interface of a manager, in front of ours.
+
+Owns what vLLM says differently: key by key where we take batches, sets of keys where we hand out plans, and
+blocks of one KV group after the other where we want prefix order. Decides nothing, and lets no error of ours
+reach the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import LookupResult as VLLMResult
+from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
+
+from kvoffload.core import manager as core
+from kvoffload.core.keys import Keys
+from kvoffload.core.request import RequestContext
+from kvoffload.integrations.vllm.events import Events
+from kvoffload.integrations.vllm.inflight import InFlight
+from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
+from kvoffload.integrations.vllm.metrics import Metrics
+from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
+from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.specs import SlotsSpec
+from kvoffload.integrations.vllm.tiers import PoolMemory, fingerprint, open_tiers
+from kvoffload.integrations.vllm.verification import Checks, Verifier
+from kvoffload.tiering import TieredManager
+from kvoffload.tiers.base import key_digests
+from kvoffload.types import LoadPlan, LookupResult, StorePlan
+
+T = TypeVar("T")
+Method = Callable[..., T]
+
+USUAL_KEY_BYTES = 36
+"""A SHA-256 and the number of the KV group. If the engine hashes otherwise, its first key shows it."""
+
+_NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
+"""Nothing is stored, and the offer is not to be repeated."""
+
+_ANSWERS = {result: VLLMResult[result.name] for result in LookupResult}
+
+
+@dataclass(eq=False)
+class _Request:
+    ctx: RequestContext
+    checks: Checks = field(default_factory=Checks)
+
+
+def _contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
+    """Whatever goes wrong inside, the engine goes on: it gets the answer of a cache that holds nothing."""
+
+    def wrap(method: Method[T]) -> Method[T]:
+        @functools.wraps(method)
+        def call(self: KVOffloadManager, *args: Any, **kwargs: Any) -> T:
+            if not self.broken:
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception:
+                    self.broken = True
+                    self.metrics.counts["internal_errors"] += 1
+                    logger.exception(
+                        "kvoffload: internal error in %s; nothing is offloaded until the cache is reset",
+                        method.__name__,
+                    )
+            return otherwise(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+class KVOffloadManager(OffloadingManager):
+    """Our manager as vLLM's connector calls it.
+
+    A request's path is what vLLM has noted of its keys when it first asks: with it a hit refreshes the whole
+    prefix, also what the GPU's own cache served. Several KV groups share one path, in the order of their
+    tokens, so that a partial store keeps the head of every group.
+
+    Args:
+        tokens_per_block: of the blocks that events speak of.
+        identity: what tiers behind RAM know this engine's blocks by.
+
+    Attributes:
+        core: the manager that decides. broken: an error was contained, and nothing is offloaded any more.
+        num_lost: blocks that the device has dropped before they could be offered.
+
+    Thread: the scheduler's.
+    """
+
+    def __init__(
+        self,
+        options: VLLMOptions,
+        pool: SharedPool,
+        *,
+        enable_events: bool = False,
+        tokens_per_block: int = 0,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.broken = False
+        self.num_lost = 0
+        self.num_damaged = 0
+        self.metrics = Metrics()
+        self._events = Events()
+        self._options, self._pool = options, pool
+        self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
+        self._requests: dict[str, _Request] = {}
+        self._loads: InFlight[LoadPlan] = InFlight()
+        self._stores: InFlight[StorePlan] = InFlight()
+        self._verifier: Verifier | None = None
+        self._sealing = options.verify == ALWAYS
+        self.core: core.OffloadingManager
+        self._tiered: TieredManager | None = None
+        self._fingerprint = fingerprint(identity or {}) if options.tiers else ""
+        self._build(USUAL_KEY_BYTES)
+
+    def _build(self, key_bytes: int) -> None:
+        options, pool = self._options, self._pool
+        given: dict[str, Any] = {
+            "key_bytes": key_bytes,
+            "policy": options.policy,
+            "admission": options.admission_rule(key_bytes),
+            "store": options.store,
+            "enable_events": self._enable_events,
+            "block_size": self._tokens_per_block,
+        }
+        if self._tiered is not None:
+            self._tiered.close()
+            self._tiered = None
+        if options.tiers and key_bytes != USUAL_KEY_BYTES:
+            logger.error(
+                "kvoffload: no tiers behind RAM: keys have %d bytes; what outlives the engine needs the %d "
+                "of --prefix-caching-hash-algo sha256 or sha256_cbor", key_bytes, USUAL_KEY_BYTES
+            )  # fmt: skip
+        elif options.tiers:
+            self._tiered = TieredManager(
+                pool.num_slots,
+                ram=PoolMemory(pool, self._sealing),
+                tiers=open_tiers(options.tiers, pool.slot_stride, key_bytes, self._fingerprint),
+                deadline_s=options.tier_deadline_s,
+                recompute_s_per_block=self._recompute_s_per_block(),
+                **given,
+            )
+        self.core = self._tiered or core.OffloadingManager(pool.num_slots, **given)
+        if self._sealing:
+            if self._verifier is not None:
+                self._verifier.close()
+            self._verifier = Verifier(self.core, self._pool, self._on_damage)
+
+    def _recompute_s_per_block(self) -> float | None:
+        tokens_per_s = self._options.recompute_tokens_per_s
+        return self._tokens_per_block / tokens_per_s if tokens_per_s else None
+
+    # ---- requests
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Nothing yet: the request's keys come later."""
+        return RequestOffloadingContext()
+
+    @_contained(lambda req_context: None)
+    def on_request_finished(self, req_context: Any) -> None:
+        """Commit what the request used. Its transfers may end later."""
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None:
+            self._release(request)
+            self.core.finish_request(request.ctx)
+
+    @_contained(lambda keys, req_context: None)
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Commit now that the request uses these blocks."""
+        if keys:
+            self.core.touch(list(keys), self._request(req_context).ctx)
+
+    def _request(self, req_context: Any) -> _Request:
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            path = path_of(req_context)
+            if path and len(path[0]) != self.core.key_bytes and not self._requests:
+                self._build(len(path[0]))
+            request = _Request(self.core.begin_request(req_context.req_id, path))
+            self._requests[req_context.req_id] = request
+        return request
+
+    def _release(self, request: _Request) -> None:
+        if self._verifier is not None and request.checks.by_key:
+            self._verifier.release(request.checks)
+
+    # ---- lookup
+
+    @_contained(lambda key, req_context: VLLMResult.MISS)
+    def lookup(self, key: bytes, req_context: Any) -> VLLMResult:
+        """What one block is. A HIT is a promise: where verification is on, it has been verified."""
+        request = self._request(req_context)
+        self.metrics.counts["lookup_blocks"] += 1
+        found = self.core.lookup_key(key, request.ctx if self._tiered is not None else None)
+        if found is LookupResult.HIT and self._verifier is not None:
+            found = self._verifier.lookup(key, request.checks, request.ctx)
+        return _ANSWERS[found]
+
+    @_contained(lambda keys, req_context: (0, False))
+    def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
+        """How many leading blocks are ready, and whether to ask again because the next one soon will be."""
+        if self._verifier is not None:
+            return self._lookup_and_verify(keys, req_context)
+        self.metrics.counts["lookup_blocks"] += len(keys)
+        found = self.core.lookup(keys, self._request(req_context).ctx)
+        return found.num_ready, found.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
+
+    def _lookup_and_verify(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
+        """The same, block by block: all checks that will be needed are begun at once."""
+        num_ready, wait = 0, False
+        for key in keys:
+            found = self.lookup(key, req_context)
+            if found is VLLMResult.MISS:
+                break
+            wait = wait or found is not VLLMResult.HIT
+            num_ready += not wait
+        return num_ready, wait
+
+    def get_load_source(self, key: bytes, req_context: Any) -> Any:
+        """Where hits come from."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return CacheHitSource.HOST
+
+    # ---- load
+
+    @_contained(lambda keys, req_context: SlotsSpec(np.full(len(keys), -1, np.int32)))
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
+        """Pin blocks that were promised."""
+        request = self._request(req_context)
+        plan = self.core.prepare_load(list(keys), request.ctx)
+        self._loads.add(plan)
+        self._release(request)
+        self.metrics.counts["hit_blocks"] += len(plan.slots)
+        return SlotsSpec(plan.slots)
+
+    @_contained(lambda keys, req_context: None)
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Unpin blocks of a load that has ended; those that a worker could not load are forgotten."""
+        for plan in self._loads.take(req_context.req_id, keys):
+            failed = np.flatnonzero(self._failed(plan.slots))
+            self.metrics.counts["failed_load_blocks"] += len(failed)
+            self.core.complete_load(plan, damaged=failed)
+
+    # ---- store
+
+    @_contained(lambda keys, req_context: _NOTHING)
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
+        """Choose what is stored of the offered blocks. None: nothing now, perhaps later."""
+        request = self._request(req_context)
+        self._release(request)
+        offered = list(keys)
+        # Stable: blocks that end at the same token stay in the order of their groups.
+        order = np.argsort([_position(req_context, key) for key in offered], kind="stable")
+        plan = self.core.prepare_store([offered[row] for row in order.tolist()], request.ctx)
+        return self._chosen(plan, offered, order)
+
+    def _chosen(
+        self, plan: StorePlan | None, offered: list[bytes], order: npt.NDArray[np.intp]
+    ) -> PrepareStoreOutput | None:
+        """A plan for the blocks ``offered[order]`` in vLLM's form: in the order of `offered`."""
+        if plan is None:
+            # With nothing under way all room is this request's own, and offering again would not help.
+            stats = self.core.stats()
+            under_way = stats.writing or stats.condemned or stats.ready > stats.evictable
+            return None if under_way else _NOTHING
+        self._stores.add(plan)
+        rows = order[plan.rows]
+        back = np.argsort(rows)
+        chosen = Keys(np.ascontiguousarray(plan.keys.words[back]), self.core.key_bytes)
+        return PrepareStoreOutput(
+            keys_to_store=[offered[row] for row in rows[back].tolist()],
+            store_spec=SlotsSpec(plan.slots[back], key_digests(chosen) if self._sealing else None),
+            evicted_keys=list(plan.evicted),
+        )
+
+    @_contained(lambda keys, req_context, success=True: None)
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """End a store; blocks that a worker could not store are forgotten."""
+        for plan in self._stores.take(req_context.req_id, keys):
+            failed = self._failed(plan.slots) if success else np.full(len(plan.slots), True)
+            self.metrics.counts["failed_store_blocks"] += int(np.count_nonzero(failed))
+            if failed.any():
+                for piece, lost in zip(plan.split(), failed.tolist(), strict=True):
+                    self.core.complete_store(piece, success=not lost)
+            else:
+                self.core.complete_store(plan)
+
+    # ---- what the device drops, of no request: its request has none of ours
+
+    @_contained(lambda keys: _NOTHING)
+    def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
+        """Choose what is stored of the blocks that the device is about to drop, the warmest first."""
+        return self._chosen(self.core.prepare_store(keys), keys, np.arange(len(keys)))
+
+    @_contained(lambda keys: None)
+    def keep_dropped(self, keys: list[bytes]) -> None:
+        """The device has dropped these blocks unseen: those that are here are not duplicates any more."""
+        here = self.core.contains(keys)
+        if here.any():
+            self.core.prepare_store([key for key, found in zip(keys, here.tolist(), strict=True) if found])
+        lost = len(keys) - int(np.count_nonzero(here))
+        self.num_lost += lost
+        self.metrics.counts["lost_blocks"] += lost
+
+    def _failed(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which slots a worker has marked: it could not copy its part of them."""
+        return np.asarray(self._pool.failed[:, slots].any(axis=0), np.bool_)
+
+    # ---- the rest
+
+    @_contained(lambda context: None)
+    def on_schedule_end(self, context: Any) -> None:
+        """Requests that run now will load nothing: what was verified for them need not stay.
+
+        What this step has asked tiers for is read from now on.
+        """
+        if self._tiered is not None:
+            self._tiered.poll()
+        if self._verifier is not None:
+            for request_id in context.new_req_ids:
+                if request_id in self._requests:
+                    self._release(self._requests[request_id])
+
+    @_contained(lambda: False)
+    def has_pending_work(self) -> bool:
+        """Whether vLLM has to step on though no request runs: one may wait for a tier."""
+        return self._tiered is not None and self._tiered.has_jobs
+
+    def reset_cache(self) -> None:
+        """Forget everything. vLLM waits for transfers under way before it begins new ones."""
+        self.broken = False
+        self._forget()
+
+    @_contained(lambda: None)
+    def _forget(self) -> None:
+        self._loads.clear()
+        self._stores.clear()
+        for request in self._requests.values():
+            request.checks = Checks()
+        if self._verifier is not None:
+            self._verifier.reset()
+        self.core.reset(drop_in_flight=True)
+        self._events.reset(self.core)
+
+    @_contained(list)
+    def take_events(self) -> list[Any]:
+        """Blocks that came and went since the last call, in vLLM's form."""
+        return self._events.take(self.core)
+
+    @_contained(lambda: None)
+    def get_stats(self) -> Any:
+        """Metrics since the last call, and how things are now."""
+        return self.metrics.take(self.core.policy.name, self.core.stats())
+
+    def shutdown(self) -> None:
+        """Let go of the pool."""
+        if self._verifier is not None:
+            self._verifier.close()
+        if self._tiered is not None:
+            self._tiered.close()
+        self._pool.close()
+
+    def _on_damage(self, key: bytes) -> None:
+        self.metrics.counts["verification_failures"] += 1
+        self.num_damaged += 1
+        if is_worth_a_line(self.num_damaged):
+            text = "kvoffload: block %s is not what was stored, it is computed again (block %d of this kind)"
+            logger.error(text, key.hex(), self.num_damaged)
+
+
+def path_of(req_context: Any) -> list[bytes]:
+    """The keys that vLLM has noted of a request, in the order of their tokens."""
+    positions = getattr(req_context, "_offload_key_positions", {})
+    return sorted(positions, key=positions.__getitem__)
+
+
+def _position(req_context: Any, key: bytes) -> int:
+    """Where a block ends in its request; 0 where vLLM does not tell, so that its order is kept."""
+    return getattr(req_context, "_offload_key_positions", {}).get(key, 0)

@@ -1,0 +1,95 @@
+"""What vLLM shows of us under ``/metrics``.
+
+Owns names and meanings of our metrics, and what has been counted since vLLM last asked. Bytes and seconds
+of loads and stores are vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on), from what our worker
+reports.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+from kvoffload.types import ManagerStats
+
+PREFIX = "vllm:kvoffload_"
+"""vLLM takes what has its name in it out of the registry when an engine ends, and nothing else."""
+
+COUNTERS = {
+    "lookup_blocks": "Blocks that requests asked for.",
+    "hit_blocks": "Blocks that were promised and loaded.",
+    "stored_blocks": "Blocks stored.",
+    "evicted_blocks": "Blocks that left for others.",
+    "discarded_blocks": "Blocks forgotten because they were damaged, or the cache was reset.",
+    "verification_failures": "Blocks that were not what had been stored: treated as misses.",
+    "failed_load_blocks": "Blocks that a worker could not load: computed again.",
+    "failed_store_blocks": "Blocks that a worker could not store: forgotten.",
+    "lost_blocks": "Of store on-device-eviction: blocks that the GPU dropped before they were offered.",
+    "internal_errors": "Errors of ours that were contained: offloading pauses until the cache is reset.",
+}
+REFUSED = "refused_blocks"
+REASONS = {
+    "admission": "not wanted by the admission rule or the policy",
+    "no_room": "everything else was in use",
+}
+GAUGES = {
+    "capacity_blocks": "Blocks that fit into RAM.",
+    "ready_blocks": "Blocks that can be loaded.",
+    "pinned_blocks": "Blocks that are being loaded or verified.",
+    "writing_blocks": "Blocks that are being stored.",
+}
+POLICY = "policy_state"
+
+
+def definitions() -> dict[str, Any]:
+    """Our metrics as vLLM wants to know them, before any has a value."""
+    made: dict[str, Any] = {
+        PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()
+    }
+    made |= {PREFIX + name: OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()}
+    why = "; ".join(f"{reason}: {text}" for reason, text in REASONS.items())
+    made[PREFIX + REFUSED] = OffloadingCounterMetadata(
+        documentation=f"Blocks offered and not stored, by reason ({why}).", labelnames=("reason",)
+    )
+    made[PREFIX + POLICY] = OffloadingGaugeMetadata(
+        documentation="What the eviction policy tells about itself.", labelnames=("policy", "name")
+    )
+    return made
+
+
+class Metrics:
+    """Counts until vLLM asks.
+
+    Attributes:
+        counts: what the adapter counts itself, since vLLM last asked; keys as in `COUNTERS`.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._before = ManagerStats()
+
+    def take(self, policy: str, stats: ManagerStats) -> OffloadingConnectorStats:
+        """Everything since the last call, and how things are now."""
+        counts, self.counts = self.counts, Counter()
+        before, self._before = self._before, stats
+        taken = OffloadingConnectorStats()
+        counts["stored_blocks"] += stats.stored - before.stored
+        counts["evicted_blocks"] += stats.evicted - before.evicted
+        counts["discarded_blocks"] += stats.discarded - before.discarded
+        for name, count in counts.items():
+            if count:
+                taken.increase_counter(PREFIX + name, count)
+        refused = {"admission": stats.refused - before.refused, "no_room": stats.dropped - before.dropped}
+        for reason, count in refused.items():
+            if count:
+                taken.increase_counter(PREFIX + REFUSED, count, (reason,))
+        taken.set_gauge(PREFIX + "capacity_blocks", stats.capacity)
+        taken.set_gauge(PREFIX + "ready_blocks", stats.ready)
+        taken.set_gauge(PREFIX + "pinned_blocks", stats.ready - stats.evictable)
+        taken.set_gauge(PREFIX + "writing_blocks", stats.writing)
+        for name, value in stats.policy.items():
+            taken.set_gauge(PREFIX + POLICY, value, (policy, name))
+        return taken

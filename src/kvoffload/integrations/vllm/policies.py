@@ -1,0 +1,222 @@
+"""Every policy of ours inside vLLM's own manager, for people who want only the better decision.
+
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 68719476736, "eviction_policy": "hazard",
+                                  "cache_policy_module_path": "kvoffload.integrations.vllm.policies"}
+
+Any name of ours, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and ``arc`` are vLLM's own there;
+ours are ``kvoffload-lru`` and ``kvoffload-arc``. For vLLM 0.27 and later: older ones take no policies from
+elsewhere. Owns the translation, and knows nothing of bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import PolicyError
+from kvoffload.policies import POLICIES
+from kvoffload.types import LoadPlan, StorePlan
+
+PREFIX = "kvoffload-"
+_MAX_ABSENT = 100_000
+
+_log = logging.getLogger("vllm.kvoffload")
+
+
+def __getattr__(name: str) -> Any:
+    """The class that vLLM asks this module for, by the text of ``eviction_policy``."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    found = name.removeprefix(PREFIX)
+    POLICIES.find(found)
+    return type(f"VLLMPolicy({found})", (VLLMPolicy,), {"policy": found})
+
+
+class _Request:
+    """What we know of a request of vLLM's: our record of it, and what it could not find when it stored."""
+
+    def __init__(self, owner: VLLMPolicy, ctx: RequestContext) -> None:
+        self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()
+
+
+class VLLMPolicy(CachePolicy):
+    """A policy of ours behind vLLM's interface for policies.
+
+    vLLM's manager asks who leaves before it says who comes, block by block; a policy of ours is told both
+    at once, and in batches. So a manager of ours stands between: it holds the same blocks, in the same
+    states, and its plan for a batch answers the single calls that follow.
+
+    Where it decides otherwise than a manager of ours on its own: vLLM stores all of an offer or nothing; a
+    policy cannot refuse a block; and admission is vLLM's.
+
+    A request's whole path is refreshed when it finishes, also what the device served, and none of it is
+    evicted for its own blocks; vLLM's policies see only what was loaded or offered.
+
+    Thread: the scheduler's. Cost: that of our manager, and of the calls one by one.
+    """
+
+    policy: ClassVar[str] = "lru"
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.chunks: dict[bytes, Any] = {}
+        self._evictable: set[bytes] = set()
+        self._manager: OffloadingManager | None = None
+        self._current: _Request | None = None
+        self._absent: dict[bytes, None] = {}
+        self._storing: dict[bytes, StorePlan] = {}
+        self._expected: set[bytes] = set()
+        self._loading: dict[bytes, LoadPlan] = {}
+
+    # ---- what vLLM's manager asks
+
+    def get(self, key: bytes) -> Any:
+        chunk = self.chunks.get(key)
+        if chunk is None:
+            # A store begins by asking for every block that it is offered: their order is known from here.
+            if len(self._absent) >= _MAX_ABSENT:
+                self._absent.clear()
+            self._absent.pop(key, None)
+            self._absent[key] = None
+        return chunk
+
+    def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
+        missed = list(keys)
+        self._current = self._request(req_context, missed)
+        self._current.missed.update(missed)
+
+    def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
+        if n == 0:
+            return []
+        self._forget_expected()
+        entering = [key for key in self._absent if key in protected and key not in self.chunks]
+        wanted = n + self.cache_capacity - len(self.chunks)
+        if len(entering) != wanted and self._current is not None:
+            entering = [key for key in entering if key in self._current.missed]
+        if len(entering) != wanted:
+            _log.warning("kvoffload: vLLM stores %d blocks and offered %d; not stored", wanted, len(entering))
+            return None
+        manager = self._manager_for(entering[0])
+        ctx = self._context(entering[0]) or manager.begin_request("", list(protected))
+        path = ctx.keys()
+        own = sum(key in self._evictable for key in path)
+        if n > len(self._evictable) - own:
+            return None
+        try:
+            evicted = self._enter(entering, ctx)
+        except PolicyError as error:
+            _log.error("kvoffload: nothing is stored any more: %s", error)
+            return None
+        self._evictable.difference_update(evicted)
+        return [(key, self.chunks.pop(key)) for key in evicted]
+
+    def insert(self, key: bytes, chunk: Any, req_context: Any = None) -> None:
+        if key not in self._expected:
+            self._forget_expected()
+            ctx = self._context(key)
+            entering = [key]
+            if ctx is not None and self._current is not None:
+                missed = self._current.missed
+                entering = [one for one in self._absent if one in missed and one not in self.chunks] or [key]
+            self._enter(entering if key in entering else [key], ctx)
+        self._expected.discard(key)
+        self.chunks[key] = chunk
+
+    def mark_evictable(self, key: bytes) -> None:
+        manager = self._manager_for(key)
+        if key in self._storing:
+            manager.complete_store(self._storing.pop(key))
+        else:
+            manager.complete_load(self._loading.pop(key))
+        self._evictable.add(key)
+
+    def mark_non_evictable(self, key: bytes) -> None:
+        self._loading[key] = self._manager_for(key).prepare_load([key])
+        self._evictable.discard(key)
+
+    def remove(self, key: bytes) -> None:
+        del self.chunks[key]
+        self._manager_for(key).complete_store(self._storing.pop(key), success=False)
+
+    def touch(self, keys: Iterable[bytes], req_context: Any = None) -> None:
+        touched = list(keys)
+        if touched:
+            self._manager_for(touched[0]).touch(touched)
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[bytes]],
+        insertion_only_keys: set[bytes],
+        reused_keys: set[bytes],
+        req_context: Any,
+    ) -> None:
+        keys = [key for group in key_groups for key in group]
+        if not keys and self._manager is None:
+            return
+        request = self._request(req_context, keys)
+        if not request.ctx.finished:
+            self._manager_for(b"").finish_request(request.ctx)
+
+    def clear(self) -> None:
+        self.chunks.clear()
+        self._absent.clear()
+        self._evictable.clear()
+        self._storing.clear()
+        self._loading.clear()
+        self._expected.clear()
+        self._current = None
+        if self._manager is not None:
+            self._manager.reset(drop_in_flight=True)
+
+    # ---- inside
+
+    def _manager_for(self, key: bytes) -> OffloadingManager:
+        """Our manager, made when the first key tells how long keys are."""
+        if self._manager is None:
+            manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
+            # Nobody can refuse here: what vLLM wants to store, somebody makes room for.
+            manager.policy.write_cost = -1
+            manager.policy.refuses = False  # type: ignore[misc]
+            self._manager = manager
+        return self._manager
+
+    def _request(self, req_context: Any, keys: list[bytes]) -> _Request:
+        """Our record of a request. Its path is what vLLM knows of it, in prefix order."""
+        request: _Request | None = req_context.get_state(_Request)
+        # Where vLLM notes no positions, all that is known is what it names.
+        positions = getattr(req_context, "_offload_key_positions", None) or dict.fromkeys(keys, 0)
+        if request is None or request.owner is not self:
+            path = sorted(positions, key=positions.__getitem__)
+            ctx = self._manager_for(path[0] if path else b"").begin_request(req_context.req_id, path)
+            request = _Request(self, ctx)
+            req_context.set_state(request)
+        elif len(positions) > request.ctx.length and not request.ctx.finished:
+            request.ctx.see(sorted(positions, key=positions.__getitem__))
+        return request
+
+    def _context(self, key: bytes) -> RequestContext | None:
+        """The request that stores `key`, if it is the one that vLLM spoke of last."""
+        if self._current is None or key not in self._current.missed or self._current.ctx.finished:
+            return None
+        return self._current.ctx
+
+    def _enter(self, entering: list[bytes], ctx: RequestContext | None) -> list[bytes]:
+        """Give slots to blocks that vLLM will insert one by one; who left for them."""
+        plan = self._manager_for(entering[0]).prepare_store(entering, ctx)
+        assert plan is not None, f"no room for {entering[0].hex()}"
+        evicted = list(plan.evicted)
+        self._expected = set(plan.keys)
+        self._storing.update(zip(list(plan.keys), plan.split(), strict=True))
+        self._absent.clear()
+        return evicted
+
+    def _forget_expected(self) -> None:
+        """Give back the slots of blocks that were expected, and that vLLM did not insert after all."""
+        for key in self._expected:
+            self._manager_for(key).complete_store(self._storing.pop(key), success=False)
+        self._expected.clear()

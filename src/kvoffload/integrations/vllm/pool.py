@@ -1,0 +1,242 @@
+"""The RAM pool that an engine's scheduler and workers share.
+
+Owns a file in shared memory: how the processes of one engine find it, how large it is, and that it never
+outlives them. Does not know which slot is whose, nor what a block's bytes mean.
+
+The file has a name only while the engine starts. When the last process has attached, the name is removed,
+so that the kernel takes the memory back when the last process has gone, however it went. An engine that is
+killed while it starts leaves a file that nobody has locked; the next start removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.index import MAX_POSITIONS
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.base import Checksums, Mask, block_checksums
+from kvoffload.tiers.memory import available_bytes
+from kvoffload.transfer import Blocks
+from kvoffload.transfer.copies import address_of
+
+SHARED_MEMORY = Path("/dev/shm")
+SCHEDULER = 0
+"""The member that has no part of the slots; the worker of rank `r` is member ``1 + r``."""
+_PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000001
+_PAGE = mmap.PAGESIZE
+_MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _FIRST_MEMBER = range(6)
+"""Words of the header; from `_FIRST_MEMBER` on, one for each process that has attached."""
+
+
+class SharedPool:
+    """Slots of blocks in memory that several processes see, and a ledger that says which can be trusted.
+
+    A slot has one *part* for each worker, which alone writes it. Whoever attaches first makes the pool and
+    decides its geometry; who comes later has to fit in.
+
+    Attributes:
+        num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
+        checksums: ``(num_parts, num_slots)`` uint64; what the workers took of their parts, 0 for none.
+        failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy. Workers write it
+            before they report a job, the scheduler reads it after that.
+
+    Thread: any, as far as slots are not shared.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self._fd = path, fd
+        self._map: mmap.mmap | None = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._header = np.frombuffer(self._map, np.uint64, _PAGE // 8)
+        self.num_slots, self.part_bytes, self.num_parts, self.num_members = (
+            int(word) for word in self._header[_SLOTS:_FIRST_MEMBER]
+        )
+        self.slot_stride, ledger, _ = _sizes(self.num_slots, self.num_parts, self.part_bytes)
+        shape, count = (self.num_parts, self.num_slots), self.num_parts * self.num_slots
+        self.checksums = np.frombuffer(self._map, np.uint64, count, _PAGE).reshape(shape)
+        self.failed = np.frombuffer(self._map, np.uint8, count, _PAGE + 8 * count).reshape(shape)
+        self._bytes, self._first_slot = memoryview(self._map), _PAGE + ledger
+        slots = np.frombuffer(self._map, np.uint8, self.num_slots * self.slot_stride, self._first_slot)
+        self._slots = slots.reshape(self.num_slots, self.slot_stride)
+
+    @classmethod
+    def attach(
+        cls,
+        engine_id: str,
+        *,
+        member: int,
+        num_members: int,
+        num_parts: int,
+        part_bytes: int,
+        capacity_bytes: int,
+        directory: Path = SHARED_MEMORY,
+    ) -> SharedPool:
+        """Find the pool of this engine, or make it.
+
+        Args:
+            engine_id: what the processes of one engine have in common, and no other engine has.
+            member: which of the engine's processes this is, from 0 to ``num_members - 1``.
+            num_parts: parts of a slot. part_bytes: bytes of one; what this process needs at least.
+            capacity_bytes: memory for slots, all parts together.
+
+        Raises `ConfigError` when the memory cannot be had, or is used by another engine.
+        Cost: making the pool takes all of its memory from the system at once (1 s for 5-10 GB), because
+        memory that is missing later would kill whoever touches it.
+        """
+        digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
+        with _locked(directory):
+            _remove_abandoned(directory)
+            found = sorted(directory.glob(f"{_PREFIX}{digest}-*"))
+            if found:
+                fd = os.open(found[0], os.O_RDWR | os.O_CLOEXEC)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                pool = cls(found[0], fd)
+            else:
+                geometry = (_slots_for(capacity_bytes, num_parts, part_bytes), part_bytes, num_parts)
+                pool = cls._make(directory / f"{_PREFIX}{digest}-{os.getpid()}", geometry, num_members)
+            try:
+                pool._join(member, (num_members, num_parts), part_bytes)
+            except ConfigError:
+                pool.close()
+                raise
+            if pool._header[_FIRST_MEMBER : _FIRST_MEMBER + num_members].all():
+                pool.path.unlink()
+            return pool
+
+    @classmethod
+    def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
+        num_slots, part_bytes, num_parts = geometry
+        _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
+        _check_memory(path.parent, num_bytes)
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            os.posix_fallocate(fd, 0, num_bytes)
+            header = np.array([_MAGIC, num_slots, part_bytes, num_parts, num_members], np.uint64)
+            os.pwrite(fd, header.tobytes(), 0)
+            return cls(path, fd)
+        except OSError as error:
+            path.unlink()
+            os.close(fd)
+            raise ConfigError("ram", f"{num_bytes / 2**30:.2f} GiB", str(error)) from error
+
+    @property
+    def slots(self) -> Blocks:
+        """Whole slots, all parts and padding: ``(num_slots, slot_stride)`` uint8, in place, page-aligned."""
+        return self._slots
+
+    def part(self, number: int) -> Blocks:
+        """What one worker writes of every slot: ``(num_slots, part_bytes)`` uint8, in place."""
+        start = number * self.part_bytes
+        return self._slots[:, start : start + self.part_bytes]
+
+    @property
+    def address(self) -> int:
+        """Where the first slot lies in this process; slots follow each other at `slot_stride`."""
+        return address_of(self._slots)
+
+    def seal(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> None:
+        """Take the checksums of what a part of these slots holds now, for keys with these digests."""
+        self.checksums[part, slots] = self._compute(part, slots, digests)
+
+    def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
+        """Which slots hold, in all of their parts, what was stored under keys with these digests."""
+        sound: Mask = np.ones(len(slots), np.bool_)
+        for part in range(self.num_parts):
+            sound &= self.checksums[part, slots] == self._compute(part, slots, digests)
+        return sound
+
+    def close(self) -> None:
+        """Let go of the memory, once views that others hold are gone. Once more does nothing."""
+        if self._map is None:
+            return
+        memory, self._map = self._map, None
+        self._bytes.release()
+        del self._header, self.checksums, self.failed, self._slots
+        with contextlib.suppress(BufferError):
+            memory.close()
+        os.close(self._fd)
+
+    def _compute(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> Checksums:
+        first = self._first_slot + part * self.part_bytes
+        starts = (slots.astype(np.int64) * self.slot_stride + first).tolist()
+        return block_checksums(self._bytes, starts, self.part_bytes, digests)
+
+    def _join(self, member: int, counts: tuple[int, int], part_bytes: int) -> None:
+        if int(self._header[_MAGIC_AT]) != _MAGIC or counts != (self.num_members, self.num_parts):
+            raise ConfigError("engine_id", self.path.name, "another engine of another shape has this name")
+        if self._header[_FIRST_MEMBER + member]:
+            raise ConfigError("engine_id", self.path.name, "another engine with this name is starting")
+        # The scheduler has no part; what it says is a guess from the outside.
+        if member != SCHEDULER and part_bytes > self.part_bytes:
+            raise ConfigError(
+                "pipeline_parallel_size",
+                part_bytes,
+                f"a block of this worker is larger than {self.part_bytes} bytes, that of the first one; "
+                "pipeline stages of different size cannot share a pool",
+            )
+        self._header[_FIRST_MEMBER + member] = os.getpid()
+
+
+def _sizes(num_slots: int, num_parts: int, part_bytes: int) -> tuple[int, int, int]:
+    """Bytes of a slot with its padding, of the ledger, and of everything."""
+    stride, ledger = _pages(num_parts * part_bytes), _pages(9 * num_parts * num_slots)
+    return stride, ledger, _PAGE + ledger + num_slots * stride
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
+def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
+    stride = _pages(num_parts * part_bytes)
+    num_slots = min(capacity_bytes // stride, MAX_POSITIONS // 2)
+    if num_slots < 1:
+        raise ConfigError("ram", capacity_bytes, f"it is less than one block, which takes {stride:,} bytes")
+    return num_slots
+
+
+def _check_memory(directory: Path, num_bytes: int) -> None:
+    """Refuse what the machine has not got: the kernel would kill somebody for it later."""
+    stat = os.statvfs(directory)
+    here, everywhere = stat.f_bavail * stat.f_frsize, available_bytes()
+    if num_bytes > here:
+        more = "; in a container it is set by --shm-size, or shared with the host by --ipc=host"
+        raise ConfigError(
+            "ram", f"{num_bytes / 2**30:.2f} GiB", f"{directory} has {here / 2**30:.2f} GiB{more}"
+        )
+    if num_bytes > everywhere:
+        raise ConfigError(
+            "ram", f"{num_bytes / 2**30:.2f} GiB", f"this machine can give {everywhere / 2**30:.2f} GiB"
+        )
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Nobody else makes, finds or removes pools meanwhile."""
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove pools that no living process has attached: whoever has, holds a lock on the file."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)

@@ -1,0 +1,179 @@
+"""The scheduler's side of vLLM's connector, with two things done otherwise.
+
+A prefix is looked up at once. And in the mode ``on-device-eviction`` blocks are stored when the GPU is about
+to drop them, not when they have been computed. Owns when what is offered; what becomes of it our manager
+decides, and transfers and their fences are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+    TransferJobStatus,
+)
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffloadingContext
+
+from kvoffload.integrations.vllm.manager import KVOffloadManager
+
+_FADING = 0.99
+"""How fast a large step is forgotten: to the half in 70 steps that evict."""
+
+NOBODY = ""
+"""The request of blocks that the GPU drops; vLLM's have longer names."""
+
+
+class KVOffloadScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler side, made by vLLM and taken over."""
+
+    manager: KVOffloadManager
+
+    @classmethod
+    def of(cls, plain: OffloadingConnectorScheduler) -> Any:
+        """Take over what vLLM has just made."""
+        made = cls.__new__(cls)
+        made.__dict__.update(plain.__dict__)
+        return made
+
+    def _maximal_prefix_lookup(
+        self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
+    ) -> int | None:
+        """Leading blocks that are ready; None: ask again."""
+        wanted = list(keys)
+        num_ready, wait = self.manager.lookup_prefix(wanted, req_context)
+        if self._events_tracker.self_describing_enabled:
+            for row, key in enumerate(wanted[:num_ready]):
+                self._events_tracker.record_lookup(req, group_config, start_chunk_idx + row, key)
+        return None if wait else num_ready
+
+
+class OnDeviceEviction(KVOffloadScheduler):
+    """Stores what the GPU is about to drop.
+
+    The blocks that vLLM hands out next stand at the head of its list of free blocks. After each step those
+    within reach of the next one, the *window*, are offered, the warmest first, and copied in the background.
+    They stay free: a block that is handed out while its copy is under way is fenced, as vLLM does it for the
+    blocks of finished requests. So nothing is pinned, and nothing that the GPU's own cache does is changed.
+
+    When less is free than a step may take, blocks can come and go between two steps unseen. Then requests
+    store at once what they have computed, as without this mode, until more is free again.
+
+    Not stored are blocks that leave unseen all the same, because a step took more than the window (a long
+    prefix that comes back from RAM does); the manager counts them. `window` follows the largest recent step,
+    up to half of the GPU's blocks.
+
+    Attributes:
+        window: blocks at the head of the free list that are offered.
+
+    Cost: O(window) a step in which the free list has changed.
+    """
+
+    def bind(self, block_pool: Any, step_tokens: int) -> None:
+        """Watch this pool; `step_tokens` is the most that one step computes."""
+        self._pool, groups = block_pool, self.config.kv_group_configs
+        self._smallest = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
+        self._largest = max(1, block_pool.num_gpu_blocks // 2)
+        self._reach: float = self._smallest
+        self.window = min(self._smallest, self._largest)
+        self._rows = {group.group_idx: row for row, group in enumerate(groups)}
+        self._offered: dict[int, bytes] = {}
+        self._gone: list[bytes] = []
+        nobody = SimpleNamespace(request_id=NOBODY, kv_transfer_params=None, is_finished=lambda: False)
+        self._req_status[NOBODY] = RequestOffloadState(
+            config=self.config,
+            req=nobody,
+            req_context=ReqContext(NOBODY),
+            offloading_context=RequestOffloadingContext(),
+        )
+        self._note_evictions()
+
+    def _note_evictions(self) -> None:
+        """Have the pool tell which blocks it has dropped."""
+        evict, gone = self._pool._maybe_evict_cached_block, self._gone
+
+        def evict_and_note(block: Any) -> Any:
+            if block.block_hash is not None:
+                gone.append(bytes(block.block_hash))
+            return evict(block)
+
+        self._pool._maybe_evict_cached_block = evict_and_note
+
+    def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
+        self._follow_evictions()
+        at_once: dict[int, Any] = {}
+        if self._pool.get_num_free_blocks() < self.window:
+            at_once = super()._build_store_jobs(scheduler_output)
+        return at_once | self._store_next_victims()
+
+    def _follow_evictions(self) -> None:
+        """Blocks that have been dropped since the last step."""
+        if not self._gone:
+            return
+        self._reach = max(self._smallest, _FADING * self._reach, len(self._gone))
+        self.window = min(int(self._reach), self._largest)
+        known = set(self._offered.values())
+        unseen = [key for key in dict.fromkeys(self._gone) if key not in known]
+        if unseen:
+            self.manager.keep_dropped(unseen[::-1])
+        self._gone.clear()
+
+    def _store_next_victims(self) -> dict[int, Any]:
+        """Jobs for the blocks that the GPU drops next."""
+        window = {block.block_id: bytes(block.block_hash) for block in self._next_victims()}
+        fresh: dict[int, list[tuple[int, bytes]]] = {}
+        for block_id, key in window.items():
+            if self._offered.get(block_id) != key:
+                fresh.setdefault(int.from_bytes(key[-4:], "big"), []).append((block_id, key))
+        self._offered = window
+        jobs: dict[int, Any] = {}
+        for group, victims in fresh.items():
+            # The list begins with the coldest.
+            block_of = {key: block_id for block_id, key in reversed(victims)}
+            output = self.manager.store_dropped(list(block_of))
+            if output is None:
+                for block_id in block_of.values():
+                    del self._offered[block_id]
+            elif output.keys_to_store:
+                job_id = self._generate_job_id()
+                jobs[job_id] = self._job(job_id, self._rows[group], output, block_of)
+        return jobs
+
+    def _next_victims(self) -> Iterator[Any]:
+        free = self._pool.free_block_queue.iter_blocks_after(None)
+        for block in islice(free, self.window):
+            key = block.block_hash
+            if key is None or block.is_null:
+                continue
+            row = self._rows.get(int.from_bytes(key[-4:], "big"))
+            if row is None or self.config.kv_group_configs[row].requires_cow_source:
+                continue
+            if (block.block_hash_num_tokens or 0) % self.config.kv_group_configs[row].tokens_per_block == 0:
+                yield block
+
+    def _job(self, job_id: int, row: int, output: Any, block_of: dict[bytes, int]) -> TransferJob:
+        blocks = [block_of[key] for key in output.keys_to_store]
+        for block_id in blocks:
+            self._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
+        self._jobs[job_id] = TransferJobStatus(
+            req_id=NOBODY,
+            pending_count=self.config.num_workers,
+            keys=set(output.keys_to_store),
+            is_store=True,
+            fenced_block_ids=blocks,
+        )
+        self._req_status[NOBODY].transfer_jobs.add(job_id)
+        sizes = [0] * len(self.config.kv_group_configs)
+        sizes[row] = len(blocks)
+        source = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=[0] * len(sizes))
+        return TransferJob(req_id=NOBODY, src_spec=source, dst_spec=output.store_spec)
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._offered.clear()
+        self._gone.clear()

@@ -1,0 +1,119 @@
+"""The way into vLLM: what its ``OffloadingConnector`` makes of ``spec_name`` and ``spec_module_path``.
+
+Owns how the scheduler's and the worker's side are put together. Everything else is elsewhere.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm.copies import copies_for
+from kvoffload.integrations.vllm.failures import name_failed_loads
+from kvoffload.integrations.vllm.layout import Layout
+from kvoffload.integrations.vllm.logs import logger
+from kvoffload.integrations.vllm.manager import KVOffloadManager
+from kvoffload.integrations.vllm.metrics import definitions
+from kvoffload.integrations.vllm.options import ALWAYS, parse_options
+from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
+from kvoffload.integrations.vllm.tiers import TierOptions
+from kvoffload.integrations.vllm.versions import check_version, engine_facts
+from kvoffload.integrations.vllm.worker import KVOffloadWorker
+from kvoffload.types import ON_DEVICE_EVICTION
+
+OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
+"""Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
+
+
+class KVOffloadSpec(OffloadingSpec):
+    """kvoffload as an offloading backend of vLLM.
+
+    Attributes:
+        options: what the user asked for.
+
+    Raises `ConfigError` when the engine starts, with all problems at once, and never later.
+    """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Our metrics, for vLLM's ``/metrics``."""
+        return definitions()
+
+    def __init__(self, *config: Any) -> None:
+        check_version(vllm_version)
+        super().__init__(*config)
+        self.facts = engine_facts(self, vllm_version)
+        self.options = parse_options(self.facts.extra_config)
+        if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
+            raise ConfigError("store", self.options.store, "it needs kv_connector: KVOffloadConnector")
+        self.offload_prompt_only = self.options.prompt_only
+        # Where all workers hold the same bytes, one of them stores and all of them load one part.
+        self.replicated_layout = self.facts.replicated
+        self._manager: KVOffloadManager | None = None
+        self._worker: KVOffloadWorker | None = None
+
+    def get_manager(self) -> KVOffloadManager:
+        """The scheduler's side."""
+        if self._manager is None:
+            facts = self.facts
+            pool = self._attach(SCHEDULER, facts.worker_block_bytes * facts.blocks_per_chunk)
+            tokens = min(facts.tokens_per_block) * facts.blocks_per_chunk
+            self._manager = KVOffloadManager(
+                self.options,
+                pool,
+                enable_events=facts.enable_events,
+                tokens_per_block=tokens,
+                identity=facts.identity,
+            )
+            logger.info("%s", self._greeting(pool, tokens))
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
+        """The side of one worker, for the tensors of its layers."""
+        if self._worker is None:
+            layout = Layout.of(kv_caches, self.facts.blocks_per_chunk)
+            pool = self._attach(1 + self.facts.rank, layout.part_bytes)
+            part = 0 if self.facts.replicated else self.facts.rank
+            copies = copies_for(kv_caches, layout, pool, part)
+            self._worker = KVOffloadWorker(pool, part, copies, seal=self.options.verify == ALWAYS)
+            self._worker.failures_are_named = name_failed_loads(_connector(), self, self._worker)
+        return self._worker
+
+    def _attach(self, member: int, part_bytes: int) -> SharedPool:
+        return SharedPool.attach(
+            self.facts.engine_id,
+            member=member,
+            num_members=1 + self.facts.num_workers,
+            num_parts=1 if self.facts.replicated else self.facts.num_workers,
+            part_bytes=part_bytes,
+            capacity_bytes=self.options.ram_bytes,
+        )
+
+    def _greeting(self, pool: SharedPool, tokens_per_block: int) -> str:
+        options, groups = self.options, len(self.facts.tokens_per_block)
+        tokens = pool.num_slots * tokens_per_block // groups
+        return (
+            f"kvoffload: {pool.num_slots:,} blocks of {tokens_per_block} tokens, room for {tokens:,} tokens "
+            f"in {pool.num_slots * pool.slot_stride / 2**30:.2f} GiB; policy {options.policy}, admission "
+            f"{options.admission}, store {options.store}, verification {options.verify}"
+            + (f", {groups} KV groups" if groups > 1 else "")
+            + "".join(f", behind it {_describe(tier)}" for tier in options.tiers)
+        )
+
+
+def _describe(tier: TierOptions) -> str:
+    return (
+        f"{tier.capacity_bytes / 2**30:.2f} GiB in {', '.join(tier.paths)} "
+        f"(policy {tier.policy}, admission {tier.admission})"
+    )
+
+
+def _connector() -> Any:
+    """vLLM's connector of this worker's process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -1,0 +1,92 @@
+"""Blocks in RAM are verified before they are called a hit, where the user wants that.
+
+Owns the checks under way and the pins that keep a verified block what it was until it is loaded. Does not
+know what is done about a damaged block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.request import RequestContext
+from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.tiers.base import Checksums, key_digests
+from kvoffload.types import LoadPlan, LookupResult
+
+
+@dataclass(eq=False)
+class _Check:
+    """One block of one request: pinned from the first question until it is loaded, or not wanted any more."""
+
+    key: bytes
+    plan: LoadPlan
+    digests: Checksums
+    sound: bool | None = None
+
+
+@dataclass(eq=False)
+class Checks:
+    """The checks of one request."""
+
+    by_key: dict[bytes, _Check] = field(default_factory=dict)
+
+
+class Verifier:
+    """Answers RETRY until a thread has verified the block, then HIT; a damaged one is forgotten, a MISS.
+
+    At most half of the pool is pinned by checks: beyond that a block is a MISS, so that requests that wait
+    for each other's blocks, or for more than the pool holds, go on.
+
+    Thread: the scheduler's, for all methods. The work is done by one thread, at memory speed.
+    """
+
+    def __init__(
+        self, manager: OffloadingManager, pool: SharedPool, on_damage: Callable[[bytes], None]
+    ) -> None:
+        self._manager, self._pool, self._on_damage = manager, pool, on_damage
+        self._limit, self._held = max(1, manager.capacity_blocks // 2), 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
+
+    def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
+        """What a block that is ready is for this request."""
+        check = checks.by_key.get(key)
+        if check is None:
+            if self._held >= self._limit:
+                return LookupResult.MISS
+            plan = self._manager.prepare_load([key], ctx)
+            check = checks.by_key[key] = _Check(key, plan, key_digests(plan.keys))
+            self._held += 1
+            self._thread.submit(self._verify, check)
+        if check.sound is None:
+            return LookupResult.RETRY
+        if check.sound:
+            return LookupResult.HIT
+        self._release(checks, key, damaged=True)
+        self._on_damage(key)
+        return LookupResult.MISS
+
+    def release(self, checks: Checks) -> None:
+        """The request has loaded its blocks, or will not."""
+        for key in list(checks.by_key):
+            self._release(checks, key, damaged=checks.by_key[key].sound is False)
+
+    def reset(self) -> None:
+        """Every plan is void: forget the checks."""
+        self._held = 0
+
+    def close(self) -> None:
+        """Wait for the check under way."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _release(self, checks: Checks, key: bytes, *, damaged: bool) -> None:
+        check = checks.by_key.pop(key)
+        self._held -= 1
+        self._manager.unpin(check.plan, damaged=[0] if damaged else [])
+
+    def _verify(self, check: _Check) -> None:
+        check.sound = bool(np.all(self._pool.verify(check.plan.slots, check.digests)))

@@ -1,0 +1,162 @@
+"""What differs between vLLM 0.25 and 0.33, and which versions there are: nothing else knows of versions.
+
+Most differences need no code. What one version calls and another does not (`get_load_source`, `lock`,
+`on_reset_flushed`, `config_info`) is a method that older ones never ask for; what one version passes and
+another does not (``expedited``, ``req_context``) is a parameter with a default. tests/vllm_signatures.json
+lists every form of every interface, tests/test_vllm_versions.py holds our classes against it. Here stands
+what is left: how a specification is told of its engine, and what an event calls its medium.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload.errors import ConfigError
+
+OLDEST, NEWEST = (0, 25), (0, 33)
+"""The minor versions whose interfaces we know. 0.32 is the one that the tests run."""
+SINCE_POLICIES_FROM_ELSEWHERE = (0, 27)
+"""vLLM's own manager takes policies by ``cache_policy_module_path``."""
+SINCE_CONNECTOR = (0, 32)
+"""`KVOffloadConnector` builds on the scheduler side of vLLM's connector as it is since then."""
+
+_PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+_PARALLEL_0_25 = (
+    "world_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+)
+
+_log = logging.getLogger("vllm.kvoffload")
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a specification needs to know of its engine, however its version says it.
+
+    Attributes:
+        engine_id: one for each engine and data-parallel rank; equal in all of its processes.
+        extra_config: ``kv_connector_extra_config``.
+        tokens_per_block: of each KV-cache group.
+        blocks_per_chunk: engine blocks in one block of ours.
+        worker_block_bytes: KV bytes of an engine block at one worker, all layers and groups.
+        num_workers, rank: workers that share a block, and which one this is; 0 at the scheduler.
+        replicated: all workers hold the same bytes of a block (MLA under tensor parallelism), so that one
+            copy will do.
+        enable_events: somebody listens to KV events.
+        identity: what the bytes of a block depend on, beside its key.
+    """
+
+    engine_id: str
+    extra_config: Mapping[str, Any]
+    tokens_per_block: tuple[int, ...]
+    blocks_per_chunk: int
+    worker_block_bytes: int
+    num_workers: int
+    rank: int
+    replicated: bool
+    enable_events: bool
+    identity: Mapping[str, Any]
+
+
+def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
+    """Facts of the engine that a specification serves, once vLLM's base constructor has run on it.
+
+    Since 0.26 the engine's facts are its ``config``; in 0.25 they are vLLM's two configurations.
+    """
+    config = getattr(spec, "config", None)
+    if config is None:
+        return _facts_of_0_25(spec, vllm_version)
+    return EngineFacts(
+        engine_id=config.engine_id,
+        extra_config=config.extra_config,
+        tokens_per_block=tuple(group.tokens_per_block for group in config.groups),
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        worker_block_bytes=config.worker_kv_bytes_per_block,
+        num_workers=config.parallel.world_size,
+        rank=config.parallel.rank,
+        replicated=bool(getattr(config, "replicated_layout", False)),
+        enable_events=config.enable_kv_cache_events,
+        identity={
+            "vllm": vllm_version,
+            "model": config.model.name,
+            "dtype": config.model.dtype,
+            "layout": getattr(config, "kv_cache_layout", None),
+            "groups": [(group.tokens_per_block, group.layer_names) for group in config.groups],
+            "worker_block_bytes": config.worker_kv_bytes_per_block,
+            "blocks_per_chunk": config.cache.blocks_per_chunk,
+            "parallel": [getattr(config.parallel, name, 1) for name in _PARALLEL],
+        },
+    )
+
+
+def _facts_of_0_25(spec: Any, vllm_version: str) -> EngineFacts:
+    parallel, cache = spec.vllm_config.parallel_config, spec.kv_cache_config
+    sizes = [tensor.size for tensor in cache.kv_cache_tensors]
+    # Packed tensors name places in one allocation, whose size each of them gives.
+    packed = any(getattr(tensor, "block_stride", 0) for tensor in cache.kv_cache_tensors)
+    total_bytes = sizes[0] if packed else sum(sizes)
+    return EngineFacts(
+        engine_id=spec.vllm_config.kv_transfer_config.engine_id,
+        extra_config=spec.extra_config,
+        tokens_per_block=tuple(spec.gpu_block_size),
+        blocks_per_chunk=spec.block_size_factor,
+        worker_block_bytes=total_bytes // cache.num_blocks if cache.num_blocks else 0,
+        num_workers=parallel.world_size,
+        rank=parallel.rank,
+        replicated=False,
+        enable_events=spec.kv_events_config.enable_kv_cache_events,
+        identity={
+            "vllm": vllm_version,
+            "model": spec.vllm_config.model_config.model,
+            "dtype": str(spec.vllm_config.cache_config.cache_dtype),
+            "groups": [
+                (size, tuple(group.layer_names))
+                for size, group in zip(spec.gpu_block_size, cache.kv_cache_groups, strict=True)
+            ],
+            "worker_block_bytes": total_bytes // cache.num_blocks if cache.num_blocks else 0,
+            "blocks_per_chunk": spec.block_size_factor,
+            "parallel": [getattr(parallel, name, 1) for name in _PARALLEL_0_25],
+        },
+    )
+
+
+def event(base: Any, keys: list[bytes], removed: bool) -> Any:
+    """vLLM's event: blocks became readable in RAM, or left it.
+
+    `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since.
+    """
+    media = getattr(base, "Medium", None)
+    return base.OffloadingEvent(keys=keys, medium="CPU" if media is None else media.CPU, removed=removed)
+
+
+def minor(version: str) -> tuple[int, int] | None:
+    """``(0, 32)`` of ``0.32.0+cpu``; None where there is no number, as of some builds from source."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found is not None else None
+
+
+def check_version(version: str, since: tuple[int, int] = OLDEST, what: str = "kvoffload") -> None:
+    """Say at start-up that a version of vLLM is not one that we know.
+
+    Raises `ConfigError` for one that is too old for `what`. A newer one than we have seen gets a warning:
+    its interfaces may have changed, and if they have, this is where to look.
+    """
+    found = minor(version)
+    known = f"{_text(since)} to {_text(NEWEST)}"
+    if found is None:
+        _log.warning("kvoffload: vLLM %s has no number; known versions are %s", version, known)
+    elif found < since:
+        raise ConfigError("vllm", version, f"{what} needs vLLM {known}")
+    elif found > NEWEST:
+        _log.warning("kvoffload: vLLM %s is newer than any that was tested; those are %s", version, known)
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

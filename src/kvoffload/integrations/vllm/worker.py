@@ -1,0 +1,149 @@
+"""The worker's side: carries out transfers, seals what was stored, and never fails loudly.
+
+Owns the jobs of one worker and what becomes of those that fail. Does not decide what is stored, and does
+not know keys, only their digests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+from kvoffload.integrations.vllm.copies import Copies
+from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
+from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.specs import SlotsSpec
+
+
+@dataclass
+class _Job:
+    slots: SlotsSpec
+    is_store: bool
+    sealing: Future[TransferResult] | None = None
+    result: TransferResult | None = None
+
+
+class KVOffloadWorker(OffloadingWorker):
+    """Transfers between this worker's tensors and its part of the pool.
+
+    vLLM's connector stops the engine for a job that is reported as failed, so none is. Of a store that
+    failed, the slots are marked in the pool's ledger before it is reported, and the scheduler forgets its
+    blocks. A load that failed is marked too, and named by `take_failed_loads`, so that its request is
+    computed again (`failures`).
+
+    Args:
+        seal: whether to take checksums of what was stored.
+
+    Attributes:
+        failures_are_named: somebody calls `take_failed_loads`. If not, a failed load is reported as failed.
+        num_failed: jobs that failed.
+    """
+
+    def __init__(self, pool: SharedPool, part: int, copies: Copies, *, seal: bool) -> None:
+        self._pool, self._part, self._copies = pool, part, copies
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-seal") if seal else None
+        self._jobs: dict[int, _Job] = {}
+        self._failed_loads: set[int] = set()
+        self.failures_are_named = False
+        self.num_failed = 0
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
+        """Begin to store; True, always."""
+        self._submit(job_id, _Job(dst_spec, True), src_spec, self._copies.store)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any, expedited: bool = False) -> bool:
+        """Begin to load; True, always."""
+        self._submit(job_id, _Job(src_spec, False), dst_spec, self._copies.load)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that have ended since the last call; how they did, the ledger says."""
+        self._collect()
+        done = [(job_id, job.result) for job_id, job in self._jobs.items() if job.result is not None]
+        for job_id, _ in done:
+            del self._jobs[job_id]
+        return [result for _, result in done]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return when these jobs have ended: their blocks and slots may be used for something else."""
+        mine = {job_id for job_id in job_ids if job_id in self._jobs}
+        try:
+            self._copies.wait(mine)
+        except Exception:
+            logger.exception("kvoffload: waiting for transfers failed")
+        self._collect(wait_for=mine)
+
+    def take_failed_loads(self) -> set[int]:
+        """Loads that `get_finished` has reported, or will, and whose bytes have not arrived."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    def running(self) -> set[int]:
+        """Jobs that `get_finished` has not reported."""
+        return set(self._jobs)
+
+    def shutdown(self) -> None:
+        """Wait for what is under way and let go of the pool."""
+        self._copies.close()
+        if self._sealer is not None:
+            self._sealer.shutdown()
+        self._pool.close()
+
+    def _submit(
+        self, job_id: int, job: _Job, engine: Any, begin: Callable[[int, Any, SlotsSpec], None]
+    ) -> None:
+        self._jobs[job_id] = job
+        try:
+            begin(job_id, engine, job.slots)
+        except Exception as error:
+            self._fail(job_id, job, error)
+
+    def _collect(self, wait_for: set[int] | frozenset[int] = frozenset()) -> None:
+        for copied in self._copies.finished():
+            job = self._jobs[copied.job]
+            if copied.error is not None:
+                self._fail(copied.job, job, copied.error)
+                continue
+            result = TransferResult(copied.job, True, copied.num_bytes, copied.seconds)
+            if self._sealer is not None and job.is_store:
+                job.sealing = self._sealer.submit(self._seal, job.slots, result)
+            else:
+                self._end(job, result)
+        for job_id, job in self._jobs.items():
+            if job.sealing is not None and job.result is None and (job_id in wait_for or job.sealing.done()):
+                error = job.sealing.exception()
+                if error is not None:
+                    self._fail(job_id, job, error)
+                else:
+                    self._end(job, job.sealing.result())
+
+    def _end(self, job: _Job, result: TransferResult) -> None:
+        if job.is_store:
+            self._pool.failed[self._part, job.slots.block_ids] = 0
+        job.result = result
+
+    def _fail(self, job_id: int, job: _Job, error: BaseException) -> None:
+        self.num_failed += 1
+        if is_worth_a_line(self.num_failed):
+            kind, count = "store" if job.is_store else "load", len(job.slots.block_ids)
+            text = "kvoffload: a %s of %d blocks failed, they are computed again (failure %d): %s: %s"
+            logger.error(text, kind, count, self.num_failed, type(error).__name__, error)
+        slots = job.slots.block_ids
+        self._pool.failed[self._part, slots[slots >= 0]] = 1
+        if not job.is_store:
+            self._failed_loads.add(job_id)
+        job.result = TransferResult(job_id, job.is_store or self.failures_are_named)
+
+    def _seal(self, slots: SlotsSpec, result: TransferResult) -> TransferResult:
+        """Take the checksums of this worker's part of the slots, as they are now."""
+        start = time.perf_counter()
+        assert slots.digests is not None
+        self._pool.seal(self._part, slots.block_ids, slots.digests)
+        result.transfer_time += time.perf_counter() - start
+        return result

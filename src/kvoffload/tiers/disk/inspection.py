@@ -1,0 +1,148 @@
+"""What stands in a slab, for people: a report, a check of every block, and a fresh checkpoint.
+
+Owns nothing; opens slabs that no tier has open, and `inspect` also others, read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.disk.files import Files, aligned
+from kvoffload.tiers.disk.journal import Journal
+from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
+from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.disk.recovery import Found, recover
+from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, UNREADABLE, Scratch, Slab
+
+
+@dataclass(frozen=True)
+class SlabReport:
+    """What a slab says of itself. Sizes in bytes, times in seconds since 1970.
+
+    Attributes:
+        problem: why it cannot be used; everything else but `name` and `file_bytes` is then empty.
+        owner: pid of the process that has it open. What is reported may then be a moment old.
+        written_at_s: of its blocks: the first, the median and the last; empty without blocks.
+        journal_damage: parts of the journal that cannot be read.
+    """
+
+    name: str
+    file_bytes: int
+    problem: str = ""
+    owner: str | None = None
+    fingerprint: str = ""
+    created_at_s: int = 0
+    capacity_bytes: int = 0
+    block_bytes: int = 0
+    key_bytes: int = 0
+    num_slots: int = 0
+    num_blocks: int = 0
+    written_at_s: tuple[int, ...] = ()
+    log_used: float = 0.0
+    epoch: int = 0
+    journal_damage: int = 0
+
+
+class Problem(NamedTuple):
+    """A block that would not be served: `key` in hex, and why."""
+
+    slot: int
+    key: str
+    why: str
+
+
+def inspect(directory: Path, files: Files | None = None) -> list[SlabReport]:
+    """Report the slab of a directory, and those that were set aside there. Raises `ConfigError`."""
+    slabs = [path for path in sorted(directory.glob(SLAB_NAME + "*")) if path.suffix != ".new"]
+    if not slabs:
+        raise ConfigError("path", str(directory), f"a directory of a disk tier: it has a file {SLAB_NAME}")
+    owner = owner_of(directory)
+    return [_report(path, owner if path.name == SLAB_NAME else None, files or Files()) for path in slabs]
+
+
+def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
+    size = path.stat().st_size
+    try:
+        slab = Slab.open(path, files, Notices("kvoffload.disk"), read_only=True)
+    except OSError as error:
+        slab = error.strerror or str(error)
+    if isinstance(slab, str):
+        return SlabReport(path.name, size, problem=slab)
+    with contextlib.closing(slab):
+        found, layout = recover(slab), slab.layout
+    written = np.sort(found.contents.written_at_s[found.contents.slots()])
+    return SlabReport(
+        path.name,
+        size,
+        owner=owner,
+        fingerprint=slab.identity.text,
+        created_at_s=slab.identity.created_at_s,
+        capacity_bytes=slab.capacity_bytes,
+        block_bytes=layout.block_bytes,
+        key_bytes=layout.key_bytes,
+        num_slots=layout.num_slots,
+        num_blocks=len(written),
+        written_at_s=(int(written[0]), int(written[len(written) // 2]), int(written[-1]))
+        if len(written)
+        else (),
+        log_used=found.log_end / layout.log_bytes,
+        epoch=found.epoch,
+        journal_damage=found.damaged,
+    )
+
+
+@contextlib.contextmanager
+def opened(directory: Path, files: Files | None = None) -> Iterator[tuple[Slab, Found]]:
+    """The slab of a directory and what its journal says, while nobody else has it. Raises `ConfigError`."""
+    if not (directory / SLAB_NAME).exists():
+        raise ConfigError("path", str(directory), f"a directory of a disk tier: it has a file {SLAB_NAME}")
+    lock = DirectoryLock(directory)
+    try:
+        slab = Slab.open(directory / SLAB_NAME, files or Files(), Notices("kvoffload.disk"))
+        if isinstance(slab, str):
+            raise ConfigError("path", str(directory / SLAB_NAME), slab)
+        with contextlib.closing(slab):
+            yield slab, recover(slab)
+    except OSError as error:
+        raise ConfigError("path", str(directory), f"a slab that can be read ({error.strerror})") from None
+    finally:
+        lock.release()
+
+
+def verify(
+    slab: Slab, found: Found, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Problem]:
+    """Read every block and compare it with what it must be; those that fail.
+
+    Args:
+        progress: called with blocks checked, and all.
+    """
+    contents, scratch, layout = found.contents, Scratch(slab.layout), slab.layout
+    slots, problems = contents.slots(), []
+    pool = aligned(scratch.num_blocks * (layout.slot_bytes)).reshape(scratch.num_blocks, -1)[
+        :, : layout.block_bytes
+    ]
+    rows = np.arange(scratch.num_blocks)
+    for start in range(0, len(slots), scratch.num_blocks):
+        batch = slots[start : start + scratch.num_blocks]
+        keys = contents.keys(batch)
+        outcomes = slab.read_blocks(
+            keys, batch, contents.generation[batch], pool, rows[: len(batch)], scratch
+        )
+        for row in np.flatnonzero(outcomes != SOUND).tolist():
+            why = "cannot be read" if outcomes[row] == UNREADABLE else "is not what was stored"
+            problems.append(Problem(int(batch[row]), keys[row].hex(), why))
+        progress(start + len(batch), len(slots))
+    return problems
+
+
+def compact(slab: Slab, found: Found) -> None:
+    """Write a fresh checkpoint, and begin the log anew. Raises `OSError`."""
+    Journal(slab, found).checkpoint(found.contents)

@@ -1,0 +1,242 @@
+"""A crash of the disk tier at every write and every sync, by the book, and `kill -9` at random moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disk_blocks import Disk, block_of, keys_of
+from kvoffload.testing.audit import audit
+from kvoffload.testing.disk import KINDS, BufferedFiles, Recorder, write_image
+from kvoffload.tiers.disk.files import aligned
+from kvoffload.tiers.disk.inspection import opened, verify
+from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, Scratch
+
+NUM_SLOTS, NUM_KEYS = 12, 30
+KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "20"))
+BOOKS = int(os.environ.get("KVOFFLOAD_CRASH_SEEDS", "2"))
+
+
+class Life:
+    """What a tier was told, and what it promised: by block, version and position in the record."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, list[tuple[int, int]]] = {}
+        self.promises: dict[int, list[list[int]]] = {}
+
+    def submitted(self, number: int, version: int, position: int) -> None:
+        self.written.setdefault(number, []).append((version, position))
+
+    def acknowledged(self, number: int, version: int, position: int) -> None:
+        self.promises.setdefault(number, []).append([version, position, 1 << 60])
+
+    def gone(self, number: int, position: int) -> None:
+        """It may be forgotten from here on."""
+        for promise in self.promises.get(number, []):
+            promise[2] = min(promise[2], position)
+
+    def owed(self, position: int) -> dict[int, int]:
+        """Blocks that a crash here must not lose, and the version that each has."""
+        return {
+            number: version
+            for number, promises in self.promises.items()
+            for version, since, until in promises
+            if since <= position < until
+        }
+
+    def allowed(self, number: int, position: int) -> set[int]:
+        """Versions that a block may have after a crash here."""
+        return {version for version, since in self.written.get(number, []) if since <= position}
+
+
+def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
+    """Write, use, delete and overwrite blocks, now one job at a time and now several at once."""
+    chance, life, everything = random.Random(seed), Life(), list(range(NUM_KEYS))
+    open_jobs: dict[int, tuple[list[int], int]] = {}
+    pools = []
+
+    def settle() -> None:
+        while open_jobs:
+            for result in disk.tier.finished():
+                numbers, version = open_jobs.pop(result.job)
+                for number, ok in zip(numbers, result.ok.tolist(), strict=True):
+                    if ok:
+                        life.acknowledged(number, version, recorder.position)
+            time.sleep(0.0001)
+
+    for step in range(steps):
+        before, held = recorder.position, set(disk.here(everything))
+        action = chance.random()
+        if action < 0.7:
+            numbers = chance.sample(everything, chance.randint(1, 5))
+            pool = np.stack([block_of(number, step, disk.block_bytes) for number in numbers])
+            pools.append(pool)
+            request = disk.tier.begin_request("writes")
+            for number in numbers:
+                life.submitted(number, step, before)
+            job, taken = disk.tier.submit_write(keys_of(numbers), pool, np.arange(len(numbers)), request)
+            if job >= 0:
+                open_jobs[job] = ([n for n, t in zip(numbers, taken.tolist(), strict=True) if t], step)
+            disk.tier.finish_request(request, keys_of(numbers))
+        elif action < 0.85:
+            disk.use(chance.sample(everything, chance.randint(1, 5)))
+        else:
+            disk.tier.delete(keys_of(chance.sample(everything, chance.randint(1, 3))))
+        for number in held - set(disk.here(everything)):
+            life.gone(number, before)
+        if chance.random() < 0.4:
+            settle()
+    settle()
+    return life
+
+
+def check_image(directory: Path, life: Life, position: int) -> None:
+    """Every entry verifies, nothing that was promised is missing, and what is there is what was written."""
+    with opened(directory, BufferedFiles()) as (slab, found):
+        assert found.damaged == 0
+        slots = found.contents.slots()
+        numbers = [int(key[3:]) for key in found.contents.keys(slots)]
+        assert len(set(numbers)) == len(numbers)
+        scratch, pool = Scratch(slab.layout), aligned(slab.layout.block_bytes).reshape(1, -1)
+        held = {}
+        for slot, number in zip(slots.tolist(), numbers, strict=True):
+            at, row = np.array([slot]), np.zeros(1, np.int64)
+            generation = found.contents.generation[at]
+            assert slab.read_blocks(keys_of([number]), at, generation, pool, row, scratch)[0] == SOUND
+            allowed = life.allowed(number, position)
+            versions = [v for v in allowed if np.array_equal(pool[0], block_of(number, v, pool.shape[1]))]
+            assert versions, f"block {number} holds what was never written under its key"
+            held[number] = versions[0]
+        for number, version in life.owed(position).items():
+            assert number in held, f"block {number} was acknowledged and is lost"
+            assert held[number] >= version, f"block {number} is older than what was acknowledged"
+
+
+@pytest.mark.parametrize("seed", range(BOOKS))
+def test_a_crash_at_every_write_and_sync(tmp_path: Path, seed: int) -> None:
+    recorder = Recorder()
+    disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
+    start = recorder.position
+    life = live(disk, recorder, seed, steps=60)
+    disk.tier.close()
+    assert disk.tier.stats().journal_damage == 0
+    chance, directory = random.Random(seed), tmp_path / "crash"
+    for position in range(start, recorder.position + 1):
+        for kind in ("all", KINDS[1 + position % (len(KINDS) - 1)]):
+            write_image(directory, SLAB_NAME, recorder.image(position, chance, kind))
+            try:
+                check_image(directory, life, position)
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, position {position}, {kind}: {error}") from error
+
+
+def test_a_crash_around_every_checkpoint(tmp_path: Path) -> None:
+    """Where the log begins anew: there is one moment in a hundred, so every kind of crash is tried at it."""
+    recorder = Recorder()
+    disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
+    layout, start = disk.tier._volumes[0]._slab.layout, recorder.position
+    life = live(disk, recorder, 7, steps=80)
+    assert disk.tier._volumes[0]._journal.num_checkpoints >= 3
+    disk.tier.close()
+    heads = [w for w in recorder.writes if w.begin > start and w.offset < layout.log_offset]
+    moments = {position for write in heads for position in range(write.begin - 1, write.end + 8)}
+    chance = random.Random(7)
+    for position in sorted(moments & set(range(recorder.position + 1))):
+        for kind in KINDS * 2:
+            write_image(tmp_path / "crash", SLAB_NAME, recorder.image(position, chance, kind))
+            check_image(tmp_path / "crash", life, position)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int) -> None:
+    """The tier opens after a crash with sound accounting, works, and may crash again."""
+    recorder = Recorder()
+    disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
+    start = recorder.position
+    live(disk, recorder, 100 + seed, steps=40)
+    disk.tier.close()
+    chance = random.Random(seed)
+    for number in range(25):
+        position = chance.randint(start, recorder.position)
+        directory = tmp_path / f"crash{number}"
+        write_image(directory, SLAB_NAME, recorder.image(position, chance, chance.choice(KINDS)))
+        second = Recorder()
+        survivor = Disk(directory, NUM_SLOTS, files=second)
+        second.size_bytes = (directory / SLAB_NAME).stat().st_size
+        volume = survivor.tier._volumes[0]
+        audit(volume.manager)
+        stats = survivor.tier.stats()
+        assert stats.ready == stats.restored == len(survivor.here(range(NUM_KEYS)))
+        assert sorted(volume._physical.tolist()) == list(range(NUM_SLOTS))
+        here = survivor.here(range(NUM_KEYS))
+        job = survivor.tier.submit_read(keys_of(here), survivor.pool, np.arange(len(here)))
+        assert survivor.wait(job).all()
+        live(survivor, second, 200 + number, steps=10)
+        audit(volume.manager)
+        assert survivor.tier.stats().mismatches == 0
+        survivor.tier.close()
+        with opened(directory) as (slab, found):
+            assert verify(slab, found) == []
+            assert len(found.contents) == survivor.tier.stats().ready
+
+
+MOTHER = """
+import os, random, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from disk_blocks import Disk, keys_of
+
+def live(seed):
+    disk, chance = Disk(Path(sys.argv[2]), 40), random.Random(seed)
+    print("open", os.getpid(), disk.tier.stats().restored, flush=True)
+    while True:
+        for number in disk.write(chance.sample(range(100), chance.randint(1, 8))):
+            print("ack", number, flush=True)
+        if chance.random() < 0.3:
+            disk.use(chance.sample(range(100), 8))
+        if chance.random() < 0.1:
+            disk.tier.delete(keys_of(chance.sample(range(100), 3)))
+
+for seed in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        live(int(seed))
+    os.waitpid(child, 0)
+    print("dead", flush=True)
+"""
+"""Forks a process for each life, so that only the first one waits for imports."""
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    """One directory, killed again and again: it always opens, warm, sound, and with its books in order."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    chance, warm = random.Random(seed), 0
+    command = [sys.executable, "-c", MOTHER, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mother:
+        assert mother.stdin is not None
+        assert mother.stdout is not None
+        for life in range(KILLS):
+            mother.stdin.write(f"{seed + life}\n")
+            mother.stdin.flush()
+            _, child, restored = mother.stdout.readline().split()
+            warm += int(restored) > 0
+            time.sleep(chance.random() * 0.15)
+            os.kill(int(child), signal.SIGKILL)
+            acknowledged = 0
+            while mother.stdout.readline().split()[:1] == ["ack"]:
+                acknowledged += 1
+            with opened(tmp_path) as (slab, found):
+                assert found.damaged == 0, f"seed {seed}, life {life}"
+                assert verify(slab, found) == [], f"seed {seed}, life {life}"
+                assert len(found.contents) > 0 or not acknowledged, f"seed {seed}, life {life}"
+        mother.stdin.close()
+    assert warm >= KILLS // 2

@@ -1,0 +1,478 @@
+"""The disk tier on a medium that flips, swaps, zeroes, cuts, fails, fills up, crawls or hangs.
+
+Of each: bytes that are wrong are never served, nothing is raised, and a counter moves.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disk_blocks import KEY_BYTES, Disk, block_of, keys_of
+from kvoffload.errors import ConfigError
+from kvoffload.testing.disk import FailingFiles, raises
+from kvoffload.tiers.base import NO_JOB
+from kvoffload.tiers.disk import DiskTier, tier
+from kvoffload.tiers.disk.files import PAGE_BYTES
+from kvoffload.tiers.disk.inspection import compact, opened, verify
+from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.slab import SLAB_NAME
+
+NUM_SLOTS, BLOCK_BYTES = 16, 8192
+NUMBERS = list(range(10))
+LAYOUT = Layout(BLOCK_BYTES, KEY_BYTES, NUM_SLOTS)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A directory that holds ten blocks, closed."""
+    disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES)
+    assert disk.write(NUMBERS) == NUMBERS
+    disk.tier.close()
+    return tmp_path
+
+
+def reopened(directory: Path, **options: object) -> Disk:
+    """The same directory in a new life, which knows what was written."""
+    disk = Disk(directory, NUM_SLOTS, BLOCK_BYTES, **options)
+    disk.versions = dict.fromkeys(NUMBERS, 0)
+    return disk
+
+
+def flip(directory: Path, offset: int) -> None:
+    """One bit of the slab is wrong."""
+    with (directory / SLAB_NAME).open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def read_slot(directory: Path, slot: int) -> bytes:
+    with (directory / SLAB_NAME).open("rb") as file:
+        file.seek(LAYOUT.slot_offset(slot))
+        return file.read(LAYOUT.slot_bytes)
+
+
+def write_slot(directory: Path, slot: int, content: bytes) -> None:
+    with (directory / SLAB_NAME).open("r+b") as file:
+        file.seek(LAYOUT.slot_offset(slot))
+        file.write(content)
+
+
+HEADER_BYTES = 72 + 16
+
+
+@pytest.mark.parametrize("byte", [*range(0, HEADER_BYTES, 5), PAGE_BYTES, PAGE_BYTES + BLOCK_BYTES - 1])
+def test_a_flipped_bit_in_header_or_payload(
+    filled: Path, byte: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(filled, LAYOUT.slot_offset(3) + byte)
+    disk = reopened(filled)
+    with caplog.at_level(logging.WARNING, "kvoffload.disk"):
+        served = disk.read(NUMBERS)
+    assert (disk.wrong, len(served)) == (0, 9)
+    assert disk.tier.stats().mismatches == 1
+    lost = set(NUMBERS) - set(served)
+    assert keys_of(sorted(lost))[0].hex() in caplog.text
+    assert set(disk.here(NUMBERS)) == set(served)
+    assert disk.write(sorted(lost), version=1) == sorted(lost)
+    assert disk.read(sorted(lost)) == sorted(lost)
+    assert disk.wrong == 0
+    disk.tier.close()
+    with opened(filled) as (slab, found):
+        assert verify(slab, found) == []
+
+
+def test_what_verify_lists_is_what_reads_catch(filled: Path) -> None:
+    flip(filled, LAYOUT.slot_offset(3) + PAGE_BYTES + 17)
+    flip(filled, LAYOUT.slot_offset(5) + 3)
+    with opened(filled) as (slab, found):
+        assert [problem.slot for problem in verify(slab, found)] == [3, 5]
+
+
+@pytest.mark.parametrize("where", range(0, 552, 53))
+def test_a_flipped_bit_in_the_log(filled: Path, where: int) -> None:
+    flip(filled, LAYOUT.log_offset + where)
+    disk = reopened(filled)
+    served = disk.read(NUMBERS)
+    assert disk.wrong == 0
+    assert disk.tier.stats().restored == len(served) == 0, "all ten are in one group"
+    disk.tier.close()
+
+
+def test_a_flipped_bit_amid_the_log_costs_one_group(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES)
+    for number in NUMBERS:
+        disk.write([number])
+    disk.tier.close()
+    flip(tmp_path, LAYOUT.log_offset + 4 * PAGE_BYTES + 100)
+    disk = reopened(tmp_path)
+    assert len(disk.read(NUMBERS)) == 9
+    assert (disk.wrong, disk.tier.stats().journal_damage) == (0, 1)
+    disk.tier.close()
+    with opened(tmp_path) as (_, found):
+        assert found.damaged == 0, "a damaged journal begins a new epoch"
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_flipped_bit_in_a_checkpoint(filled: Path, copies: int) -> None:
+    with opened(filled) as (slab, found):
+        compact(slab, found)
+    start = LAYOUT.checkpoint_offset(found.epoch + 1)
+    for offset in (start + 40, start + LAYOUT.checkpoint_bytes - PAGE_BYTES + 40)[:copies]:
+        flip(filled, offset)
+    disk = reopened(filled)
+    served = disk.read(NUMBERS)
+    assert disk.wrong == 0
+    if copies == 1:
+        assert served == NUMBERS, "the head of a checkpoint has a copy"
+    disk.tier.close()
+
+
+def test_a_flipped_bit_in_the_entries_of_a_checkpoint(filled: Path) -> None:
+    with opened(filled) as (slab, found):
+        compact(slab, found)
+    flip(filled, LAYOUT.checkpoint_offset(found.epoch + 1) + PAGE_BYTES + 200)
+    disk = reopened(filled)
+    assert disk.read(NUMBERS) == []
+    assert disk.tier.stats().journal_damage == 1
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_flipped_bit_in_the_superblock(filled: Path, copies: int, caplog: pytest.LogCaptureFixture) -> None:
+    for copy in range(copies):
+        flip(filled, copy * PAGE_BYTES + 40)
+    disk = reopened(filled)
+    assert disk.wrong == 0
+    assert disk.read(NUMBERS) == (NUMBERS if copies == 1 else [])
+    aside = [path.name for path in filled.glob("*.set-aside-*")]
+    assert aside == ([] if copies == 1 else [f"{SLAB_NAME}.set-aside-1"])
+    assert copies == 1 or "its superblock is damaged" in caplog.text
+    disk.tier.close()
+
+
+def test_swapped_slots(filled: Path) -> None:
+    one, other = read_slot(filled, 2), read_slot(filled, 7)
+    write_slot(filled, 2, other)
+    write_slot(filled, 7, one)
+    disk = reopened(filled)
+    assert len(disk.read(NUMBERS)) == 8
+    assert (disk.wrong, disk.tier.stats().mismatches) == (0, 2)
+    disk.tier.close()
+
+
+def test_a_zeroed_slot_and_a_zeroed_slab(filled: Path) -> None:
+    write_slot(filled, 4, bytes(LAYOUT.slot_bytes))
+    disk = reopened(filled)
+    assert len(disk.read(NUMBERS)) == 9
+    assert (disk.wrong, disk.tier.stats().mismatches) == (0, 1)
+    disk.tier.close()
+    for slot in range(NUM_SLOTS):
+        write_slot(filled, slot, bytes(LAYOUT.slot_bytes))
+    disk = reopened(filled)
+    assert disk.read(NUMBERS) == []
+    assert disk.tier.stats().mismatches == 9
+    disk.tier.close()
+    (filled / SLAB_NAME).write_bytes(bytes(LAYOUT.file_bytes))
+    disk = reopened(filled)
+    assert disk.read(NUMBERS) == []
+    assert len(list(filled.glob("*.set-aside-*"))) == 1
+    disk.tier.close()
+
+
+def test_a_truncated_slab(filled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.truncate(filled / SLAB_NAME, LAYOUT.slot_offset(5) + 100)
+    disk = reopened(filled)
+    assert len(disk.read(NUMBERS)) == 5
+    assert (disk.wrong, disk.tier.stats().mismatches) == (0, 5)
+    assert "cut short" in caplog.text
+    disk.tier.close()
+    os.truncate(filled / SLAB_NAME, 100)
+    disk = reopened(filled)
+    assert disk.read(NUMBERS) == []
+    disk.tier.close()
+
+
+def test_a_slot_of_an_earlier_generation(tmp_path: Path) -> None:
+    """A write that the disk lost, though it said otherwise: the old block of the same key is still there."""
+    disk = Disk(tmp_path, 1, BLOCK_BYTES)
+    disk.write([1], version=0)
+    disk.tier.drain(5)
+    old = read_slot_of(tmp_path, Layout(BLOCK_BYTES, KEY_BYTES, 1))
+    disk.tier.delete(keys_of([1]))
+    disk.write([1], version=1)
+    disk.tier.close()
+    put_slot_of(tmp_path, Layout(BLOCK_BYTES, KEY_BYTES, 1), old)
+    disk = Disk(tmp_path, 1, BLOCK_BYTES)
+    disk.versions = {1: 1}
+    assert disk.read([1]) == []
+    assert (disk.wrong, disk.tier.stats().mismatches) == (0, 1)
+    disk.tier.close()
+
+
+def read_slot_of(directory: Path, layout: Layout) -> bytes:
+    return (directory / SLAB_NAME).read_bytes()[layout.slot_offset(0) :]
+
+
+def put_slot_of(directory: Path, layout: Layout, content: bytes) -> None:
+    with (directory / SLAB_NAME).open("r+b") as file:
+        file.seek(layout.slot_offset(0))
+        file.write(content)
+
+
+def test_another_producers_slab_is_set_aside_and_comes_back(
+    filled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(filled, NUM_SLOTS, BLOCK_BYTES, fingerprint="another model")
+    assert disk.here(NUMBERS) == []
+    assert "another producer (model)" in caplog.text
+    disk.tier.close()
+    (filled / SLAB_NAME).unlink()
+    (filled / f"{SLAB_NAME}.set-aside-1").rename(filled / SLAB_NAME)
+    disk = reopened(filled)
+    assert disk.read(NUMBERS) == NUMBERS
+    disk.tier.close()
+
+
+def test_a_slot_of_another_producer_is_not_served(
+    filled: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its slab was copied over ours, slot by slot: all but the fingerprint is as it should be."""
+    content = bytearray(read_slot(filled, 0))
+    content[16:32] = bytes(16)
+    write_slot(filled, 0, bytes(content))
+    disk = reopened(filled)
+    assert len(disk.read(NUMBERS)) == 9
+    assert disk.tier.stats().mismatches == 1
+    disk.tier.close()
+
+
+def test_another_format_version_is_set_aside(filled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for page in (0, PAGE_BYTES):
+        with (filled / SLAB_NAME).open("r+b") as file:
+            file.seek(page + 16)
+            file.write((99).to_bytes(4, "little"))
+    disk = reopened(filled)
+    assert disk.here(NUMBERS) == []
+    assert "format version 99" in caplog.text
+    disk.tier.close()
+
+
+# ---- a medium that fails
+
+
+@pytest.fixture
+def failing(filled: Path) -> Iterator[tuple[Disk, FailingFiles]]:
+    files = FailingFiles()
+    disk = reopened(filled, files=files)
+    yield disk, files
+    files.fail = lambda operation, offset: None
+    assert disk.wrong == 0
+    disk.tier.close()
+
+
+def test_a_sector_that_cannot_be_read(failing: tuple[Disk, FailingFiles]) -> None:
+    disk, files = failing
+    bad = LAYOUT.slot_offset(6)
+
+    def fail(operation: str, offset: int) -> None:
+        # The whole run fails first, and then this block alone.
+        if operation == "read" and offset <= bad < offset + LAYOUT.slot_bytes * (10 if offset < bad else 1):
+            raise OSError(errno.EIO, "unreadable sector")
+
+    files.fail = fail
+    served = disk.read(NUMBERS)
+    assert len(served) >= 1
+    assert disk.tier.stats().failed == 10 - len(served) >= 1
+    assert set(disk.here(NUMBERS)) == set(served)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENODEV])
+def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], number: int) -> None:
+    """The medium takes no data: what it holds stays, and after a pause it is tried again."""
+    disk, files = failing
+    files.fail = raises(number, "write", above=LAYOUT.slots_offset)
+    assert disk.write([20, 21]) == []
+    assert disk.tier.stats().failed == 2
+    assert disk.here([20, 21]) == []
+    assert disk.write([22]) == []
+    assert disk.tier.stats().dropped == 1, "nothing is tried, and nothing evicted, for a while"
+    assert disk.read(NUMBERS) == NUMBERS
+    files.fail = lambda operation, offset: None
+    disk.tier._volumes[0]._paused_until = 0.0
+    assert disk.write([23]) == [23]
+    assert disk.read([23]) == [23]
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_a_journal_that_cannot_be_written(failing: tuple[Disk, FailingFiles], operation: str) -> None:
+    """Nothing is acknowledged any more, and nothing written; what is here is still read."""
+    disk, files = failing
+    files.fail = raises(errno.EIO, operation)
+    if operation == "write":
+        in_log = raises(errno.EIO, "write")
+        files.fail = lambda op, offset: in_log(op, offset) if offset < LAYOUT.slots_offset else None
+    assert disk.write([20]) == []
+    files.fail = lambda operation, offset: None
+    assert disk.write([21]) == []
+    stats = disk.tier.stats()
+    assert (stats.failed, stats.dropped) == (1, 1)
+    assert disk.read(NUMBERS) == NUMBERS
+    assert disk.tier.drain(5)
+
+
+def test_a_journal_that_fails_while_writes_wait_for_it(filled: Path) -> None:
+    files = FailingFiles()
+    disk = reopened(filled, files=files)
+    disk.write(list(range(10, 16)))
+    files.fail = raises(errno.EIO, "sync")
+    assert disk.write([30, 31, 32]) == [], (
+        "all three would replace blocks, and their removal never is durable"
+    )
+    assert disk.tier.drain(5)
+    files.fail = lambda operation, offset: None
+    disk.tier.close()
+    with opened(filled) as (slab, found):
+        assert verify(slab, found) == []
+
+
+def test_a_slab_that_is_deleted_while_open(filled: Path) -> None:
+    disk = reopened(filled)
+    (filled / SLAB_NAME).unlink()
+    assert disk.read(NUMBERS) == NUMBERS
+    assert disk.write([20]) == [20]
+    disk.tier.close()
+    assert reopened(filled).here(NUMBERS) == []
+
+
+def test_a_directory_that_fails_loses_its_own_blocks(tmp_path: Path) -> None:
+    files = FailingFiles()
+    disk = Disk([tmp_path / "a", tmp_path / "b"], NUM_SLOTS, BLOCK_BYTES, files=files)
+    assert sorted(disk.write(list(range(20)))) == list(range(20))
+    shares = [volume.manager.stats().ready for volume in disk.tier._volumes]
+    assert min(shares) > 3
+    bad = disk.tier._volumes[0]._slab._fd
+
+    class Half(FailingFiles):
+        def read(self, fd: int, buffers: object, offset: int) -> int:
+            if fd == bad:
+                raise OSError(errno.EIO, "gone")
+            return super().read(fd, buffers, offset)  # type: ignore[arg-type]
+
+    for volume in disk.tier._volumes:
+        volume._slab._files = Half()
+    assert len(disk.read(list(range(20)))) == shares[1]
+    assert disk.tier.stats().failed == shares[0]
+    disk.tier.close()
+
+
+def test_a_full_file_system_refuses_the_tier_at_once(tmp_path: Path) -> None:
+    files = FailingFiles()
+    files.fail = raises(errno.ENOSPC, "allocate")
+    with pytest.raises(ConfigError, match=r"capacity_bytes: .*cannot give that much"):
+        Disk(tmp_path, NUM_SLOTS, files=files)
+    assert [path.name for path in tmp_path.iterdir()] == ["kvoffload.lock"]
+    Disk(tmp_path, NUM_SLOTS).tier.close()
+
+
+def test_a_small_tmpfs(tmp_path: Path) -> None:
+    """A real file system that is too small: one that has no direct I/O either, on older kernels."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a tmpfs")
+    try:
+        with pytest.raises(ConfigError, match="capacity_bytes"):
+            DiskTier(tmp_path, 16 << 20, BLOCK_BYTES, key_bytes=KEY_BYTES, fingerprint="model")
+        disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES)
+        assert disk.write(NUMBERS) == NUMBERS
+        filler = tmp_path / "filler"
+        with pytest.raises(OSError, match="No space"):
+            filler.write_bytes(bytes(1 << 20))
+        assert disk.write([20, 21]) == [20, 21], "the room was reserved"
+        assert disk.read([*NUMBERS, 20, 21]) == [*NUMBERS, 20, 21]
+        assert disk.wrong == 0
+        disk.tier.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# ---- a medium that crawls or hangs
+
+
+class Gate:
+    """Holds operations back until it is opened."""
+
+    def __init__(self, *operations: str) -> None:
+        self._operations, self.opened, self.waiting = operations, threading.Event(), threading.Semaphore(0)
+
+    def __call__(self, operation: str, offset: int) -> None:
+        if operation in self._operations:
+            self.waiting.release()
+            self.opened.wait(60)
+
+
+def test_a_slow_disk_drops_writes_and_delays_nobody(filled: Path) -> None:
+    files = FailingFiles()
+    disk = reopened(filled, files=files, queue_bytes=3 * LAYOUT.slot_bytes)
+    files.fail = gate = Gate("write")
+    jobs, dropped = {}, 0
+    for number in range(20, 30):
+        disk.pool[number] = block_of(number, 0, BLOCK_BYTES)
+        job, taken = disk.tier.submit_write(keys_of([number]), disk.pool, np.array([number]))
+        dropped += not taken.any()
+        if job != NO_JOB:
+            jobs[job] = number
+    assert (len(jobs), dropped, disk.tier.stats().dropped) == (3, 7, 7)
+    assert disk.tier.finished() == []
+    assert disk.here(list(jobs.values())) == [], "not before they are written"
+    assert not disk.tier.drain(0.01)
+    read = disk.tier.submit_read(keys_of(NUMBERS[:5]), disk.pool, np.arange(5))
+    assert disk.wait(read).all(), "reads do not wait behind writes"
+    gate.opened.set()
+    assert disk.tier.drain(20)
+    assert sorted(result.job for result in disk.tier.finished()) == sorted(jobs)
+    assert disk.write([31]) == [31]
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "sync"])
+def test_a_disk_that_hangs_does_not_hang_the_engine(
+    filled: Path, operation: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.2)
+    files = FailingFiles()
+    disk = reopened(filled, files=files)
+    files.fail = gate = Gate(operation)
+    disk.tier.submit_read(keys_of(NUMBERS), disk.pool, np.arange(10))
+    disk.tier.submit_write(keys_of([40]), disk.pool, np.array([40]))
+    assert gate.waiting.acquire(timeout=10)
+    assert not disk.tier.drain(0.05)
+    disk.tier.close()
+    disk.tier.close()
+    assert "does not answer" in caplog.text
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
+        reopened(filled)
+    gate.opened.set()
+    for volume in disk.tier._volumes:
+        assert volume.close(20)
+    with opened(filled) as (slab, found):
+        assert verify(slab, found) == []
+
+
+def test_a_bug_in_a_thread_is_a_failed_block(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = reopened(filled)
+    broken: Callable[..., object] = lambda *arguments: 1 // 0  # noqa: E731
+    monkeypatch.setattr(disk.tier._volumes[0]._slab, "read_blocks", broken)
+    assert disk.read(NUMBERS) == []
+    assert disk.tier.stats().failed == 10
+    disk.tier.close()

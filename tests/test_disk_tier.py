@@ -1,0 +1,339 @@
+"""The disk tier keeps the contract of secondary tiers, its bounds, and the order of its policy."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of
+from kvoffload.core.keys import Keys
+from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.policies import POLICIES
+from kvoffload.testing.audit import audit
+from kvoffload.tiers.base import NO_JOB, SecondaryTier
+from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.slab import SLAB_NAME
+
+NUMBERS = list(range(10))
+
+
+def as_tier(tier: DiskTier) -> SecondaryTier:
+    """mypy holds that it is one."""
+    return tier
+
+
+def order_of(disk: Disk) -> list[bytes]:
+    """Keys in the order of the policy, the coldest first."""
+    manager = disk.tier._volumes[0].manager
+    slots = manager.policy.order()
+    assert slots is not None
+    return list(manager.index.keys_at(np.array(slots, np.int32)))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, 4096, 5000, 65536])
+def test_what_is_written_is_read_also_after_reopening(tmp_path: Path, block_bytes: int) -> None:
+    disk = Disk(tmp_path, 20, block_bytes)
+    assert disk.write(NUMBERS) == NUMBERS
+    assert disk.write(NUMBERS) == [], "it has them"
+    assert disk.read(NUMBERS[::-1]) == NUMBERS[::-1]
+    disk.tier.close()
+    again = Disk(tmp_path, 20, block_bytes)
+    again.versions = disk.versions
+    assert again.read([*NUMBERS, 99]) == NUMBERS
+    stats = again.tier.stats()
+    assert (stats.restored, stats.ready, stats.read, stats.mismatches) == (10, 10, 10, 0)
+    assert stats.bytes_read == 10 * block_bytes
+    assert again.wrong == 0
+    again.tier.close()
+
+
+def test_rows_of_a_pool_that_lie_badly(tmp_path: Path) -> None:
+    """Not aligned, with gaps, and read back into others."""
+    tier = DiskTier(tmp_path, capacity_for(20, 8192), 8192, key_bytes=KEY_BYTES, fingerprint="model")
+    memory = np.random.default_rng(0).integers(0, 256, 20 * 8200 + 7, np.uint8)
+    pool = memory[7 : 7 + 20 * 8200].reshape(20, 8200)[:, :8192]
+    wanted = pool.copy()
+    _, taken = tier.submit_write(keys_of(range(20)), pool, np.arange(20))
+    assert taken.all()
+    assert tier.drain(20)
+    tier.finished()
+    job = tier.submit_read(keys_of(range(20)), pool, np.arange(20)[::-1])
+    assert tier.drain(20)
+    (result,) = tier.finished()
+    assert result.job == job
+    assert result.ok.all()
+    assert result.seconds > 0
+    np.testing.assert_array_equal(pool, wanted[::-1])
+    tier.close()
+
+
+def test_it_takes_no_byte_more_than_it_may(tmp_path: Path) -> None:
+    for capacity in (400_000, 1_000_001, 5_000_000):
+        directory = tmp_path / str(capacity)
+        tier = DiskTier(directory, capacity, 4096, key_bytes=32, fingerprint="model", num_threads=1)
+        keys = Keys.pack([b"%032d" % n for n in range(300)], 32)
+        pool = np.ones((300, 4096), np.uint8)
+        for start in range(0, 300, 30):
+            tier.submit_write(keys[start : start + 30], pool, np.arange(start, start + 30))
+            assert tier.drain(20)
+            tier.finished()
+        tier.close()
+        used = sum(max(path.stat().st_size, path.stat().st_blocks * 512) for path in directory.iterdir())
+        slots = tier.stats().capacity
+        assert used <= capacity
+        assert Layout(4096, 32, slots + 1).file_bytes + 4096 > capacity, "and as many slots as fit"
+
+
+def test_its_files_are_its_owners_alone(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "made", 4)
+    disk.tier.close()
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "made").iterdir()}
+    assert set(modes.values()) == {0o600}
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
+
+
+def test_a_second_owner_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 4)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
+        Disk(tmp_path, 4)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from disk_blocks import Disk; from pathlib import Path\n"
+        "Disk(Path(sys.argv[2]), 4)"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert f"process {os.getpid()} has it open" in done.stderr
+    disk.tier.close()
+    Disk(tmp_path, 4).tier.close()
+
+
+def test_a_job_is_not_seen_before_it_ended(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 20)
+    _, taken = disk.tier.submit_write(keys_of([1, 2]), disk.pool, np.array([1, 2]))
+    assert taken.all()
+    assert disk.here([1, 2]) == []
+    read = disk.tier.submit_read(keys_of([1, 2]), disk.pool, np.array([3, 4]))
+    again, taken = disk.tier.submit_write(keys_of([1, 2]), disk.pool, np.array([1, 2]))
+    assert (again, taken.any()) == (NO_JOB, False)
+    assert disk.tier.drain(20)
+    results = {result.job: result.ok.tolist() for result in disk.tier.finished()}
+    assert results == {0: [True, True], read: [False, False]}
+    assert disk.here([1, 2]) == [1, 2]
+    disk.tier.close()
+
+
+def test_a_block_deleted_while_it_is_read(tmp_path: Path) -> None:
+    """The reader gets what was there; nobody counts damage, also when the key is stored anew meanwhile."""
+    disk = Disk(tmp_path, 20)
+    disk.write([1], version=0)
+    disk.tier.submit_read(keys_of([1]), disk.pool, np.array([9]))
+    assert disk.tier.delete(keys_of([1, 2])) == 1
+    disk.tier.submit_write(keys_of([1]), disk.pool, np.array([5]))
+    assert disk.tier.drain(20)
+    disk.tier.finished()
+    assert disk.tier.stats().mismatches == 0
+    assert disk.here([1]) == [1]
+    audit(disk.tier._volumes[0].manager)
+    disk.tier.close()
+
+
+def test_the_head_of_a_batch_is_taken_when_the_queue_is_small(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 40, queue_bytes=5 * 8192)
+    assert disk.write(list(range(12))) == [0, 1, 2, 3, 4]
+    assert disk.tier.stats().dropped == 7
+    assert disk.write(list(range(12))) == [5, 6, 7, 8, 9], "what is here needs no room"
+    disk.tier.close()
+
+
+def test_the_budget_of_a_day(tmp_path: Path) -> None:
+    now = [1_000_000.0]
+    options = {"max_write_bytes_per_day": 6 * 8192, "clock": lambda: now[0]}
+    disk = Disk(tmp_path, 40, **options)
+    assert disk.write([1, 2, 3, 4]) == [1, 2, 3, 4]
+    assert disk.write([5, 6, 7, 8]) == [5, 6]
+    assert disk.tier.stats().dropped == 2
+    now[0] += 23.9 * 3600
+    assert disk.write([7]) == [], "no 24 hours may see more than the budget"
+    now[0] += 2 * 3600
+    assert disk.write([7, 8]) == [7, 8]
+    disk.tier.close()
+
+
+def test_the_budget_outlives_the_process(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 40, max_write_bytes_per_day=3 * 8192)
+    assert disk.write([1, 2, 3, 4]) == [1, 2, 3]
+    disk.tier.close()
+    disk = Disk(tmp_path, 40, max_write_bytes_per_day=3 * 8192)
+    assert disk.write([4]) == []
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "slru", "arc", "s3fifo", "2q", "lfu", "gdsf"])
+def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
+    """Contents, and the order exactly where it goes by insertion or by use."""
+    if policy not in POLICIES.names():
+        pytest.skip(f"there is no policy {policy}")
+    disk, chance = Disk(tmp_path, 30, policy=policy), np.random.default_rng(1)
+    for _ in range(40):
+        numbers = chance.choice(60, 6, replace=False).tolist()
+        request = disk.tier.begin_request("r")
+        disk.write(numbers, request=request)
+        disk.tier.finish_request(request, keys_of(numbers))
+    before = order_of(disk)
+    assert disk.tier.drain(20)
+    # No farewell: what counts is what a crash would leave.
+    disk.tier._volumes[0]._pipeline.close(5)
+    disk.tier._volumes[0]._lock.release()
+    again = Disk(tmp_path, 30, policy=policy)
+    after = order_of(again)
+    assert sorted(after) == sorted(before)
+    if policy in ("lru", "fifo"):
+        assert after == before
+    audit(again.tier._volumes[0].manager)
+    again.tier.close()
+
+
+def test_what_was_used_is_known_after_reopening(tmp_path: Path) -> None:
+    """ARC keeps blocks that were used twice apart: they are what scans do not wash out."""
+    disk = Disk(tmp_path, 20, policy="arc")
+    disk.write(NUMBERS)
+    disk.use(NUMBERS[:4])
+    disk.tier.close()
+    again = Disk(tmp_path, 20, policy="arc")
+    for start in range(100, 200, 5):
+        again.write(list(range(start, start + 5)))
+    assert again.here(NUMBERS) == NUMBERS[:4]
+    again.tier.close()
+
+
+def test_a_request_that_wrote_a_block_has_not_used_it_again(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 20, policy="arc")
+    request = disk.tier.begin_request("r")
+    disk.write(NUMBERS, request=request)
+    disk.tier.finish_request(request, keys_of(NUMBERS))
+    disk.tier.close()
+    again = Disk(tmp_path, 20, policy="arc")
+    assert again.tier._volumes[0].manager.policy.stats()["t2_blocks"] == 0
+    again.tier.close()
+
+
+def test_admission_is_its_own(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 20, admission="reuse:2")
+    assert disk.write(NUMBERS) == []
+    assert disk.tier.stats().refused == 10
+    disk.use(NUMBERS)
+    assert disk.write(NUMBERS) == NUMBERS
+    disk.tier.close()
+
+
+def test_several_directories(tmp_path: Path) -> None:
+    """A key has one home, and most keep theirs when a directory is added."""
+    paths = [tmp_path / name for name in "ab"]
+    disk = Disk(paths, 100, 512)
+    stored = disk.write(list(range(60)))
+    assert stored == list(range(60))
+    disk.tier.drain(20)
+    disk.tier.close()
+    disk3 = Disk([*paths, tmp_path / "c"], 100, 512)
+    disk3.versions = disk.versions
+    kept = disk3.read(list(range(60)))
+    assert 25 <= len(kept) <= 55, "two thirds of them, about"
+    assert disk3.wrong == 0
+    disk3.tier.close()
+
+
+def test_accounting_adds_up_over_a_long_life(tmp_path: Path) -> None:
+    disk, chance = Disk(tmp_path, 25, 512), np.random.default_rng(3)
+    for step in range(150):
+        numbers = chance.choice(80, 7, replace=False).tolist()
+        disk.write(numbers)
+        disk.read(chance.choice(80, 7, replace=False).tolist())
+        if step % 10 == 0:
+            disk.tier.delete(keys_of(chance.choice(80, 3).tolist()))
+    stats = disk.tier.stats()
+    volume = disk.tier._volumes[0]
+    audit(volume.manager)
+    assert stats.written == stats.ready + stats.evicted + volume.manager.stats().discarded
+    assert (disk.wrong, stats.mismatches, stats.failed) == (0, 0, 0)
+    assert sorted(volume._physical.tolist()) == list(range(25))
+    disk.tier.close()
+    again = Disk(tmp_path, 25, 512)
+    assert again.tier.stats().restored == stats.ready
+    again.tier.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"num_slots": 0}, "capacity_bytes"),
+        ({"block_bytes": 0}, "block_bytes"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"queue_bytes": 0}, "queue_bytes"),
+        ({"fingerprint": ""}, "fingerprint"),
+        ({"policy": "nonesuch"}, "policy"),
+        ({"max_write_bytes_per_day": -1}, "max_write_bytes_per_day"),
+        ({"path": []}, "paths"),
+    ],
+)
+def test_bad_input_is_one_clear_error(tmp_path: Path, options: dict[str, object], field: str) -> None:
+    arguments = {"path": tmp_path / "x", "num_slots": 4, "block_bytes": 4096, **options}
+    if options.get("path") == []:
+        with pytest.raises(ConfigError, match=field):
+            DiskTier([], 1 << 20, 4096, fingerprint="model")
+        return
+    if "block_bytes" in options:
+        with pytest.raises(ConfigError, match=field):
+            DiskTier(tmp_path, 1 << 20, 0, fingerprint="model")
+        return
+    with pytest.raises(ConfigError, match=field):
+        Disk(**arguments)  # type: ignore[arg-type]
+    Disk(tmp_path / "x", 4).tier.close()
+
+
+def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="path"):
+        Disk(tmp_path / "file", 4)
+
+
+def test_another_capacity_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 20)
+    disk.write(NUMBERS)
+    disk.tier.close()
+    with pytest.raises(ConfigError, match="was made for"):
+        Disk(tmp_path, 30)
+    again = Disk(tmp_path, 20)
+    assert again.here(NUMBERS) == NUMBERS
+    again.tier.close()
+
+
+def test_misuse(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 4)
+    request = disk.tier.begin_request("r")
+    disk.tier.finish_request(request, keys_of([1]))
+    with pytest.raises(MisuseError):
+        disk.tier.finish_request(request, keys_of([1]))
+    with pytest.raises(IndexError, match="rows"):
+        disk.tier.submit_read(keys_of([1]), disk.pool, np.array([64]))
+    with pytest.raises(ValueError, match="keys but"):
+        disk.tier.submit_write(keys_of([1]), disk.pool, np.array([1, 2]))
+    with pytest.raises(ValueError, match="blocks of"):
+        disk.tier.submit_read(keys_of([1]), np.zeros((4, 100), np.uint8), np.array([1]))
+    disk.tier.close()
+    with pytest.raises(MisuseError, match="closed"):
+        disk.tier.submit_read(keys_of([1]), disk.pool, np.array([1]))
+
+
+def test_an_unfinished_slab_of_a_crash_at_its_making_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / (SLAB_NAME + ".new")).write_bytes(b"half")
+    disk = Disk(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kvoffload.lock", SLAB_NAME]
+    disk.tier.close()

@@ -1,0 +1,72 @@
+"""``kvoffload vllm-config``: what it prints is what vLLM takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvoffload.cli.vllm_config import vllm_config
+from kvoffload.errors import CombinedConfigError
+from kvoffload.integrations.vllm.options import parse_options
+
+HOME = "kvoffload.integrations.vllm"
+
+
+def printed(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(vllm_config, arguments)
+    assert done.exit_code == 0, done.output
+    flag, value = shlex.split(done.stdout)
+    assert flag == "--kv-transfer-config"
+    found: dict[str, Any] = json.loads(value)
+    as_json = CliRunner().invoke(vllm_config, [*arguments, "--format", "json"])
+    assert json.loads(as_json.stdout) == found
+    return found
+
+
+def test_the_shortest() -> None:
+    assert printed("--ram", "64GiB") == {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "KVOffloadSpec",
+            "spec_module_path": HOME,
+            "cpu_bytes_to_use": "64GiB",
+        },
+    }
+
+
+def test_everything() -> None:
+    given = "--ram 1GiB --policy hazard --admission reuse:2 --store on-compute --verify always"
+    flag = printed(*given.split(), "--all-tokens", "--blocks-per-chunk", "3", "--connector")
+    assert (flag["kv_connector"], flag["kv_connector_module_path"]) == (
+        "KVOffloadConnector",
+        f"{HOME}.connector",
+    )
+    options = parse_options(flag["kv_connector_extra_config"])
+    assert (options.ram_bytes, options.policy, options.admission) == (2**30, "hazard", "reuse:2")
+    assert (options.store, options.verify, options.prompt_only) == ("on-compute", "always", False)
+    assert options.blocks_per_chunk == 3
+
+
+def test_storing_on_device_eviction_brings_its_connector() -> None:
+    flag = printed("--ram", "1GiB", "--store", "on-device-eviction")
+    assert flag["kv_connector"] == "KVOffloadConnector"
+    assert flag["kv_connector_extra_config"]["store"] == "on-device-eviction"
+
+
+def test_a_path_with_a_quote_survives_the_shell() -> None:
+    done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", "--policy", "/it's not here.py:X"])
+    assert isinstance(done.exception, CombinedConfigError)
+    assert "there is no file /it's not here.py" in str(done.exception)
+
+
+@pytest.mark.parametrize("bad", [["--ram", "x"], ["--ram", "1GiB", "--policy", "lruu"]])
+def test_what_is_wrong_is_not_printed(bad: list[str]) -> None:
+    done = CliRunner().invoke(vllm_config, bad)
+    assert isinstance(done.exception, CombinedConfigError)
+    assert not done.stdout

@@ -1,0 +1,136 @@
+"""The pool that processes share: how they find it, what they refuse, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.core.keys import Keys
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm.pool import SHARED_MEMORY, SharedPool
+from kvoffload.tiers.base import key_digests
+
+
+@pytest.fixture
+def attach(tmp_path: Path) -> Callable[..., SharedPool]:
+    """A function that attaches one member of an engine of two workers."""
+
+    def one(member: int, engine: str = "e", **changes: Any) -> SharedPool:
+        settings = {
+            "num_members": 3,
+            "num_parts": 2,
+            "part_bytes": 6000,
+            "capacity_bytes": 10 * 12288,
+            "directory": tmp_path,
+        } | changes
+        return SharedPool.attach(engine, member=member, **settings)
+
+    return one
+
+
+def test_members_share_slots_and_the_name_goes_with_the_last(
+    attach: Callable[..., SharedPool], tmp_path: Path
+) -> None:
+    first, second = attach(1), attach(2, part_bytes=5000)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert str(os.getpid()) in file.name
+    scheduler = attach(0, part_bytes=99999)
+    assert not list(tmp_path.iterdir()), "nothing has a name once all are there"
+    assert (scheduler.num_slots, scheduler.part_bytes, scheduler.num_parts) == (10, 6000, 2)
+    first.part(0)[3] = 7
+    second.part(1)[3] = 9
+    assert scheduler.part(0)[3].tolist() == [7] * 6000
+    assert scheduler.part(1)[3].tolist() == [9] * 6000
+    second.failed[1, 3] = 1
+    assert scheduler.failed[:, 3].tolist() == [0, 1]
+    for pool in (first, second, scheduler):
+        pool.close()
+        pool.close()
+
+
+def test_checksums_are_of_all_parts_and_of_this_key(attach: Callable[..., SharedPool]) -> None:
+    first, second, scheduler = attach(1), attach(2), attach(0)
+    slots, digests = np.array([2, 5], np.int32), key_digests(Keys.pack([b"a" * 8, b"b" * 8], 8))
+    first.part(0)[:] = 1
+    second.part(1)[:] = 2
+    first.seal(0, slots, digests)
+    assert scheduler.verify(slots, digests).tolist() == [False, False], "one part is missing"
+    second.seal(1, slots, digests)
+    assert scheduler.verify(slots, digests).tolist() == [True, True]
+    assert scheduler.verify(slots[::-1].copy(), digests).tolist() == [False, False], "of other keys"
+    second.part(1)[5, 5999] ^= 1
+    assert scheduler.verify(slots, digests).tolist() == [True, False]
+
+
+def test_two_engines_do_not_share(attach: Callable[..., SharedPool]) -> None:
+    one, other = attach(1, "one"), attach(1, "other")
+    one.part(0)[:] = 1
+    assert not other.part(0).any()
+    with pytest.raises(ConfigError, match="another engine with this name is starting"):
+        attach(1, "one")
+    with pytest.raises(ConfigError, match="of another shape"):
+        attach(2, "one", num_parts=1)
+    with pytest.raises(ConfigError, match="pipeline stages"):
+        attach(2, "one", part_bytes=6001)
+
+
+def test_what_cannot_be_had_is_refused_at_once(attach: Callable[..., SharedPool], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="less than one block"):
+        attach(1, capacity_bytes=1)
+    with pytest.raises(ConfigError, match="--shm-size"):
+        attach(1, capacity_bytes=2**60)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_what_a_dead_engine_leaves_is_removed(
+    attach: Callable[..., SharedPool], tmp_path: Path, how: str
+) -> None:
+    code = f"""
+        import os, signal, sys
+        from pathlib import Path
+        from kvoffload.integrations.vllm.pool import SharedPool
+        pool = SharedPool.attach("dead", member=1, num_members=2, num_parts=1, part_bytes=100,
+                                 capacity_bytes=10000, directory=Path({str(tmp_path)!r}))
+        if {how!r} == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("up", flush=True)
+        sys.stdin.read()
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    if how == "killed":
+        assert child.wait() == -signal.SIGKILL
+        assert len(list(tmp_path.iterdir())) == 1, "the test must leave something"
+        pool = attach(1)
+        assert [file.name.split("-")[-1] for file in tmp_path.iterdir()] == [str(os.getpid())]
+    else:
+        assert child.stdout.readline() == b"up\n"
+        pool = attach(1)
+        assert len(list(tmp_path.iterdir())) == 2, "that of a living engine stays"
+        child.stdin.close()
+        assert child.wait() == 0
+    pool.close()
+    child.stdin.close()
+    child.stdout.close()
+
+
+def test_shared_memory_is_where_it_should_be() -> None:
+    assert SHARED_MEMORY.is_dir()
+    assert not list(SHARED_MEMORY.glob("kvoffload-*")), "left by another test, or by an engine that runs"

@@ -1,0 +1,247 @@
+"""Our classes against the interfaces of every version of vLLM that we claim to know, without vLLM.
+
+tests/vllm_signatures.json says what those are, and how it was made: bench/vllm_signatures.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm import plugin
+from kvoffload.integrations.vllm.versions import (
+    NEWEST,
+    OLDEST,
+    SINCE_CONNECTOR,
+    check_version,
+    engine_facts,
+    event,
+    minor,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGNATURES: dict[str, dict[str, dict[str, list[str]]]] = json.loads(
+    (ROOT / "tests" / "vllm_signatures.json").read_text()
+)
+VERSIONS = [f"0.{number}" for number in range(OLDEST[1], NEWEST[1] + 1)]
+
+OURS = {
+    "OffloadingSpec": "KVOffloadSpec",
+    "OffloadingManager": "KVOffloadManager",
+    "OffloadingWorker": "KVOffloadWorker",
+    "CachePolicy": "VLLMPolicy",
+}
+"""Interface -> our class that implements it."""
+
+
+def our_classes() -> dict[str, dict[str, ast.arguments]]:
+    """Every class of our room, with the parameters of its methods; from the text, for vLLM is not here."""
+    found = {}
+    for path in (ROOT / "src" / "kvoffload" / "integrations" / "vllm").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = {
+                    method.name: method.args for method in node.body if isinstance(method, ast.FunctionDef)
+                }
+    return found
+
+
+def forms(interface: str, version: str) -> dict[str, str]:
+    """Member -> its form in this version."""
+    return {
+        member: form
+        for member, of in SIGNATURES[interface].items()
+        for form, versions in of.items()
+        if version in versions
+    }
+
+
+def test_every_version_is_known() -> None:
+    known = {
+        version
+        for members in SIGNATURES["OffloadingManager"].values()
+        for of in members.values()
+        for version in of
+    }
+    assert sorted(known) == VERSIONS
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("interface", list(OURS))
+def test_our_class_takes_every_call(interface: str, version: str) -> None:
+    """All that is abstract is there, and whatever we have takes what that version passes."""
+    ours = our_classes()[OURS[interface]]
+    for member, form in forms(interface, version).items():
+        if "(" not in form or member == "__init__":
+            continue
+        marks, _, listed = form.rstrip(")").partition("(")
+        if "abstractmethod" in marks:
+            assert member in ours, f"{OURS[interface]} lacks {member}, which is abstract in {version}"
+        if member not in ours or "property" in marks:
+            continue
+        passed = [name.rstrip("=") for name in listed.split(", ") if name]
+        args = ours[member]
+        names = [one.arg for one in (*args.posonlyargs, *args.args)]
+        required = len(names) - len(args.defaults)
+        where = f"{OURS[interface]}.{member} in {version}: called with {passed}, takes {names}"
+        assert args.vararg is not None or len(passed) <= len(names), where
+        assert args.vararg is not None or required <= len(passed), where
+        # Positions are what callers of abstract methods use; those that are passed by name are these.
+        for by_name in {"success", "expedited", "req_context"} & set(passed):
+            assert args.kwarg is not None or by_name in names + [one.arg for one in args.kwonlyargs], where
+
+
+BUILT_ON = {
+    "BlockPool": ["_maybe_evict_cached_block", "get_num_free_blocks"],
+    "OffloadingConnectorScheduler": [
+        *("_maximal_prefix_lookup", "_build_store_jobs", "_generate_job_id", "reset_cache"),
+    ],
+    "TransferJobStatus": ["req_id", "pending_count", "keys", "is_store", "fenced_block_ids"],
+    "RequestOffloadState": ["config", "req", "req_context", "offloading_context", "transfer_jobs"],
+    "GroupOffloadConfig": ["group_idx", "tokens_per_block", "requires_cow_source"],
+    "GPULoadStoreSpec": ["__init__"],
+}
+
+
+@pytest.mark.parametrize("interface", list(BUILT_ON))
+def test_what_the_connector_builds_on_is_the_same(interface: str) -> None:
+    """Since the version from which on it is offered."""
+    oldest = VERSIONS.index(f"{SINCE_CONNECTOR[0]}.{SINCE_CONNECTOR[1]}")
+    first, *others = [forms(interface, version) for version in VERSIONS[oldest:]]
+    assert others
+    for other in others:
+        assert [other[member] for member in BUILT_ON[interface]] == [
+            first[member] for member in BUILT_ON[interface]
+        ]
+
+
+def test_versions() -> None:
+    assert minor("0.32.0+cpu") == (0, 32)
+    assert minor("0.33.1.dev3") == (0, 33)
+    assert minor("dev") is None
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.32.0+cpu", "0.33.9"])
+def test_a_known_version_says_nothing(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_version(version)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("version", ["0.24.9", "0.9.2"])
+def test_an_old_version_says_so(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"vllm: .*kvoffload needs vLLM 0.25 to 0.33"):
+        check_version(version)
+
+
+def test_a_part_may_need_a_newer_one() -> None:
+    with pytest.raises(ConfigError, match=r"the connector needs vLLM 0.32 to 0.33"):
+        check_version("0.31.0", since=(0, 32), what="the connector")
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "1.0", "dev"])
+def test_an_unknown_version_is_mentioned(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_version(version)
+    assert version in caplog.text
+
+
+def test_facts_since_0_26() -> None:
+    config = SimpleNamespace(
+        engine_id="e",
+        extra_config={"ram": 1},
+        groups=[SimpleNamespace(tokens_per_block=size, layer_names=(f"l{size}",)) for size in (16, 32)],
+        model=SimpleNamespace(name="m", dtype="bfloat16"),
+        cache=SimpleNamespace(blocks_per_chunk=3),
+        worker_kv_bytes_per_block=4096,
+        parallel=SimpleNamespace(world_size=2, rank=1),
+        enable_kv_cache_events=True,
+    )
+    facts = engine_facts(SimpleNamespace(config=config), "0.32.0")
+    assert facts.identity["groups"] == [(16, ("l16",)), (32, ("l32",))]
+    assert (facts.identity["vllm"], facts.identity["model"]) == ("0.32.0", "m")
+    assert facts.identity["parallel"] == [2, 1, 1, 1, 1]
+    assert (facts.tokens_per_block, facts.blocks_per_chunk, facts.worker_block_bytes) == ((16, 32), 3, 4096)
+    assert (facts.num_workers, facts.rank, facts.replicated, facts.enable_events) == (2, 1, False, True)
+    config.replicated_layout = True
+    assert engine_facts(SimpleNamespace(config=config)).replicated
+
+
+@pytest.mark.parametrize(("stride", "expected"), [(0, 96), (7, 64)])
+def test_facts_of_0_25(stride: int, expected: int) -> None:
+    spec = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id="e"),
+            parallel_config=SimpleNamespace(world_size=1, rank=0, tensor_parallel_size=1),
+            model_config=SimpleNamespace(model="m"),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        ),
+        kv_cache_config=SimpleNamespace(
+            num_blocks=10,
+            kv_cache_groups=[SimpleNamespace(layer_names=["l0", "l1"])],
+            kv_cache_tensors=[SimpleNamespace(size=size, block_stride=stride) for size in (640, 320)],
+        ),
+        extra_config={},
+        gpu_block_size=(16,),
+        block_size_factor=2,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+    )
+    facts = engine_facts(spec, "0.25.0")
+    assert facts.identity["groups"] == [(16, ("l0", "l1"))]
+    assert (facts.worker_block_bytes, facts.tokens_per_block, facts.blocks_per_chunk) == (expected, (16,), 2)
+
+
+def test_events_name_their_medium() -> None:
+    old = SimpleNamespace(OffloadingEvent=SimpleNamespace)
+    new = SimpleNamespace(OffloadingEvent=SimpleNamespace, Medium=SimpleNamespace(CPU="the enum's"))
+    assert event(old, [b"k"], removed=True) == SimpleNamespace(keys=[b"k"], medium="CPU", removed=True)
+    assert event(new, [], removed=False).medium == "the enum's"
+
+
+# ---- the plug-in
+
+
+class Factory:
+    """As vLLM's factories: a name is taken once."""
+
+    def __init__(self) -> None:
+        self._registry: dict[str, tuple[str, str]] = {}
+
+    def tell(self, name: str, module_path: str, class_name: str) -> None:
+        assert name not in self._registry
+        self._registry[name] = (module_path, class_name)
+
+    register_spec = register_connector = tell
+
+
+def test_the_plugin_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs, connectors = Factory(), Factory()
+    for module, attribute, factory in (
+        ("vllm.v1.kv_offload.factory", "OffloadingSpecFactory", specs),
+        ("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", connectors),
+    ):
+        faked: Any = ModuleType(module)
+        setattr(faked, attribute, factory)
+        parts = module.split(".")
+        for length in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:length]), ModuleType(parts[length - 1]))
+        monkeypatch.setitem(sys.modules, module, faked)
+    for _ in range(2):
+        plugin.register()
+    home = "kvoffload.integrations.vllm"
+    assert specs._registry == {"KVOffloadSpec": (f"{home}.spec", "KVOffloadSpec")}
+    assert connectors._registry == {"KVOffloadConnector": (f"{home}.connector", "KVOffloadConnector")}
+
+
+def test_the_plugin_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "not registered with vLLM" in caplog.text

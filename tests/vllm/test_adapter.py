@@ -1,0 +1,452 @@
+"""Our manager behind vLLM's interface, without an engine: what the connector may do, in every order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.integrations.vllm.options import parse_options
+from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.policies import POLICIES
+from kvoffload.testing.audit import audit
+
+base = pytest.importorskip(
+    "vllm.v1.kv_offload.base", reason="vllm is not installed here: `make test-vllm` builds an environment"
+)
+KVOffloadManager = pytest.importorskip("kvoffload.integrations.vllm.manager").KVOffloadManager
+
+HIT, MISS, PENDING, RETRY = (base.LookupResult[name] for name in ("HIT", "MISS", "HIT_PENDING", "RETRY"))
+BUILTIN = [name for name in POLICIES.names() if ":" not in name]
+
+
+def key(number: int, group: int = 0) -> bytes:
+    made: bytes = base.make_offload_key(number.to_bytes(32, "little"), group)
+    return made
+
+
+class World:
+    """A pool, our manager, and a worker that writes a block's key into its slot and seals it."""
+
+    def __init__(self, directory: Path, capacity: int, **options: Any) -> None:
+        self.pool = SharedPool.attach(
+            "world",
+            member=0,
+            num_members=1,
+            num_parts=1,
+            part_bytes=4096,
+            capacity_bytes=capacity * 4096,
+            directory=directory,
+        )
+        self.manager = KVOffloadManager(
+            parse_options({"ram": "1GiB"} | options), self.pool, enable_events=True
+        )
+        self.resident: set[bytes] = set()
+
+    def request(self, name: str, keys: list[bytes], groups: int = 1) -> Any:
+        """A request as the connector makes it: it notes the keys of one group after the other."""
+        ctx = base.ReqContext(name)
+        per_group = len(keys) // groups
+        for position, one in enumerate(keys):
+            ctx.set_offload_key_position(one, position % per_group + 1)
+        self.manager.on_new_request(ctx)
+        return ctx
+
+    def lookup(self, ctx: Any, keys: list[bytes]) -> int | None:
+        """As vLLM's connector does: leading hits, or None to ask again."""
+        hits, wait = 0, False
+        for one in keys:
+            found = self.manager.lookup(one, ctx)
+            if found is MISS:
+                break
+            wait = wait or found is not HIT
+            hits += 1
+        return None if wait else hits
+
+    def hits(self, ctx: Any, keys: list[bytes]) -> int:
+        """The same, asked until there is an answer."""
+        for _ in range(100000):
+            found = self.lookup(ctx, keys)
+            if found is not None:
+                return found
+        raise AssertionError("no answer")
+
+    def store(self, ctx: Any, keys: list[bytes]) -> Any:
+        """Offer, and copy what was chosen."""
+        output = self.manager.prepare_store(keys, ctx)
+        if output is not None:
+            self.write(output)
+        return output
+
+    def write(self, output: Any) -> None:
+        spec = output.store_spec
+        for one, slot in zip(output.keys_to_store, spec.block_ids.tolist(), strict=True):
+            self.pool.part(0)[slot] = np.resize(np.frombuffer(one, np.uint8), 4096)
+            self.pool.failed[0, slot] = 0
+        if spec.digests is not None:
+            self.pool.seal(0, spec.block_ids, spec.digests)
+
+    def read(self, spec: Any) -> list[bytes]:
+        """Which keys a worker would find."""
+        return [self.pool.part(0)[slot, :36].tobytes() for slot in spec.block_ids.tolist()]
+
+    def serve(self, name: str, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        """A whole request, nothing else meanwhile: hits, and what was stored."""
+        ctx = self.request(name, keys)
+        hits = self.hits(ctx, keys)
+        if hits:
+            assert self.read(self.manager.prepare_load(keys[:hits], ctx)) == keys[:hits]
+            self.manager.complete_load(set(keys[:hits]), ctx)
+        output = self.store(ctx, keys[hits:]) if hits < len(keys) else None
+        stored = [] if output is None else output.keys_to_store
+        self.manager.complete_store(set(stored), ctx)
+        self.manager.on_request_finished(ctx)
+        return hits, stored
+
+    def check(self) -> None:
+        """Every structure agrees, and the events say what is here."""
+        assert not self.manager.broken
+        audit(self.manager.core)
+        for event in self.manager.take_events():
+            (self.resident.difference_update if event.removed else self.resident.update)(event.keys)
+        core = self.manager.core
+        ready = {core.index.key_at(slot) for slot in np.flatnonzero(core.ref_cnt >= 0).tolist()}
+        assert self.resident == ready
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(capacity: int = 8, **options: Any) -> World:
+        made.append(World(tmp_path, capacity, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("policy", BUILTIN)
+@pytest.mark.parametrize("verify", ["tiers", "always"])
+def test_every_policy_serves_what_was_stored(world: Callable[..., World], policy: str, verify: str) -> None:
+    """Random trees of requests; every hit is read, and is the block that it should be."""
+    rng, one = (
+        random.Random(f"{policy}{verify}"),
+        world(24, policy=policy, verify=verify, admission="reuse:2"),
+    )
+    served = 0
+    for number in range(150):
+        trunk, length = rng.randrange(4), rng.randrange(1, 9)
+        keys = [key(1000 * trunk + position) for position in range(length)]
+        if rng.random() < 0.5:
+            keys += [key(10**6 + 100 * rng.randrange(40) + position) for position in range(rng.randrange(4))]
+        served += one.serve(str(number), keys)[0]
+        one.check()
+    assert served > 100
+
+
+def test_a_hit_refreshes_what_the_device_served(world: Callable[..., World]) -> None:
+    one = world(4)
+    path = [key(1), key(2), key(3)]
+    one.serve("first", path)
+    one.serve("other", [key(8)])
+    ctx = one.request("turn 2", path)
+    # The device has the first two: vLLM asks for the third, and has noted all of them.
+    assert one.hits(ctx, path[2:]) == 1
+    one.manager.prepare_load(path[2:], ctx)
+    one.manager.complete_load(set(path[2:]), ctx)
+    one.manager.on_request_finished(ctx)
+    one.serve("new", [key(9)])
+    assert [one.manager.core.lookup_key(k).name for k in [*path, key(8)]] == ["HIT", "HIT", "HIT", "MISS"]
+
+
+def test_retries_count_once(world: Callable[..., World]) -> None:
+    one = world(4, admission="reuse:2")
+    ctx = one.request("r", [key(1)])
+    for _ in range(5):
+        assert one.manager.lookup(key(1), ctx) is MISS
+        assert one.manager.prepare_store([key(1)], ctx).keys_to_store == []
+    one.manager.on_request_finished(ctx)
+    assert one.serve("again", [key(1)])[1] == [key(1)]
+
+
+def test_a_partial_store_keeps_the_head_of_every_group(world: Callable[..., World]) -> None:
+    """vLLM offers one group after the other; what is stored comes back in its order."""
+    one = world(4)
+    keys = [key(number, group) for group in (0, 1) for number in range(5)]
+    ctx = one.request("r", keys, groups=2)
+    output = one.store(ctx, keys)
+    assert output.keys_to_store == [key(0, 0), key(1, 0), key(0, 1), key(1, 1)]
+    assert one.read(output.store_spec) == output.keys_to_store, "slots in the same order"
+
+
+def test_a_prefix_larger_than_the_pool_keeps_its_head_and_ends(world: Callable[..., World]) -> None:
+    one = world(4)
+    path = [key(number) for number in range(9)]
+    assert one.serve("r", path) == (0, path[:4])
+    ctx = one.request("again", path)
+    assert one.hits(ctx, path) == 4
+    one.manager.prepare_load(path[:4], ctx)
+    assert one.manager.prepare_store(path[4:], ctx) is None, "a transfer runs: later, perhaps"
+    one.manager.complete_load(set(path[:4]), ctx)
+    output = one.manager.prepare_store(path[4:], ctx)
+    assert output.keys_to_store == [], "never: not to be offered again at each step"
+
+
+def test_transfers_end_late_and_in_pieces(world: Callable[..., World]) -> None:
+    one = world(8)
+    path = [key(number) for number in range(4)]
+    ctx = one.request("r", path)
+    one.store(ctx, path)
+    one.manager.on_request_finished(ctx)
+    one.manager.complete_store({path[2], path[0]}, ctx)
+    other = one.request("s", path)
+    assert [one.manager.lookup(k, other) for k in path] == [HIT, PENDING, HIT, PENDING]
+    one.manager.complete_store({path[1]}, ctx, success=False)
+    one.manager.complete_store({path[3]}, ctx)
+    assert [one.manager.lookup(k, other) for k in path] == [HIT, MISS, HIT, HIT]
+    spec = one.manager.prepare_load([path[0], path[2]], other)
+    assert one.read(spec) == [path[0], path[2]]
+    one.manager.on_request_finished(other)
+    one.manager.complete_load({path[2]}, other)
+    assert one.manager.core.stats().ready - one.manager.core.stats().evictable == 1
+    one.manager.complete_load({path[0]}, other)
+    one.check()
+    assert one.manager.core.stats().evictable == 3
+
+
+def test_what_a_worker_could_not_copy_is_forgotten(world: Callable[..., World]) -> None:
+    one = world(8)
+    path = [key(number) for number in range(4)]
+    ctx = one.request("r", path)
+    output = one.store(ctx, path)
+    one.pool.failed[0, output.store_spec.block_ids[1]] = 1
+    one.manager.complete_store(set(path), ctx)
+    assert one.hits(ctx, path) == 1
+    spec = one.manager.prepare_load([path[0], path[2]], ctx)
+    one.pool.failed[0, spec.block_ids[0]] = 1
+    one.manager.complete_load({path[0], path[2]}, ctx)
+    assert one.hits(ctx, path) == 0
+    assert one.manager.lookup(path[2], ctx) is HIT
+    one.manager.on_request_finished(ctx)
+    one.check()
+    assert one.serve("again", path) == (0, path[:2]), "and can be stored again"
+
+
+def test_damage_is_a_miss_before_it_is_a_hit(world: Callable[..., World]) -> None:
+    one = world(24, verify="always")
+    path = [key(number) for number in range(6)]
+    one.serve("r", path)
+    plan = one.manager.core.prepare_load([path[3]])
+    one.pool.part(0)[plan.slots[0], 17] ^= 4
+    one.manager.core.unpin(plan)
+    ctx, same_time = one.request("a", path), one.request("b", path)
+    assert one.lookup(ctx, path) is None
+    assert one.lookup(same_time, path) is None
+    assert one.hits(ctx, path) == 3
+    assert one.hits(same_time, path) == 3
+    assert one.manager.metrics.counts["verification_failures"] in (1, 2)
+    for request in (ctx, same_time):
+        one.manager.on_request_finished(request)
+    one.check()
+
+
+def test_waiting_for_verification_holds_up_nobody(world: Callable[..., World]) -> None:
+    """Requests that wait, verified, pin at most half of the pool; others get what is left, or a miss."""
+    one = world(8, verify="always")
+    path = [key(number) for number in range(8)]
+    one.serve("r", path)
+    waiting = one.request("waits", path)
+    assert one.hits(waiting, path) == 4
+    other = one.request("other", path)
+    assert one.hits(other, path) == 0
+    assert one.store(one.request("new", [key(99)]), [key(99)]).keys_to_store == [key(99)]
+    one.manager.on_schedule_end(base.ScheduleEndContext(["waits"], []))
+    assert one.hits(other, path) > 0
+    for request in (waiting, other):
+        one.manager.on_request_finished(request)
+    one.check()
+
+
+def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> None:
+    one = world(8, verify="always")
+    path = [key(number) for number in range(4)]
+    one.serve("r", path)
+    ctx = one.request("a", path)
+    assert one.hits(ctx, path) == 4
+    one.manager.prepare_load(path, ctx)
+    other = one.request("b", path)
+    one.lookup(other, path)
+    one.store(other, [key(50), key(51)])
+    one.manager.reset_cache()
+    one.check()
+    assert one.manager.core.stats().free == 8
+    # Neither is ever completed; both go on.
+    assert one.hits(ctx, path) == 0
+    assert one.store(ctx, path).keys_to_store == path
+    one.manager.complete_store(set(path), ctx)
+    for request in (ctx, other):
+        one.manager.on_request_finished(request)
+    assert one.serve("again", path) == (4, [])
+
+
+def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = world(8)
+    path = [key(number) for number in range(4)]
+    one.serve("r", path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    for call in ("lookup_key", "prepare_load", "prepare_store", "finish_request", "take_events", "stats"):
+        with monkeypatch.context() as broken:
+            broken.setattr(one.manager.core, call, fail)
+            ctx = one.request(call, path)
+            if one.lookup(ctx, path):
+                spec = one.manager.prepare_load(path, ctx)
+                assert (spec.block_ids.tolist() == [-1] * 4) == (call == "prepare_load")
+                one.manager.complete_load(set(path), ctx)
+            output = one.manager.prepare_store([key(70)], ctx)
+            one.manager.complete_store(set(output.keys_to_store), ctx)
+            one.manager.on_request_finished(ctx)
+            assert one.manager.take_events() is not None
+            one.manager.get_stats()
+        assert one.manager.broken, call
+        assert one.manager.lookup(path[0], one.request("after", path)) is MISS
+        one.manager.reset_cache()
+        assert not one.manager.broken
+        one.manager.take_events()
+        one.resident.clear()
+        assert one.serve("again", path) == (0, path)
+        one.check()
+
+
+def test_keys_of_another_length(world: Callable[..., World]) -> None:
+    one = world(8)
+    path = [bytes([number]) * 20 for number in range(4)]
+    ctx = one.request("r", path)
+    assert one.hits(ctx, path) == 0
+    output = one.manager.prepare_store(path, ctx)
+    assert output.keys_to_store == path
+    one.manager.complete_store(set(path), ctx)
+    assert one.hits(ctx, path) == 4
+    one.check()
+
+
+class Later:
+    """An executor that works when it is told to."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[..., None], *args: Any) -> None:
+        self.tasks.append(lambda: work(*args))
+
+    def run(self) -> None:
+        if self.tasks:
+            self.tasks.pop(0)()
+
+    def shutdown(self, **_: Any) -> None:
+        self.tasks.clear()
+
+
+class Script:
+    """A connector that does whatever it may, driven by choices."""
+
+    def __init__(self, world: World, draw: Callable[[int], int]) -> None:
+        self.world, self.manager, self.draw = world, world.manager, draw
+        self.live: dict[str, tuple[Any, list[bytes], bool]] = {}
+        self.jobs: list[tuple[Any, set[bytes], bool]] = []
+        self.made, self.later = 0, Later()
+        if self.manager._verifier is not None:
+            self.manager._verifier._thread = self.later
+
+    def step(self) -> None:
+        steps = (self.begin, self.look, self.verify, self.look, self.offer, self.end, self.end, self.finish)
+        (*steps, self.reset)[self.draw(len(steps) + 1)]()
+        self.world.check()
+
+    def begin(self) -> None:
+        start, self.made = self.draw(12), self.made + 1
+        keys = [key(number) for number in range(start, start + 1 + self.draw(6))]
+        name = f"r{self.made}"
+        self.live[name] = (self.world.request(name, keys), keys, False)
+
+    def verify(self) -> None:
+        for _ in range(self.draw(6)):
+            self.later.run()
+
+    def pick(self) -> str | None:
+        return sorted(self.live)[self.draw(len(self.live))] if self.live else None
+
+    def look(self) -> None:
+        name = self.pick()
+        if name is None or any(ctx.req_id == name for ctx, _, _ in self.jobs):
+            return
+        ctx, keys, _ = self.live[name]
+        hits = self.world.lookup(ctx, keys)
+        if hits and self.draw(4):
+            assert self.world.read(self.manager.prepare_load(keys[:hits], ctx)) == keys[:hits]
+            self.jobs.append((ctx, set(keys[:hits]), False))
+
+    def offer(self) -> None:
+        name = self.pick()
+        if name is None or any(ctx.req_id == name and not store for ctx, _, store in self.jobs):
+            return
+        ctx, keys, _ = self.live[name]
+        output = self.world.store(ctx, keys[self.draw(len(keys)) :])
+        if output is not None and output.keys_to_store:
+            self.jobs.append((ctx, set(output.keys_to_store), True))
+
+    def end(self) -> None:
+        if not self.jobs:
+            return
+        ctx, keys, store = self.jobs.pop(self.draw(len(self.jobs)))
+        part = set(sorted(keys)[: 1 + self.draw(len(keys))])
+        if keys - part:
+            self.jobs.append((ctx, keys - part, store))
+        (self.manager.complete_store if store else self.manager.complete_load)(part, ctx)
+
+    def finish(self) -> None:
+        name = self.pick()
+        if name is not None:
+            self.manager.on_request_finished(self.live.pop(name)[0])
+
+    def reset(self) -> None:
+        if self.draw(5) == 0:
+            self.manager.reset_cache()
+            self.jobs.clear()
+
+    def drain(self) -> None:
+        for ctx, keys, store in self.jobs:
+            (self.manager.complete_store if store else self.manager.complete_load)(keys, ctx)
+        while self.live:
+            self.finish()
+        self.world.check()
+        stats = self.manager.core.stats()
+        assert (stats.writing, stats.condemned, stats.ready - stats.evictable) == (0, 0, 0)
+        assert (len(self.manager._loads), len(self.manager._stores)) == (0, 0)
+        assert not self.manager._requests
+
+
+@pytest.mark.parametrize("verify", ["tiers", "always"])
+@settings(max_examples=60)
+@given(data=st.data(), policy=st.sampled_from(["lru", "arc", "s3fifo"]))
+def test_any_order(tmp_path_factory: pytest.TempPathFactory, verify: str, data: Any, policy: str) -> None:
+    """Requests begin, ask, load, store, end in pieces and finish in any order, with resets between."""
+    one = World(tmp_path_factory.mktemp("pool"), 6, verify=verify, policy=policy)
+    script = Script(one, lambda below: data.draw(st.integers(0, below - 1)))
+    for _ in range(data.draw(st.integers(5, 60))):
+        script.step()
+    script.drain()
+    one.close()

@@ -1,0 +1,176 @@
+"""`KVOffloadConnector` in a real engine: prefixes at once, and storing what the GPU is about to drop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+# vLLM's warnings are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from traffic import check_nothing_is_left, conversations, drive, random_prompts  # noqa: E402
+
+from kvoffload.testing.audit import audit  # noqa: E402
+
+VICTIM = {"ram": "16MiB", "store": "on-device-eviction"}
+SMALL_STEPS = {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 48}
+
+
+CANDIDATES = random_prompts(seed=3, count=11, length=300)
+CHATS = conversations(seed=6, documents=5, turns=4)
+
+
+class Expected:
+    """What the engine answers without offloading, each prompt computed alone.
+
+    Only prompts that are answered the same after hits of the engine's own, and in a batch: with random
+    weights two tokens may be equally probable to the last digit, and which of them wins depends on how the
+    prompt was split and on its company.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.prompts, self.answers = self._steady(engine, CANDIDATES)
+        self.chats, self.chat_answers = self._steady(engine, CHATS)
+        assert len(self.prompts) >= 8
+        assert len(self.chats) >= 10
+
+    @staticmethod
+    def _steady(engine: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+        ways: list[list[list[int]]] = [[], []]
+        for prompt in prompts:
+            assert engine.core.reset_prefix_cache()
+            for way in ways:
+                way += engine.tokens([prompt])
+        assert engine.core.reset_prefix_cache()
+        ways.append([engine.tokens([prompt])[0] for prompt in prompts])
+        ways += [engine.tokens(prompts), engine.tokens(prompts[::-1])[::-1], engine.tokens(prompts)]
+        answers = zip(*ways, strict=True)
+        steady = [(p, a[0]) for p, a in zip(prompts, answers, strict=True) if len(set(map(tuple, a))) == 1]
+        return [prompt for prompt, _ in steady], [answer for _, answer in steady]
+
+
+@pytest.fixture(scope="module")
+def expected(start_engine: Callable[..., Any], llama: Path) -> Expected:
+    return Expected(start_engine(llama, None, **SMALL_STEPS))
+
+
+def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, expected: Expected) -> None:
+    engine = start_engine(llama, {"ram": "16MiB"}, connector=True, **SMALL_STEPS)
+    asked: list[int] = []
+    lookup = engine.manager.lookup_prefix
+    engine.manager.lookup_prefix = lambda keys, ctx: asked.append(len(keys)) or lookup(keys, ctx)
+    engine.manager.lookup = None  # key by key: never
+    for turn in range(2):
+        assert [engine.tokens([prompt])[0] for prompt in expected.prompts] == expected.answers, f"turn {turn}"
+    engine.drain()
+    assert max(asked) == 9
+    assert engine.manager.core.stats().loaded >= 9
+    audit(engine.manager.core)
+
+
+@pytest.fixture(scope="module")
+def victim(start_engine: Callable[..., Any], llama: Path, expected: Expected) -> Any:
+    return start_engine(llama, VICTIM, connector=True, **SMALL_STEPS)
+
+
+def test_what_the_gpu_drops_comes_back(victim: Any, expected: Expected) -> None:
+    """47 blocks in the engine, 80 in the prompts: the engine drops what RAM then gives back."""
+    for turn in range(3):
+        assert [victim.tokens([prompt])[0] for prompt in expected.prompts] == expected.answers, f"turn {turn}"
+    victim.drain()
+    stats = victim.manager.core.stats()
+    assert stats.loaded > 40
+    assert victim.manager.num_lost <= 9, "when a prefix comes back for the first time"
+    assert victim.connector.connector_scheduler.window > 4
+    audit(victim.manager.core)
+
+
+def test_nothing_is_stored_that_the_gpu_keeps(victim: Any) -> None:
+    victim.forget_device()
+    victim.llm.reset_prefix_cache(reset_connector=True)
+    before = victim.manager.core.stats()
+    prompt = random_prompts(seed=5, count=1, length=300)[0]
+    for _ in range(3):
+        victim.tokens([prompt])
+    victim.drain()
+    after = victim.manager.core.stats()
+    assert (after.stored - before.stored, after.loaded - before.loaded) == (0, 0)
+
+
+def test_what_came_back_is_kept_without_a_copy(victim: Any, expected: Expected) -> None:
+    victim.llm.reset_prefix_cache(reset_connector=True)
+    for _ in range(6):
+        for prompt, tokens in zip(expected.prompts[:5], expected.answers, strict=False):
+            assert victim.tokens([prompt])[0] == tokens
+    victim.drain()
+    stats = victim.manager.core.stats()
+    assert stats.kept > 0
+    audit(victim.manager.core)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_stress(victim: Any, expected: Expected, seed: int) -> None:
+    """Preemption, aborts, eviction in engine and pool, resets; the seed is in the name."""
+    victim.llm.reset_prefix_cache(reset_connector=True)
+    before = victim.manager.core.stats()
+    outcome = drive(
+        victim, expected.chats, expected.chat_answers, seed, 60, aborts=0.1, resets=0.01 * (seed - 1)
+    )
+    after = victim.manager.core.stats()
+    assert not outcome.wrong, outcome
+    assert outcome.finished + outcome.aborted == 60
+    assert after.loaded > before.loaded
+    check_nothing_is_left(victim)
+    scheduler = victim.connector.connector_scheduler
+    assert not scheduler._jobs
+    assert not scheduler._block_id_to_pending_jobs
+    assert list(scheduler._req_status) == [""]
+
+
+def test_few_free_blocks_fall_back_to_storing_at_once(
+    start_engine: Callable[..., Any], llama: Path, expected: Expected
+) -> None:
+    """A step may take 64 blocks, the engine has 23: half of them is the window, mostly in use."""
+    engine = start_engine(
+        llama, VICTIM, connector=True, num_gpu_blocks_override=24, max_num_batched_tokens=2048
+    )
+    for turn in range(3):
+        assert engine.tokens(expected.prompts) == expected.answers, f"turn {turn}"
+    engine.drain()
+    assert engine.connector.connector_scheduler.window == 12
+    stats = engine.manager.core.stats()
+    assert stats.loaded > 0
+    audit(engine.manager.core)
+
+
+@pytest.mark.parametrize(
+    ("offload", "settings", "message"),
+    [
+        ({"blocks_per_chunk": 3}, {}, "one engine block"),
+        ({}, {"enable_prefix_caching": False}, "prefix caching"),
+        ({}, {"connector": False}, "needs kv_connector: KVOffloadConnector"),
+    ],
+)
+def test_what_cannot_be(
+    start_engine: Callable[..., Any], llama: Path, offload: Any, settings: Any, message: str
+) -> None:
+    with pytest.raises(Exception, match=message):
+        start_engine(llama, VICTIM | offload, **{"connector": True, **settings})
+
+
+def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path) -> None:
+    """Layers that see the whole prefix and layers that see 80 tokens back: two groups of blocks."""
+    settings = SMALL_STEPS | {"disable_hybrid_kv_cache_manager": False}
+    expected = Expected(start_engine(hybrid, None, **settings))
+    engine = start_engine(hybrid, VICTIM, connector=True, **settings)
+    assert len(engine.connector.connector_scheduler.config.kv_group_configs) == 2
+    for turn in range(3):
+        found = [engine.tokens([prompt])[0] for prompt in expected.prompts]
+        assert found == expected.answers, f"turn {turn}"
+    engine.drain()
+    assert engine.manager.core.stats().loaded > 20
+    check_nothing_is_left(engine)

@@ -1,0 +1,133 @@
+"""The same on other engines: verified pools, chunks of several blocks, several KV groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from traffic import check_nothing_is_left, conversations, damage, drive, random_prompts
+
+# vLLM's warnings are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROMPTS = random_prompts(seed=4, count=2, length=300)
+CHATS = conversations(seed=5, documents=6, turns=3)
+
+
+@pytest.fixture(scope="module")
+def llama_answers(start_engine: Callable[..., Any], llama: Path) -> tuple[list[list[int]], list[list[int]]]:
+    return answers(start_engine(llama, None))
+
+
+@pytest.fixture(scope="module")
+def hybrid_answers(start_engine: Callable[..., Any], hybrid: Path) -> tuple[list[list[int]], list[list[int]]]:
+    return answers(start_engine(hybrid, None, num_gpu_blocks_override=44))
+
+
+def answers(engine: Any) -> tuple[list[list[int]], list[list[int]]]:
+    return [engine.tokens([p])[0] for p in PROMPTS], [engine.tokens([p], 8)[0] for p in CHATS]
+
+
+def stress(engine: Any, expected: list[list[int]], seed: int) -> None:
+    before = engine.manager.core.stats()
+    outcome = drive(engine, CHATS, expected, seed, 60, aborts=0.1, resets=0.005)
+    after = engine.manager.core.stats()
+    assert not outcome.wrong, (seed, outcome)
+    assert after.loaded > before.loaded
+    assert after.evicted > before.evicted
+    check_nothing_is_left(engine)
+
+
+def test_a_damaged_block_is_computed_again(
+    start_engine: Callable[..., Any], llama: Path, llama_answers: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    """With ``verify: always`` damage in the pool changes nothing but a counter."""
+    prompts, chats = llama_answers
+    engine = start_engine(llama, {"ram": "2MiB", "verify": "always", "policy": "s3fifo"})
+    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+    engine.forget_device()
+    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+    assert engine.manager.core.stats().loaded == 18, "sound blocks are loaded"
+    for how in ("zeros", "noise", "other slots"):
+        engine.forget_device()
+        damage(engine, how)
+        before = engine.manager.core.stats()
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+        engine.drain()
+        after = engine.manager.core.stats()
+        assert after.loaded == before.loaded, "no damaged block is loaded"
+        assert after.discarded > before.discarded
+        assert after.stored == before.stored + (after.discarded - before.discarded), "and stored again"
+    engine.forget_device()
+    # One bad block in the middle: the sound head is loaded, the rest is computed.
+    ready = engine.manager.core.lookup(engine_keys(engine, PROMPTS[0])).num_ready
+    assert ready == 9
+    plan = engine.manager.core.prepare_load(engine_keys(engine, PROMPTS[0]))
+    engine.manager._pool._slots[plan.slots[4], 0] ^= 1
+    engine.manager.core.unpin(plan)
+    before = engine.manager.core.stats()
+    assert engine.tokens([PROMPTS[0]])[0] == prompts[0]
+    engine.drain()
+    assert engine.manager.core.stats().loaded == before.loaded + 4
+    stress(engine, chats, seed=6)
+
+
+def engine_keys(engine: Any, prompt: list[int]) -> list[bytes]:
+    """The keys of a prompt, by asking vLLM."""
+    noted: list[bytes] = []
+    begin = engine.manager.core.begin_request
+
+    def listen(request_id: str, keys: list[bytes]) -> Any:
+        noted[:] = keys
+        return begin(request_id, keys)
+
+    engine.manager.core.begin_request = listen
+    engine.tokens([prompt], 1)
+    engine.drain()
+    del engine.manager.core.begin_request
+    engine.forget_device()
+    return noted[: len(prompt) // 32]
+
+
+def test_chunks_of_three_blocks(
+    start_engine: Callable[..., Any], llama: Path, llama_answers: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    prompts, chats = llama_answers
+    engine = start_engine(
+        llama, {"ram": "2MiB", "blocks_per_chunk": 3, "policy": "lirs", "prompt_only": False}
+    )
+    for _ in range(2):
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+        engine.forget_device()
+    stats = engine.manager.core.stats()
+    assert (stats.stored, stats.loaded) == (6, 6), "three chunks of each prompt"
+    stress(engine, chats, seed=7)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_two_kv_groups(
+    start_engine: Callable[..., Any],
+    hybrid: Path,
+    hybrid_answers: tuple[list[list[int]], list[list[int]]],
+    blocks_per_chunk: int,
+) -> None:
+    prompts, chats = hybrid_answers
+    engine = start_engine(
+        hybrid,
+        {"ram": "2MiB", "blocks_per_chunk": blocks_per_chunk, "verify": "always", "policy": "wtinylfu"},
+        num_gpu_blocks_override=44,
+    )
+    assert len(engine.connector.connector_scheduler.config.kv_group_configs) == 2
+    for _ in range(2):
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+        engine.forget_device()
+    assert engine.manager.core.stats().loaded > 0
+    if blocks_per_chunk == 1:
+        damage(engine, "noise")
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+        assert engine.manager.core.stats().discarded > 0
+    stress(engine, chats, seed=8)

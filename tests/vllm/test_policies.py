@@ -1,0 +1,197 @@
+"""Our policies inside vLLM's own manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+vllm_base = pytest.importorskip(
+    "vllm.v1.kv_offload.base", reason="vllm is not installed here: `make test-vllm` builds an environment"
+)
+
+from test_differential import Ours, Theirs, key, random_paths  # noqa: E402
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: E402
+from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory  # noqa: E402
+
+from kvoffload.errors import ConfigError  # noqa: E402
+from kvoffload.integrations.vllm import policies  # noqa: E402
+from kvoffload.policies import POLICIES  # noqa: E402
+from kvoffload.replay.readers import read_trace  # noqa: E402
+from kvoffload.testing.audit import audit  # noqa: E402
+
+MODULE = "kvoffload.integrations.vllm.policies"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_policy.py"
+
+
+class Inside(Theirs):
+    """vLLM's manager with a policy of ours, as vLLM makes it."""
+
+    def __init__(self, capacity: int, policy: str, threshold: int = 1) -> None:
+        self.manager: Any = CPUOffloadingManager(
+            capacity, policy, store_threshold=threshold, cache_policy_module_path=MODULE
+        )
+        self.evicted: list[bytes] = []
+
+
+def agree(inside: Any) -> None:
+    """vLLM's manager and ours behind its policy hold the same blocks, in the same states."""
+    policy = inside.manager._policy
+    assert isinstance(policy, policies.VLLMPolicy)
+    ours = policy._manager
+    assert ours is not None
+    audit(ours)
+    resident = {ours.index.key_at(slot) for slot in range(ours.capacity_blocks) if ours.ref_cnt[slot] >= -1}
+    assert resident == set(policy.chunks)
+    assert ours.stats().evictable == inside.manager._num_evictable_cache_chunks == len(policy._evictable)
+    assert not policy._expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_our_lru_decides_as_vllms(seed: int, threshold: int) -> None:
+    """Whole paths that fit: equal hits, stores, evictions in order, and contents. The seed is in the name."""
+    theirs, ours = Theirs(64, "lru", threshold), Inside(64, "kvoffload-lru", threshold)
+    paths = random_paths(seed, 500, 20)
+    for number, path in enumerate(paths):
+        assert ours.serve(str(number), path) == theirs.serve(str(number), path), f"request {number}"
+        assert ours.evicted == theirs.evicted, f"request {number}"
+    everything = {one for path in paths for one in path}
+    assert [ours.holds(one) for one in everything] == [theirs.holds(one) for one in everything]
+    assert ours.evicted, "the test must evict"
+    agree(ours)
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_every_policy_decides_as_in_our_manager(policy: str) -> None:
+    """Paths that fit: the manager around the policy makes no difference, unless the policy refuses."""
+    inside, ours = Inside(64, f"kvoffload-{policy}"), Ours(64, policy)
+    if policy == "hazard":
+        ours.manager.policy.write_cost = -1
+    for number, path in enumerate(random_paths(7, 500, 20)):
+        assert inside.serve(str(number), path) == ours.serve(str(number), path), f"request {number}"
+        assert inside.evicted == ours.evicted, f"request {number}"
+    assert inside.evicted
+    agree(inside)
+
+
+def test_names() -> None:
+    assert CachePolicyFactory.get_cache_policy_cls("hazard", MODULE).policy == "hazard"
+    assert CachePolicyFactory.get_cache_policy_cls("kvoffload-arc", MODULE).policy == "arc"
+    assert CachePolicyFactory.get_cache_policy_cls("arc", MODULE).__module__.startswith("vllm.")
+    inside = Inside(8, f"{EXAMPLE}:MyPolicy")
+    inside.serve("r", [key(number) for number in range(20)][:8])
+    agree(inside)
+    with pytest.raises(ConfigError, match="did you mean hazard"):
+        CachePolicyFactory.get_cache_policy_cls("hazzard", MODULE)
+
+
+def test_pins_failures_and_resets() -> None:
+    inside = Inside(4, "s3fifo")
+    path = [key(number) for number in range(4)]
+    ctx = inside.begin("r", path)
+    output = inside.manager.prepare_store(path, ctx)
+    inside.manager.complete_store(output.keys_to_store[2:], ctx, success=False)
+    inside.manager.complete_store(output.keys_to_store[:2], ctx)
+    agree(inside)
+    assert [inside.holds(one) for one in path] == [True, True, False, False]
+    reader = inside.begin("reader", path)
+    for _ in range(2):
+        inside.manager.prepare_load(path[:2], reader)
+    agree(inside)
+    other = [key(number) for number in range(10, 14)]
+    writer = inside.begin("writer", other)
+    assert inside.manager.prepare_store(other, writer) is None, "two are pinned"
+    agree(inside)
+    for _ in range(2):
+        inside.manager.complete_load(path[:2], reader)
+    agree(inside)
+    output = inside.manager.prepare_store(other, writer)
+    assert output.keys_to_store == other
+    assert sorted(output.evicted_keys) == sorted(path[:2])
+    agree(inside)
+    inside.manager.reset_cache()
+    agree(inside)
+    for one in (reader, writer, ctx):
+        inside.manager.on_request_finished(one)
+    inside.serve("after", path)
+    agree(inside)
+
+
+def test_a_smaller_offer_after_a_refusal_leaks_nothing() -> None:
+    inside = Inside(3, "lirs")
+    held = [key(number) for number in range(3)]
+    inside.serve("held", held)
+    reader = inside.begin("reader", held)
+    inside.manager.prepare_load(held, reader)
+    new = [key(number) for number in range(10, 13)]
+    ctx = inside.begin("r", new)
+    assert inside.manager.prepare_store(new, ctx) is None
+    inside.manager.complete_load(held, reader)
+    assert inside.manager.prepare_store(new[:1], ctx).keys_to_store == new[:1]
+    agree(inside)
+    assert inside.manager.prepare_store(new[:2], ctx).keys_to_store == new[1:2]
+    agree(inside)
+
+
+def test_what_vllm_does_not_insert_after_all_is_given_back() -> None:
+    policy = policies.__getattr__("lru")(4)
+    ctx = vllm_base.ReqContext("r")
+    names = [key(number) for number in range(4)]
+    assert [policy.get(one) for one in names] == [None] * 4
+    policy.on_store_miss(names, ctx)
+    policy.insert(names[0], "chunk 0")
+    assert policy._expected == set(names[1:])
+    policy.insert(key(9), "chunk 1")
+    assert policy._manager is not None
+    assert policy._manager.stats().writing == 2
+    audit(policy._manager)
+
+
+@pytest.mark.parametrize("version", ["0.27", "0.33"])
+def test_calls_of_other_versions(version: str) -> None:
+    """0.27 knows no misses and no ends of requests; 0.33 passes the request to `insert`."""
+    policy = policies.__getattr__("arc")(2)
+    for number in range(6):
+        one, ctx = key(number), vllm_base.ReqContext(str(number))
+        assert policy.get(one) is None
+        if version == "0.33":
+            policy.on_store_miss([one], ctx)
+        if len(policy.chunks) == 2:
+            ((gone, chunk),) = policy.evict(1, {one})
+            assert chunk == gone.hex()
+        policy.insert(one, one.hex(), **({"req_context": ctx} if version == "0.33" else {}))
+        policy.mark_evictable(one)
+        if version == "0.27":
+            policy.touch([one], ctx)
+    assert len(policy.chunks) == 2
+    audit(policy._manager)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_hit_ratios_on_a_real_trace(recorded_trace_path: Callable[[str], Path], policy: str) -> None:
+    """1,500 requests that fit into 1,000 blocks: not one hit is different.
+
+    Two things would be: a request that does not fit, of which vLLM stores nothing, and a policy that
+    refuses, as hazard does in our manager and cannot here.
+    """
+    trace = read_trace(recorded_trace_path("conversation_first60"))
+    keys = [key(number) for number in range(trace.unique_blocks)]
+    inside, ours = Inside(1_000, f"kvoffload-{policy}"), Ours(1_000, policy)
+    if policy == "hazard":
+        ours.manager.policy.write_cost = -1
+    for row in range(1_500):
+        path = [keys[code] for code in trace.refs[slice(*trace.offsets[row : row + 2])]]
+        assert inside.serve(str(row), path) == ours.serve(str(row), path), f"request {row}"
+    agree(inside)
+
+
+def test_difference_vllm_stores_all_of_an_offer_or_nothing() -> None:
+    inside, ours = Inside(4, "kvoffload-lru"), Ours(4, "lru")
+    path = [key(number) for number in range(6)]
+    assert inside.serve("r", path) == (0, [])
+    assert ours.serve("r", path) == (0, path[:4])
+    agree(inside)

@@ -1,0 +1,203 @@
+"""Layouts, copies and the worker, without an engine; and vLLM's copies on a device beside ours."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.integrations.vllm.layout import Layout
+from kvoffload.integrations.vllm.pool import SharedPool
+
+base = pytest.importorskip(
+    "vllm.v1.kv_offload.base", reason="vllm is not installed here: `make test-vllm` builds an environment"
+)
+torch = pytest.importorskip("torch")
+worker = pytest.importorskip("kvoffload.integrations.vllm.worker")
+copies = pytest.importorskip("kvoffload.integrations.vllm.copies")
+specs = pytest.importorskip("kvoffload.integrations.vllm.specs")
+
+PAGES = [96, 64, 96, 32]
+GROUPS = [[(0, 96), (1, 60)], [(2, 96), (1, 64)], [(3, 32)]]
+"""Three KV groups over four tensors: one is shared, one is padded."""
+
+
+def kv_caches(seed: int = 0, num_blocks: int = 20) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randint(-128, 128, (num_blocks, size), generator=generator, dtype=torch.int8) for size in PAGES
+    ]
+    return base.CanonicalKVCaches(
+        tensors=[base.CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors],
+        group_data_refs=[[base.CanonicalKVCacheRef(t, size) for t, size in group] for group in GROUPS],
+    )
+
+
+def make_pool(directory: Path, layout: Layout) -> SharedPool:
+    return SharedPool.attach(
+        "worker",
+        member=0,
+        num_members=2,
+        num_parts=2,
+        part_bytes=layout.part_bytes,
+        capacity_bytes=16 * 4096,
+        directory=directory,
+    )
+
+
+def test_tensors_that_never_meet_share_a_place() -> None:
+    layout = Layout.of(kv_caches(), 1)
+    assert layout.starts == [0, 96, 0, 0]
+    assert layout.part_bytes == 160, "the largest group, not the sum of all tensors"
+    assert Layout(PAGES, [[(0, 96), (1, 64), (2, 96), (3, 32)]], 3).part_bytes == 3 * sum(PAGES)
+
+
+# Of each group: blocks of the engine, and the number of the first one in its request.
+TRANSFERS = [
+    ([3, 1, 0], [0, 0, 0]),
+    ([3, 6, 3], [0, 3, 6]),
+    ([0, 4, 0], [0, 2, 0]),
+    ([1, 0, 5], [5, 0, 1]),
+]
+
+
+def spec_of(sizes: list[int], firsts: list[int], rng: np.random.Generator) -> Any:
+    return base.GPULoadStoreSpec(rng.permutation(20)[: sum(sizes)].tolist(), sizes, firsts)
+
+
+def slots_for(sizes: list[int], firsts: list[int], per_chunk: int, rng: np.random.Generator) -> Any:
+    count = sum(-(-(s + f % per_chunk) // per_chunk) for s, f in zip(sizes, firsts, strict=True) if s)
+    return specs.SlotsSpec(rng.permutation(16)[:count].astype(np.int32), np.arange(count, dtype=np.uint64))
+
+
+@pytest.mark.parametrize("per_chunk", [1, 3])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_what_is_stored_is_loaded(
+    tmp_path: Path, per_chunk: int, transfer: tuple[list[int], list[int]]
+) -> None:
+    """Store from some blocks, load into others of another engine with the same layout."""
+    rng, source, target = np.random.default_rng(1), kv_caches(1), kv_caches(2)
+    layout = Layout.of(source, per_chunk)
+    pool = make_pool(tmp_path, layout)
+    from_blocks, to_blocks = spec_of(*transfer, rng), spec_of(*transfer, rng)
+    slots = slots_for(*transfer, per_chunk, rng)
+    storing = worker.KVOffloadWorker(pool, 1, copies.HostCopies(source, layout, pool.part(1)), seal=True)
+    loading = copies.HostCopies(target, layout, pool.part(1))
+    before = [tensor.tensor.clone() for tensor in target.tensors]
+    assert storing.submit_store(7, from_blocks, slots)
+    storing.wait({7})
+    (result,) = storing.get_finished()
+    assert (result.job_id, result.success) == (7, True)
+    assert result.transfer_size == sum(
+        size * sum(num_bytes for _, num_bytes in group)
+        for size, group in zip(transfer[0], GROUPS, strict=True)
+    )
+    assert (pool.checksums[1, slots.block_ids] != 0).all()
+    assert not pool.part(0).any(), "the other worker's part"
+    loading.load(8, to_blocks, slots)
+    loading.wait({8})
+    (done,) = loading.finished()
+    assert done.error is None
+    start, touched = 0, set()
+    for size, group in zip(transfer[0], GROUPS, strict=True):
+        here = slice(start, start + size)
+        pairs = zip(from_blocks.block_ids[here], to_blocks.block_ids[here], strict=True)
+        for ours, theirs in pairs:
+            for tensor, num_bytes in group:
+                stored = source.tensors[tensor].tensor[int(ours), :num_bytes]
+                assert torch.equal(target.tensors[tensor].tensor[int(theirs), :num_bytes], stored)
+                touched.add((tensor, int(theirs)))
+        start += size
+    for number, tensor in enumerate(target.tensors):
+        for block in range(20):
+            if (number, block) not in touched:
+                assert torch.equal(tensor.tensor[block], before[number][block]), "nothing else has changed"
+    loading.close()
+    storing.shutdown()
+
+
+@pytest.mark.parametrize("per_chunk", [1, 3])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_vllms_copies_put_bytes_where_ours_do(
+    tmp_path: Path, per_chunk: int, transfer: tuple[list[int], list[int]]
+) -> None:
+    """The addresses that vLLM's handler would hand to the device, for the views of `cuda`, followed here."""
+    cuda = pytest.importorskip("kvoffload.integrations.vllm.cuda")
+    gpu_worker = pytest.importorskip("vllm.v1.kv_offload.cpu.gpu_worker")
+    rng, source = np.random.default_rng(2), kv_caches(3)
+    layout = Layout.of(source, per_chunk)
+    pool = make_pool(tmp_path, layout)
+    blocks, slots = spec_of(*transfer, rng), slots_for(*transfer, per_chunk, rng)
+
+    handler = object.__new__(gpu_worker.SingleDirectionOffloadingHandler)
+    handler.src_tensors = [tensor.tensor for tensor in source.tensors]
+    handler.dst_tensors = cuda.views_of(pool, 1, layout, PAGES)
+    handler.gpu_to_cpu, handler.layer_refs_per_group = True, source.group_data_refs
+    handler.src_blocks_per_chunk, handler.dst_blocks_per_chunk = 1, per_chunk
+    block_at = slot_at = 0
+    for group, (size, first) in enumerate(zip(*transfer, strict=True)):
+        if not size:
+            continue
+        skip = first % per_chunk
+        chunks = -(-(size + skip) // per_chunk)
+        arrays = [np.zeros(size * len(GROUPS[group]), kind) for kind in (np.int64, np.int64, np.int64)]
+        handler._fill_direct_ops(
+            group,
+            group_src=blocks.block_ids[block_at : block_at + size],
+            group_dst=slots.block_ids[slot_at : slot_at + chunks],
+            group_size=size,
+            src_skip_count=0,
+            dst_skip_count=skip,
+            all_src=arrays[0],
+            all_dst=arrays[1],
+            all_sizes=arrays[2],
+            op_idx=0,
+        )
+        for src, dst, num_bytes in zip(*(array.tolist() for array in arrays), strict=True):
+            ctypes.memmove(dst, src, num_bytes)
+        block_at, slot_at = block_at + size, slot_at + chunks
+    theirs = pool.part(1).copy()
+    pool._slots[:] = 0
+    ours = copies.HostCopies(source, layout, pool.part(1))
+    ours.store(1, blocks, slots)
+    ours.wait({1})
+    assert theirs.any()
+    assert np.array_equal(theirs, pool.part(1))
+    ours.close()
+    del handler
+    pool.close()
+
+
+def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
+    source = kv_caches(1)
+    layout = Layout.of(source, 1)
+    pool = make_pool(tmp_path, layout)
+    one = worker.KVOffloadWorker(pool, 0, copies.HostCopies(source, layout, pool.part(0)), seal=False)
+    one.failures_are_named = True
+    good = specs.SlotsSpec(np.array([4], np.int32))
+    absent, short = specs.SlotsSpec(np.array([-1], np.int32)), specs.SlotsSpec(np.array([4, 5], np.int32))
+    block = base.GPULoadStoreSpec([3], [1, 0, 0], [0, 0, 0])
+    beyond = base.GPULoadStoreSpec([99], [1, 0, 0], [0, 0, 0])
+    for job, (submit, args) in enumerate(
+        [
+            (one.submit_store, (block, good)),
+            (one.submit_store, (block, short)),
+            (one.submit_store, (beyond, good)),
+            (one.submit_load, (absent, block)),
+            (one.submit_load, (good, beyond)),
+        ]
+    ):
+        pool.failed[:] = 0
+        assert submit(job, *args)
+        one.wait({job})
+        (result,) = one.get_finished()
+        assert (result.job_id, result.success) == (job, True)
+        assert pool.failed[0].nonzero()[0].tolist() == [[], [4, 5], [4], [], [4]][job]
+        assert one.take_failed_loads() == ({job} if job >= 3 else set())
+    one.submit_store(9, block, good)
+    one.wait({9})
+    assert not pool.failed[0, 4], "a store that ended well clears the mark"
+    one.shutdown()

@@ -1,0 +1,178 @@
+"""Requests that share prefixes, driven through an engine step by step, with everything that can go wrong."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvoffload.testing.audit import audit
+
+
+def random_prompts(seed: int, count: int, length: int) -> list[list[int]]:
+    """Prompts without a common prefix."""
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 1024) for _ in range(length)] for _ in range(count)]
+
+
+def conversations(seed: int, documents: int, turns: int) -> list[list[int]]:
+    """Prompts that grow turn by turn from a few documents, as agents and chats do."""
+    rng = random.Random(seed)
+    prompts = []
+    for document in random_prompts(seed, documents, 150):
+        prompt = document
+        for _ in range(turns):
+            prompt = prompt + [rng.randrange(2, 1024) for _ in range(rng.randrange(20, 70))]
+            prompts.append(prompt)
+    return prompts
+
+
+@dataclass
+class Outcome:
+    """What a run of requests gave.
+
+    Attributes:
+        wrong: requests whose tokens were others than expected, as ``(number of the prompt, tokens)``.
+    """
+
+    finished: int = 0
+    aborted: int = 0
+    resets: int = 0
+    preempted: int = 0
+    wrong: list[tuple[int, list[int]]] = field(default_factory=list)
+
+
+def drive(
+    engine: Any,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    seed: int,
+    requests: int,
+    *,
+    at_once: int = 6,
+    aborts: float = 0.0,
+    resets: float = 0.0,
+) -> Outcome:
+    """Serve random prompts, `at_once` at a time, and compare each answer.
+
+    Args:
+        aborts: share of the requests that are aborted, at a random time.
+        resets: probability of a reset of our cache, at each step; of the engine's as well half of the time.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.request import RequestStatus
+
+    rng, outcome, llm = random.Random(seed), Outcome(), engine.llm.llm_engine
+    scheduler, running, sent, steps_left = engine.core.scheduler, {}, 0, requests * 500
+    preempt = scheduler._preempt_request
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        outcome.preempted += 1
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+    while sent < requests or running:
+        steps_left -= 1
+        assert steps_left, f"seed {seed}: no end in sight: {running}"
+        while sent < requests and len(running) < at_once:
+            number, name = rng.randrange(len(prompts)), f"{seed}-{sent}"
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=len(expected[number]), ignore_eos=True, detokenize=False
+            )
+            llm.add_request(name, {"prompt_token_ids": prompts[number]}, sampling)
+            running[name] = number
+            sent += 1
+            if rng.random() < 0.5:
+                break
+        for output in llm.step():
+            if output.finished and output.request_id in running:
+                number, tokens = running.pop(output.request_id), list(output.outputs[0].token_ids)
+                outcome.finished += 1
+                if tokens != expected[number]:
+                    outcome.wrong.append((number, tokens))
+        if running and rng.random() < aborts / 20:
+            victim = rng.choice(sorted(running))
+            llm.abort_request([victim])
+            del running[victim]
+            outcome.aborted += 1
+        if rng.random() < resets:
+            outcome.resets += 1
+            waiting = any(
+                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                for request in scheduler.requests.values()
+            )
+            if rng.random() < 0.5 or waiting:
+                assert scheduler.reset_connector_cache()
+            else:
+                engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    scheduler._preempt_request = preempt
+    engine.drain()
+    return outcome
+
+
+def check_nothing_is_left(engine: Any) -> None:
+    """After all requests: every slot is free or readable, nothing is pinned, no request is remembered."""
+    manager = engine.manager
+    audit(manager.core)
+    stats = manager.core.stats()
+    assert (stats.writing, stats.condemned, stats.ready - stats.evictable) == (0, 0, 0), stats
+    assert not manager.broken
+    assert (len(manager._loads), len(manager._stores)) == (0, 0)
+    assert not manager._requests
+    assert not engine.worker._jobs
+
+
+class Recorder:
+    """Digests of blocks of the engine when they are stored, and after they have been loaded.
+
+    Stands between our worker and its copies; a block is known by its slot, and what a slot holds is checked
+    by the key that the manager has for it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.stored: dict[int, bytes] = {}
+        self.compared = self.different = 0
+        self._engine, self._copies = engine, engine.worker._copies
+        engine.worker._copies = self
+
+    def remove(self) -> None:
+        self._engine.worker._copies = self._copies
+
+    def store(self, job: int, blocks: Any, slots: Any) -> None:
+        self._copies.store(job, blocks, slots)
+        self._copies.wait({job})
+        self.stored |= self._digests(blocks, slots)
+
+    def load(self, job: int, blocks: Any, slots: Any) -> None:
+        self._copies.load(job, blocks, slots)
+        self._copies.wait({job})
+        for place, digest in self._digests(blocks, slots).items():
+            if place in self.stored:
+                self.compared += 1
+                self.different += digest != self.stored[place]
+
+    def _digests(self, blocks: Any, slots: Any) -> dict[Any, bytes]:
+        layout, tensors, found = self._copies._layout, self._copies._tensors, {}
+        for move in layout.moves(blocks, slots.block_ids):
+            for block, slot in zip(move.blocks.tolist(), move.slots.tolist(), strict=True):
+                parts = [
+                    tensors[r.tensor][block, : r.num_bytes].tobytes() for r in layout.regions[move.group]
+                ]
+                found[(self._engine.manager.core.index.key_at(slot), move.inner)] = b"".join(parts)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copies, name)
+
+
+def damage(engine: Any, how: str) -> None:
+    """Put other bytes into every slot of the pool."""
+    slots = engine.manager._pool._slots
+    if how == "zeros":
+        slots[:] = 0
+    elif how == "noise":
+        slots[:] = np.random.default_rng(3).integers(0, 256, slots.shape, np.uint8)
+    else:
+        slots[:] = np.roll(slots, 1, axis=0)
