@@ -1,0 +1,282 @@
+"""What disk tiers serve after damage, and what durability costs them: ``python bench/integrity.py``.
+
+Damages what a disk tier has written, asks for every block, and compares what comes back, byte by byte: our
+`DiskTier`, vLLM's `fs` secondary tier, and LMCache's `fs` and `fs_native` adapters, the real objects of each.
+Then times writes and reads of all of them in turns. Every product runs under a Python of its own
+(``--vllm-python``, ``--lmcache-python``); one that is not there is named with the reason. Exits 1 if
+kvoffload served one wrong byte.
+
+Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, their median and range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peers.scenes import KINDS
+from peers.speed import Server
+
+HERE = Path(__file__).resolve().parent
+KIB, MIB = 1024, 1024 * 1024
+MAX_BATCH_BYTES, MAX_BATCH_BLOCKS = 128 * MIB, 256
+BLOCK_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
+TIMED = ("write", "write and fsync of each file", "write and syncfs", "read")
+
+MODULES = {
+    "kvoffload": "kvoffload_disk",
+    "vllm": "vllm_fs",
+    "lmcache": "lmcache_fs",
+    "lmcache-direct": "lmcache_fs",
+    "lmcache-native": "lmcache_fs",
+}
+TITLES = {
+    "kvoffload": "kvoffload disk tier",
+    "vllm": "vLLM `fs` tier",
+    "lmcache": "LMCache `fs`",
+    "lmcache-direct": "LMCache `fs`, O_DIRECT",
+    "lmcache-native": "LMCache `fs_native`, O_DIRECT",
+}
+NOT_DAMAGED = ("lmcache-direct",)
+"""Writes the files of `lmcache` by another way."""
+
+
+class NotRunError(Exception):
+    """A product that is not here, or does not start; the reason."""
+
+
+class Bench(NamedTuple):
+    """Where products are, and what they are told.
+
+    Attributes:
+        pythons: the Python of each module.
+        directory: on the file system that is measured.
+    """
+
+    pythons: dict[str, str]
+    directory: Path
+    seed: int
+    rounds: int
+
+    def command(self, what: str, product: str, *options: str) -> list[str]:
+        """Raises `NotRunError` when there is no such Python."""
+        module = MODULES[product]
+        python = self.pythons[module]
+        if not Path(python).exists():
+            raise NotRunError(f"there is no {python}")
+        return [python, "-m", "peers.drive", what, module, product, *options]
+
+
+def environment() -> dict[str, str]:
+    """So that every Python finds the drivers."""
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def damage(bench: Bench, product: str, kinds: list[str]) -> Iterator[dict[str, Any]]:
+    """What the product is, then a row for each kind and life. Raises `NotRunError`."""
+    options = [f"--kind={kind}" for kind in kinds]
+    with tempfile.TemporaryDirectory(dir=bench.directory) as directory, tempfile.TemporaryFile("w+") as log:
+        options += [f"--seed={bench.seed}", f"--rounds={bench.rounds}", f"--directory={directory}"]
+        command = bench.command("damage", product, *options)
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
+        assert child.stdout is not None
+        for line in child.stdout:
+            yield json.loads(line)
+        if child.wait():
+            log.seek(0)
+            raise NotRunError((log.read().strip().splitlines() or ["no reason given"])[-1])
+
+
+def all_damage(bench: Bench, products: list[str], kinds: list[str]) -> dict[str, Any]:
+    """Rows by product, or why there are none."""
+    report: dict[str, Any] = {}
+    for product in products:
+        if product in NOT_DAMAGED:
+            continue
+        report[product] = {"rows": []}
+        try:
+            for row in damage(bench, product, kinds):
+                if "version" in row:
+                    report[product].update(row)
+                else:
+                    report[product]["rows"].append(row)
+                    print(f"{product}: {row}", file=sys.stderr)
+        except NotRunError as reason:
+            report[product]["not_run"] = str(reason)
+    return report
+
+
+def all_speed(bench: Bench, products: list[str], rounds: int) -> dict[str, Any]:
+    """How many times our seconds each took, by size of blocks and round; and who did not run, and why."""
+    report: dict[str, Any] = {"not_run": {}, "rows": []}
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for product in dict.fromkeys(("kvoffload", *products)):
+            try:
+                server = Server(bench.command("speed", product), environment())
+            except NotRunError as reason:
+                report["not_run"][product] = str(reason)
+                continue
+            servers[product] = server
+            stack.callback(server.close)
+        for block_bytes in BLOCK_BYTES:
+            with tempfile.TemporaryDirectory(dir=bench.directory) as directory:
+                for product in list(servers):
+                    try:
+                        open_tier(servers[product], Path(directory) / product, block_bytes)
+                    except RuntimeError as reason:
+                        report["not_run"][product] = str(reason)
+                        del servers[product]
+                ours = servers["kvoffload"]
+                theirs = {product: server for product, server in servers.items() if server is not ours}
+                # The first round makes files, threads and memory, and does not count.
+                taken = [one_round(ours, theirs) for _ in range(rounds + 1)][1:]
+            print(f"{block_bytes} bytes, seconds: {taken}", file=sys.stderr)
+            for product in theirs:
+                ratios = {
+                    what: [one[product][what] / one["kvoffload"][what] for one in taken] for what in TIMED
+                }
+                report["rows"].append({"block_bytes": block_bytes, "product": product, "ratios": ratios})
+    return report
+
+
+def open_tier(server: Server, directory: Path, block_bytes: int) -> None:
+    """A tier for one batch of blocks of this size. Raises `RuntimeError`."""
+    directory.mkdir()
+    num_blocks = min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // block_bytes)
+    server.do(f"open {directory} {block_bytes} {num_blocks}")
+
+
+def one_round(ours: Server, theirs: dict[str, Server]) -> dict[str, dict[str, float]]:
+    """Seconds of each product for each thing, in turns. Ours syncs anyway."""
+    write, each, whole, read = TIMED
+    taken: dict[str, dict[str, float]] = {product: {} for product in ("kvoffload", *theirs)}
+    taken["kvoffload"][write] = taken["kvoffload"][each] = ours.do("write")
+    for product, server in theirs.items():
+        taken[product][write] = server.do("write")
+        taken[product][each] = taken[product][write] + server.do("fsync")
+    for product, server in (("kvoffload", ours), *theirs.items()):
+        taken[product][read] = server.do("read")
+    taken["kvoffload"][whole] = ours.do("write")
+    for product, server in theirs.items():
+        taken[product][whole] = server.do("write") + server.do("syncfs")
+    return taken
+
+
+# ---- printing
+
+
+def cell(rows: list[dict[str, Any]], kind: str) -> str:
+    """Served right / served WRONG / missed, of the damaged blocks of all lives."""
+    mine = [row for row in rows if row["kind"] == kind]
+    played = [row for row in mine if "skipped" not in row]
+    if not played:
+        return mine[0]["skipped"] if mine else ""
+    right, wrong, missed, others = (
+        sum(row[name] for row in played) for name in ("right", "wrong", "missed", "others_lost")
+    )
+    text = f"{right} / {f'**{wrong}**' if wrong else 0} / {missed}"
+    if others:
+        text += f", and {others} others lost"
+    ended = sorted({row["ended"] for row in played if row["ended"]})
+    return text + "".join(f"; {why}" for why in ended)
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def damage_tables(report: dict[str, Any], kinds: list[str]) -> str:
+    ran = {product: found for product, found in report.items() if found["rows"]}
+    head = ["damaged", *(f"{TITLES[product]} {found['version']}" for product, found in ran.items())]
+    body = [[kind, *(cell(found["rows"], kind) for found in ran.values())] for kind in kinds]
+    wrong = (sum(row.get("wrong", 0) for row in found["rows"]) for found in ran.values())
+    totals = ["served wrong, in all", *map(str, wrong)]
+    lines = [markdown(head, [*body, totals]), ""]
+    for product, found in report.items():
+        if "not_run" in found:
+            lines.append(f"- {TITLES[product]}: not run: {found['not_run']}")
+        else:
+            killed = [row for row in found["rows"] if "left_behind" in row]
+            left = f"; files left behind by killed writers: {killed[0]['left_behind']}" if killed else ""
+            lost = sum(row.get("acknowledged_and_lost", 0) for row in found["rows"])
+            lines.append(
+                f"- {TITLES[product]}: {found['configuration']}; acknowledged and not served after a kill "
+                f"or a full disk: {lost}{left}"
+            )
+    return "\n".join(lines)
+
+
+def speed_table(report: dict[str, Any]) -> str:
+    body = []
+    for row in report["rows"]:
+        size = row["block_bytes"]
+        line = [f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB", TITLES[row["product"]]]
+        for what in TIMED:
+            ratios = sorted(row["ratios"][what])
+            line.append(f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}-{ratios[-1]:.1f})")
+        body.append(line)
+    not_run = [f"- {TITLES[product]}: not run: {why}" for product, why in report["not_run"].items()]
+    return "\n".join([markdown(["block", "seconds, as times ours", *TIMED], body), "", *not_run])
+
+
+def failed(report: dict[str, Any]) -> bool:
+    """Whether kvoffload served a wrong byte, crashed or raised, or did not run."""
+    ours = report.get("damage", {}).get("kvoffload", {})
+    return "not_run" in ours or any(row.get("wrong") or row.get("ended") for row in ours.get("rows", []))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--product", action="append", choices=list(MODULES), help="only these")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="only these")
+    parser.add_argument("--what", choices=("all", "damage", "speed"), default="all")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="made by `make vllm-env`")
+    parser.add_argument("--lmcache-python", default=".venv-lmcache/bin/python", help="bench/lmcache_env.sh")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--kills", type=int, default=20, help="writers to kill")
+    parser.add_argument("--rounds", type=int, default=5, help="of timing")
+    parser.add_argument("--format", choices=("markdown", "json"), default="markdown")
+    arguments = parser.parse_args()
+    pythons = {
+        "kvoffload_disk": sys.executable,
+        "vllm_fs": arguments.vllm_python,
+        "lmcache_fs": arguments.lmcache_python,
+    }
+    seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
+    products, kinds = arguments.product or list(MODULES), arguments.kind or list(KINDS)
+    bench = Bench(pythons, arguments.directory, seed, arguments.kills)
+    report: dict[str, Any] = {"seed": seed, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    report["kernel"] = platform.release()
+    if arguments.what != "speed":
+        report["damage"] = all_damage(bench, products, kinds)
+    if arguments.what != "damage":
+        report["speed"] = all_speed(bench, products, arguments.rounds)
+    if arguments.format == "json":
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        print(f"seed {seed}, {report['cores']} cores, load {report['load']:.1f}, Linux {report['kernel']}\n")
+        if "damage" in report:
+            print(damage_tables(report["damage"], kinds) + "\n")
+        if "speed" in report:
+            print(speed_table(report["speed"]))
+    sys.exit(failed(report))
+
+
+if __name__ == "__main__":
+    main()

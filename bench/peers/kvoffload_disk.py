@@ -1,0 +1,136 @@
+"""kvoffload's disk tier behind the calls of `contract`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.core.keys import Keys
+from kvoffload.tiers.base import NO_JOB
+from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files
+from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout, header_dtype
+from kvoffload.tiers.disk.slab import SLAB_NAME
+from peers.contract import KEY_BYTES, Adapter, Place, key, page_aligned, parts, until_ended
+
+
+class BadSectors(Files):
+    """Reads that touch one of some ranges of the slab fail with EIO."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int]] = []
+
+    def read(self, fd: int, buffers: Buffers, offset: int) -> int:
+        end = offset + sum(len(buffer) for buffer in buffers)
+        if any(first < end and offset < last for first, last in self.ranges):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, buffers, offset)
+
+
+class KvoffloadDisk:
+    """A `Product`."""
+
+    def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
+        self._path = directory / SLAB_NAME
+        self._layout = Layout(block_bytes, KEY_BYTES, num_blocks)
+        self._files = BadSectors()
+        self.pool = page_aligned(num_blocks, block_bytes)
+        self._tier = DiskTier(
+            directory,
+            self._layout.file_bytes + LOCK_FILE_BYTES,
+            block_bytes,
+            key_bytes=KEY_BYTES,
+            fingerprint=model,
+            files=self._files,
+        )
+
+    def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
+        jobs: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+        stored = [False] * len(numbers)
+        for part in parts(len(numbers), blocks_per_job):
+            rows = np.arange(part.start, part.stop)
+            job, taken = self._tier.submit_write(_keys(numbers[part.start : part.stop]), self.pool, rows)
+            if job != NO_JOB:
+                jobs[job] = rows[taken]
+        self._collect(jobs, stored)
+        return stored
+
+    def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
+        jobs: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+        loaded = [False] * len(numbers)
+        for part in parts(len(numbers), blocks_per_job):
+            keys = _keys(numbers[part.start : part.stop])
+            rows = np.arange(part.start, part.stop)[self._tier.contains(keys)]
+            if len(rows):
+                jobs[self._tier.submit_read(_keys([numbers[row] for row in rows]), self.pool, rows)] = rows
+        self._collect(jobs, loaded)
+        return loaded
+
+    def _collect(
+        self, jobs: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]], outcomes: list[bool]
+    ) -> None:
+        left = set(jobs)
+
+        def poll() -> None:
+            for result in self._tier.finished():
+                left.discard(result.job)
+                for row, ok in zip(jobs[result.job].tolist(), result.ok.tolist(), strict=True):
+                    outcomes[row] = ok
+
+        until_ended(left, poll)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        self._tier.delete(_keys(numbers))
+        self._tier.drain(60.0)
+
+    def places(self, numbers: Sequence[int]) -> dict[int, Place]:
+        """By the headers in the slab; of several with one key the newest."""
+        wanted = {key(number): number for number in numbers}
+        dtype = header_dtype(KEY_BYTES)
+        newest: dict[int, int] = {}
+        found: dict[int, Place] = {}
+        with open(self._path, "rb") as slab:
+            for slot in range(self._layout.num_slots):
+                offset = self._layout.slot_offset(slot)
+                slab.seek(offset)
+                header = np.frombuffer(slab.read(dtype.itemsize), dtype)[0]
+                number = wanted.get(header["key"].tobytes()[:KEY_BYTES])
+                if number is not None and int(header["generation"]) > newest.get(number, 0):
+                    newest[number] = int(header["generation"])
+                    payload = offset + PAGE_BYTES
+                    end = payload + self._layout.block_bytes
+                    found[number] = Place(str(self._path), offset, dtype.itemsize, payload, end)
+        return found
+
+    def records(self) -> list[Place]:
+        """Every page of checkpoints and log that is in use."""
+        pages = []
+        with open(self._path, "rb") as slab:
+            for offset in range(2 * PAGE_BYTES, self._layout.slots_offset, PAGE_BYTES):
+                slab.seek(offset)
+                if any(page := slab.read(PAGE_BYTES)):
+                    used = len(page.rstrip(b"\0"))
+                    pages.append(Place(str(self._path), offset, used, offset + used, offset + used))
+        return pages
+
+    def make_unreadable(self, places: Sequence[Place]) -> None:
+        self._files.ranges += [(place.offset, place.end) for place in places]
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def _keys(numbers: Sequence[int]) -> Keys:
+    return Keys.pack([key(number) for number in numbers], KEY_BYTES)
+
+
+ADAPTERS = {
+    "kvoffload": Adapter(
+        version("kvoffload"), "`DiskTier`, defaults: a slab, synced before a write is reported", KvoffloadDisk
+    )
+}

@@ -1,0 +1,338 @@
+"""What is done to a tier, and what it then serves.
+
+A scene opens the product, lets it write, damages what it has written, and asks for every block: in the same
+life (`running`), or of a second one (`reopened`). Each life is a process of its own, so that a crash is an
+answer and not the end. Every block is a request of its own: a bad one must not cost its neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from peers.contract import Adapter, Product, content
+from peers.damage import DAMAGE, Victims, read_bytes
+
+Row: TypeAlias = dict[str, Any]
+Life: TypeAlias = Callable[[], Any]
+Isolation: TypeAlias = Callable[[Life], tuple[Any, str]]
+"""Lives a life; what it came to, and why it ended early, or nothing."""
+
+MODEL, OTHER_MODEL = "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B"
+NUM_BLOCKS, NUM_DAMAGED, BLOCK_BYTES = 32, 16, 65536
+MODES = ("running", "reopened")
+LIFE_TIMEOUT_S = 120
+_POISON = 0xA5
+OTHER_OPENS, FULL, KILLED = "opened for another model", "full disk", "writer killed (kill -9)"
+KINDS = (*DAMAGE, OTHER_OPENS, FULL, KILLED)
+
+
+class ScenesError(Exception):
+    """A scene cannot be set up here."""
+
+
+# ---- lives
+
+
+def forked(life: Life) -> tuple[Any, str]:
+    """Live in a child process. Its result has to be JSON."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(read_end)
+            signal.alarm(LIFE_TIMEOUT_S)
+            with os.fdopen(write_end, "w") as out:
+                json.dump(inline(life), out)
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return None, "hung" if name == "SIGALRM" else f"crashed: {name}"
+    result, why = json.loads(text)
+    return result, why
+
+
+def inline(life: Life) -> tuple[Any, str]:
+    """Live in this process."""
+    try:
+        return life(), ""
+    except Exception as error:
+        traceback.print_exc()
+        return None, f"raised {type(error).__name__}: {error}"
+
+
+def write(product: Product, numbers: Sequence[int], model: str, version: int = 1) -> list[int]:
+    """The blocks that the product says it has stored."""
+    for row, number in enumerate(numbers):
+        product.pool[row] = content(number, model, version, product.pool.shape[1])
+    stored = product.write(numbers, 1)
+    return [number for number, ok in zip(numbers, stored, strict=True) if ok]
+
+
+def ask(product: Product, numbers: Sequence[int], model: str, version: int = 1) -> list[str]:
+    """For each block: ``right``, ``wrong`` or ``missed``."""
+    product.pool[:] = _POISON
+    outcomes = []
+    for row, served in enumerate(product.read(numbers, 1)):
+        right = (product.pool[row] == content(numbers[row], model, version, product.pool.shape[1])).all()
+        outcomes.append(("right" if right else "wrong") if served else "missed")
+    return outcomes
+
+
+def summary(
+    kind: str,
+    mode: str,
+    asked: Sequence[int],
+    damaged: Sequence[int],
+    outcomes: Sequence[str] | None,
+    why: str,
+) -> Row:
+    """One row: what was served of the damaged blocks, and what of the others was lost."""
+    hit = set(damaged)
+    pairs = list(zip(asked, outcomes or [], strict=bool(outcomes)))
+    of_damaged = [outcome for number, outcome in pairs if number in hit]
+    of_others = [outcome for number, outcome in pairs if number not in hit]
+    return {
+        "kind": kind,
+        "mode": mode,
+        "damaged": len(hit),
+        "right": of_damaged.count("right"),
+        # Of any block: damage to one must not make another one wrong.
+        "wrong": of_damaged.count("wrong") + of_others.count("wrong"),
+        "missed": of_damaged.count("missed") if outcomes else len(hit),
+        "others_lost": of_others.count("missed"),
+        "ended": why,
+    }
+
+
+# ---- scenes
+
+
+def play_damage(
+    adapter: Adapter, kind: str, mode: str, directory: Path, seed: int, isolation: Isolation
+) -> Row | None:
+    """One kind of damage; None where there is nothing of that kind to damage."""
+    numbers, stale = list(range(NUM_BLOCKS)), kind == "an older version in its place"
+    version = 2 if stale else 1
+    # The medium may give an error at any time: the one that reads has to meet it.
+    at_read = kind == "unreadable"
+
+    def harm(product: Product, saved: dict[int, bytes]) -> Any:
+        chance = random.Random(f"{seed} {kind}")
+        chosen = sorted(chance.sample(numbers, NUM_DAMAGED))
+        places = product.places(numbers)
+        if len(places) < NUM_BLOCKS:
+            raise ScenesError(f"{NUM_BLOCKS - len(places)} blocks were not written")
+        return DAMAGE[kind](Victims(product, places, product.records(), chosen, saved, chance))
+
+    def first_life() -> Any:
+        product = adapter.open(directory, MODEL, BLOCK_BYTES, NUM_BLOCKS)
+        saved: dict[int, bytes] = {}
+        if stale:
+            write(product, numbers, MODEL)
+            saved = {number: read_bytes(place) for number, place in product.places(numbers).items()}
+            product.forget(numbers)
+        if kind == "another model's block in its place":
+            saved = _blocks_of_another(adapter, directory.with_name(directory.name + "-other"), numbers)
+        write(product, numbers, MODEL, version)
+        if mode == "running":
+            damaged = harm(product, saved)
+            outcomes = None if damaged is None else ask(product, numbers, MODEL, version)
+            product.close()
+        else:
+            product.close()
+            damaged, outcomes = ([] if at_read else harm(product, saved)), None
+        return damaged, outcomes
+
+    def second_life() -> Any:
+        product = adapter.open(directory, MODEL, BLOCK_BYTES, NUM_BLOCKS)
+        found = harm(product, {}) if at_read else []
+        outcomes = ask(product, numbers, MODEL, version)
+        product.close()
+        return found, outcomes
+
+    lived, why = isolation(first_life)
+    if lived is None:
+        return summary(kind, mode, numbers, numbers, None, why)
+    damaged, outcomes = lived
+    if damaged is None:
+        return None
+    if mode == "reopened":
+        lived, why = isolation(second_life)
+        found, outcomes = lived or ([], None)
+        damaged = damaged or found or numbers
+    return summary(kind, mode, numbers, damaged, outcomes, why)
+
+
+def _blocks_of_another(adapter: Adapter, directory: Path, numbers: list[int]) -> dict[int, bytes]:
+    """The same keys' blocks as another model's instance writes them."""
+    directory.mkdir()
+    product = adapter.open(directory, OTHER_MODEL, BLOCK_BYTES, NUM_BLOCKS)
+    write(product, numbers, OTHER_MODEL)
+    saved = {number: read_bytes(place) for number, place in product.places(numbers).items()}
+    product.close()
+    return saved
+
+
+def play_other_opens(adapter: Adapter, directory: Path, isolation: Isolation) -> Row:
+    """A second life for another model asks for the keys that the first one has written."""
+    numbers = list(range(NUM_BLOCKS))
+
+    def life(model: str) -> Any:
+        product = adapter.open(directory, model, BLOCK_BYTES, NUM_BLOCKS)
+        outcomes = write(product, numbers, model) if model == MODEL else ask(product, numbers, model)
+        product.close()
+        return outcomes
+
+    isolation(lambda: life(MODEL))
+    outcomes, why = isolation(lambda: life(OTHER_MODEL))
+    return summary(OTHER_OPENS, "reopened", numbers, numbers, outcomes, why)
+
+
+def play_full(adapter: Adapter, directory: Path, isolation: Isolation) -> Row:
+    """The file system fills up, all but a quarter of what is to be written, while the product runs."""
+    numbers = list(range(NUM_BLOCKS))
+    size = 2 * NUM_BLOCKS * BLOCK_BYTES + (16 << 20)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        raise ScenesError("mounting a small tmpfs is not allowed here")
+    inside = directory / "tier"
+    inside.mkdir()
+
+    def first_life() -> Any:
+        product = adapter.open(inside, MODEL, BLOCK_BYTES, NUM_BLOCKS)
+        free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
+        (directory / "filler").write_bytes(bytes(free - NUM_BLOCKS * BLOCK_BYTES // 4))
+        stored = write(product, numbers, MODEL)
+        product.close()
+        return stored
+
+    def second_life() -> Any:
+        product = adapter.open(inside, MODEL, BLOCK_BYTES, NUM_BLOCKS)
+        outcomes = ask(product, numbers, MODEL)
+        product.close()
+        return outcomes
+
+    try:
+        stored, why = isolation(first_life)
+        outcomes, later = isolation(second_life)
+        row = summary(FULL, "reopened", numbers, numbers, outcomes, why or later)
+        row["acknowledged_and_lost"] = _lost(stored, numbers, outcomes)
+        return row
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def play_killed(adapter: Adapter, directory: Path, seed: int, rounds: int) -> Row:
+    """A writer is killed at a random moment of a random batch; what does the next life serve?"""
+    chance, total = random.Random(f"{seed} killed"), None
+    for number in range(rounds):
+        place = directory / str(number)
+        place.mkdir()
+        row = _kill_once(adapter, place, chance)
+        if total is None:
+            total = row
+        else:
+            for name in ("damaged", "right", "wrong", "missed", "acknowledged_and_lost", "left_behind"):
+                total[name] += row[name]
+            total["ended"] = total["ended"] or row["ended"]
+        shutil.rmtree(place)
+    assert total is not None
+    return total
+
+
+def _kill_once(adapter: Adapter, directory: Path, chance: random.Random) -> Row:
+    batch, batches, block_bytes = 4, 8, 16 * BLOCK_BYTES
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        signal.alarm(LIFE_TIMEOUT_S)
+        with os.fdopen(write_end, "w", buffering=1) as out:
+            product = adapter.open(directory, MODEL, block_bytes, batch * batches)
+            for start in range(0, batch * batches, batch):
+                print(json.dumps({"begun": start + batch}), file=out)
+                print(json.dumps({"stored": write(product, range(start, start + batch), MODEL)}), file=out)
+        os._exit(0)
+    os.close(write_end)
+    begun, last = 0, batch * chance.randint(1, batches)
+    stored: list[int] = []
+    with os.fdopen(read_end) as told:
+        for line in told:
+            event = json.loads(line)
+            stored += event.get("stored", [])
+            begun = event.get("begun", begun)
+            if begun == last:
+                break
+        # A batch takes about as long; what it says after this is lost, as with any acknowledgement.
+        time.sleep(chance.uniform(0, 0.03))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    numbers = list(range(begun))
+
+    def second_life() -> Any:
+        product = adapter.open(directory, MODEL, block_bytes, batch * batches)
+        outcomes = ask(product, numbers, MODEL)
+        product.close()
+        return outcomes
+
+    outcomes, why = forked(second_life)
+    row = summary(KILLED, "reopened", numbers, numbers, outcomes, why)
+    row["acknowledged_and_lost"] = _lost(stored, numbers, outcomes)
+    row["left_behind"] = sum(path.suffix in (".tmp", ".new") for path in directory.rglob("*"))
+    return row
+
+
+def _lost(stored: Sequence[int] | None, numbers: Sequence[int], outcomes: Sequence[str] | None) -> int:
+    """Blocks that the product had said are stored, and then did not serve."""
+    served = {n for n, outcome in zip(numbers, outcomes or [], strict=False) if outcome == "right"}
+    return len(set(stored or []) - served)
+
+
+def play(
+    adapter: Adapter,
+    kind: str,
+    directory: Path,
+    seed: int,
+    *,
+    rounds: int = 10,
+    isolation: Isolation = forked,
+) -> list[Row]:
+    """The rows of one kind; one whose `skipped` says why where it could not be played."""
+    rows: list[Row] = []
+    modes = MODES if kind in DAMAGE else ("reopened",)
+    for mode in modes:
+        if kind == "bits of journal or config file" and mode == "running":
+            continue  # it is read when a tier opens
+        place = directory / mode
+        place.mkdir(parents=True)
+        try:
+            if kind == OTHER_OPENS:
+                row: Row | None = play_other_opens(adapter, place, isolation)
+            elif kind == FULL:
+                row = play_full(adapter, place, isolation)
+            elif kind == KILLED:
+                row = play_killed(adapter, place, seed, rounds)
+            else:
+                row = play_damage(adapter, kind, mode, place, seed, isolation)
+        except ScenesError as error:
+            row = {"kind": kind, "mode": mode, "skipped": str(error)}
+        if row is None:
+            row = {"kind": kind, "mode": mode, "skipped": "has none"}
+        rows.append(row)
+    shutil.rmtree(directory)
+    return rows

@@ -1,0 +1,152 @@
+"""A product that is told what to do, line by line, so that several can take turns.
+
+`serve` runs under the product's own Python and times nothing but the product; `Server` is the other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from peers.contract import Adapter, Place
+
+JOBS = 16
+"""That a batch is handed over in, as by as many requests."""
+SYNC_THREADS = 16
+"""As many as vLLM's tier writes with."""
+
+
+def serve(adapter: Adapter, out: IO[str]) -> None:
+    """Answer each line of stdin with the seconds that it took.
+
+    ``open DIRECTORY BLOCK_BYTES NUM_BLOCKS`` comes first and once more for another size; then ``write``,
+    ``read``, ``fsync`` and ``syncfs``, each of which is about all blocks.
+    """
+    tier: _Tier | None = None
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "open":
+            if tier is not None:
+                tier.product.close()
+            tier = _Tier(adapter, Path(arguments[0]), int(arguments[1]), int(arguments[2]))
+            seconds = 0.0
+        else:
+            assert tier is not None
+            timed = tier.prepared(command)
+            began = time.perf_counter()
+            timed()
+            seconds = time.perf_counter() - began
+        print(json.dumps({"seconds": seconds}), file=out, flush=True)
+    if tier is not None:
+        tier.product.close()
+
+
+class _Tier:
+    """An open tier, full of noise, and what can be done to it in one go."""
+
+    def __init__(self, adapter: Adapter, directory: Path, block_bytes: int, num_blocks: int) -> None:
+        self.product = adapter.open(directory, "model", block_bytes, num_blocks)
+        pool = self.product.pool
+        pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
+        self._directory, self._numbers = directory, list(range(num_blocks))
+        self._per_job = max(1, num_blocks // JOBS)
+
+    def prepared(self, command: str) -> Callable[[], None]:
+        """What is to be timed. What a batch replaces, and what the page cache has, is nobody's time."""
+        places = self.product.places(self._numbers)
+        if command == "write":
+            self.product.forget(list(places))
+            return self._write
+        if command == "read":
+            drop_cached(list(places.values()))
+            return self._read
+        if command == "fsync":
+            return partial(fsync_each, list(places.values()))
+        return partial(syncfs, self._directory)
+
+    def _write(self) -> None:
+        if not all(self.product.write(self._numbers, self._per_job)):
+            raise RuntimeError("not every block was stored")
+
+    def _read(self) -> None:
+        if not all(self.product.read(self._numbers, self._per_job)):
+            raise RuntimeError("not every block was served")
+
+
+def fsync_each(places: Sequence[Place]) -> None:
+    """Every file of these blocks, then every directory that has one."""
+    paths = {place.path for place in places}
+    with ThreadPoolExecutor(SYNC_THREADS) as threads:
+        list(threads.map(_fsync, paths))
+        list(threads.map(_fsync, {os.path.dirname(path) for path in paths}))
+
+
+def _fsync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def syncfs(directory: Path) -> None:
+    """Everything on the file system at once, other processes' as well."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+            raise OSError(ctypes.get_errno(), "syncfs")
+    finally:
+        os.close(fd)
+
+
+def drop_cached(places: Sequence[Place]) -> None:
+    """Have the page cache forget the files of these blocks."""
+    for path in {place.path for place in places}:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+class Server:
+    """A child process that runs `serve`."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=environment,
+        )  # fmt: skip
+
+    def do(self, command: str) -> float:
+        """Seconds that it took. Raises `RuntimeError` when the child has ended."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(command + "\n")
+            self._child.stdin.flush()
+        line = self._child.stdout.readline()
+        while line and "seconds" not in line:
+            line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"it ended with status {self._child.wait()}")
+        return float(json.loads(line)["seconds"])
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
+        self._child.wait()
