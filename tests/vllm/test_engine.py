@@ -110,6 +110,7 @@ def test_metrics_under_vllms_own(engine: Any, expected: Expected) -> None:
         found = REGISTRY.get_sample_value(f"vllm:{name}", label | labels)
         return 0.0 if found is None else found
 
+    assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]
     engine.forget_device()
     before = {name: value(name) for name in ("kvoffload_hit_blocks_total", "kv_offload_load_bytes_total")}
     assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]

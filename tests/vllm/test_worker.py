@@ -176,6 +176,7 @@ def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
     layout = Layout.of(source, 1)
     pool = make_pool(tmp_path, layout)
     one = worker.KVOffloadWorker(pool, 0, copies.HostCopies(source, layout, pool.part(0)), seal=False)
+    one.failures_are_named = True
     good = specs.SlotsSpec(np.array([4], np.int32))
     absent, short = specs.SlotsSpec(np.array([-1], np.int32)), specs.SlotsSpec(np.array([4, 5], np.int32))
     block = base.GPULoadStoreSpec([3], [1, 0, 0], [0, 0, 0])

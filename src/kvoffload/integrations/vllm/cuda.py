@@ -6,7 +6,6 @@ cross the bus is theirs (``vllm/v1/kv_offload/cpu/gpu_worker.py``), reviewed aga
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +15,10 @@ from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
 
 from kvoffload.integrations.vllm.copies import Copied
 from kvoffload.integrations.vllm.layout import Layout
+from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.specs import SlotsSpec
 from kvoffload.transfer.cuda import tensor_over
-
-logger = logging.getLogger("vllm.kvoffload")
 
 PIN_AT_ONCE_BYTES = 64 * 2**30
 """Drivers refuse to pin more in one call."""

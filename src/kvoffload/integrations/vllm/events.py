@@ -14,8 +14,8 @@ from kvoffload.types import LookupResult
 class Events:
     """What came and went, between two questions of vLLM's.
 
-    After a reset everything has left. vLLM describes blocks by what it noted when it offered them, and forgets
-    its note when the block leaves; it would forget that of a block which is stored again before it asks. So of
+    After a reset everything has left. vLLM describes a block by what it noted when it offered it, and
+    forgets its note when the block leaves: also that of a block which is stored again before vLLM asks. So of
     such a block only the return is told.
     """
 

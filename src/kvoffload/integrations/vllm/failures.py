@@ -6,23 +6,45 @@ again whose load is named as failed. This names it.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
+from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
 
-logger = logging.getLogger("vllm.kvoffload")
 
-
-def name_failed_loads(connector: Any, worker: KVOffloadWorker) -> None:
-    """From now on the results of `connector` name the requests whose loads `worker` could not do.
+def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
+    """From now on the results of this process's connector name the requests whose loads have failed.
 
     What follows is vLLM's ``kv_load_failure_policy``: ``recompute``, which we want, or ``fail``, vLLM's
     default, with which such a request ends with an error. The engine lives either way.
+
+    Args:
+        group: the connector of the process, or one that combines several.
+        spec: the specification that made the worker; it tells which connector is ours.
+
+    Returns whether there is a connector that can be told. If not, a failed load is reported as such, and the
+    engine stops rather than compute with what has not arrived.
     """
-    if not hasattr(connector, "get_transfer_results"):
-        _name_failed_blocks(connector, worker)
-        return
+    connectors = [group, *getattr(group, "_connectors", ())]
+    sides = [getattr(one, "connector_worker", None) for one in connectors]
+    ours = [one for one, side in zip(connectors, sides, strict=True) if getattr(side, "spec", None) is spec]
+    if not ours:
+        logger.warning("kvoffload: this engine cannot be told of a load that fails: it would stop")
+        return False
+    (connector,) = ours
+    if connector._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kvoffload: a request whose load fails ends with an error; with "
+            '"kv_load_failure_policy": "recompute" it is computed instead'
+        )
+    if hasattr(connector, "get_transfer_results"):
+        _name_requests(connector, worker)
+    else:
+        _name_blocks(connector, worker)
+    return True
+
+
+def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
     results_of = connector.get_transfer_results
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
@@ -36,7 +58,7 @@ def name_failed_loads(connector: Any, worker: KVOffloadWorker) -> None:
     connector.get_transfer_results = get_transfer_results
 
 
-def _name_failed_blocks(connector: Any, worker: KVOffloadWorker) -> None:
+def _name_blocks(connector: Any, worker: KVOffloadWorker) -> None:
     """The same for vLLM before 0.30, which asks for the engine's blocks that did not arrive."""
     blocks: dict[int, list[int]] = {}
     submit = worker.submit_load

@@ -8,7 +8,6 @@ reach the engine.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from kvoffload.core.keys import Keys
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.events import Events
 from kvoffload.integrations.vllm.inflight import InFlight
+from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
 from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
@@ -33,7 +33,6 @@ from kvoffload.types import LoadPlan, LookupResult, StorePlan
 
 T = TypeVar("T")
 Method = Callable[..., T]
-logger = logging.getLogger("vllm.kvoffload")
 
 USUAL_KEY_BYTES = 36
 """A SHA-256 and the number of the KV group. If the engine hashes otherwise, its first key shows it."""
@@ -100,6 +99,7 @@ class KVOffloadManager(OffloadingManager):
     ) -> None:
         self.broken = False
         self.num_lost = 0
+        self.num_damaged = 0
         self.metrics = Metrics()
         self._events = Events()
         self._options, self._pool = options, pool
@@ -328,7 +328,10 @@ class KVOffloadManager(OffloadingManager):
 
     def _on_damage(self, key: bytes) -> None:
         self.metrics.counts["verification_failures"] += 1
-        logger.error("kvoffload: block %s is not what was stored; it is computed again", key.hex())
+        self.num_damaged += 1
+        if is_worth_a_line(self.num_damaged):
+            text = "kvoffload: block %s is not what was stored, it is computed again (block %d of this kind)"
+            logger.error(text, key.hex(), self.num_damaged)
 
 
 def path_of(req_context: Any) -> list[bytes]:

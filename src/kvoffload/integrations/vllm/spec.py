@@ -5,7 +5,6 @@ Owns how the scheduler's and the worker's side are put together. Everything else
 
 from __future__ import annotations
 
-import logging
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.copies import copies_for
 from kvoffload.integrations.vllm.failures import name_failed_loads
 from kvoffload.integrations.vllm.layout import Layout
+from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.metrics import definitions
 from kvoffload.integrations.vllm.options import ALWAYS, parse_options
@@ -23,8 +23,6 @@ from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.versions import check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
 from kvoffload.types import ON_DEVICE_EVICTION
-
-logger = logging.getLogger("vllm.kvoffload")
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
 """Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
@@ -77,7 +75,7 @@ class KVOffloadSpec(OffloadingSpec):
             part = 0 if self.facts.replicated else self.facts.rank
             copies = copies_for(kv_caches, layout, pool, part)
             self._worker = KVOffloadWorker(pool, part, copies, seal=self.options.verify == ALWAYS)
-            _name_failed_loads_of_this_process(self._worker)
+            self._worker.failures_are_named = name_failed_loads(_connector(), self, self._worker)
         return self._worker
 
     def _attach(self, member: int, part_bytes: int) -> SharedPool:
@@ -101,8 +99,8 @@ class KVOffloadSpec(OffloadingSpec):
         )
 
 
-def _name_failed_loads_of_this_process(worker: KVOffloadWorker) -> None:
+def _connector() -> Any:
+    """vLLM's connector of this worker's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if has_kv_transfer_group():
-        name_failed_loads(get_kv_transfer_group(), worker)
+    return get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -6,7 +6,6 @@ not know keys, only their digests.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +15,9 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from kvoffload.integrations.vllm.copies import Copies
+from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.specs import SlotsSpec
-
-logger = logging.getLogger("vllm.kvoffload")
 
 
 @dataclass
@@ -40,6 +38,10 @@ class KVOffloadWorker(OffloadingWorker):
 
     Args:
         seal: whether to take checksums of what was stored.
+
+    Attributes:
+        failures_are_named: somebody calls `take_failed_loads`. If not, a failed load is reported as failed.
+        num_failed: jobs that failed.
     """
 
     def __init__(self, pool: SharedPool, part: int, copies: Copies, *, seal: bool) -> None:
@@ -47,6 +49,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-seal") if seal else None
         self._jobs: dict[int, _Job] = {}
         self._failed_loads: set[int] = set()
+        self.failures_are_named = False
         self.num_failed = 0
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
@@ -127,16 +130,15 @@ class KVOffloadWorker(OffloadingWorker):
 
     def _fail(self, job_id: int, job: _Job, error: BaseException) -> None:
         self.num_failed += 1
-        kind = "store" if job.is_store else "load"
-        logger.error(
-            "kvoffload: a %s of %d blocks failed, they will be computed again: %s: %s",
-            kind, len(job.slots.block_ids), type(error).__name__, error,
-        )  # fmt: skip
+        if is_worth_a_line(self.num_failed):
+            kind, count = "store" if job.is_store else "load", len(job.slots.block_ids)
+            text = "kvoffload: a %s of %d blocks failed, they are computed again (failure %d): %s: %s"
+            logger.error(text, kind, count, self.num_failed, type(error).__name__, error)
         slots = job.slots.block_ids
         self._pool.failed[self._part, slots[slots >= 0]] = 1
         if not job.is_store:
             self._failed_loads.add(job_id)
-        job.result = TransferResult(job_id, True)
+        job.result = TransferResult(job_id, job.is_store or self.failures_are_named)
 
     def _seal(self, slots: SlotsSpec, result: TransferResult) -> TransferResult:
         """Take the checksums of this worker's part of the slots, as they are now."""
