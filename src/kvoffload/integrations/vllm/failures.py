@@ -73,5 +73,5 @@ def _name_blocks(connector: Any, worker: KVOffloadWorker) -> None:
             del blocks[job_id]
         return failed
 
-    worker.submit_load = submit_load  # type: ignore[method-assign]
+    worker.submit_load = submit_load  # type: ignore[method-assign, assignment]
     connector.get_block_ids_with_load_errors = get_block_ids_with_load_errors
