@@ -1,6 +1,6 @@
 """A real vLLM engine replays a cut of a recorded trace: without offloading, with vLLM's manager, with ours.
 
-    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--ram-blocks 100] [--longest 32]
+    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--longest 32]
 
 The cut: of the second half of the agentic recording the first 300 requests of 16 sessions that run side by
 side, each cut to its first 32 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
