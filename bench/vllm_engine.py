@@ -1,6 +1,6 @@
 """A real vLLM engine replays a cut of a recorded trace: without offloading, with vLLM's manager, with ours.
 
-    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--ram-blocks 100]
+    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--longest 32]
 
 The cut: of the second half of the agentic recording the first 300 requests of 16 sessions that run side by
 side, each cut to its first 32 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_TOKENS, VOCABULARY, ANSWER_TOKENS, AT_ONCE = 32, 1024, 4, 2
-SESSIONS, LONGEST = 16, 32
+SESSIONS = 16
 
 _OURS = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm"}
 _NATIVE = {"spec_name": "NativeOnCPU", "spec_module_path": "vllm_native"}
@@ -53,7 +53,7 @@ KEYED = {"ours lru, key by key": _OURS | {"policy": "lru"}}
 BASE = "vLLM lru"
 
 
-def cut(path: Path, requests: int) -> list[list[int]]:
+def cut(path: Path, requests: int, longest: int) -> list[list[int]]:
     """Block numbers of each request."""
     with lzma.open(path, "rt") as lines:
         rows = [json.loads(line) for line in lines]
@@ -65,7 +65,7 @@ def cut(path: Path, requests: int) -> list[list[int]]:
             continue
         if row["session"] not in sessions and len(sessions) < SESSIONS:
             sessions.append(row["session"])
-        blocks = row["hash_ids"][: min(LONGEST, row["input_length"] // 512)]
+        blocks = row["hash_ids"][: min(longest, row["input_length"] // 512)]
         if row["session"] in sessions and blocks:
             taken.append(blocks)
         if len(taken) == requests:
@@ -123,16 +123,16 @@ _CALLS = (
 class Side:
     """One engine that replays slices, and what is measured."""
 
-    def __init__(self, model: Path, offload: dict[str, Any] | None, gpu_blocks: int, ram_blocks: int) -> None:
+    def __init__(self, model: Path, offload: dict[str, Any] | None, options: argparse.Namespace) -> None:
         settings: dict[str, Any] = {
             "block_size": BLOCK_TOKENS,
-            "num_gpu_blocks_override": gpu_blocks + 1,
-            "max_model_len": LONGEST * BLOCK_TOKENS + 64,
-            "max_num_batched_tokens": 512,
+            "num_gpu_blocks_override": options.gpu_blocks + 1,
+            "max_model_len": options.longest * BLOCK_TOKENS + 64,
+            "max_num_batched_tokens": 8 * BLOCK_TOKENS,
         }
         if offload is not None:
             connector = offload.pop("connector", False)
-            offload["cpu_bytes_to_use"] = ram_blocks * self._block_bytes()
+            offload["cpu_bytes_to_use"] = options.ram_blocks * self._block_bytes()
             settings["connector"] = connector
         self.engine = tiny().Engine(model, offload, **settings)
         self.offloads = offload is not None
@@ -224,10 +224,10 @@ def serve(options: argparse.Namespace) -> None:
     """Replay what the parent asks for: a line in, a line out."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    prompts = [prompt_of(blocks) for blocks in cut(options.trace, options.requests)]
+    prompts = [prompt_of(blocks) for blocks in cut(options.trace, options.requests, options.longest)]
     offload = (SIDES | KEYED)[options.side]
-    side = Side(options.model, dict(offload) if offload else None, options.gpu_blocks, options.ram_blocks)
-    side.replay("warm-up", [prompt_of(list(range(-20, 0))) for _ in range(3)])
+    side = Side(options.model, dict(offload) if offload else None, options)
+    side.replay("warm-up", [prompt_of(list(range(-5, 0))) for _ in range(3)])
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         round_number, start, stop = json.loads(line)
@@ -254,7 +254,7 @@ class Process:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *sys.path[1:]]),
         }
         arguments = [sys.executable, __file__, "--side", side, "--model", str(model)]
-        for name in ("trace", "requests", "gpu_blocks", "ram_blocks"):
+        for name in ("trace", "requests", "longest", "gpu_blocks", "ram_blocks"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
@@ -310,7 +310,7 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 for name in random.Random(start).sample(names, len(names)):
                     stop = min(start + options.slice, options.requests)
                     took[name].append(engines[name].replay(round_number, start, stop))
-            print(f"round {round_number + 1} of {options.rounds}", file=sys.stderr)
+                    print(f"round {round_number + 1}, {stop}: {name}", file=sys.stderr)
         for engine in engines.values():
             engine.end()
     return took
@@ -375,6 +375,7 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--longest", type=int, default=32, help="blocks of a request that are kept")
     parser.add_argument("--gpu-blocks", type=int, default=100)
     parser.add_argument("--ram-blocks", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)

@@ -31,25 +31,31 @@ class Worker:
         return self.jobs
 
 
+SPEC = object()
+
+
+def connector_with(**more: Any) -> Any:
+    """One of vLLM's, whose worker's side is ours."""
+    return SimpleNamespace(
+        connector_worker=SimpleNamespace(_load_jobs={4: "a", 5: "b"}, spec=SPEC),
+        _vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute")),
+        **more,
+    )
+
+
 def test_since_0_30_requests_are_named() -> None:
     worker: Any = Worker()
     results = SimpleNamespace(failed_recving=set())
-    spec = object()
-    connector = SimpleNamespace(
-        connector_worker=SimpleNamespace(spec=spec, _load_jobs={4: "a", 5: "b"}),
-        get_transfer_results=lambda finished: results,
-        _vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute")),
-    )
-    assert name_failed_loads(connector, spec, worker)
+    connector = connector_with(get_transfer_results=lambda finished: results)
+    assert name_failed_loads(connector, SPEC, worker)
     worker.failed = {5, 9}
     assert connector.get_transfer_results(set()).failed_recving == {"b"}
 
 
 def test_before_0_30_blocks_are_named() -> None:
     worker: Any = Worker()
-    spec = object()
-    connector: Any = SimpleNamespace(connector_worker=SimpleNamespace(spec=spec))
-    assert name_failed_loads(connector, spec, worker)
+    connector = connector_with()
+    assert name_failed_loads(connector, SPEC, worker)
     for job in (1, 2, 3):
         assert worker.submit_load(job, None, SimpleNamespace(block_ids=[10 * job, 10 * job + 1]))
     worker.failed = {2}

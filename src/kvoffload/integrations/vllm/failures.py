@@ -32,14 +32,19 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
         logger.warning("kvoffload: this engine cannot be told of a load that fails: it would stop")
         return False
     (connector,) = ours
-    if not hasattr(connector, "get_transfer_results"):
-        _name_failed_blocks(connector, worker)
-        return True
     if connector._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         logger.warning(
             "kvoffload: a request whose load fails ends with an error; with "
             '"kv_load_failure_policy": "recompute" it is computed instead'
         )
+    if hasattr(connector, "get_transfer_results"):
+        _name_requests(connector, worker)
+    else:
+        _name_blocks(connector, worker)
+    return True
+
+
+def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
     results_of = connector.get_transfer_results
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
@@ -51,10 +56,9 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
         return results
 
     connector.get_transfer_results = get_transfer_results
-    return True
 
 
-def _name_failed_blocks(connector: Any, worker: KVOffloadWorker) -> None:
+def _name_blocks(connector: Any, worker: KVOffloadWorker) -> None:
     """The same for vLLM before 0.30, which asks for the engine's blocks that did not arrive."""
     blocks: dict[int, list[int]] = {}
     submit = worker.submit_load

@@ -9,13 +9,13 @@ what is left: how a specification is told of its engine, and what an event calls
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm.logs import logger
 
 OLDEST, NEWEST = (0, 25), (0, 33)
 """The minor versions whose interfaces we know. 0.32 is the one that the tests run."""
@@ -32,8 +32,6 @@ _PARALLEL_0_25 = (
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
 )
-
-_log = logging.getLogger("vllm.kvoffload")
 
 
 @dataclass(frozen=True)
@@ -151,11 +149,11 @@ def check_version(version: str, since: tuple[int, int] = OLDEST, what: str = "kv
     found = minor(version)
     known = f"{_text(since)} to {_text(NEWEST)}"
     if found is None:
-        _log.warning("kvoffload: vLLM %s has no number; known versions are %s", version, known)
+        logger.warning("kvoffload: vLLM %s has no number; known versions are %s", version, known)
     elif found < since:
         raise ConfigError("vllm", version, f"{what} needs vLLM {known}")
     elif found > NEWEST:
-        _log.warning("kvoffload: vLLM %s is newer than any that was tested; those are %s", version, known)
+        logger.warning("kvoffload: vLLM %s is newer than any that was tested; those are %s", version, known)
 
 
 def _text(version: tuple[int, int]) -> str:
