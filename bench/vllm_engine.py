@@ -1,9 +1,9 @@
 """A real vLLM engine replays a cut of a recorded trace: without offloading, with vLLM's manager, with ours.
 
-    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--ram-blocks 200]
+    KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_engine.py [--rounds 3] [--longest 32]
 
 The cut: of the second half of the agentic recording the first 300 requests of 16 sessions that run side by
-side, each cut to its first 64 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
+side, each cut to its first 32 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
 tokens), whose token ids follow from its number; so what is shared stays shared. The model is the tiny one of
 tests/vllm, on one core.
 
@@ -12,12 +12,13 @@ wait: the machine's mood hits all alike. Ratios are to vLLM's LRU, of the same s
 medians of them. Hits are the same in every round but for what transfers under way leave to chance.
 
 `manager` is time in calls of the offloading manager, all of them, on the scheduler's thread; `lookup` is the
-time that vLLM's connector takes to find out how long a hit is. `--keyed` adds our connector asking key by key.
+time that vLLM's connector takes to find out how long a hit is. `--keyed` adds ours asked key by key.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import lzma
 import os
@@ -33,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_TOKENS, VOCABULARY, ANSWER_TOKENS, AT_ONCE = 32, 1024, 4, 2
-SESSIONS, LONGEST = 16, 64
+SESSIONS = 16
 
 _OURS = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm"}
 _NATIVE = {"spec_name": "NativeOnCPU", "spec_module_path": "vllm_native"}
@@ -52,7 +53,7 @@ KEYED = {"ours lru, key by key": _OURS | {"policy": "lru"}}
 BASE = "vLLM lru"
 
 
-def cut(path: Path, requests: int) -> list[list[int]]:
+def cut(path: Path, requests: int, longest: int) -> list[list[int]]:
     """Block numbers of each request."""
     with lzma.open(path, "rt") as lines:
         rows = [json.loads(line) for line in lines]
@@ -64,7 +65,7 @@ def cut(path: Path, requests: int) -> list[list[int]]:
             continue
         if row["session"] not in sessions and len(sessions) < SESSIONS:
             sessions.append(row["session"])
-        blocks = row["hash_ids"][: min(LONGEST, row["input_length"] // 512)]
+        blocks = row["hash_ids"][: min(longest, row["input_length"] // 512)]
         if row["session"] in sessions and blocks:
             taken.append(blocks)
         if len(taken) == requests:
@@ -79,6 +80,12 @@ def prompt_of(blocks: list[int]) -> list[int]:
         rng = random.Random(block)
         prompt += [rng.randrange(2, VOCABULARY) for _ in range(BLOCK_TOKENS)]
     return prompt
+
+
+def tiny() -> Any:
+    """The model and the engine of tests/vllm."""
+    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+    return importlib.import_module("conftest")
 
 
 # ---- one engine, in a process of its own
@@ -107,29 +114,28 @@ class Clock:
 
 
 _CALLS = (
-    "lookup lookup_prefix prepare_load complete_load prepare_store complete_store store_dropped keep_dropped "
-    "touch on_new_request on_request_finished on_schedule_end take_events get_load_source get_stats"
-).split()
+    *("lookup", "lookup_prefix", "prepare_load", "complete_load", "prepare_store", "complete_store"),
+    *("store_dropped", "keep_dropped", "touch", "on_new_request", "on_request_finished"),
+    *("on_schedule_end", "take_events", "get_load_source", "get_stats"),
+)
 
 
 class Side:
     """One engine that replays slices, and what is measured."""
 
-    def __init__(self, model: Path, offload: dict[str, Any] | None, gpu_blocks: int, ram_blocks: int) -> None:
-        sys.path.insert(0, str(ROOT / "tests" / "vllm"))
-        from conftest import Engine
-
+    def __init__(self, model: Path, offload: dict[str, Any] | None, options: argparse.Namespace) -> None:
         settings: dict[str, Any] = {
             "block_size": BLOCK_TOKENS,
-            "num_gpu_blocks_override": gpu_blocks + 1,
-            "max_model_len": LONGEST * BLOCK_TOKENS + 64,
-            "max_num_batched_tokens": 512,
+            "num_gpu_blocks_override": options.gpu_blocks + 1,
+            "max_model_len": options.longest * BLOCK_TOKENS + 64,
+            "max_num_batched_tokens": 8 * BLOCK_TOKENS,
         }
         if offload is not None:
             connector = offload.pop("connector", False)
-            offload["cpu_bytes_to_use"] = ram_blocks * self._block_bytes()
+            offload["cpu_bytes_to_use"] = options.ram_blocks * self._block_bytes()
             settings["connector"] = connector
-        self.engine = Engine(model, offload, **settings)
+        self.engine = tiny().Engine(model, offload, **settings)
+        self.offloads = offload is not None
         self.hits: dict[str, tuple[int, int]] = {}
         self.manager, self.lookup = Clock(), Clock()
         if offload is not None:
@@ -139,9 +145,8 @@ class Side:
 
     @staticmethod
     def _block_bytes() -> int:
-        from conftest import LLAMA
-
-        heads = LLAMA["num_key_value_heads"] * LLAMA["head_dim"] * LLAMA["num_hidden_layers"]
+        llama = tiny().LLAMA
+        heads = llama["num_key_value_heads"] * llama["head_dim"] * llama["num_hidden_layers"]
         return int(2 * 2 * heads * BLOCK_TOKENS)
 
     def _watch(self, scheduler: Any) -> None:
@@ -175,7 +180,9 @@ class Side:
         """Serve these prompts, `AT_ONCE` at a time; what it took."""
         from vllm import SamplingParams
 
-        llm, waiting, sent, first = self.engine.llm.llm_engine, list(enumerate(prompts)), {}, {}
+        llm, waiting = self.engine.llm.llm_engine, list(enumerate(prompts))
+        sent: dict[str, float] = {}
+        first: dict[str, float] = {}
         sampling = SamplingParams(
             temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False
         )
@@ -196,7 +203,8 @@ class Side:
                 if output.finished:
                     running.discard(output.request_id)
         seconds = time.perf_counter() - start
-        self.engine.drain() if hasattr(self.engine.core.scheduler.connector, "connector_scheduler") else None
+        if self.offloads:
+            self.engine.drain()
         return {
             "seconds": seconds,
             "tokens": sum(map(len, prompts)),
@@ -216,16 +224,18 @@ def serve(options: argparse.Namespace) -> None:
     """Replay what the parent asks for: a line in, a line out."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    prompts = [prompt_of(blocks) for blocks in cut(options.trace, options.requests)]
+    prompts = [prompt_of(blocks) for blocks in cut(options.trace, options.requests, options.longest)]
     offload = (SIDES | KEYED)[options.side]
-    side = Side(options.model, dict(offload) if offload else None, options.gpu_blocks, options.ram_blocks)
-    side.replay("warm-up", [prompt_of(list(range(-20, 0))) for _ in range(3)])
+    side = Side(options.model, dict(offload) if offload else None, options)
+    side.replay("warm-up", [prompt_of(list(range(-5, 0))) for _ in range(3)])
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         round_number, start, stop = json.loads(line)
         if start == 0:
             side.forget()
-        print(json.dumps(side.replay(f"{round_number}-{start}", prompts[start:stop])), file=answers, flush=True)
+        print(
+            json.dumps(side.replay(f"{round_number}-{start}", prompts[start:stop])), file=answers, flush=True
+        )
 
 
 # ---- all of them
@@ -244,11 +254,16 @@ class Process:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *sys.path[1:]]),
         }
         arguments = [sys.executable, __file__, "--side", side, "--model", str(model)]
-        for name in ("trace", "requests", "gpu_blocks", "ram_blocks"):
+        for name in ("trace", "requests", "longest", "gpu_blocks", "ram_blocks"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
         )
         self.answer()
 
@@ -277,13 +292,14 @@ class Process:
 
 def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Every slice of every round, in turns: side -> what each slice took."""
-    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
-    from conftest import write_llama
-
-    names = [name for name in (SIDES | (KEYED if options.keyed else {})) if not options.only or name in options.only]
+    names = [
+        name
+        for name in (SIDES | (KEYED if options.keyed else {}))
+        if not options.only or name in options.only
+    ]
     took: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as directory:
-        model = write_llama(Path(directory) / "model")
+        model = tiny().write_llama(Path(directory) / "model")
         engines = {}
         for name in names:
             engines[name] = Process(name, model, options)
@@ -294,7 +310,7 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 for name in random.Random(start).sample(names, len(names)):
                     stop = min(start + options.slice, options.requests)
                     took[name].append(engines[name].replay(round_number, start, stop))
-            print(f"round {round_number + 1} of {options.rounds}", file=sys.stderr)
+                    print(f"round {round_number + 1}, {stop}: {name}", file=sys.stderr)
         for engine in engines.values():
             engine.end()
     return took
@@ -334,23 +350,34 @@ def show(rows: list[dict[str, Any]]) -> None:
     print("| side | hit ratio | GPU hit tokens | RAM hit tokens | TTFT p50 / p90 ms | tokens/s | throughput "
           "| TTFT | manager µs/request | lookup µs/request |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|")
+    unknown = float("nan")
     for row in rows:
-        print(
-            f"| {row['side']} | {row['hit_ratio']:.3f} | {row['device_hit_tokens']:,} | {row['ram_hit_tokens']:,} "
-            f"| {row['ttft_ms']:.0f} / {row['ttft_p90_ms']:.0f} | {row['tokens_per_s']:,.0f} "
-            f"| {row.get('throughput_ratio', float('nan')):.2f}x | {row.get('ttft_ratio', float('nan')):.2f}x "
-            f"| {row['manager_us_per_request']:,.0f} | {row['lookup_us_per_request']:,.0f} |"
-        )
+        cells = [
+            row["side"],
+            f"{row['hit_ratio']:.3f}",
+            f"{row['device_hit_tokens']:,}",
+            f"{row['ram_hit_tokens']:,}",
+            f"{row['ttft_ms']:.0f} / {row['ttft_p90_ms']:.0f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row.get('throughput_ratio', unknown):.2f}x",
+            f"{row.get('ttft_ratio', unknown):.2f}x",
+            f"{row['manager_us_per_request']:,.0f}",
+            f"{row['lookup_us_per_request']:,.0f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
     """Parse, run, print."""
     traces = Path(os.environ.get("KVOFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--gpu-blocks", type=int, default=200)
-    parser.add_argument("--ram-blocks", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=32, help="blocks of a request that are kept")
+    parser.add_argument("--gpu-blocks", type=int, default=100)
+    parser.add_argument("--ram-blocks", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slice", type=int, default=50, help="requests in a turn")
     parser.add_argument("--only", action="append", help="a side; may be given more than once")

@@ -77,6 +77,9 @@ WATCHED = {
 }
 """File in the package -> classes that are recorded, where a version has them."""
 
+BUILT_ON = ("BlockPool", "OffloadingConnectorScheduler")
+"""Classes of which we also use what is private."""
+
 Forms: TypeAlias = dict[str, dict[str, str]]
 """Class -> member -> its form: parameters of a method (``abstract`` before them), ``field`` or ``value``."""
 
@@ -87,7 +90,7 @@ def forms_in(source: str, wanted: Iterable[str]) -> Forms:
         node.name: {
             name: form
             for name, form in _members(node)
-            if name == "__init__" or name[0] != "_" or node.name == "OffloadingConnectorScheduler"
+            if name == "__init__" or name[0] != "_" or node.name in BUILT_ON
         }
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name in wanted

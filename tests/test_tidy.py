@@ -130,6 +130,13 @@ def test_only_transfer_knows_torch() -> None:
     assert knowing <= {"transfer"}
 
 
+def test_only_integrations_know_engines() -> None:
+    knowing = {path for path in sources() if any(m.split(".")[0] == "vllm" for m in imports_of(path))}
+    assert {room_of(path) for path in knowing} <= {"integrations"}
+    # The command line checks flags where vLLM is not installed.
+    assert not {"options.py", "versions.py"} & {path.name for path in knowing}
+
+
 def test_files_are_one_idea() -> None:
     long = {
         str(path.relative_to(PACKAGE)): lines

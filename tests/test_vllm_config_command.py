@@ -31,6 +31,7 @@ def test_the_shortest() -> None:
     assert printed("--ram", "64GiB") == {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "spec_name": "KVOffloadSpec",
             "spec_module_path": HOME,

@@ -20,6 +20,7 @@ from kvoffload.integrations.vllm import plugin
 from kvoffload.integrations.vllm.versions import (
     NEWEST,
     OLDEST,
+    SINCE_CONNECTOR,
     check_version,
     engine_facts,
     event,
@@ -96,6 +97,30 @@ def test_our_class_takes_every_call(interface: str, version: str) -> None:
         # Positions are what callers of abstract methods use; those that are passed by name are these.
         for by_name in {"success", "expedited", "req_context"} & set(passed):
             assert args.kwarg is not None or by_name in names + [one.arg for one in args.kwonlyargs], where
+
+
+BUILT_ON = {
+    "BlockPool": ["_maybe_evict_cached_block", "get_num_free_blocks"],
+    "OffloadingConnectorScheduler": [
+        *("_maximal_prefix_lookup", "_build_store_jobs", "_generate_job_id", "reset_cache"),
+    ],
+    "TransferJobStatus": ["req_id", "pending_count", "keys", "is_store", "fenced_block_ids"],
+    "RequestOffloadState": ["config", "req", "req_context", "offloading_context", "transfer_jobs"],
+    "GroupOffloadConfig": ["group_idx", "tokens_per_block", "requires_cow_source"],
+    "GPULoadStoreSpec": ["__init__"],
+}
+
+
+@pytest.mark.parametrize("interface", list(BUILT_ON))
+def test_what_the_connector_builds_on_is_the_same(interface: str) -> None:
+    """Since the version from which on it is offered."""
+    oldest = VERSIONS.index(f"{SINCE_CONNECTOR[0]}.{SINCE_CONNECTOR[1]}")
+    first, *others = [forms(interface, version) for version in VERSIONS[oldest:]]
+    assert others
+    for other in others:
+        assert [other[member] for member in BUILT_ON[interface]] == [
+            first[member] for member in BUILT_ON[interface]
+        ]
 
 
 def test_versions() -> None:

@@ -55,7 +55,8 @@ def vllm_config(
     flag: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
     if connector or store == ON_DEVICE_EVICTION:
         flag = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": f"{_HOME}.connector"}
-    flag |= {"kv_role": "kv_both", "kv_connector_extra_config": extra}
+    # vLLM's default ends a request whose blocks could not be loaded with an error.
+    flag |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
     if form == "json":
         click.echo(json.dumps(flag, indent=2))
     else:

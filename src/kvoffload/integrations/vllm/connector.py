@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import vllm
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.options import parse_options
 from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEviction
+from kvoffload.integrations.vllm.spec import OFFERS_DROPPED
 from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
 from kvoffload.types import ON_DEVICE_EVICTION
+
+_ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, as the GPU drops them"
 
 
 class KVOffloadConnector(OffloadingConnector):
@@ -31,19 +34,25 @@ class KVOffloadConnector(OffloadingConnector):
     connector_scheduler: Any
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__, SINCE_CONNECTOR, "KVOffloadConnector")
+        check_version(vllm_version, SINCE_CONNECTOR, "KVOffloadConnector")
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra_config.setdefault("spec_name", "KVOffloadSpec")
         extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")
         options = parse_options(extra_config)
         victim_mode = options.store == ON_DEVICE_EVICTION
+        if victim_mode and (options.blocks_per_chunk or 1) > 1:
+            raise ConfigError("blocks_per_chunk", options.blocks_per_chunk, _ONE_BY_ONE)
         if victim_mode and not vllm_config.cache_config.enable_prefix_caching:
             raise ConfigError("store", options.store, "it needs vLLM's prefix caching: enable_prefix_caching")
-        super().__init__(vllm_config, role, kv_cache_config)
+        offering = OFFERS_DROPPED.set(victim_mode)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            OFFERS_DROPPED.reset(offering)
         if self.connector_scheduler is None:
             return
         if victim_mode and self.connector_scheduler.config.blocks_per_chunk > 1:
-            raise ConfigError("store", options.store, "it needs blocks_per_chunk 1, as the GPU drops them")
+            raise ConfigError("block_size", options.tokens_per_chunk, _ONE_BY_ONE)
         assert isinstance(self.connector_scheduler.manager, KVOffloadManager)
         scheduler_side = OnDeviceEviction if victim_mode else KVOffloadScheduler
         self.connector_scheduler = scheduler_side.of(self.connector_scheduler)

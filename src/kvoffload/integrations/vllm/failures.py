@@ -28,7 +28,7 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
     connectors = [group, *getattr(group, "_connectors", ())]
     sides = [getattr(one, "connector_worker", None) for one in connectors]
     ours = [one for one, side in zip(connectors, sides, strict=True) if getattr(side, "spec", None) is spec]
-    if not ours or not hasattr(ours[0], "get_transfer_results"):
+    if not ours:
         logger.warning("kvoffload: this engine cannot be told of a load that fails: it would stop")
         return False
     (connector,) = ours
@@ -37,6 +37,14 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
             "kvoffload: a request whose load fails ends with an error; with "
             '"kv_load_failure_policy": "recompute" it is computed instead'
         )
+    if hasattr(connector, "get_transfer_results"):
+        _name_requests(connector, worker)
+    else:
+        _name_blocks(connector, worker)
+    return True
+
+
+def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
     results_of = connector.get_transfer_results
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
@@ -48,4 +56,22 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
         return results
 
     connector.get_transfer_results = get_transfer_results
-    return True
+
+
+def _name_blocks(connector: Any, worker: KVOffloadWorker) -> None:
+    """The same for vLLM before 0.30, which asks for the engine's blocks that did not arrive."""
+    blocks: dict[int, list[int]] = {}
+    submit = worker.submit_load
+
+    def submit_load(job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        blocks[job_id] = list(dst_spec.block_ids)
+        return submit(job_id, src_spec, dst_spec)
+
+    def get_block_ids_with_load_errors() -> set[int]:
+        failed = {int(block) for job in worker.take_failed_loads() for block in blocks.get(job, ())}
+        for job_id in blocks.keys() - worker.running():
+            del blocks[job_id]
+        return failed
+
+    worker.submit_load = submit_load  # type: ignore[method-assign, assignment]
+    connector.get_block_ids_with_load_errors = get_block_ids_with_load_errors

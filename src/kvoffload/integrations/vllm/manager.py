@@ -276,7 +276,9 @@ class KVOffloadManager(OffloadingManager):
         here = self.core.contains(keys)
         if here.any():
             self.core.prepare_store([key for key, found in zip(keys, here.tolist(), strict=True) if found])
-        self.num_lost += len(keys) - int(np.count_nonzero(here))
+        lost = len(keys) - int(np.count_nonzero(here))
+        self.num_lost += lost
+        self.metrics.counts["lost_blocks"] += lost
 
     def _failed(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Which slots a worker has marked: it could not copy its part of them."""

@@ -27,6 +27,7 @@ COUNTERS = {
     "verification_failures": "Blocks that were not what had been stored: treated as misses.",
     "failed_load_blocks": "Blocks that a worker could not load: computed again.",
     "failed_store_blocks": "Blocks that a worker could not store: forgotten.",
+    "lost_blocks": "Of store on-device-eviction: blocks that the GPU dropped before they were offered.",
     "internal_errors": "Errors of ours that were contained: offloading pauses until the cache is reset.",
 }
 REFUSED = "refused_blocks"

@@ -6,7 +6,7 @@ With it ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` su
 
 from __future__ import annotations
 
-import logging
+from kvoffload.integrations.vllm.logs import logger
 
 _HOME = "kvoffload.integrations.vllm"
 
@@ -27,4 +27,4 @@ def register() -> None:
             if name not in factory._registry:
                 tell(name, f"{_HOME}.{module}", name)
     except Exception as error:
-        logging.getLogger("vllm.kvoffload").warning("kvoffload: not registered with vLLM: %s", error)
+        logger.warning("kvoffload: not registered with vLLM: %s", error)

@@ -10,7 +10,6 @@ elsewhere. Owns the translation, and knows nothing of bytes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -19,13 +18,12 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import PolicyError
+from kvoffload.integrations.vllm.logs import logger
 from kvoffload.policies import POLICIES
 from kvoffload.types import LoadPlan, StorePlan
 
 PREFIX = "kvoffload-"
 _MAX_ABSENT = 100_000
-
-_log = logging.getLogger("vllm.kvoffload")
 
 
 def __getattr__(name: str) -> Any:
@@ -99,7 +97,9 @@ class VLLMPolicy(CachePolicy):
         if len(entering) != wanted and self._current is not None:
             entering = [key for key in entering if key in self._current.missed]
         if len(entering) != wanted:
-            _log.warning("kvoffload: vLLM stores %d blocks and offered %d; not stored", wanted, len(entering))
+            logger.warning(
+                "kvoffload: vLLM stores %d blocks and offered %d; not stored", wanted, len(entering)
+            )
             return None
         manager = self._manager_for(entering[0])
         ctx = self._context(entering[0]) or manager.begin_request("", list(protected))
@@ -110,7 +110,7 @@ class VLLMPolicy(CachePolicy):
         try:
             evicted = self._enter(entering, ctx)
         except PolicyError as error:
-            _log.error("kvoffload: nothing is stored any more: %s", error)
+            logger.error("kvoffload: nothing is stored any more: %s", error)
             return None
         self._evictable.difference_update(evicted)
         return [(key, self.chunks.pop(key)) for key in evicted]

@@ -5,11 +5,13 @@ Owns how the scheduler's and the worker's side are put together. Everything else
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.copies import copies_for
 from kvoffload.integrations.vllm.failures import name_failed_loads
 from kvoffload.integrations.vllm.layout import Layout
@@ -20,6 +22,10 @@ from kvoffload.integrations.vllm.options import ALWAYS, parse_options
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.versions import check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
+from kvoffload.types import ON_DEVICE_EVICTION
+
+OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
+"""Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
 
 
 class KVOffloadSpec(OffloadingSpec):
@@ -41,6 +47,8 @@ class KVOffloadSpec(OffloadingSpec):
         super().__init__(*config)
         self.facts = engine_facts(self)
         self.options = parse_options(self.facts.extra_config)
+        if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
+            raise ConfigError("store", self.options.store, "it needs kv_connector: KVOffloadConnector")
         self.offload_prompt_only = self.options.prompt_only
         # Where all workers hold the same bytes, one of them stores and all of them load one part.
         self.replicated_layout = self.facts.replicated

@@ -9,13 +9,13 @@ what is left: how a specification is told of its engine, and what an event calls
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm.logs import logger
 
 OLDEST, NEWEST = (0, 25), (0, 33)
 """The minor versions whose interfaces we know. 0.32 is the one that the tests run."""
@@ -23,8 +23,6 @@ SINCE_POLICIES_FROM_ELSEWHERE = (0, 27)
 """vLLM's own manager takes policies by ``cache_policy_module_path``."""
 SINCE_CONNECTOR = (0, 32)
 """`KVOffloadConnector` builds on the scheduler side of vLLM's connector as it is since then."""
-
-_log = logging.getLogger("vllm.kvoffload")
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,11 @@ def check_version(version: str, since: tuple[int, int] = OLDEST, what: str = "kv
     found = minor(version)
     known = f"{_text(since)} to {_text(NEWEST)}"
     if found is None:
-        _log.warning("kvoffload: vLLM %s has no number; known versions are %s", version, known)
+        logger.warning("kvoffload: vLLM %s has no number; known versions are %s", version, known)
     elif found < since:
         raise ConfigError("vllm", version, f"{what} needs vLLM {known}")
     elif found > NEWEST:
-        _log.warning("kvoffload: vLLM %s is newer than any that was tested; those are %s", version, known)
+        logger.warning("kvoffload: vLLM %s is newer than any that was tested; those are %s", version, known)
 
 
 def _text(version: tuple[int, int]) -> str:

@@ -84,6 +84,10 @@ class KVOffloadWorker(OffloadingWorker):
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
+    def running(self) -> set[int]:
+        """Jobs that `get_finished` has not reported."""
+        return set(self._jobs)
+
     def shutdown(self) -> None:
         """Wait for what is under way and let go of the pool."""
         self._copies.close()

@@ -1,0 +1,200 @@
+"""What is offered when, from vLLM's own pool of blocks; without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from kvoffload.integrations.vllm.scheduler import NOBODY, OnDeviceEviction
+
+TOKENS = 16
+
+
+class Manager:
+    """Takes what it is offered, and tells; or has no room."""
+
+    def __init__(self) -> None:
+        self.offered: list[str] = []
+        self.kept: list[str] = []
+        self.has_room = True
+
+    def store_dropped(self, keys: list[bytes]) -> Any:
+        self.offered.append(text(keys))
+        return SimpleNamespace(keys_to_store=keys, store_spec="slots") if self.has_room else None
+
+    def keep_dropped(self, keys: list[bytes]) -> None:
+        self.kept.append(text(keys))
+
+
+def hash_of(letter: str, group: int = 0) -> Any:
+    return make_block_hash_with_group_id(letter.encode() * 32, group)  # type: ignore[arg-type]
+
+
+def text(keys: list[bytes]) -> str:
+    return "".join(chr(key[0]) for key in keys)
+
+
+class Setting:
+    """A pool of blocks, and our scheduler's side that watches it; a step takes 2 blocks."""
+
+    def __init__(self, num_blocks: int = 12, groups: int = 1) -> None:
+        self.pool = BlockPool(num_blocks + 1, enable_caching=True, hash_block_size=TOKENS)
+        self.manager = Manager()
+        self.side: Any = OnDeviceEviction.__new__(OnDeviceEviction)
+        configs = tuple(
+            SimpleNamespace(group_idx=group, tokens_per_block=TOKENS, requires_cow_source=group == 1)
+            for group in range(groups)
+        )
+        self.side.__dict__.update(
+            config=SimpleNamespace(kv_group_configs=configs, num_workers=2),
+            manager=self.manager,
+            _jobs={},
+            _req_status={},
+            _block_id_to_pending_jobs={},
+            _job_counter=7,
+        )
+        self.side.bind(self.pool, step_tokens=2 * TOKENS)
+
+    def run(self, letters: str, group: int = 0) -> list[Any]:
+        """A request computes these blocks; they stay in use."""
+        blocks = self.pool.get_new_blocks(len(letters))
+        for letter, block in zip(letters, blocks, strict=True):
+            self.pool._insert_block_hash(hash_of(letter, group), block, num_tokens=TOKENS)
+        return blocks
+
+    def finish(self, blocks: list[Any]) -> None:
+        """It ends: vLLM frees the tail first."""
+        self.pool.free_blocks(reversed(blocks))
+
+    def step(self) -> dict[int, Any]:
+        """The end of a step; what was offered in it is in `manager.offered`."""
+        self.manager.offered.clear()
+        jobs: dict[int, Any] = self.side._build_store_jobs(None)
+        return jobs
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often vLLM's own way of storing was taken."""
+    calls: list[int] = []
+
+    def build(self: Any, output: Any) -> dict[int, Any]:
+        calls.append(1)
+        return {99: "of a request"}
+
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_build_store_jobs", build)
+    return calls
+
+
+def test_what_leaves_next_is_offered_once_the_warmest_first(at_once: list[int]) -> None:
+    setting = Setting(6)
+    setting.finish(setting.run("abcdef"))
+    (job_id, job), *others = setting.step().items()
+    assert (setting.manager.offered, others, at_once) == (["ef"], [], [])
+    assert (job_id, job.req_id, job.dst_spec) == (7, NOBODY, "slots")
+    assert job.src_spec.block_ids.tolist() == [5, 6]
+    assert job.src_spec.group_sizes == [2]
+    assert setting.side._jobs[7].pending_count == 2
+    assert setting.side._block_id_to_pending_jobs == {5: {7}, 6: {7}}
+    assert setting.step() == {}
+    assert setting.manager.offered == []
+
+
+def test_the_free_list_is_left_as_it_is() -> None:
+    setting = Setting(6)
+    setting.finish(setting.run("abcdef"))
+    before = [block.block_id for block in setting.pool.free_block_queue.get_all_free_blocks()]
+    setting.step()
+    assert [block.block_id for block in setting.pool.free_block_queue.get_all_free_blocks()] == before
+    assert setting.pool.get_num_free_blocks() == 6
+
+
+def test_a_block_that_was_used_again_is_offered_again() -> None:
+    setting = Setting(6)
+    blocks = setting.run("abcdef")
+    setting.finish(blocks)
+    setting.step()
+    setting.pool.touch([blocks[5]])
+    setting.step()
+    assert setting.manager.offered == ["d"]
+    setting.finish([blocks[5]])
+    for _ in range(4):
+        setting.pool.get_new_blocks(1)
+        setting.step()
+    assert setting.manager.offered == ["f"]
+
+
+def test_blocks_without_a_hash_and_of_other_groups_are_left_out() -> None:
+    setting = Setting(6, groups=2)
+    setting.finish(setting.run("a") + setting.pool.get_new_blocks(1))
+    setting.finish(setting.run("bc", group=1) + setting.run("d", group=5))
+    setting.side.window = 6
+    setting.step()
+    assert setting.manager.offered == ["a"]
+
+
+def test_without_room_the_offer_is_made_again() -> None:
+    setting = Setting(4)
+    setting.finish(setting.run("abcd"))
+    setting.manager.has_room = False
+    assert setting.step() == {}
+    setting.manager.has_room = True
+    assert len(setting.step()) == 1
+    assert setting.manager.offered == ["cd"]
+
+
+def test_what_left_unseen_is_told() -> None:
+    setting = Setting(8)
+    setting.finish(setting.run("abcdefgh"))
+    setting.step()
+    setting.pool.get_new_blocks(4)
+    setting.step()
+    assert setting.manager.kept == ["ef"], "g and h had been offered"
+    assert setting.side.window == 4
+    assert setting.manager.offered == ["abcd"]
+
+
+def test_the_window_follows_the_largest_step_and_fades() -> None:
+    setting = Setting(40)
+    setting.finish(setting.run("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"))
+    setting.pool.get_new_blocks(8)
+    setting.step()
+    assert setting.side.window == 8
+    for letter in "opqrstuv":
+        setting.finish(setting.run(letter))
+        setting.step()
+    assert setting.side.window == 7
+    setting.pool.get_new_blocks(26)
+    setting.step()
+    assert setting.side.window == 20, "half of the pool"
+
+
+def test_few_free_blocks_fall_back_to_storing_at_once(at_once: list[int]) -> None:
+    setting = Setting(4)
+    blocks = setting.run("abcd")
+    assert setting.step() == {99: "of a request"}
+    setting.finish(blocks[3:])
+    assert set(setting.step()) == {99, 7}
+    setting.finish(blocks[2:3])
+    assert 99 not in setting.step()
+    assert len(at_once) == 2
+
+
+def test_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadingConnectorScheduler, "reset_cache", lambda self: None)
+    setting = Setting(4)
+    setting.finish(setting.run("abcd"))
+    setting.step()
+    setting.side.reset_cache()
+    setting.step()
+    assert setting.manager.offered == ["cd"]
