@@ -261,6 +261,23 @@ def test_damage_is_a_miss_before_it_is_a_hit(world: Callable[..., World]) -> Non
     one.check()
 
 
+def test_a_verification_that_fails_is_a_miss(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world(8, verify="always")
+    path = [key(number) for number in range(3)]
+    one.serve("r", path)
+
+    def fail(*_: Any) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(one.pool, "verify", fail)
+    ctx = one.request("a", path)
+    assert one.hits(ctx, path) == 0
+    one.manager.on_request_finished(ctx)
+    one.check()
+
+
 def test_waiting_for_verification_holds_up_nobody(world: Callable[..., World]) -> None:
     """Requests that wait, verified, pin at most half of the pool; others get what is left, or a miss."""
     one = world(8, verify="always")

@@ -89,4 +89,9 @@ class Verifier:
         self._manager.cancel_load(check.plan, damaged=[0] if damaged else [])
 
     def _verify(self, check: _Check) -> None:
-        check.sound = bool(np.all(self._pool.verify(check.plan.slots, check.digests)))
+        sound = False
+        try:
+            sound = bool(np.all(self._pool.verify(check.plan.slots, check.digests)))
+        finally:
+            # Whatever happened: a request that waits for an answer gets one.
+            check.sound = sound
