@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from prometheus_client import REGISTRY
 from traffic import random_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -59,6 +60,14 @@ def test_the_second_life_answers_from_the_firsts_disk(lives: Any, answers: list[
     core = engine.manager.core
     assert core.hit_blocks[1] >= 9
     assert core.tier_stats()[0].mismatches == 0
+    label = {
+        "model_name": engine.llm.llm_engine.model_config.served_model_name,
+        "engine": "0",
+        "tier": "disk",
+    }
+    engine.tokens([PROMPTS[0]])
+    assert (REGISTRY.get_sample_value("vllm:kvoffload_tier_hits_total", label) or 0) >= 9
+    assert REGISTRY.get_sample_value("vllm:kvoffload_tier_ready", label) == 54
     engine.drain()
     assert core.settle(10.0)
     stats = core.stats()

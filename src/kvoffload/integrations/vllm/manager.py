@@ -27,7 +27,7 @@ from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.specs import SlotsSpec
-from kvoffload.integrations.vllm.tiers import PoolMemory, fingerprint, open_tiers
+from kvoffload.integrations.vllm.tiers import PoolMemory, fingerprint, open_tiers, tier_counts
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.tiering import TieredManager
 from kvoffload.tiers.base import key_digests
@@ -356,7 +356,10 @@ class KVOffloadManager(OffloadingManager):
     @_contained(lambda: None)
     def get_stats(self) -> Any:
         """Metrics since the last call, and how things are now."""
-        return self.metrics.take(self.core.policy.name, self.core.stats())
+        taken = self.metrics.take(self.core.policy.name, self.core.stats())
+        if self._tiered is not None:
+            self.metrics.add_tiers(taken, tier_counts(self._tiered))
+        return taken
 
     def shutdown(self) -> None:
         """Let go of the pool."""

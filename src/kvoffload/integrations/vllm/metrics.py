@@ -8,6 +8,7 @@ reports.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -42,6 +43,20 @@ GAUGES = {
     "writing_blocks": "Blocks that are being stored.",
 }
 POLICY = "policy_state"
+TIER_COUNTERS = {
+    "hits": "Blocks that requests had from this tier.",
+    "written": "Blocks written.",
+    "read": "Blocks read and found sound.",
+    "evicted": "Blocks that left for others.",
+    "refused": "Blocks not wanted by the tier's admission rule or policy.",
+    "dropped": "Blocks wanted, but the tier was too busy or its endurance budget was used up.",
+    "failed": "Blocks that the medium would not take, or not give back.",
+    "mismatches": "Blocks that were not what had been stored: treated as misses.",
+    "bytes_written": "Bytes of blocks written.",
+    "bytes_read": "Bytes of blocks read.",
+}
+TIER_GAUGES = {"capacity": "Blocks that fit.", "ready": "Blocks that can be read."}
+"""Of each tier behind RAM, with the prefix ``tier_``."""
 
 
 def definitions() -> dict[str, Any]:
@@ -57,6 +72,10 @@ def definitions() -> dict[str, Any]:
     made[PREFIX + POLICY] = OffloadingGaugeMetadata(
         documentation="What the eviction policy tells about itself.", labelnames=("policy", "name")
     )
+    for name, text in TIER_COUNTERS.items():
+        made[f"{PREFIX}tier_{name}"] = OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
+    for name, text in TIER_GAUGES.items():
+        made[f"{PREFIX}tier_{name}"] = OffloadingGaugeMetadata(documentation=text, labelnames=("tier",))
     return made
 
 
@@ -70,6 +89,7 @@ class Metrics:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._before = ManagerStats()
+        self._tiers_before: Counter[tuple[str, str]] = Counter()
 
     def take(self, policy: str, stats: ManagerStats) -> OffloadingConnectorStats:
         """Everything since the last call, and how things are now."""
@@ -93,3 +113,14 @@ class Metrics:
         for name, value in stats.policy.items():
             taken.set_gauge(PREFIX + POLICY, value, (policy, name))
         return taken
+
+    def add_tiers(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, int]]) -> None:
+        """The same of each tier behind RAM: its name, and what it has counted since it was opened."""
+        for tier, counts in tiers.items():
+            for name in TIER_COUNTERS:
+                since = counts[name] - self._tiers_before[tier, name]
+                self._tiers_before[tier, name] = counts[name]
+                if since:
+                    taken.increase_counter(f"{PREFIX}tier_{name}", since, (tier,))
+            for name in TIER_GAUGES:
+                taken.set_gauge(f"{PREFIX}tier_{name}", counts[name], (tier,))

@@ -9,7 +9,7 @@ import contextlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.policies import DEFAULT, POLICIES
+from kvoffload.tiering import TieredManager
 from kvoffload.tiers.base import Mask, SecondaryTier, key_digests
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.transfer import Blocks
@@ -121,6 +122,15 @@ def _bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ConfigError(name, value, "allowed: bytes, or a size such as 500GiB")
     return parse_size(name, str(value))
+
+
+def tier_counts(manager: TieredManager) -> dict[str, dict[str, int]]:
+    """What each tier behind RAM has counted, by a name of its own: ``disk``, ``disk-1``, ..."""
+    counts: dict[str, dict[str, int]] = {}
+    tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)
+    for number, (name, hits, stats) in enumerate(tiers):
+        counts[name if name not in counts else f"{name}-{number}"] = {"hits": hits, **asdict(stats)}
+    return counts
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
