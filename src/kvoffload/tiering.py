@@ -128,9 +128,9 @@ class TieredManager(OffloadingManager):
         self._requests[ctx] = _Request([behind.tier.begin_request(request_id) for behind in self._behind])
         return ctx
 
-    def finish_request(self, ctx: RequestContext) -> None:
+    def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
         """As `OffloadingManager.finish_request`. Tiers hear of the request when its stores are complete."""
-        super().finish_request(ctx)
+        super().finish_request(ctx, path)
         request = self._requests.get(ctx)
         if request is not None:
             request.finished = True
