@@ -11,13 +11,13 @@ nothing and remembers nothing. Sides take turns; the median of the passes counts
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -153,12 +153,12 @@ def measure(path: Path, block_bytes: int, total_bytes: int, passes: int, threads
     files = Directory(path, pool)
     sides: dict[str, Callable[[], object]] = {}
     for piece, workers in raw.methods():
-        sides[f"raw write {piece >> 10} KiB x{workers}"] = functools.partial(raw.write, piece, workers)
+        sides[f"raw write {piece >> 10} KiB x{workers}"] = partial(raw.write, piece, workers)
     sides["tier write"] = tier.write
     sides["file+sync write"] = lambda: files.write(True)
     sides["file write"] = lambda: files.write(False)
     for piece, workers in raw.methods():
-        sides[f"raw read {piece >> 10} KiB x{workers}"] = functools.partial(raw.read, piece, workers)
+        sides[f"raw read {piece >> 10} KiB x{workers}"] = partial(raw.read, piece, workers)
     sides["tier read"] = tier.read
     sides["file read"] = files.read
     # The first pass of all goes into room that nothing was written to yet: it is not counted.

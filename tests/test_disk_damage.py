@@ -169,6 +169,8 @@ def test_swapped_slots(filled: Path) -> None:
     assert len(disk.read(NUMBERS)) == 8
     assert (disk.wrong, disk.tier.stats().mismatches) == (0, 2)
     disk.tier.close()
+    with opened(filled) as (slab, found):
+        assert verify(slab, found) == [], "what was caught is forgotten for good"
 
 
 def test_a_zeroed_slot_and_a_zeroed_slab(filled: Path) -> None:
