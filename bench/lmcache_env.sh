@@ -19,7 +19,7 @@ pip() { "$python" -m pip --quiet --disable-pip-version-check "$@"; }
 echo "lmcache-env: installing torch $TORCH"
 pip install "torch==$TORCH"
 echo "lmcache-env: installing lmcache $LMCACHE, and what its fs adapters import"
-pip install aiofiles aiohttp cachetools msgspec numba "numpy<=2.2.6" "opentelemetry-api<=1.40.0" \
+pip install aiofiles aiohttp cachetools cryptography msgspec numba "numpy<=2.2.6" "opentelemetry-api<=1.40.0" \
     opentelemetry-sdk "prometheus_client<=0.24.1" psutil py-cpuinfo pyyaml pyzmq requests safetensors \
     sortedcontainers
 pip install --no-deps "lmcache==$LMCACHE"
