@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
-from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvoffload.integrations.vllm import KVOffloadConnector, KVOffloadSpec  # noqa: E402
-from kvoffload.integrations.vllm.plugin import register  # noqa: E402
+from kvoffload.integrations.vllm import KVOffloadConnector, KVOffloadSpec
+from kvoffload.integrations.vllm.plugin import register
 
 
 def test_names_suffice() -> None:
