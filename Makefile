@@ -8,7 +8,7 @@ ARGS ?=
 SOAK_SECONDS ?= 600
 SEED ?=
 
-.PHONY: help install replay test test-vllm soak lint format bench vllm-env clean
+.PHONY: help install replay test test-vllm soak lint format bench bench-vllm vllm-env clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -51,6 +51,10 @@ vllm-env:  ## an environment with a CPU build of vLLM 0.32 (3.4 GB, minutes)
 
 test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+
+bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM's manager, ours (needs KVOFFLOAD_TRACES)
+	$(VLLM_VENV)/bin/python bench/vllm_lookup.py
+	$(VLLM_VENV)/bin/python bench/vllm_engine.py $(ARGS)
 
 soak: vllm-env  ## real engines under stress (SOAK_SECONDS=600, SEED=random)
 	SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
