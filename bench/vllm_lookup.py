@@ -43,7 +43,7 @@ def keys_of(count: int) -> list[bytes]:
 
 def side(kind: type[Any], manager: Any) -> Callable[[str, list[bytes]], float]:
     """Look up a prefix as this scheduler's side does; the seconds that it took."""
-    scheduler = kind.__new__(kind)
+    scheduler: Any = object.__new__(kind)
     scheduler.manager = manager
     scheduler._events_tracker = SimpleNamespace(
         self_describing_enabled=False, record_lookup=lambda *given: None
