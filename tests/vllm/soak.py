@@ -27,7 +27,7 @@ ROUNDS_PER_ENGINE, REQUESTS_PER_ROUND = 4, 60
 
 def soak(seconds: float, seed: int) -> bool:
     """Whether everything was right until the time was up."""
-    until, rng = time.monotonic() + seconds, random.Random(seed)
+    rng = random.Random(seed)
     chats = conversations(seed, documents=8, turns=4)
     with tempfile.TemporaryDirectory() as directory:
         models = {
@@ -35,6 +35,7 @@ def soak(seconds: float, seed: int) -> bool:
             for name, config in (("llama", LLAMA), ("hybrid", HYBRID))
         }
         expected = {name: answers(model, chats) for name, model in models.items()}
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             name = rng.choice(sorted(models))
             options = {
