@@ -11,8 +11,8 @@ Every side is an engine in a process of its own. They take turns, a slice of the
 wait: the machine's mood hits all alike. Ratios are to vLLM's LRU, of the same slice in the same round;
 medians of them. Hits are the same in every round but for what transfers under way leave to chance.
 
-`manager` is CPU time in calls of the offloading manager, all of them, on the scheduler's thread; `lookup` is the
-time that vLLM's connector takes to find out how long a hit is. `--keyed` adds ours asked key by key.
+`manager` is CPU time in calls of the offloading manager, all of them, on the scheduler's thread; `lookup` is
+what vLLM's connector takes of it to find out how long a hit is. `--keyed` adds ours asked key by key.
 """
 
 from __future__ import annotations
