@@ -11,8 +11,8 @@ Every side is an engine in a process of its own. They take turns, a slice of the
 wait: the machine's mood hits all alike. Ratios are to vLLM's LRU, of the same slice in the same round;
 medians of them. Hits are the same in every round but for what transfers under way leave to chance.
 
-`manager` is time in calls of the offloading manager, all of them, on the scheduler's thread; `lookup` is the
-time that vLLM's connector takes to find out how long a hit is. `--keyed` adds ours asked key by key.
+`manager` is CPU time in calls of the offloading manager, all of them, on the scheduler's thread; `lookup` is
+what vLLM's connector takes of it to find out how long a hit is. `--keyed` adds ours asked key by key.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def tiny() -> Any:
 
 
 class Clock:
-    """Time spent in some calls; a call inside another counts once."""
+    """CPU time spent in some calls; a call inside another counts once."""
 
     def __init__(self) -> None:
         self.seconds, self._depth = 0.0, 0
@@ -102,13 +102,13 @@ class Clock:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 return call(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if self._depth == 0:
-                    self.seconds += time.perf_counter() - start
+                    self.seconds += time.thread_time() - start
 
         return timed
 
