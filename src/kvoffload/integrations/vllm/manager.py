@@ -42,6 +42,8 @@ USUAL_KEY_BYTES = 36
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Nothing is stored, and the offer is not to be repeated."""
 
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
+_VLLM_HIT, _VLLM_MISS = VLLMResult.HIT, VLLMResult.MISS
 _ANSWERS = {result: VLLMResult[result.name] for result in LookupResult}
 
 
@@ -61,12 +63,7 @@ def _contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
                 try:
                     return method(self, *args, **kwargs)
                 except Exception:
-                    self.broken = True
-                    self.metrics.counts["internal_errors"] += 1
-                    logger.exception(
-                        "kvoffload: internal error in %s; nothing is offloaded until the cache is reset",
-                        method.__name__,
-                    )
+                    self._break(method.__name__)
             return otherwise(*args, **kwargs)
 
         return call
@@ -191,22 +188,29 @@ class KVOffloadManager(OffloadingManager):
 
     # ---- lookup
 
-    @_contained(lambda key, req_context: VLLMResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> VLLMResult:
         """What one block is. A HIT is a promise: where verification is on, it has been verified."""
-        request = self._request(req_context)
-        self.metrics.counts["lookup_blocks"] += 1
-        found = self.core.lookup_key(key, request.ctx if self._tiered is not None else None)
-        if found is LookupResult.HIT and self._verifier is not None:
-            found = self._verifier.lookup(key, request.checks, request.ctx)
-        return _ANSWERS[found]
+        if self.broken:
+            return VLLMResult.MISS
+        # As `_contained`, written out: it is called for each block, and a call costs as much as the answer.
+        try:
+            request = self._requests.get(req_context.req_id) or self._request(req_context)
+            self.metrics.num_lookups += 1
+            found = self.core.lookup_key(key, request.ctx if self._tiered is not None else None)
+            if found is _HIT and self._verifier is not None:
+                found = self._verifier.lookup(key, request.checks, request.ctx)
+            # The hash of a member of an enum is Python code.
+            return _VLLM_HIT if found is _HIT else _VLLM_MISS if found is _MISS else _ANSWERS[found]
+        except Exception:
+            self._break("lookup")
+            return VLLMResult.MISS
 
     @_contained(lambda keys, req_context: (0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         """How many leading blocks are ready, and whether to ask again because the next one soon will be."""
         if self._verifier is not None:
             return self._lookup_and_verify(keys, req_context)
-        self.metrics.counts["lookup_blocks"] += len(keys)
+        self.metrics.num_lookups += len(keys)
         found = self.core.lookup(keys, self._request(req_context).ctx)
         return found.num_ready, found.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
 
@@ -368,6 +372,14 @@ class KVOffloadManager(OffloadingManager):
         if self._tiered is not None:
             self._tiered.close()
         self._pool.close()
+
+    def _break(self, where: str) -> None:
+        """An error of ours: the engine goes on without us."""
+        self.broken = True
+        self.metrics.counts["internal_errors"] += 1
+        logger.exception(
+            "kvoffload: internal error in %s; nothing is offloaded until the cache is reset", where
+        )
 
     def _on_damage(self, key: bytes) -> None:
         self.metrics.counts["verification_failures"] += 1

@@ -84,16 +84,19 @@ class Metrics:
 
     Attributes:
         counts: what the adapter counts itself, since vLLM last asked; keys as in `COUNTERS`.
+        num_lookups: ``lookup_blocks``, apart because it is counted for each block.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.num_lookups = 0
         self._before = ManagerStats()
         self._tiers_before: Counter[tuple[str, str]] = Counter()
 
     def take(self, policy: str, stats: ManagerStats) -> OffloadingConnectorStats:
         """Everything since the last call, and how things are now."""
         counts, self.counts = self.counts, Counter()
+        counts["lookup_blocks"], self.num_lookups = self.num_lookups, 0
         before, self._before = self._before, stats
         taken = OffloadingConnectorStats()
         counts["stored_blocks"] += stats.stored - before.stored
