@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -337,3 +338,29 @@ def test_an_unfinished_slab_of_a_crash_at_its_making_is_replaced(tmp_path: Path)
     disk = Disk(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kvoffload.lock", SLAB_NAME]
     disk.tier.close()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.0005, 0.002, 0.01])
+def test_clear_is_for_good_also_for_what_is_on_its_way(tmp_path: Path, pause_s: float) -> None:
+    """Weights have changed: no block from before may answer, in this life or the next."""
+    disk = Disk(tmp_path, 40)
+    disk.write(NUMBERS)
+    pool = np.ones((20, disk.block_bytes), np.uint8)
+    before = keys_of(range(20, 40))
+    disk.tier.submit_write(before, pool, np.arange(20))
+    time.sleep(pause_s)
+    disk.tier.clear()
+    assert not disk.tier.contains(before).any()
+    assert not disk.tier.contains(keys_of(NUMBERS)).any()
+    disk.tier.submit_write(keys_of([3, 25]), pool + 1, np.array([3, 5]))
+    assert disk.tier.drain(20)
+    disk.tier.finished()
+    assert disk.tier.contains(before).tolist() == [number == 25 for number in range(20, 40)]
+    audit(disk.tier._volumes[0].manager)
+    disk.tier.close()
+    again = Disk(tmp_path, 40)
+    assert again.tier.stats().restored == 2
+    job = again.tier.submit_read(keys_of([3, 25, 26]), pool, np.arange(3))
+    assert again.wait(job).tolist() == [True, True, False]
+    assert (pool[:2] == 2).all()
+    again.tier.close()

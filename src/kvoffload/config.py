@@ -29,6 +29,25 @@ def parse_size(field: str, text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def split_tier(text: str) -> dict[str, str]:
+    """What ``disk:PATH:CAPACITY,policy=NAME,admission=RULE`` says: ``type``, ``path``, ``capacity``, options.
+
+    ``path`` is empty in ``KIND:CAPACITY``. Raises `ConfigError`; who uses the values checks what they mean.
+    """
+    place, *options = text.split(",")
+    kind, _, rest = place.partition(":")
+    path, _, capacity = rest.rpartition(":")
+    if not kind or not capacity:
+        raise ConfigError("tier", text, "allowed: disk:PATH:CAPACITY")
+    found = {"type": kind, "path": path, "capacity": capacity}
+    for option in options:
+        name, _, value = option.partition("=")
+        if name not in ("policy", "admission") or not value:
+            raise ConfigError("tier", text, f"{option!r} is no option of it; allowed: policy=, admission=")
+        found[name] = value
+    return found
+
+
 def parse_capacity(field: str, text: str, block_bytes: int, unique_blocks: int) -> int:
     """Blocks that ``5000``, ``5%`` (of the trace's unique blocks, rounded down) or ``4GiB`` mean.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvoffload.config import split_tier
 from kvoffload.integrations.vllm.options import VERIFY, parse_options
 from kvoffload.types import ON_DEVICE_EVICTION, STORES
 
@@ -20,6 +21,8 @@ _HOME = "kvoffload.integrations.vllm"
 @click.option("--admission", help="Who may enter: all, reuse:2, ...  [default: all]")
 @click.option("--store", type=click.Choice(STORES), help="When blocks are stored.  [default: on-compute]")
 @click.option("--verify", type=click.Choice(VERIFY), help="Which blocks are verified.  [default: tiers]")
+@click.option("--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
+              help="A disk behind RAM; takes ,policy=NAME and ,admission=RULE.")  # fmt: skip
 @click.option("--all-tokens", is_flag=True, help="Store what was generated, too; vLLM leaves it out.")
 @click.option("--blocks-per-chunk", type=int, help="Engine blocks in one block of RAM.  [default: 1]")
 @click.option("--connector", is_flag=True, help="Use KVOffloadConnector: prefixes are looked up at once.")
@@ -30,6 +33,7 @@ def vllm_config(
     admission: str | None,
     store: str | None,
     verify: str | None,
+    tiers: tuple[str, ...],
     all_tokens: bool,
     blocks_per_chunk: int | None,
     connector: bool,
@@ -46,6 +50,7 @@ def vllm_config(
         "admission": admission,
         "store": store,
         "verify": verify,
+        "tiers": [split_tier(tier) for tier in tiers] or None,
         "offload_prompt_only": False if all_tokens else None,
         "blocks_per_chunk": blocks_per_chunk,
     }

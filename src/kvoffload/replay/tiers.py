@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvoffload.config import parse_capacity
+from kvoffload.config import parse_capacity, split_tier
 from kvoffload.errors import ConfigError
 from kvoffload.policies import EvictionPolicy
 from kvoffload.replay.keys import KEY_BYTES
@@ -59,17 +59,10 @@ def parse_tier(text: str, block_bytes: int, unique_blocks: int, *, with_data: bo
 
     Raises: `ConfigError`, also for a disk without bytes to put on it.
     """
-    place, *options = text.split(",")
-    kind, _, rest = place.partition(":")
-    path, _, capacity = rest.rpartition(":")
-    if kind not in ("disk", "simulated") or (kind == "disk") != bool(path) or not capacity:
+    tier = split_tier(text)
+    kind, path, capacity = tier.pop("type"), tier.pop("path"), tier.pop("capacity")
+    if kind not in ("disk", "simulated") or (kind == "disk") != bool(path):
         raise ConfigError("tier", text, "allowed: disk:PATH:CAPACITY or simulated:CAPACITY")
     if kind == "disk" and not with_data:
         raise ConfigError("tier", text, "without data it has nothing to hold; take simulated:CAPACITY")
-    given = {}
-    for option in options:
-        name, _, value = option.partition("=")
-        if name not in ("policy", "admission") or not value:
-            raise ConfigError("tier", text, f"{option!r} is no option of it; allowed: policy=, admission=")
-        given[name] = value
-    return TierConfig(parse_capacity("tier", capacity, block_bytes, unique_blocks), path=path, **given)
+    return TierConfig(parse_capacity("tier", capacity, block_bytes, unique_blocks), path=path, **tier)
