@@ -1,0 +1,147 @@
+"""Our disk behind vLLM's own RAM tier, for people who want only that.
+
+    "secondary_tiers": [{"type": "KVOffloadDisk", "module_path": "kvoffload.integrations.vllm.secondary",
+                         "path": "/nvme/kv", "capacity": "1TiB"}]
+
+Owns what vLLM calls otherwise: its jobs, its requests, its view of RAM. No error of ours reaches the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+from vllm import __version__ as vllm_version
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvoffload.core.keys import Keys
+from kvoffload.integrations.vllm.logs import logger
+from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES, path_of
+from kvoffload.integrations.vllm.tiers import fingerprint, parse_tiers
+from kvoffload.integrations.vllm.versions import engine_facts
+from kvoffload.tiers.base import NO_JOB
+
+_DRAIN_TIMEOUT_S = 30.0
+
+
+class KVOffloadDisk(SecondaryTierManager):
+    """A `DiskTier` as vLLM's tiering manager calls it: bounded, verified at every read, warm after a restart.
+
+    A block is HIT when its entry is here. Whether its bytes are sound shows when it is read; where they are
+    not, vLLM is told which blocks of the job arrived, and computes the others.
+
+    Takes the options of a tier of `KVOffloadSpec`: path, capacity, policy, admission,
+    max_write_bytes_per_day, salt. Raises `ConfigError` when the engine starts. Thread: the scheduler's.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        options.pop("locality", None)
+        (checked,) = parse_tiers("secondary_tiers", [{"type": "disk", **options}])
+        slots = np.asarray(primary_kv_view).view(np.uint8)
+        self._pool = slots.reshape(len(slots), -1)
+        # vLLM's RAM lays blocks out in its own way: they are not those of `KVOffloadSpec`.
+        identity = {"pool": "vllm", **engine_facts(offloading_spec, vllm_version).identity}
+        self._tier = checked.open(self._pool.shape[1], USUAL_KEY_BYTES, fingerprint(identity))
+        self._records: dict[str, object] = {}
+        self._jobs: dict[int, Any] = {}
+        self._finished: list[Any] = []
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Open the tier's record of the request."""
+        if req_context.req_id not in self._records:
+            self._records[req_context.req_id] = self._tier.begin_request(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """The tier learns what the request used."""
+        record = self._records.pop(req_context.req_id, None)
+        path = path_of(req_context)
+        if record is not None and path and len(path[0]) == USUAL_KEY_BYTES:
+            self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Whether a block is here. Nothing is read."""
+        if len(key) != USUAL_KEY_BYTES:
+            return LookupResult.MISS
+        found = self._tier.contains(Keys.pack([key], USUAL_KEY_BYTES), self._records.get(req_context.req_id))
+        return LookupResult.HIT if found[0] else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to write what the tier wants of these blocks."""
+        self._submit(job_metadata, is_store=True)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin to read these blocks into vLLM's RAM."""
+        self._submit(job_metadata, is_store=False)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """How jobs ended; of a load also which blocks are sound."""
+        for result in self._tier.finished():
+            job = self._jobs.pop(result.job)
+            keys = list(job.keys)
+            sound = None
+            if not result.ok.all() and job.is_promotion:
+                sound = [key for key, ok in zip(keys, result.ok.tolist(), strict=True) if ok] or None
+            self._finished.append(
+                JobResult(
+                    job_id=job.job_id,
+                    success=bool(result.ok.all()),
+                    successful_keys=sound,
+                    transfer_time=result.seconds,
+                    transfer_bytes=int(result.ok.sum()) * self._pool.shape[1],
+                )
+            )
+        finished, self._finished = self._finished, []
+        return finished
+
+    def has_pending_work(self) -> bool:
+        """Whether vLLM has to step on though no request runs."""
+        return bool(self._jobs or self._finished)
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Uses are told once a request, when it finishes."""
+
+    def drain_jobs(self) -> None:
+        """Wait for what is under way, and forget everything.
+
+        vLLM calls this when its cache is reset, and only then. What a reset is for, new weights say, makes
+        the blocks on the disk wrong as well, and nothing else would tell.
+        """
+        if not self._tier.drain(_DRAIN_TIMEOUT_S):
+            logger.error("kvoffload: the disk does not answer, though vLLM resets its cache")
+        self._finished = list(self.get_finished_jobs())
+        self._tier.clear()
+
+    def shutdown(self) -> None:
+        """Keep what is to be kept, and let go of the disk."""
+        self._tier.close()
+
+    def _submit(self, job: Any, *, is_store: bool) -> None:
+        keys, rows = list(job.keys), np.asarray(job.chunk_ids, np.int64)
+        number = NO_JOB
+        try:
+            packed = Keys.pack(keys, USUAL_KEY_BYTES)
+            if is_store:
+                record = self._records.get(job.req_context.req_id)
+                number, _ = self._tier.submit_write(packed, self._pool, rows, record)
+            else:
+                number = self._tier.submit_read(packed, self._pool, rows)
+        except Exception:
+            logger.exception("kvoffload: a job for the disk could not be begun")
+        if number == NO_JOB:
+            # Nothing to write is no failure; nothing read is.
+            self._finished.append(JobResult(job_id=job.job_id, success=is_store))
+        else:
+            self._jobs[number] = job

@@ -1,0 +1,164 @@
+"""Our disk behind vLLM's RAM tier: made by vLLM's factory, driven as its tiering manager does."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvoffload.errors import ConfigError
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+BLOCK_BYTES, NUM_SLOTS = 8192, 32
+
+
+def config(model: str, tier: dict[str, Any]) -> OffloadingConfig:
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, ("layer",), 0),),
+        worker_kv_bytes_per_block=BLOCK_BYTES,
+        enable_kv_cache_events=False,
+        extra_config={"cpu_bytes_to_use": NUM_SLOTS * BLOCK_BYTES, "secondary_tiers": [tier]},
+        engine_id="test",
+        model=OffloadingModelConfig(model, "bfloat16"),
+        cache=OffloadingCacheConfig(16, 1),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+    )
+
+
+def key(number: int) -> bytes:
+    return bytes(make_offload_key(number.to_bytes(32, "big"), 0))
+
+
+class Life:
+    """One life of a tier, and a RAM of its own."""
+
+    def __init__(self, path: Path, model: str = "model", **options: Any) -> None:
+        self.pool = np.zeros((NUM_SLOTS, BLOCK_BYTES), np.uint8)
+        tier = {
+            "type": "KVOffloadDisk",
+            "module_path": "kvoffload.integrations.vllm.secondary",
+            "path": str(path),
+            "capacity": "2MiB",
+            **options,
+        }
+        spec = TieringOffloadingSpec(config(model, tier))
+        self.tier: Any = SecondaryTierFactory.create_secondary_tier(tier, self.pool.data, spec)
+        self.numbers = itertools.count()
+        self.ctx = ReqContext("r")
+        self.tier.on_new_request(self.ctx)
+
+    def run(self, numbers: Sequence[int], *, load: bool) -> Any:
+        job = TransferJob(
+            job_id=next(self.numbers),
+            keys=[key(number) for number in numbers],
+            chunk_ids=np.arange(len(numbers), dtype=np.int32),
+            is_promotion=load,
+            req_context=self.ctx,
+        )
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for result in self.tier.get_finished_jobs():
+                assert result.job_id == job.job_id
+                return result
+            assert self.tier.has_pending_work()
+        raise AssertionError("the job does not end")
+
+    def store(self, numbers: Sequence[int]) -> Any:
+        for row, number in enumerate(numbers):
+            self.pool[row] = number
+        return self.run(numbers, load=False)
+
+    def load(self, numbers: Sequence[int]) -> list[int]:
+        """Numbers of the blocks that vLLM may use; each of them has its bytes."""
+        self.pool[:] = 0xEE
+        result = self.run(numbers, load=True)
+        good = {*map(key, numbers)} if result.success else {*(result.successful_keys or ())}
+        for row, number in enumerate(numbers):
+            if key(number) in good:
+                assert (self.pool[row] == number).all()
+        return [number for number in numbers if key(number) in good]
+
+    def lookup(self, numbers: Sequence[int]) -> list[Any]:
+        return [self.tier.lookup(key(number), self.ctx) for number in numbers]
+
+
+def test_blocks_come_back_in_this_life_and_the_next(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    assert life.lookup([1, 2]) == [MISS, MISS]
+    assert life.store([1, 2, 3]).success
+    assert life.store([1, 2, 3]).success, "it has them: nothing to do"
+    assert life.lookup([1, 4]) == [HIT, MISS]
+    assert life.load([3, 1]) == [3, 1]
+    life.tier.on_request_finished(life.ctx)
+    life.tier.shutdown()
+    again = Life(tmp_path)
+    assert again.lookup([1, 2, 3, 4]) == [HIT, HIT, HIT, MISS]
+    assert again.load([1, 2, 3]) == [1, 2, 3]
+    assert again.load([1, 9]) == [1], "what is not here is not said to have come"
+    again.tier.shutdown()
+    other = Life(tmp_path, model="another")
+    assert other.lookup([1, 2, 3]) == [MISS] * 3
+    other.tier.shutdown()
+
+
+def test_damage_is_not_loaded(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.store(list(range(1, 21)))
+    life.tier.shutdown()
+    (slab,) = tmp_path.glob("*.slab")
+    bytes_of = slab.read_bytes()
+    at = bytes_of.index(bytes([7]) * BLOCK_BYTES)
+    with slab.open("r+b") as file:
+        file.seek(at + 100)
+        file.write(b"\xff")
+    again = Life(tmp_path)
+    assert again.load(list(range(1, 21))) == [number for number in range(1, 21) if number != 7]
+    assert again.lookup([6, 7]) == [HIT, MISS]
+    again.tier.shutdown()
+
+
+def test_a_reset_is_for_the_disk_as_well(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.store([1, 2])
+    life.tier.drain_jobs()
+    assert life.lookup([1, 2]) == [MISS, MISS]
+    life.tier.shutdown()
+    again = Life(tmp_path)
+    assert again.lookup([1, 2]) == [MISS, MISS]
+    again.tier.shutdown()
+
+
+def test_keys_of_another_hash_are_misses(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    short = bytes(make_offload_key(b"x" * 16, 0))
+    assert life.tier.lookup(short, life.ctx) is MISS
+    life.tier.submit_store(TransferJob(5, [short], np.zeros(1, np.int32), False, life.ctx))
+    (result,) = life.tier.get_finished_jobs()
+    assert result.job_id == 5
+    life.tier.shutdown()
+
+
+def test_bad_options_stop_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="polcy"):
+        Life(tmp_path, polcy="lru")
+    with pytest.raises(ConfigError, match="lruu"):
+        Life(tmp_path, policy="lruu")
