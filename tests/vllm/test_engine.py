@@ -106,9 +106,9 @@ def test_metrics_under_vllms_own(engine: Any, expected: Expected) -> None:
     """What ``/metrics`` of a server would show of this process."""
     from prometheus_client import REGISTRY
 
-    def value(name: str, **labels: str) -> float:
+    def value(metric: str, /, **labels: str) -> float:
         label = {"model_name": engine.llm.llm_engine.model_config.served_model_name, "engine": "0"}
-        found = REGISTRY.get_sample_value(f"vllm:{name}", label | labels)
+        found = REGISTRY.get_sample_value(f"vllm:{metric}", label | labels)
         return 0.0 if found is None else found
 
     assert engine.tokens([PROMPTS[0]])[0] == expected.prompts[0]
