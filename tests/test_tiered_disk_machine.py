@@ -116,7 +116,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
         self.lives += 1
         self.open()
 
-    @rule(bits=st.lists(st.floats(0, 1, exclude_max=True), max_size=4))
+    @rule(bits=st.lists(st.floats(0, 1, exclude_max=True), max_size=12))
     def crash(self, bits: list[float]) -> None:
         """Another life on what the file holds at some moments: a copy is made while the disk is written.
 
@@ -126,8 +126,11 @@ class TieredDiskMachine(RuleBasedStateMachine):
         shutil.copytree(self.path, copy, ignore=shutil.ignore_patterns("*.lock"))
         (slab,) = copy.glob("*.slab")
         with slab.open("r+b") as file:
-            for bit in bits:
-                at = int(bit * slab.stat().st_size)
+            size = slab.stat().st_size
+            slots_bytes = DISK_BLOCKS * 2 * BLOCK_BYTES
+            for number, bit in enumerate(bits):
+                # One of four in the journal, perhaps; the others in slots.
+                at = int(bit * size) if number % 4 == 3 else size - 1 - int(bit * slots_bytes)
                 file.seek(at)
                 byte = file.read(1)
                 file.seek(at)
