@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 

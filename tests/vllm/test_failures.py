@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 
 from kvoffload.integrations.vllm.failures import name_failed_loads
 

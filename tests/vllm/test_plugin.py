@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory

@@ -21,7 +21,7 @@ import pytest
 
 from kvoffload.integrations.vllm.pool import SHARED_MEMORY
 
-pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 from traffic import random_prompts
 
 PROMPTS = random_prompts(seed=9, count=4, length=300)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed here: `make test-vllm` builds an environment")
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 from prometheus_client import REGISTRY
 from traffic import random_prompts
 
