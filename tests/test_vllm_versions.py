@@ -168,6 +168,9 @@ def test_facts_since_0_26() -> None:
     assert facts.identity["groups"] == [(16, ("l16",)), (32, ("l32",))]
     assert (facts.identity["vllm"], facts.identity["model"]) == ("0.32.0", "m")
     assert facts.identity["parallel"] == [2, 1, 1, 1, 1]
+    assert facts.replica == ""
+    config.parallel.data_parallel_size, config.parallel.data_parallel_index = 2, 1
+    assert engine_facts(SimpleNamespace(config=config)).replica == "replica-1"
     assert (facts.tokens_per_block, facts.blocks_per_chunk, facts.worker_block_bytes) == ((16, 32), 3, 4096)
     assert (facts.num_workers, facts.rank, facts.replicated, facts.enable_events) == (2, 1, False, True)
     config.replicated_layout = True

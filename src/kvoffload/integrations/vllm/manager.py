@@ -8,7 +8,7 @@ reach the engine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,10 +27,10 @@ from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.specs import SlotsSpec
-from kvoffload.integrations.vllm.tiers import PoolMemory, fingerprint, open_tiers, tier_counts
+from kvoffload.integrations.vllm.tiers import PoolMemory, tier_counts
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.tiering import TieredManager
-from kvoffload.tiers.base import key_digests
+from kvoffload.tiers.base import SecondaryTier, key_digests
 from kvoffload.types import LoadPlan, LookupResult, StorePlan
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class KVOffloadManager(OffloadingManager):
 
     Args:
         tokens_per_block: of the blocks that events speak of.
-        identity: what tiers behind RAM know this engine's blocks by.
+        open_tiers: makes the tiers behind RAM, for blocks and keys of so many bytes.
 
     Attributes:
         core: the manager that decides. broken: an error was contained, and nothing is offloaded any more.
@@ -96,7 +96,7 @@ class KVOffloadManager(OffloadingManager):
         *,
         enable_events: bool = False,
         tokens_per_block: int = 0,
-        identity: Mapping[str, Any] | None = None,
+        open_tiers: Callable[[int, int], list[SecondaryTier]] | None = None,
     ) -> None:
         self.broken = False
         self.num_lost = 0
@@ -112,7 +112,7 @@ class KVOffloadManager(OffloadingManager):
         self._sealing = options.verify == ALWAYS
         self.core: core.OffloadingManager
         self._tiered: TieredManager | None = None
-        self._fingerprint = fingerprint(identity or {}) if options.tiers else ""
+        self._open_tiers = open_tiers
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
@@ -128,16 +128,16 @@ class KVOffloadManager(OffloadingManager):
         if self._tiered is not None:
             self._tiered.close()
             self._tiered = None
-        if options.tiers and key_bytes != USUAL_KEY_BYTES:
+        if self._open_tiers is not None and key_bytes != USUAL_KEY_BYTES:
             logger.error(
                 "kvoffload: no tiers behind RAM: keys have %d bytes; what outlives the engine needs the %d "
                 "of --prefix-caching-hash-algo sha256 or sha256_cbor", key_bytes, USUAL_KEY_BYTES
             )  # fmt: skip
-        elif options.tiers:
+        elif self._open_tiers is not None:
             self._tiered = TieredManager(
                 pool.num_slots,
                 ram=PoolMemory(pool, self._sealing),
-                tiers=open_tiers(options.tiers, pool.slot_stride, key_bytes, self._fingerprint),
+                tiers=self._open_tiers(pool.slot_stride, key_bytes),
                 deadline_s=options.tier_deadline_s,
                 recompute_s_per_block=self._recompute_s_per_block(),
                 **given,

@@ -52,8 +52,9 @@ class KVOffloadDisk(SecondaryTierManager):
         slots = np.asarray(primary_kv_view).view(np.uint8)
         self._pool = slots.reshape(len(slots), -1)
         # vLLM's RAM lays blocks out in its own way: they are not those of `KVOffloadSpec`.
-        identity = {"pool": "vllm", **engine_facts(offloading_spec, vllm_version).identity}
-        self._tier = checked.open(self._pool.shape[1], USUAL_KEY_BYTES, fingerprint(identity))
+        facts = engine_facts(offloading_spec, vllm_version)
+        identity = {"pool": "vllm", **facts.identity}
+        self._tier = checked.open(self._pool.shape[1], USUAL_KEY_BYTES, fingerprint(identity), facts.replica)
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []

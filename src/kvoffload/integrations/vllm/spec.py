@@ -5,6 +5,7 @@ Owns how the scheduler's and the worker's side are put together. Everything else
 
 from __future__ import annotations
 
+import functools
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.metrics import definitions
 from kvoffload.integrations.vllm.options import ALWAYS, parse_options
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
-from kvoffload.integrations.vllm.tiers import TierOptions
+from kvoffload.integrations.vllm.tiers import TierOptions, open_tiers
 from kvoffload.integrations.vllm.versions import check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
 from kvoffload.types import ON_DEVICE_EVICTION
@@ -59,7 +60,7 @@ class KVOffloadSpec(OffloadingSpec):
     def get_manager(self) -> KVOffloadManager:
         """The scheduler's side."""
         if self._manager is None:
-            facts = self.facts
+            facts, tiers = self.facts, self.options.tiers
             pool = self._attach(SCHEDULER, facts.worker_block_bytes * facts.blocks_per_chunk)
             tokens = min(facts.tokens_per_block) * facts.blocks_per_chunk
             self._manager = KVOffloadManager(
@@ -67,7 +68,7 @@ class KVOffloadSpec(OffloadingSpec):
                 pool,
                 enable_events=facts.enable_events,
                 tokens_per_block=tokens,
-                identity=facts.identity,
+                open_tiers=functools.partial(open_tiers, tiers, facts) if tiers else None,
             )
             logger.info("%s", self._greeting(pool, tokens))
         return self._manager

@@ -22,6 +22,7 @@ from kvoffload.config import parse_size
 from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.versions import EngineFacts
 from kvoffload.policies import DEFAULT, POLICIES
 from kvoffload.tiering import TieredManager
 from kvoffload.tiers.base import Mask, SecondaryTier, key_digests
@@ -54,10 +55,13 @@ class TierOptions:
     max_write_bytes_per_day: int | None = None
     salt: str = ""
 
-    def open(self, block_bytes: int, key_bytes: int, fingerprint: str) -> SecondaryTier:
-        """The tier, with what an earlier life of this engine has left. Raises `ConfigError`."""
+    def open(self, block_bytes: int, key_bytes: int, fingerprint: str, replica: str = "") -> SecondaryTier:
+        """The tier, with what an earlier life of this engine has left. Raises `ConfigError`.
+
+        A directory has one owner: engines that share the path have one below it each, called `replica`.
+        """
         return DiskTier(
-            self.paths,
+            [Path(path) / replica for path in self.paths],
             self.capacity_bytes,
             block_bytes,
             key_bytes=key_bytes,
@@ -76,13 +80,14 @@ def parse_tiers(name: str, value: Any) -> tuple[TierOptions, ...]:
 
 
 def open_tiers(
-    options: Sequence[TierOptions], block_bytes: int, key_bytes: int, fingerprint: str
+    options: Sequence[TierOptions], facts: EngineFacts, block_bytes: int, key_bytes: int
 ) -> list[SecondaryTier]:
     """All of them, or none. Raises `ConfigError`."""
+    owner = fingerprint(facts.identity)
     with contextlib.ExitStack() as stack:
         opened = []
         for tier in options:
-            opened.append(tier.open(block_bytes, key_bytes, fingerprint))
+            opened.append(tier.open(block_bytes, key_bytes, owner, facts.replica))
             stack.callback(opened[-1].close)
         stack.pop_all()
     return opened

@@ -49,6 +49,7 @@ class EngineFacts:
             copy will do.
         enable_events: somebody listens to KV events.
         identity: what the bytes of a block depend on, beside its key.
+        replica: which of several data-parallel engines this is; empty if it is the only one.
     """
 
     engine_id: str
@@ -61,6 +62,7 @@ class EngineFacts:
     replicated: bool
     enable_events: bool
     identity: Mapping[str, Any]
+    replica: str = ""
 
 
 def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
@@ -91,6 +93,7 @@ def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
             "blocks_per_chunk": config.cache.blocks_per_chunk,
             "parallel": [getattr(config.parallel, name, 1) for name in _PARALLEL],
         },
+        replica=_replica(config.parallel, "data_parallel_index"),
     )
 
 
@@ -122,7 +125,13 @@ def _facts_of_0_25(spec: Any, vllm_version: str) -> EngineFacts:
             "blocks_per_chunk": spec.block_size_factor,
             "parallel": [getattr(parallel, name, 1) for name in _PARALLEL_0_25],
         },
+        replica=_replica(parallel, "data_parallel_rank"),
     )
+
+
+def _replica(parallel: Any, index: str) -> str:
+    several = getattr(parallel, "data_parallel_size", 1) > 1
+    return f"replica-{getattr(parallel, index, 0)}" if several else ""
 
 
 def event(base: Any, keys: list[bytes], removed: bool) -> Any:
