@@ -21,7 +21,7 @@ from kvoffload.tiers.disk.inspection import opened, verify
 from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, Scratch
 
 NUM_SLOTS, NUM_KEYS = 12, 30
-KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "20"))
+KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "60"))
 BOOKS = int(os.environ.get("KVOFFLOAD_CRASH_SEEDS", "2"))
 
 

@@ -107,7 +107,7 @@ class RefusesAtRandom(NaiveLRU):
 
 
 TestRefusesAtRandom = manager_machine(RefusesAtRandom, max_examples=40).TestCase
-TestRefusesAtRandomWithReuse = manager_machine(RefusesAtRandom, "reuse:2", max_examples=30).TestCase
+TestRefusesAtRandomWithReuse = manager_machine(RefusesAtRandom, "reuse:2", max_examples=10).TestCase
 
 TestVictimLru = manager_machine("lru", store=ON_DEVICE_EVICTION, key_bytes=32, max_examples=80).TestCase
 TestVictimLruWithReuse = manager_machine(

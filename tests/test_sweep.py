@@ -157,7 +157,8 @@ def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
     }  # fmt: skip
     points, _ = axes.points(0, 1000)
     for place, number in _baselines(points).items():
-        assert (points[number].policy, points[number].store) == ("lru", place[-1]), "each beside its own"
+        found = points[number]
+        assert (found.policy, found.store, found.tiers) == ("lru", *place[-2:]), "each beside its own"
     with pytest.raises(ConfigError, match="to store on device eviction takes a device cache"):
         Sweep([chat], Grid(("lru",), stores=("on-device-eviction",)), jobs=1).run()
 
