@@ -31,4 +31,5 @@ class NativeOnCPU(CPUOffloadingSpec):  # type: ignore[misc]
             capacity_bytes=self.num_chunks * self.kv_bytes_per_chunk,
         )
         assert pool.num_slots >= self.num_chunks
-        return KVOffloadWorker(pool, 0, copies_for(kv_caches, layout, pool, 0), seal=False)
+        copies = copies_for(kv_caches, layout, pool, 0)
+        return KVOffloadWorker(pool, 0, copies, blocks_per_chunk=self.blocks_per_chunk, seal=False)

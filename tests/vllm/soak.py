@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from traffic import check_nothing_is_left, conversations, damage, drive
+from traffic import certain_answers, check_nothing_is_left, conversations, damage, drive
 
 from conftest import HYBRID, LLAMA, Engine, write_llama
 from kvoffload.policies import POLICIES
@@ -51,7 +51,7 @@ def soak(seconds: float, seed: int) -> bool:
                 started = rng.randrange(10**9)
                 print(f"seed {seed}: {name} {options}, round {started}", end=": ", flush=True)
                 outcome = drive(
-                    engine, chats, expected[name], started, REQUESTS_PER_ROUND, aborts=0.1, resets=0.003
+                    engine, *expected[name], started, REQUESTS_PER_ROUND, aborts=0.1, resets=0.003
                 )
                 check_nothing_is_left(engine)
                 print(outcome, engine.manager.core.stats(), flush=True)
@@ -68,12 +68,12 @@ def blocks(name: str) -> int:
     return 44 if name == "hybrid" else 24
 
 
-def answers(model: Path, chats: list[list[int]]) -> list[list[int]]:
-    """What an engine without offloading says."""
+def answers(model: Path, chats: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and what an engine without offloading says to them."""
     engine: Any = Engine(model, None, num_gpu_blocks_override=blocks(model.name))
-    said = [engine.tokens([prompt], 8)[0] for prompt in chats]
+    found = certain_answers(engine, chats, 8)
     engine.close()
-    return said
+    return found
 
 
 if __name__ == "__main__":

@@ -308,13 +308,15 @@ def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> Non
     one.manager.reset_cache()
     one.check()
     assert one.manager.core.stats().free == 8
-    # Neither is ever completed; both go on.
+    # Neither is ever completed. Both go on, and store nothing of what the reset was to forget.
     assert one.hits(ctx, path) == 0
-    assert one.store(ctx, path).keys_to_store == path
-    one.manager.complete_store(set(path), ctx)
+    assert one.store(ctx, path).keys_to_store == []
     for request in (ctx, other):
         one.manager.on_request_finished(request)
+    assert one.serve("again", path) == (0, path)
     assert one.serve("again", path) == (4, [])
+    assert not one.manager._outdated
+    assert not one.manager._running
 
 
 def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:

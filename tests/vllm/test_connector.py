@@ -12,7 +12,7 @@ pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vl
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from traffic import check_nothing_is_left, conversations, drive, random_prompts  # noqa: E402
+from traffic import certain_answers, check_nothing_is_left, conversations, drive, random_prompts  # noqa: E402
 
 from kvoffload.testing.audit import audit  # noqa: E402
 
@@ -25,33 +25,11 @@ CHATS = conversations(seed=6, documents=5, turns=4)
 
 
 class Expected:
-    """What the engine answers without offloading, each prompt computed alone, as far as that is certain.
-
-    With random weights two tokens may be equally probable to the last digit, and which of them wins depends
-    on how the prompt was split and on its company. An answer ends before the first such token.
-    """
+    """What the engine answers without offloading."""
 
     def __init__(self, engine: Any) -> None:
-        self.prompts, self.answers = self._certain(engine, CANDIDATES)
-        self.chats, self.chat_answers = self._certain(engine, CHATS)
-        assert len(self.prompts) >= 8
-        assert len(self.chats) >= 10
-
-    @staticmethod
-    def _certain(engine: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        found = []
-        for prompt in prompts:
-            assert engine.core.reset_prefix_cache()
-            (output,) = engine.generate([prompt], 16, logprobs=2)
-            answer = []
-            for token, alternatives in zip(output.token_ids, output.logprobs, strict=True):
-                first, second, *_ = sorted((one.logprob for one in alternatives.values()), reverse=True)
-                if first - second < 0.06:
-                    break
-                answer.append(token)
-            if len(answer) >= 3:
-                found.append((prompt, answer))
-        return [prompt for prompt, _ in found], [answer for _, answer in found]
+        self.prompts, self.answers = certain_answers(engine, CANDIDATES, 16)
+        self.chats, self.chat_answers = certain_answers(engine, CHATS, 8)
 
     def check(self, engine: Any, *, at_once: bool = False) -> None:
         """Every prompt is answered so, one after the other or all together."""

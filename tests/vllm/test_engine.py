@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-from traffic import Recorder, check_nothing_is_left, conversations, damage, drive, random_prompts
+from traffic import (
+    Recorder,
+    certain_answers,
+    check_nothing_is_left,
+    conversations,
+    damage,
+    drive,
+    random_prompts,
+)
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,8 +31,8 @@ class Expected:
     """What the engine answers without offloading: each prompt alone and computed, and after its own hit."""
 
     def __init__(self, engine: Any) -> None:
+        self.chats, self.answers = certain_answers(engine, CHATS, 8)
         self.prompts = [engine.tokens([prompt])[0] for prompt in PROMPTS]
-        self.chats = [engine.tokens([prompt], 8)[0] for prompt in CHATS]
         self.logprobs = []
         for prompt in PROMPTS:
             engine.tokens([prompt])
@@ -90,7 +98,7 @@ def test_events_tell_what_ram_holds(engine: Any, expected: Expected, monkeypatch
     stored = [event for event in published if isinstance(event, BlockStored) and event.medium == "CPU"]
     assert [token for event in stored for token in event.token_ids] == PROMPTS[0][:288]
     assert [event.block_size for event in stored] == [32] * 9
-    outcome = drive(engine, CHATS, expected.chats, seed=10, requests=40)
+    outcome = drive(engine, expected.chats, expected.answers, seed=10, requests=40)
     assert not outcome.wrong
     held: set[Any] = set()
     for event in published:
@@ -170,7 +178,7 @@ def test_stress(engine: Any, expected: Expected, seed: int) -> None:
     """Preemption, aborts, eviction in engine and pool, resets; the seed is in the name."""
     before = engine.manager.core.stats()
     outcome = drive(
-        engine, CHATS, expected.chats, seed, 100, aborts=0.1 * (seed - 1), resets=0.01 * (seed - 1)
+        engine, expected.chats, expected.answers, seed, 100, aborts=0.1 * (seed - 1), resets=0.01 * (seed - 1)
     )
     after = engine.manager.core.stats()
     assert not outcome.wrong, outcome

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-from traffic import check_nothing_is_left, conversations, damage, drive, random_prompts
+from traffic import certain_answers, check_nothing_is_left, conversations, damage, drive, random_prompts
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -18,45 +18,48 @@ PROMPTS = random_prompts(seed=4, count=2, length=300)
 CHATS = conversations(seed=5, documents=6, turns=3)
 
 
-@pytest.fixture(scope="module")
-def llama_answers(start_engine: Callable[..., Any], llama: Path) -> tuple[list[list[int]], list[list[int]]]:
-    return answers(start_engine(llama, None))
+class Expected:
+    """What the engine answers without offloading."""
+
+    def __init__(self, engine: Any) -> None:
+        self.prompts = [engine.tokens([prompt])[0] for prompt in PROMPTS]
+        self.chats, self.answers = certain_answers(engine, CHATS, 8)
 
 
 @pytest.fixture(scope="module")
-def hybrid_answers(start_engine: Callable[..., Any], hybrid: Path) -> tuple[list[list[int]], list[list[int]]]:
-    return answers(start_engine(hybrid, None, num_gpu_blocks_override=44))
+def on_llama(start_engine: Callable[..., Any], llama: Path) -> Expected:
+    return Expected(start_engine(llama, None))
 
 
-def answers(engine: Any) -> tuple[list[list[int]], list[list[int]]]:
-    return [engine.tokens([p])[0] for p in PROMPTS], [engine.tokens([p], 8)[0] for p in CHATS]
+@pytest.fixture(scope="module")
+def on_hybrid(start_engine: Callable[..., Any], hybrid: Path) -> Expected:
+    return Expected(start_engine(hybrid, None, num_gpu_blocks_override=44))
 
 
-def stress(engine: Any, expected: list[list[int]], seed: int) -> None:
+def stress(engine: Any, expected: Expected, seed: int, resets: float = 0.005) -> None:
     before = engine.manager.core.stats()
-    outcome = drive(engine, CHATS, expected, seed, 60, aborts=0.1, resets=0.005)
+    outcome = drive(engine, expected.chats, expected.answers, seed, 60, aborts=0.1, resets=resets)
     after = engine.manager.core.stats()
     assert not outcome.wrong, (seed, outcome)
     assert after.loaded > before.loaded
-    assert after.evicted > before.evicted
+    assert after.evicted + after.discarded > before.evicted + before.discarded
     check_nothing_is_left(engine)
 
 
 def test_a_damaged_block_is_computed_again(
-    start_engine: Callable[..., Any], llama: Path, llama_answers: tuple[list[list[int]], list[list[int]]]
+    start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
     """With ``verify: always`` damage in the pool changes nothing but a counter."""
-    prompts, chats = llama_answers
     engine = start_engine(llama, {"ram": "2MiB", "verify": "always", "policy": "s3fifo"})
-    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_llama.prompts
     engine.forget_device()
-    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_llama.prompts
     assert engine.manager.core.stats().loaded == 18, "sound blocks are loaded"
     for how in ("zeros", "noise", "other slots"):
         engine.forget_device()
         damage(engine, how)
         before = engine.manager.core.stats()
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_llama.prompts
         engine.drain()
         after = engine.manager.core.stats()
         assert after.loaded == before.loaded, "no damaged block is loaded"
@@ -70,10 +73,10 @@ def test_a_damaged_block_is_computed_again(
     engine.manager._pool._slots[plan.slots[4], 0] ^= 1
     engine.manager.core.unpin(plan)
     before = engine.manager.core.stats()
-    assert engine.tokens([PROMPTS[0]])[0] == prompts[0]
+    assert engine.tokens([PROMPTS[0]])[0] == on_llama.prompts[0]
     engine.drain()
     assert engine.manager.core.stats().loaded == before.loaded + 4
-    stress(engine, chats, seed=6)
+    stress(engine, on_llama, seed=6)
 
 
 def engine_keys(engine: Any, prompt: list[int]) -> list[bytes]:
@@ -93,29 +96,25 @@ def engine_keys(engine: Any, prompt: list[int]) -> list[bytes]:
     return noted[: len(prompt) // 32]
 
 
-def test_chunks_of_three_blocks(
-    start_engine: Callable[..., Any], llama: Path, llama_answers: tuple[list[list[int]], list[list[int]]]
-) -> None:
-    prompts, chats = llama_answers
+def test_chunks_of_three_blocks(start_engine: Callable[..., Any], llama: Path, on_llama: Expected) -> None:
     engine = start_engine(
         llama, {"ram": "2MiB", "blocks_per_chunk": 3, "policy": "lirs", "prompt_only": False}
     )
     for _ in range(2):
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_llama.prompts
         engine.forget_device()
     stats = engine.manager.core.stats()
     assert (stats.stored, stats.loaded) == (6, 6), "three chunks of each prompt"
-    stress(engine, chats, seed=7)
+    stress(engine, on_llama, seed=7)
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
 def test_two_kv_groups(
     start_engine: Callable[..., Any],
     hybrid: Path,
-    hybrid_answers: tuple[list[list[int]], list[list[int]]],
+    on_hybrid: Expected,
     blocks_per_chunk: int,
 ) -> None:
-    prompts, chats = hybrid_answers
     engine = start_engine(
         hybrid,
         {"ram": "2MiB", "blocks_per_chunk": blocks_per_chunk, "verify": "always", "policy": "wtinylfu"},
@@ -123,11 +122,14 @@ def test_two_kv_groups(
     )
     assert len(engine.connector.connector_scheduler.config.kv_group_configs) == 2
     for _ in range(2):
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_hybrid.prompts
         engine.forget_device()
     assert engine.manager.core.stats().loaded > 0
     if blocks_per_chunk == 1:
         damage(engine, "noise")
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == prompts
+        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_hybrid.prompts
         assert engine.manager.core.stats().discarded > 0
-    stress(engine, chats, seed=8)
+    # Chunks that have lost blocks to the sliding window, and resets under running requests: vLLM's scheduler
+    # offers blocks that are others' now, here and there, so it takes some rounds to see.
+    for seed in (8, 9, 10, 12):
+        stress(engine, on_hybrid, seed, resets=0.02)

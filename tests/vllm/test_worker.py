@@ -84,7 +84,9 @@ def test_what_is_stored_is_loaded(
     pool = make_pool(tmp_path, layout)
     from_blocks, to_blocks = spec_of(*transfer, rng), spec_of(*transfer, rng)
     slots = slots_for(*transfer, per_chunk, rng)
-    storing = worker.KVOffloadWorker(pool, 1, copies.HostCopies(source, layout, pool.part(1)), seal=True)
+    storing = worker.KVOffloadWorker(
+        pool, 1, copies.HostCopies(source, layout, pool.part(1)), blocks_per_chunk=per_chunk, seal=True
+    )
     loading = copies.HostCopies(target, layout, pool.part(1))
     before = [tensor.tensor.clone() for tensor in target.tensors]
     assert storing.submit_store(7, from_blocks, slots)
@@ -175,7 +177,9 @@ def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
     source = kv_caches(1)
     layout = Layout.of(source, 1)
     pool = make_pool(tmp_path, layout)
-    one = worker.KVOffloadWorker(pool, 0, copies.HostCopies(source, layout, pool.part(0)), seal=False)
+    one = worker.KVOffloadWorker(
+        pool, 0, copies.HostCopies(source, layout, pool.part(0)), blocks_per_chunk=1, seal=False
+    )
     one.failures_are_named = True
     good = specs.SlotsSpec(np.array([4], np.int32))
     absent, short = specs.SlotsSpec(np.array([-1], np.int32)), specs.SlotsSpec(np.array([4, 5], np.int32))
@@ -200,4 +204,52 @@ def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
     one.submit_store(9, block, good)
     one.wait({9})
     assert not pool.failed[0, 4], "a store that ended well clears the mark"
+    one.shutdown()
+
+
+# What vLLM 0.32 hands over when a chunk of three blocks has lost some to the sliding window: of each group
+# the blocks that are left, and the place of the first; which of the five slots must be left out.
+TORN = [
+    ([6, 9], [0, 0], []),
+    ([5, 9], [1, 0], [0, 1]),
+    ([4, 9], [0, 0], [0, 1]),
+    ([3, 9], [0, 0], [0, 1]),
+    ([6, 8], [3, 3], [2, 3, 4]),
+    ([1, 8], [2, 3], [0, 1, 2, 3, 4]),
+]
+
+
+@pytest.mark.parametrize("case", TORN)
+def test_chunks_that_are_not_whole_are_not_stored(
+    tmp_path: Path, case: tuple[list[int], list[int], list[int]]
+) -> None:
+    sizes, firsts, torn = case
+    source = kv_caches(1)
+    layout = Layout.of(source, 3)
+    pool = make_pool(tmp_path, layout)
+    one = worker.KVOffloadWorker(
+        pool, 0, copies.HostCopies(source, layout, pool.part(0)), blocks_per_chunk=3, seal=True
+    )
+    pool._slots[:] = 7
+    blocks = base.GPULoadStoreSpec(list(range(sum(sizes))), [*sizes, 0], [*firsts, 0])
+    slots = specs.SlotsSpec(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.uint64), [2, 3])
+    one.submit_store(1, blocks, slots)
+    one.wait({1})
+    (result,) = one.get_finished()
+    assert result.success
+    assert pool.failed[0].nonzero()[0].tolist() == torn
+    assert [slot for slot in range(5) if (pool.part(0)[slot] == 7).all()] == torn
+    start = 0
+    for group, (size, slots_of_group) in enumerate(zip(sizes, ([0, 1], [2, 3, 4]), strict=True)):
+        if slots_of_group[0] not in torn:
+            for number in range(size):
+                slot, inner = slots_of_group[number // 3], number % 3
+                for tensor, num_bytes in GROUPS[group]:
+                    at = layout.starts[tensor] + inner * PAGES[tensor]
+                    stored = source.tensors[tensor].tensor[start + number, :num_bytes].numpy().view(np.uint8)
+                    assert np.array_equal(pool.part(0)[slot, at : at + num_bytes], stored)
+        start += size
+    one.submit_store(2, base.GPULoadStoreSpec(list(range(15)), [6, 9, 0], [3, 0, 0]), slots)
+    one.wait({2})
+    assert not pool.failed.any(), "a whole store clears the marks"
     one.shutdown()

@@ -26,7 +26,7 @@ from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
 from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.specs import SlotsSpec
+from kvoffload.integrations.vllm.specs import SlotsSpec, slots_per_group
 from kvoffload.integrations.vllm.tiers import PoolMemory, tier_counts
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.tiering import TieredManager
@@ -106,6 +106,8 @@ class KVOffloadManager(OffloadingManager):
         self._options, self._pool = options, pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._requests: dict[str, _Request] = {}
+        self._running: set[str] = set()
+        self._outdated: set[str] = set()
         self._loads: InFlight[LoadPlan] = InFlight()
         self._stores: InFlight[StorePlan] = InFlight()
         self._verifier: Verifier | None = None
@@ -155,12 +157,18 @@ class KVOffloadManager(OffloadingManager):
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Nothing yet: the request's keys come later."""
+        """Nothing but its name yet: the request's keys come later."""
+        self._running.add(req_context.req_id)
         return RequestOffloadingContext()
 
-    @_contained(lambda req_context: None)
     def on_request_finished(self, req_context: Any) -> None:
         """Commit what the request used. Its transfers may end later."""
+        self._running.discard(req_context.req_id)
+        self._outdated.discard(req_context.req_id)
+        self._finish(req_context)
+
+    @_contained(lambda req_context: None)
+    def _finish(self, req_context: Any) -> None:
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._release(request)
@@ -256,6 +264,8 @@ class KVOffloadManager(OffloadingManager):
     @_contained(lambda keys, req_context: _NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         """Choose what is stored of the offered blocks. None: nothing now, perhaps later."""
+        if req_context.req_id in self._outdated:
+            return _NOTHING
         request = self._request(req_context)
         self._release(request)
         offered = list(keys)
@@ -279,7 +289,9 @@ class KVOffloadManager(OffloadingManager):
         chosen = Keys(np.ascontiguousarray(plan.keys.words[back]), self.core.key_bytes)
         return PrepareStoreOutput(
             keys_to_store=[offered[row] for row in rows[back].tolist()],
-            store_spec=SlotsSpec(plan.slots[back], key_digests(chosen) if self._sealing else None),
+            store_spec=SlotsSpec(
+                plan.slots[back], key_digests(chosen) if self._sealing else None, slots_per_group(chosen)
+            ),
             evicted_keys=list(plan.evicted),
         )
 
@@ -337,12 +349,18 @@ class KVOffloadManager(OffloadingManager):
         return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
-        """Forget everything. vLLM waits for transfers under way before it begins new ones."""
+        """Forget everything. vLLM waits for transfers under way before it begins new ones.
+
+        Requests that run now store nothing any more: what they have computed is what a reset is to forget.
+        And vLLM offers them from their beginning again, with blocks that left their sliding window long ago
+        and are others' now.
+        """
         self.broken = False
         self._forget()
 
     @_contained(lambda: None)
     def _forget(self) -> None:
+        self._outdated = set(self._running)
         self._loads.clear()
         self._stores.clear()
         for request in self._requests.values():

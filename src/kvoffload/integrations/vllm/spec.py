@@ -80,7 +80,13 @@ class KVOffloadSpec(OffloadingSpec):
             pool = self._attach(1 + self.facts.rank, layout.part_bytes)
             part = 0 if self.facts.replicated else self.facts.rank
             copies = copies_for(kv_caches, layout, pool, part)
-            self._worker = KVOffloadWorker(pool, part, copies, seal=self.options.verify == ALWAYS)
+            self._worker = KVOffloadWorker(
+                pool,
+                part,
+                copies,
+                blocks_per_chunk=self.facts.blocks_per_chunk,
+                seal=self.options.verify == ALWAYS,
+            )
             self._worker.failures_are_named = name_failed_loads(_connector(), self, self._worker)
         return self._worker
 

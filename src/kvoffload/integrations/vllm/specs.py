@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from kvoffload.core.keys import Keys
 from kvoffload.tiers.base import Checksums
+
+Slots = npt.NDArray[np.int32]
+_GROUP_BYTES = 4
+"""Of the number of its KV group, at the end of a key."""
 
 
 class SlotsSpec(CPULoadStoreSpec):
@@ -17,9 +25,48 @@ class SlotsSpec(CPULoadStoreSpec):
     Attributes:
         block_ids: slots, int32; -1 for a block that turned out not to be there.
         digests: of the keys, where checksums are kept; None otherwise.
+        num_slots: of each KV group that has any, in order; None where it does not matter.
     """
 
-    def __init__(self, slots: npt.NDArray[np.int32], digests: Checksums | None = None) -> None:
+    def __init__(
+        self, slots: Slots, digests: Checksums | None = None, num_slots: list[int] | None = None
+    ) -> None:
         super().__init__([])
         self.block_ids = np.ascontiguousarray(slots, np.int32)
         self.digests = digests
+        self.num_slots = num_slots
+
+
+def slots_per_group(keys: Keys) -> list[int]:
+    """How many of these keys each KV group has, group by group; keys of one group stand together."""
+    ends = keys.words.view(np.uint8)[:, keys.key_bytes - _GROUP_BYTES : keys.key_bytes]
+    begins = np.flatnonzero((ends[1:] != ends[:-1]).any(axis=1)) + 1
+    return np.diff([0, *begins.tolist(), len(keys)]).tolist()
+
+
+def without_torn_groups(engine: Any, slots: SlotsSpec, blocks_per_chunk: int) -> tuple[Any, SlotsSpec, Slots]:
+    """A store without the KV groups that bring less than whole chunks, and the slots that it leaves out.
+
+    A chunk of several blocks may have lost its first ones to the sliding window before it is stored. vLLM
+    leaves out blocks, not the chunk; what the slot held before would stay there in their place, and be
+    loaded as this chunk's. With blocks missing in the middle, the others would even go to wrong places.
+    """
+    if slots.num_slots is None:
+        return engine, slots, slots.block_ids[:0]
+    counts = iter(slots.num_slots)
+    wanted = [next(counts) if size else 0 for size in engine.group_sizes]
+    whole = [
+        size == count * blocks_per_chunk and first % blocks_per_chunk == 0
+        for size, count, first in zip(engine.group_sizes, wanted, engine.block_indices, strict=True)
+    ]
+    if all(whole):
+        return engine, slots, slots.block_ids[:0]
+    stays = np.repeat(whole, wanted)
+    blocks = np.asarray(engine.block_ids)[np.repeat(whole, engine.group_sizes)]
+    sizes = [size if sound else 0 for size, sound in zip(engine.group_sizes, whole, strict=True)]
+    digests = slots.digests[stays] if slots.digests is not None else None
+    return (
+        GPULoadStoreSpec(blocks.tolist(), sizes, engine.block_indices),
+        SlotsSpec(slots.block_ids[stays], digests),
+        slots.block_ids[~stays],
+    )

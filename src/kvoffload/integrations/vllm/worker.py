@@ -9,21 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from kvoffload.integrations.vllm.copies import Copies
 from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
 from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.specs import SlotsSpec
+from kvoffload.integrations.vllm.specs import Slots, SlotsSpec, without_torn_groups
 
 
 @dataclass
 class _Job:
     slots: SlotsSpec
     is_store: bool
+    torn: Slots = field(default_factory=lambda: np.empty(0, np.int32))
     sealing: Future[TransferResult] | None = None
     result: TransferResult | None = None
 
@@ -37,6 +39,7 @@ class KVOffloadWorker(OffloadingWorker):
     computed again (`failures`).
 
     Args:
+        blocks_per_chunk: engine blocks in a slot.
         seal: whether to take checksums of what was stored.
 
     Attributes:
@@ -44,8 +47,11 @@ class KVOffloadWorker(OffloadingWorker):
         num_failed: jobs that failed.
     """
 
-    def __init__(self, pool: SharedPool, part: int, copies: Copies, *, seal: bool) -> None:
+    def __init__(
+        self, pool: SharedPool, part: int, copies: Copies, *, blocks_per_chunk: int, seal: bool
+    ) -> None:
         self._pool, self._part, self._copies = pool, part, copies
+        self._blocks_per_chunk = blocks_per_chunk
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-seal") if seal else None
         self._jobs: dict[int, _Job] = {}
         self._failed_loads: set[int] = set()
@@ -53,8 +59,14 @@ class KVOffloadWorker(OffloadingWorker):
         self.num_failed = 0
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
-        """Begin to store; True, always."""
-        self._submit(job_id, _Job(dst_spec, True), src_spec, self._copies.store)
+        """Begin to store; True, always. A chunk that is not whole is not stored."""
+        blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
+        job = _Job(slots, True, torn)
+        if len(torn) and not len(slots.block_ids):
+            self._jobs[job_id] = job
+            self._end(job, TransferResult(job_id, True, 0, 0.0))
+        else:
+            self._submit(job_id, job, blocks, self._copies.store)
         return True
 
     def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any, expedited: bool = False) -> bool:
@@ -126,6 +138,7 @@ class KVOffloadWorker(OffloadingWorker):
     def _end(self, job: _Job, result: TransferResult) -> None:
         if job.is_store:
             self._pool.failed[self._part, job.slots.block_ids] = 0
+            self._pool.failed[self._part, job.torn] = 1
         job.result = result
 
     def _fail(self, job_id: int, job: _Job, error: BaseException) -> None:
@@ -136,6 +149,7 @@ class KVOffloadWorker(OffloadingWorker):
             logger.error(text, kind, count, self.num_failed, type(error).__name__, error)
         slots = job.slots.block_ids
         self._pool.failed[self._part, slots[slots >= 0]] = 1
+        self._pool.failed[self._part, job.torn] = 1
         if not job.is_store:
             self._failed_loads.add(job_id)
         job.result = TransferResult(job_id, job.is_store or self.failures_are_named)
