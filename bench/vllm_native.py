@@ -13,7 +13,15 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from kvoffload.integrations.vllm.copies import copies_for
 from kvoffload.integrations.vllm.layout import Layout
 from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.specs import SlotsSpec
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
+
+
+class _Worker(KVOffloadWorker):
+    """Stores what vLLM says, whole chunks or not."""
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return super().submit_store(job_id, src_spec, SlotsSpec(dst_spec.block_ids))
 
 
 class NativeOnCPU(CPUOffloadingSpec):  # type: ignore[misc]
@@ -32,4 +40,4 @@ class NativeOnCPU(CPUOffloadingSpec):  # type: ignore[misc]
         )
         assert pool.num_slots >= self.num_chunks
         copies = copies_for(kv_caches, layout, pool, 0)
-        return KVOffloadWorker(pool, 0, copies, blocks_per_chunk=self.blocks_per_chunk, seal=False)
+        return _Worker(pool, 0, copies, blocks_per_chunk=self.blocks_per_chunk, seal=False)

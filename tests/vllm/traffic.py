@@ -105,9 +105,7 @@ def drive(
         assert steps_left, f"seed {seed}: no end in sight: {running}"
         while sent < requests and len(running) < at_once:
             number, name = rng.randrange(len(prompts)), f"{seed}-{sent}"
-            sampling = SamplingParams(
-                temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
-            )
+            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             llm.add_request(name, {"prompt_token_ids": prompts[number]}, sampling)
             running[name] = number
             sent += 1

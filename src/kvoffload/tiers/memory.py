@@ -19,6 +19,7 @@ from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.tiers.base import NO_CHECKSUM, Checksums, Mask, block_checksums, key_digests
 from kvoffload.transfer import Blocks, CopyEngine, Rows, check_rows, copy_engine_for
+from kvoffload.transfer.copies import address_of
 from kvoffload.transfer.engine import DeviceArray
 
 _SLOT_ALIGNMENT = 64
@@ -69,7 +70,6 @@ class MemoryTier:
         self.slot_stride = -(-block_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
         self._memory: mmap.mmap | None = _allocate(num_slots, block_bytes, num_slots * self.slot_stride)
         self.checksums: Checksums | None = np.full(num_slots, NO_CHECKSUM, np.uint64) if verify else None
-        self._bytes = memoryview(self._memory)
         self._slots = np.frombuffer(self._memory, np.uint8).reshape(num_slots, self.slot_stride)
 
     @property
@@ -144,15 +144,15 @@ class MemoryTier:
         if self._memory is None:
             return
         memory, self._memory = self._memory, None
-        self._bytes.release()
         del self._slots
         # Somebody still holds a view: the memory goes with the last of them, not under their feet.
         with contextlib.suppress(BufferError):
             memory.close()
 
     def _compute(self, keys: Keys, slots: npt.NDArray[np.int64]) -> Checksums:
-        starts = (slots * self.slot_stride).tolist()
-        return block_checksums(self._bytes, starts, self.block_bytes, key_digests(keys))
+        held = self._slots  # by this frame: whoever closes meanwhile leaves us the memory
+        addresses = address_of(held) + slots * self.slot_stride
+        return block_checksums(addresses, self.block_bytes, key_digests(keys))
 
     def _checked(self, keys: Keys, slots: Rows) -> npt.NDArray[np.int64]:
         self._check_open()

@@ -63,8 +63,7 @@ class SharedPool:
         shape, count = (self.num_parts, self.num_slots), self.num_parts * self.num_slots
         self.checksums = np.frombuffer(self._map, np.uint64, count, _PAGE).reshape(shape)
         self.failed = np.frombuffer(self._map, np.uint8, count, _PAGE + 8 * count).reshape(shape)
-        self._bytes, self._first_slot = memoryview(self._map), _PAGE + ledger
-        slots = np.frombuffer(self._map, np.uint8, self.num_slots * self.slot_stride, self._first_slot)
+        slots = np.frombuffer(self._map, np.uint8, self.num_slots * self.slot_stride, _PAGE + ledger)
         self._slots = slots.reshape(self.num_slots, self.slot_stride)
 
     @classmethod
@@ -159,16 +158,15 @@ class SharedPool:
         if self._map is None:
             return
         memory, self._map = self._map, None
-        self._bytes.release()
         del self._header, self.checksums, self.failed, self._slots
         with contextlib.suppress(BufferError):
             memory.close()
         os.close(self._fd)
 
     def _compute(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> Checksums:
-        first = self._first_slot + part * self.part_bytes
-        starts = (slots.astype(np.int64) * self.slot_stride + first).tolist()
-        return block_checksums(self._bytes, starts, self.part_bytes, digests)
+        held = self._slots  # by this frame: whoever closes meanwhile leaves us the memory
+        first = address_of(held) + part * self.part_bytes
+        return block_checksums(first + slots.astype(np.int64) * self.slot_stride, self.part_bytes, digests)
 
     def _join(self, member: int, counts: tuple[int, int], part_bytes: int) -> None:
         if int(self._header[_MAGIC_AT]) != _MAGIC or counts != (self.num_members, self.num_parts):

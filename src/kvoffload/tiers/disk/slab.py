@@ -15,17 +15,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest as xxh3
 
 from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.base import Mask
+from kvoffload.tiers.checksum import checksums
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files, aligned
 from kvoffload.tiers.disk.format import (
     Bytes,
     Head,
     Identity,
     Records,
-    chained_checksum,
     decode_superblock,
     encode_head,
     encode_superblock,
@@ -34,6 +35,7 @@ from kvoffload.tiers.disk.format import (
 from kvoffload.tiers.disk.layout import Layout, header_dtype
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.transfer import Blocks
+from kvoffload.transfer.copies import address_of
 
 SLAB_NAME = "kvoffload.slab"
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -58,15 +60,15 @@ class Scratch:
         dtype = header_dtype(layout.key_bytes)
         self.pages = list(memory.reshape(self.num_blocks, PAGE_BYTES))
         self.headers: Records = np.ndarray((self.num_blocks,), dtype, memory, strides=(PAGE_BYTES,))
-        self.bounce: list[Bytes] = []
+        self._bounce: Bytes | None = None
         self._layout = layout
 
-    def bounces(self) -> list[Bytes]:
-        """A block's worth of whole pages for each header, made when first asked for."""
-        if not self.bounce:
+    def bounce(self, num_blocks: int) -> Bytes:
+        """A block's worth of whole pages for each of so many headers; made when first asked for."""
+        if self._bounce is None:
             size = self._layout.slot_bytes - PAGE_BYTES
-            self.bounce = list(aligned(self.num_blocks * size).reshape(self.num_blocks, size))
-        return self.bounce
+            self._bounce = aligned(self.num_blocks * size).reshape(self.num_blocks, size)
+        return self._bounce[:num_blocks]
 
 
 class Slab:
@@ -162,7 +164,7 @@ class Slab:
     ) -> Mask:  # fmt: skip
         """Write ``pool[rows[i]]`` into ``slots[i]``, ascending; which were, though not yet durably.
 
-        At most `Scratch.num_blocks` of them. Cost: a pass over the bytes for the checksum, then one call
+        At most `Scratch.num_blocks` of them. Cost: a pass over the bytes for checksums, then one call
         of the system for each run of neighbours.
         """
         headers = scratch.headers[: len(slots)]
@@ -175,13 +177,12 @@ class Slab:
             generations,
             written_at_s,
         )
-        packed = np.ascontiguousarray(headers)
         blocks = [pool[row] for row in rows.tolist()]
-        headers["checksum"] = [chained_checksum(packed[i], block) for i, block in enumerate(blocks)]
+        headers["checksum"] = self._checksums(headers, address_of(pool) + rows * pool.strides[0])
         if self._in_place(pool):
             padded = blocks
         else:
-            padded = scratch.bounces()
+            padded = list(scratch.bounce(len(blocks)))
             for i, block in enumerate(blocks):
                 padded[i][: len(block)] = block
                 padded[i][len(block) :] = 0
@@ -197,11 +198,14 @@ class Slab:
         bytes. A row whose outcome is not `SOUND` holds anything.
         """
         blocks = [pool[row] for row in rows.tolist()]
-        padded = blocks if self._in_place(pool) else scratch.bounces()
+        if self._in_place(pool):
+            padded, at = blocks, address_of(pool) + rows * pool.strides[0]
+        else:
+            bounce = scratch.bounce(len(blocks))
+            padded, at = list(bounce), address_of(bounce) + np.arange(len(blocks)) * bounce.strides[0]
         there = self._each_run(self._files.read, slots, scratch, padded)
-        outcomes: Outcomes = np.where(there, np.uint8(SOUND), np.uint8(UNREADABLE))
         found = np.ascontiguousarray(scratch.headers[: len(slots)])
-        checksums = found["checksum"].tolist()
+        said = found["checksum"].copy()
         expected = np.zeros(len(slots), self._header_dtype)
         fill_headers(
             expected, self.identity.fingerprint, self.layout.block_bytes, keys, slots, generations,
@@ -209,16 +213,20 @@ class Slab:
         )  # fmt: skip
         found["checksum"] = 0
         width = self._header_dtype.itemsize
-        same = (found.view(np.uint8).reshape(-1, width) == expected.view(np.uint8).reshape(-1, width)).all(
-            axis=1
-        )
-        for i in np.flatnonzero(there).tolist():
-            block = padded[i][: len(blocks[i])]
-            if not same[i] or chained_checksum(found[i], block) != checksums[i]:
-                outcomes[i] = MISMATCH
-            elif padded is not blocks:
-                blocks[i][:] = block
+        sound = (found.view(np.uint8).reshape(-1, width) == expected.view(np.uint8).reshape(-1, width)).all(1)
+        sound[there] &= self._checksums(found[there], at[there]) == said[there]
+        if padded is not blocks:
+            for i in np.flatnonzero(there & sound).tolist():
+                blocks[i][:] = padded[i][: len(blocks[i])]
+        outcomes: Outcomes = np.where(sound, np.uint8(SOUND), np.uint8(MISMATCH))
+        outcomes[~there] = UNREADABLE
         return outcomes
+
+    def _checksums(self, headers: Records, addresses: Positions) -> npt.NDArray[np.uint64]:
+        """What `chained_checksum` is, of headers whose checksum is 0 and the blocks at these addresses."""
+        packed, width = headers.tobytes(), self._header_dtype.itemsize
+        seeds = [xxh3(packed[at : at + width]) for at in range(0, len(packed), width)]
+        return checksums(addresses, self.layout.block_bytes, np.array(seeds, np.uint64))
 
     def read_header(self, slot: int, scratch: Scratch) -> Any:
         """The header of a slot as it stands there, unverified. Raises `OSError`."""
