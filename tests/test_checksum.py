@@ -13,28 +13,6 @@ from kvoffload.tiers.checksum import checksums
 MEMORY = np.random.default_rng(0).integers(0, 256, 1 << 18, np.uint8)
 # Where the algorithm changes its ways: short inputs, stripes of 64, rounds of 1024, with rests of each kind.
 SIZES = [1, 3, 8, 16, 17, 128, 129, 240, 241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 4096, 65536]
-    1,
-    3,
-    8,
-    16,
-    17,
-    128,
-    129,
-    240,
-    241,
-    255,
-    256,
-    257,
-    1023,
-    1024,
-    1025,
-    1087,
-    1088,
-    1089,
-    2048,
-    4096,
-    65536,
-]
 
 
 def check(num_bytes: int, starts: list[int], seeds: list[int]) -> None:

@@ -159,8 +159,11 @@ def test_the_budget_of_a_day(tmp_path: Path) -> None:
     options = {"max_write_bytes_per_day": 6 * 8192, "clock": lambda: now[0]}
     disk = Disk(tmp_path, 40, **options)
     assert disk.write([1, 2, 3, 4]) == [1, 2, 3, 4]
+    assert disk.tier.stats().write_budget_bytes == 2 * 8192
     assert disk.write([5, 6, 7, 8]) == [5, 6]
-    assert disk.tier.stats().dropped == 2
+    stats = disk.tier.stats()
+    assert (stats.dropped, stats.write_budget_bytes, stats.in_flight) == (2, 0, 0)
+    assert stats.free == stats.capacity - 6
     now[0] += 23.9 * 3600
     assert disk.write([7]) == [], "no 24 hours may see more than the budget"
     now[0] += 2 * 3600

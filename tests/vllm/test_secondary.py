@@ -157,6 +157,32 @@ def test_keys_of_another_hash_are_misses(tmp_path: Path) -> None:
     life.tier.shutdown()
 
 
+@pytest.mark.parametrize("where", ["contains", "finished", "submit_read", "begin_request", "drain"])
+def test_an_error_of_ours_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    life = Life(tmp_path)
+    life.store([1, 2, 3])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("told to fail")
+
+    monkeypatch.setattr(life.tier._tier, where, fail)
+    if where == "finished":
+        assert not life.run([1, 2], load=True).success, "a job under way is reported, as failed"
+    elif where == "submit_read":
+        assert life.load([1, 2]) == []
+    elif where == "begin_request":
+        life.tier.on_new_request(ReqContext("another"))
+    elif where == "drain":
+        life.tier.drain_jobs()
+    assert life.lookup([1]) == [MISS]
+    assert life.tier.broken
+    assert life.load([1, 2]) == []
+    assert life.store([4, 5]).success, "nothing is written, which is no failure"
+    life.tier.on_request_finished(life.ctx)
+    assert not life.tier.has_pending_work()
+    life.tier.shutdown()
+
+
 def test_bad_options_stop_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="polcy"):
         Life(tmp_path, polcy="lru")

@@ -69,9 +69,7 @@ class Server:
 
 
 @contextmanager
-def running(
-    model: Path, log: Path, *, workers: int = 1, verify: str = "tiers"
-) -> Iterator[tuple[Server, Any]]:
+def running(model: Path, log: Path, *, workers: int = 1, **options: Any) -> Iterator[tuple[Server, Any]]:
     """A server with our offloading, until the block ends; then everything of it is killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -86,7 +84,7 @@ def running(
             "spec_module_path": "kvoffload.integrations.vllm",
             "ram": "8MiB",
             "policy": "arc",
-            "verify": verify,
+            **options,
         },
     }
     settings = {
@@ -99,6 +97,7 @@ def running(
         "--num-gpu-blocks-override": 24,
         "--max-num-seqs": 4,
         "--tensor-parallel-size": workers,
+        "--prefix-caching-hash-algo": "sha256_cbor",
         "--kv-transfer-config": json.dumps(transfer),
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
@@ -169,3 +168,32 @@ def test_server_is_killed_and_starts_again(llama: Path, tmp_path: Path) -> None:
         assert metrics["vllm:kvoffload_hit_blocks_total"] > 0
         assert metrics.get("vllm:kvoffload_verification_failures_total", 0) == 0
     assert not ours_in_shared_memory()
+
+
+def test_a_second_life_answers_from_the_disk_of_the_first(llama: Path, tmp_path: Path) -> None:
+    """A server is killed; the next one has its blocks. Then the slab is damaged, and only hits are fewer."""
+    disk = tmp_path / "disk"
+    options = {"tiers": [{"type": "disk", "path": str(disk), "capacity": "16MiB"}]}
+    with running(llama, tmp_path / "first.log", **options) as (server, process):
+        first = [server.stream(prompt) for prompt in PROMPTS]
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while server.metrics().get("vllm:kvoffload_tier_written_total", 0) < 36:
+            assert time.monotonic() < deadline, server.metrics()
+            server.stream(PROMPTS[0])
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    with running(llama, tmp_path / "second.log", **options) as (server, _):
+        assert [server.stream(prompt) for prompt in PROMPTS] == first
+        hits = server.metrics()["vllm:kvoffload_tier_hits_total"]
+    assert hits == 36
+    (slab,) = disk.glob("*.slab")
+    size = slab.stat().st_size
+    with slab.open("r+b") as file:
+        for offset in range(size // 2 - size // 3, size // 2 + size // 3, 40_000):
+            file.seek(offset)
+            file.write(b"\x5a" * 512)
+    with running(llama, tmp_path / "third.log", **options) as (server, _):
+        assert [server.stream(prompt) for prompt in PROMPTS] == first
+        metrics = server.metrics()
+    assert metrics.get("vllm:kvoffload_tier_hits_total", 0) < 36
+    assert metrics["vllm:kvoffload_tier_mismatches_total"] > 0

@@ -68,6 +68,10 @@ def test_the_second_life_answers_from_the_firsts_disk(lives: Any, answers: list[
     engine.tokens([PROMPTS[0]])
     assert (REGISTRY.get_sample_value("vllm:kvoffload_tier_hits_total", label) or 0) >= 9
     assert REGISTRY.get_sample_value("vllm:kvoffload_tier_ready", label) == 54
+    free, capacity = (
+        REGISTRY.get_sample_value(f"vllm:kvoffload_tier_{name}", label) for name in ("free", "capacity")
+    )
+    assert free == capacity - 54
     engine.drain()
     assert core.settle(10.0)
     stats = core.stats()

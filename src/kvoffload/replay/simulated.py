@@ -91,6 +91,7 @@ class SimulatedTier:
         return TierStats(
             capacity=stats.capacity,
             ready=stats.ready,
+            free=stats.free,
             written=stats.stored,
             read=self._read,
             evicted=stats.evicted,

@@ -180,6 +180,12 @@ class TierStats:
     """Parts of the tier's own records that could not be read: not blocks. What they said is forgotten."""
     bytes_written: int = 0
     bytes_read: int = 0
+    free: int = 0
+    """Room that nothing is in."""
+    in_flight: int = 0
+    """Being written or read now."""
+    write_budget_bytes: int | None = None
+    """What may still be written in these 24 hours; None without a limit."""
 
 
 def key_digests(keys: Keys) -> Checksums:

@@ -8,6 +8,7 @@ reach the engine.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -47,9 +48,16 @@ _VLLM_HIT, _VLLM_MISS = VLLMResult.HIT, VLLMResult.MISS
 _ANSWERS = {result: VLLMResult[result.name] for result in LookupResult}
 
 
+_FIRST_REACH, _LONGEST_REACH = 16, 4096
+
+
 @dataclass(eq=False)
 class _Request:
+    """A request, its keys as vLLM has noted them, and how many of them to look up ahead of its questions."""
+
     ctx: RequestContext
+    path: list[bytes]
+    reach: int = _FIRST_REACH
     checks: Checks = field(default_factory=Checks)
 
 
@@ -59,6 +67,7 @@ def _contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
     def wrap(method: Method[T]) -> Method[T]:
         @functools.wraps(method)
         def call(self: KVOffloadManager, *args: Any, **kwargs: Any) -> T:
+            self._ahead = []
             if not self.broken:
                 try:
                     return method(self, *args, **kwargs)
@@ -106,6 +115,8 @@ class KVOffloadManager(OffloadingManager):
         self._options, self._pool = options, pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._requests: dict[str, _Request] = {}
+        self._ahead: list[bytes] = []
+        self._asker: _Request | None = None
         self._running: set[str] = set()
         self._outdated: set[str] = set()
         self._loads: InFlight[LoadPlan] = InFlight()
@@ -186,7 +197,7 @@ class KVOffloadManager(OffloadingManager):
             path = path_of(req_context)
             if path and len(path[0]) != self.core.key_bytes and not self._requests:
                 self._build(len(path[0]))
-            request = _Request(self.core.begin_request(req_context.req_id, path))
+            request = _Request(self.core.begin_request(req_context.req_id, path), path)
             self._requests[req_context.req_id] = request
         return request
 
@@ -198,20 +209,42 @@ class KVOffloadManager(OffloadingManager):
 
     def lookup(self, key: bytes, req_context: Any) -> VLLMResult:
         """What one block is. A HIT is a promise: where verification is on, it has been verified."""
+        self.metrics.num_lookups += 1
+        ahead = self._ahead
+        if ahead and ahead[-1] is key:
+            ahead.pop()
+            return _VLLM_HIT
         if self.broken:
             return VLLMResult.MISS
         # As `_contained`, written out: it is called for each block, and a call costs as much as the answer.
         try:
             request = self._requests.get(req_context.req_id) or self._request(req_context)
-            self.metrics.num_lookups += 1
             found = self.core.lookup_key(key, request.ctx if self._tiered is not None else None)
-            if found is _HIT and self._verifier is not None:
-                found = self._verifier.lookup(key, request.checks, request.ctx)
+            if found is _HIT:
+                if self._verifier is not None:
+                    found = self._verifier.lookup(key, request.checks, request.ctx)
+                elif self._tiered is None and request.reach:
+                    self._look_ahead(key, request)
             # The hash of a member of an enum is Python code.
             return _VLLM_HIT if found is _HIT else _VLLM_MISS if found is _MISS else _ANSWERS[found]
         except Exception:
             self._break("lookup")
             return VLLMResult.MISS
+
+    def _look_ahead(self, key: bytes, request: _Request) -> None:
+        """vLLM asks for one block of a prefix after the other: look up at once what it will ask next.
+
+        What is ready stays ready until something else is called than `lookup`; then the answers are dropped.
+        """
+        following = itertools.islice(itertools.dropwhile(lambda one: one is not key, request.path), 1, None)
+        wanted = list(itertools.islice(following, request.reach))
+        request.reach = min(4 * request.reach, _LONGEST_REACH)
+        if self._ahead and self._asker is request:
+            # It asks in another order, of several KV groups perhaps.
+            request.reach = 0
+        elif wanted:
+            num_ready = self.core.lookup(wanted, request.ctx).num_ready
+            self._ahead, self._asker = wanted[:num_ready][::-1], request
 
     @_contained(lambda keys, req_context: (0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
@@ -393,7 +426,7 @@ class KVOffloadManager(OffloadingManager):
 
     def _break(self, where: str) -> None:
         """An error of ours: the engine goes on without us."""
-        self.broken = True
+        self.broken, self._ahead = True, []
         self.metrics.counts["internal_errors"] += 1
         logger.exception(
             "kvoffload: internal error in %s; nothing is offloaded until the cache is reset", where

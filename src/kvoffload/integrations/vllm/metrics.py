@@ -55,7 +55,13 @@ TIER_COUNTERS = {
     "bytes_written": "Bytes of blocks written.",
     "bytes_read": "Bytes of blocks read.",
 }
-TIER_GAUGES = {"capacity": "Blocks that fit.", "ready": "Blocks that can be read."}
+TIER_GAUGES = {
+    "capacity": "Blocks that fit.",
+    "ready": "Blocks that can be read.",
+    "free": "Blocks for which there is room that nothing is in.",
+    "in_flight": "Blocks that are being written or read.",
+    "write_budget_bytes": "What may still be written in these 24 hours, where there is a limit.",
+}
 """Of each tier behind RAM, with the prefix ``tier_``."""
 
 
@@ -117,7 +123,7 @@ class Metrics:
             taken.set_gauge(PREFIX + POLICY, value, (policy, name))
         return taken
 
-    def add_tiers(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, int]]) -> None:
+    def add_tiers(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, Any]]) -> None:
         """The same of each tier behind RAM: its name, and what it has counted since it was opened."""
         for tier, counts in tiers.items():
             for name in TIER_COUNTERS:
@@ -126,4 +132,5 @@ class Metrics:
                 if since:
                     taken.increase_counter(f"{PREFIX}tier_{name}", since, (tier,))
             for name in TIER_GAUGES:
-                taken.set_gauge(f"{PREFIX}tier_{name}", counts[name], (tier,))
+                if counts[name] is not None:
+                    taken.set_gauge(f"{PREFIX}tier_{name}", counts[name], (tier,))

@@ -8,10 +8,13 @@ Owns what vLLM calls otherwise: its jobs, its requests, its view of RAM. No erro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -25,6 +28,26 @@ from kvoffload.tiers.base import NO_JOB
 
 _DRAIN_TIMEOUT_S = 30.0
 
+T = TypeVar("T")
+
+
+def _contained(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Whatever goes wrong inside, the engine goes on, with a disk that has nothing and takes nothing."""
+
+    def wrap(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def call(self: KVOffloadDisk, *args: Any) -> T:
+            if not self.broken:
+                try:
+                    return method(self, *args)
+                except Exception:
+                    self._break(method.__name__)
+            return otherwise
+
+        return call
+
+    return wrap
+
 
 class KVOffloadDisk(SecondaryTierManager):
     """A `DiskTier` as vLLM's tiering manager calls it: bounded, verified at every read, warm after a restart.
@@ -34,6 +57,9 @@ class KVOffloadDisk(SecondaryTierManager):
 
     Takes the options of a tier of `KVOffloadSpec`: path, capacity, policy, admission,
     max_write_bytes_per_day, salt. Raises `ConfigError` when the engine starts. Thread: the scheduler's.
+
+    Attributes:
+        broken: an error of ours was contained; the disk is not used any more.
     """
 
     medium = Medium.STORAGE
@@ -58,13 +84,16 @@ class KVOffloadDisk(SecondaryTierManager):
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []
+        self.broken = False
 
+    @_contained(RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Open the tier's record of the request."""
         if req_context.req_id not in self._records:
             self._records[req_context.req_id] = self._tier.begin_request(req_context.req_id)
         return RequestOffloadingContext()
 
+    @_contained(None)
     def on_request_finished(self, req_context: Any) -> None:
         """The tier learns what the request used."""
         record = self._records.pop(req_context.req_id, None)
@@ -72,6 +101,7 @@ class KVOffloadDisk(SecondaryTierManager):
         if record is not None and path and len(path[0]) == USUAL_KEY_BYTES:
             self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
 
+    @_contained(LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a block is here. Nothing is read."""
         if len(key) != USUAL_KEY_BYTES:
@@ -89,6 +119,12 @@ class KVOffloadDisk(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """How jobs ended; of a load also which blocks are sound."""
+        self._take_finished()
+        finished, self._finished = self._finished, []
+        return finished
+
+    @_contained(None)
+    def _take_finished(self) -> None:
         for result in self._tier.finished():
             job = self._jobs.pop(result.job)
             keys = list(job.keys)
@@ -104,8 +140,6 @@ class KVOffloadDisk(SecondaryTierManager):
                     transfer_bytes=int(result.ok.sum()) * self._pool.shape[1],
                 )
             )
-        finished, self._finished = self._finished, []
-        return finished
 
     def has_pending_work(self) -> bool:
         """Whether vLLM has to step on though no request runs."""
@@ -114,6 +148,7 @@ class KVOffloadDisk(SecondaryTierManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Uses are told once a request, when it finishes."""
 
+    @_contained(None)
     def drain_jobs(self) -> None:
         """Wait for what is under way, and forget everything.
 
@@ -122,27 +157,41 @@ class KVOffloadDisk(SecondaryTierManager):
         """
         if not self._tier.drain(_DRAIN_TIMEOUT_S):
             logger.error("kvoffload: the disk does not answer, though vLLM resets its cache")
-        self._finished = list(self.get_finished_jobs())
+        self._take_finished()
         self._tier.clear()
 
     def shutdown(self) -> None:
         """Keep what is to be kept, and let go of the disk."""
-        self._tier.close()
+        try:
+            self._tier.close()
+        except Exception:
+            logger.exception("kvoffload: the disk could not be closed")
 
     def _submit(self, job: Any, *, is_store: bool) -> None:
         keys, rows = list(job.keys), np.asarray(job.chunk_ids, np.int64)
-        number = NO_JOB
-        try:
-            packed = Keys.pack(keys, USUAL_KEY_BYTES)
-            if is_store:
-                record = self._records.get(job.req_context.req_id)
-                number, _ = self._tier.submit_write(packed, self._pool, rows, record)
-            else:
-                number = self._tier.submit_read(packed, self._pool, rows)
-        except Exception:
-            logger.exception("kvoffload: a job for the disk could not be begun")
+        number = self._begin(job, keys, rows, is_store)
         if number == NO_JOB:
             # Nothing to write is no failure; nothing read is.
             self._finished.append(JobResult(job_id=job.job_id, success=is_store))
         else:
             self._jobs[number] = job
+
+    @_contained(NO_JOB)
+    def _begin(self, job: Any, keys: list[bytes], rows: npt.NDArray[np.int64], is_store: bool) -> int:
+        packed = Keys.pack(keys, USUAL_KEY_BYTES)
+        if not is_store:
+            return self._tier.submit_read(packed, self._pool, rows)
+        number, _ = self._tier.submit_write(
+            packed, self._pool, rows, self._records.get(job.req_context.req_id)
+        )
+        return number
+
+    def _break(self, where: str) -> None:
+        """An error of ours. Jobs are reported as failed, once nothing moves bytes for them any more."""
+        self.broken = True
+        logger.exception("kvoffload: internal error in %s; the disk is not used any more", where)
+        with contextlib.suppress(Exception):
+            self._tier.close()
+        for job in self._jobs.values():
+            self._finished.append(JobResult(job_id=job.job_id, success=False))
+        self._jobs.clear()

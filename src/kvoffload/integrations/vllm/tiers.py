@@ -129,9 +129,9 @@ def _bytes(name: str, value: Any) -> int:
     return parse_size(name, str(value))
 
 
-def tier_counts(manager: TieredManager) -> dict[str, dict[str, int]]:
+def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
     """What each tier behind RAM has counted, by a name of its own: ``disk``, ``disk-1``, ..."""
-    counts: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, Any]] = {}
     tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)
     for number, (name, hits, stats) in enumerate(tiers):
         counts[name if name not in counts else f"{name}-{number}"] = {"hits": hits, **asdict(stats)}

@@ -33,10 +33,10 @@ class EnduranceBudget:
         for hour, count in zip(hours.tolist(), blocks.tolist(), strict=True):
             self._spent[hour] = self._spent.get(hour, 0) + count * block_bytes
 
-    def left(self) -> int:
-        """Bytes that may be written now."""
+    def left(self) -> int | None:
+        """Bytes that may be written now; None: no limit."""
         if self._max_bytes is None:
-            return 1 << 62
+            return None
         now = int(self._clock()) // _HOUR_S
         self._spent = {hour: spent for hour, spent in self._spent.items() if now - _HOURS < hour <= now}
         return max(0, self._max_bytes - sum(self._spent.values()))

@@ -184,7 +184,9 @@ class DiskTier:
         """As `SecondaryTier.submit_write`. Of what does not fit into the queue the head is taken."""
         checked = self._checked(keys, pool, rows)
         known = self._request(request) if request is not None else None
-        room = min(self._queue_blocks - self._num_queued, self._budget.left() // self._slot_bytes)
+        room, budget_bytes = self._queue_blocks - self._num_queued, self._budget.left()
+        if budget_bytes is not None:
+            room = min(room, budget_bytes // self._slot_bytes)
         taken = np.zeros(len(keys), np.bool_)
         parts: list[Part] = []
         for number, at in self._routed(keys):
@@ -251,11 +253,13 @@ class DiskTier:
 
     def stats(self) -> TierStats:
         """As `SecondaryTier.stats`."""
-        stats = TierStats(dropped=self._num_dropped)
+        stats = TierStats(dropped=self._num_dropped, write_budget_bytes=self._budget.left())
         for volume in self._volumes:
             counts = volume.manager.stats()
             stats.capacity += counts.capacity
             stats.ready += counts.ready
+            stats.free += counts.free
+            stats.in_flight += counts.writing + counts.ready - counts.evictable
             stats.evicted += counts.evicted
             stats.refused += counts.refused
             stats.dropped += counts.dropped
