@@ -38,7 +38,7 @@ def soak(seconds: float, seed: int) -> bool:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             name = rng.choice(sorted(models))
-            options = {
+            options: dict[str, Any] = {
                 "ram": rng.choice(["2MiB", "3MiB", "6MiB"]),
                 "policy": rng.choice(POLICIES.names()),
                 "admission": rng.choice(["all", "all", "reuse:2", "bypass", "tinylfu"]),
@@ -46,13 +46,22 @@ def soak(seconds: float, seed: int) -> bool:
                 "blocks_per_chunk": rng.choice([1, 1, 3]),
                 "prompt_only": rng.choice([True, False]),
             }
-            engine = Engine(models[name], options, num_gpu_blocks_override=blocks(name))
+            if rng.random() < 0.3:
+                # One directory a model: an engine finds what one before it has left.
+                tier = {"type": "disk", "path": f"{directory}/{name}-disk", "capacity": "8MiB"}
+                options["tiers"] = [tier | {"policy": rng.choice(POLICIES.names())}]
+            connector = rng.random() < 0.4
+            if connector and options["blocks_per_chunk"] == 1 and rng.random() < 0.7:
+                options["store"] = "on-device-eviction"
+            engine = Engine(models[name], options, connector=connector, num_gpu_blocks_override=blocks(name))
             for _ in range(ROUNDS_PER_ENGINE):
                 started = rng.randrange(10**9)
                 print(f"seed {seed}: {name} {options}, round {started}", end=": ", flush=True)
                 outcome = drive(
                     engine, *expected[name], started, REQUESTS_PER_ROUND, aborts=0.1, resets=0.003
                 )
+                if "tiers" in options:
+                    assert engine.manager.core.settle(30.0), "a disk does not end its jobs"
                 check_nothing_is_left(engine)
                 print(outcome, engine.manager.core.stats(), flush=True)
                 if outcome.wrong:

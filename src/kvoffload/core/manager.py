@@ -8,7 +8,7 @@ copied where, and whoever copies reports back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -415,18 +415,13 @@ class OffloadingManager:
 
     def stats(self) -> ManagerStats:
         """A copy of the counters, and how the slots are used now. Cost: O(1)."""
-        counts = self._counts
-        condemned = len(self._condemned)
-        ready = self.capacity_blocks - self._num_free - counts.writing - condemned
-        return replace(
-            counts,
-            free=self._num_free,
-            ready=ready,
-            evictable=self._num_evictable,
-            condemned=condemned,
-            duplicates=len(self._victim.duplicates) if self._victim is not None else 0,
-            policy=self.policy.stats(),
-        )
+        stats = copy(self._counts)
+        stats.free, stats.condemned = self._num_free, len(self._condemned)
+        stats.ready = self.capacity_blocks - stats.free - stats.writing - stats.condemned
+        stats.evictable = self._num_evictable
+        stats.duplicates = len(self._victim.duplicates) if self._victim is not None else 0
+        stats.policy = self.policy.stats()
+        return stats
 
     # ---- inside
 

@@ -14,30 +14,33 @@ class InFlight(Generic[P]):
     """Plans by request. A transfer may end after its request has finished, and in pieces."""
 
     def __init__(self) -> None:
-        self._plans: dict[str, list[P]] = {}
+        self._plans: dict[str, list[tuple[P, set[bytes]]]] = {}
 
-    def add(self, plan: P) -> None:
-        """Remember a plan until all of it has been taken."""
+    def add(self, plan: P, keys: Collection[bytes]) -> None:
+        """Remember a plan, which is for these keys, until all of it has been taken."""
         if len(plan.keys):
-            self._plans.setdefault(plan.request_id, []).append(plan)
+            self._plans.setdefault(plan.request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
         """Plans for these keys and no others; a plan that covers more is split. Unknown keys give nothing."""
         wanted = set(keys)
         taken: list[P] = []
-        left: list[P] = []
-        for plan in self._plans.pop(request_id, ()):
+        left: list[tuple[P, set[bytes]]] = []
+        for plan, its_keys in self._plans.pop(request_id, ()):
             # One plan's keys are named once: a second load of the same block has a plan of its own.
-            found = [key in wanted for key in plan.keys]
-            if all(found):
+            if its_keys <= wanted:
                 taken.append(plan)
-                wanted.difference_update(plan.keys)
-            elif any(found):
-                for piece, named in zip(plan.split(), found, strict=True):
-                    (taken if named else left).append(piece)
-                wanted.difference_update(*(piece.keys for piece in taken))
+                wanted -= its_keys
+            elif its_keys.isdisjoint(wanted):
+                left.append((plan, its_keys))
             else:
-                left.append(plan)
+                for piece in plan.split():
+                    (key,) = piece.keys
+                    if key in wanted:
+                        taken.append(piece)
+                    else:
+                        left.append((piece, {key}))
+                wanted -= its_keys
         if left:
             self._plans[request_id] = left
         return taken
@@ -47,4 +50,4 @@ class InFlight(Generic[P]):
         self._plans.clear()
 
     def __len__(self) -> int:
-        return sum(len(plan.keys) for plans in self._plans.values() for plan in plans)
+        return sum(len(plan.keys) for plans in self._plans.values() for plan, _ in plans)

@@ -88,7 +88,7 @@ class KVOffloadManager(OffloadingManager):
     tokens, so that a partial store keeps the head of every group.
 
     Args:
-        tokens_per_block: of the blocks that events speak of.
+        tokens_per_block: of the blocks that events speak of. blocks_per_chunk: engine blocks in a slot.
         open_tiers: makes the tiers behind RAM, for blocks and keys of so many bytes.
 
     Attributes:
@@ -105,6 +105,7 @@ class KVOffloadManager(OffloadingManager):
         *,
         enable_events: bool = False,
         tokens_per_block: int = 0,
+        blocks_per_chunk: int = 1,
         open_tiers: Callable[[int, int], list[SecondaryTier]] | None = None,
     ) -> None:
         self.broken = False
@@ -114,6 +115,7 @@ class KVOffloadManager(OffloadingManager):
         self._events = Events()
         self._options, self._pool = options, pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
+        self._blocks_per_chunk = blocks_per_chunk
         self._requests: dict[str, _Request] = {}
         self._ahead: list[bytes] = []
         self._asker: _Request | None = None
@@ -279,7 +281,7 @@ class KVOffloadManager(OffloadingManager):
         """Pin blocks that were promised."""
         request = self._request(req_context)
         plan = self.core.prepare_load(list(keys), request.ctx)
-        self._loads.add(plan)
+        self._loads.add(plan, keys)
         self._release(request)
         self.metrics.counts["hit_blocks"] += len(plan.slots)
         return SlotsSpec(plan.slots)
@@ -302,13 +304,16 @@ class KVOffloadManager(OffloadingManager):
         request = self._request(req_context)
         self._release(request)
         offered = list(keys)
-        # Stable: blocks that end at the same token stay in the order of their groups.
-        order = np.argsort([_position(req_context, key) for key in offered], kind="stable")
+        # Blocks that end at the same token stay in the order of their groups.
+        places = [_position(req_context, key) for key in offered]
+        if places == sorted(places):
+            return self._chosen(self.core.prepare_store(offered, request.ctx), offered)
+        order = np.argsort(places, kind="stable")
         plan = self.core.prepare_store([offered[row] for row in order.tolist()], request.ctx)
         return self._chosen(plan, offered, order)
 
     def _chosen(
-        self, plan: StorePlan | None, offered: list[bytes], order: npt.NDArray[np.intp]
+        self, plan: StorePlan | None, offered: list[bytes], order: npt.NDArray[np.intp] | None = None
     ) -> PrepareStoreOutput | None:
         """A plan for the blocks ``offered[order]`` in vLLM's form: in the order of `offered`."""
         if plan is None:
@@ -316,14 +321,21 @@ class KVOffloadManager(OffloadingManager):
             stats = self.core.stats()
             under_way = stats.writing or stats.condemned or stats.ready > stats.evictable
             return None if under_way else _NOTHING
-        self._stores.add(plan)
-        rows = order[plan.rows]
-        back = np.argsort(rows)
-        chosen = Keys(np.ascontiguousarray(plan.keys.words[back]), self.core.key_bytes)
+        keys, slots, stored = plan.keys, plan.slots, offered
+        if order is not None:
+            rows = order[plan.rows]
+            back = np.argsort(rows)
+            keys, slots = Keys(np.ascontiguousarray(keys.words[back]), keys.key_bytes), slots[back]
+            stored = [offered[row] for row in rows[back].tolist()]
+        elif len(plan.rows) < len(offered):
+            stored = [offered[row] for row in plan.rows.tolist()]
+        self._stores.add(plan, stored)
         return PrepareStoreOutput(
-            keys_to_store=[offered[row] for row in rows[back].tolist()],
+            keys_to_store=stored,
             store_spec=SlotsSpec(
-                plan.slots[back], key_digests(chosen) if self._sealing else None, slots_per_group(chosen)
+                slots,
+                key_digests(keys) if self._sealing else None,
+                slots_per_group(keys) if self._blocks_per_chunk > 1 else None,
             ),
             evicted_keys=list(plan.evicted),
         )
@@ -333,19 +345,19 @@ class KVOffloadManager(OffloadingManager):
         """End a store; blocks that a worker could not store are forgotten."""
         for plan in self._stores.take(req_context.req_id, keys):
             failed = self._failed(plan.slots) if success else np.full(len(plan.slots), True)
-            self.metrics.counts["failed_store_blocks"] += int(np.count_nonzero(failed))
-            if failed.any():
-                for piece, lost in zip(plan.split(), failed.tolist(), strict=True):
-                    self.core.complete_store(piece, success=not lost)
-            else:
+            if not failed.any():
                 self.core.complete_store(plan)
+                continue
+            self.metrics.counts["failed_store_blocks"] += int(np.count_nonzero(failed))
+            for piece, lost in zip(plan.split(), failed.tolist(), strict=True):
+                self.core.complete_store(piece, success=not lost)
 
     # ---- what the device drops, of no request: its request has none of ours
 
     @_contained(lambda keys: _NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
         """Choose what is stored of the blocks that the device is about to drop, the warmest first."""
-        return self._chosen(self.core.prepare_store(keys), keys, np.arange(len(keys)))
+        return self._chosen(self.core.prepare_store(keys), keys)
 
     @_contained(lambda keys: None)
     def keep_dropped(self, keys: list[bytes]) -> None:

@@ -68,6 +68,7 @@ class KVOffloadSpec(OffloadingSpec):
                 pool,
                 enable_events=facts.enable_events,
                 tokens_per_block=tokens,
+                blocks_per_chunk=facts.blocks_per_chunk,
                 open_tiers=functools.partial(open_tiers, tiers, facts) if tiers else None,
             )
             logger.info("%s", self._greeting(pool, tokens))
