@@ -61,7 +61,7 @@ MAY_ALSO_IMPORT = {
 }
 
 FORBIDDEN_IN_CONTROL_PLANE = {"torch", "vllm", "threading", "asyncio", "time", "os"}
-NUMBA_ONLY_IN = {"core/jit.py", "transfer/copies.py", "transfer/streaming.py"}
+NUMBA_ONLY_IN = {"core/jit.py", "tiers/checksum.py", "transfer/copies.py", "transfer/streaming.py"}
 LONG_FOR_A_REASON = {
     "core/manager.py": "the life-cycle is one idea; its docstrings are the contract of the library",
     "testing/machine.py": "the rules of the state machine and the model that they keep are read together",
