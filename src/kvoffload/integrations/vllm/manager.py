@@ -8,9 +8,7 @@ reach the engine.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +18,10 @@ from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, Reque
 
 from kvoffload.core import manager as core
 from kvoffload.core.keys import Keys
-from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.events import Events
 from kvoffload.integrations.vllm.inflight import InFlight
 from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
+from kvoffload.integrations.vllm.lookups import Lookups, Request, path_of, position_of
 from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
@@ -32,7 +30,7 @@ from kvoffload.integrations.vllm.tiers import PoolMemory, tier_counts
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.tiering import TieredManager
 from kvoffload.tiers.base import SecondaryTier, key_digests
-from kvoffload.types import LoadPlan, LookupResult, StorePlan
+from kvoffload.types import LoadPlan, StorePlan
 
 T = TypeVar("T")
 Method = Callable[..., T]
@@ -43,23 +41,6 @@ USUAL_KEY_BYTES = 36
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Nothing is stored, and the offer is not to be repeated."""
 
-_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
-_VLLM_HIT, _VLLM_MISS = VLLMResult.HIT, VLLMResult.MISS
-_ANSWERS = {result: VLLMResult[result.name] for result in LookupResult}
-
-
-_FIRST_REACH, _LONGEST_REACH = 16, 4096
-
-
-@dataclass(eq=False)
-class _Request:
-    """A request, its keys as vLLM has noted them, and how many of them to look up ahead of its questions."""
-
-    ctx: RequestContext
-    path: list[bytes]
-    reach: int = _FIRST_REACH
-    checks: Checks = field(default_factory=Checks)
-
 
 def _contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
     """Whatever goes wrong inside, the engine goes on: it gets the answer of a cache that holds nothing."""
@@ -67,7 +48,7 @@ def _contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
     def wrap(method: Method[T]) -> Method[T]:
         @functools.wraps(method)
         def call(self: KVOffloadManager, *args: Any, **kwargs: Any) -> T:
-            self._ahead = []
+            self._lookups.ahead = []
             if not self.broken:
                 try:
                     return method(self, *args, **kwargs)
@@ -116,9 +97,7 @@ class KVOffloadManager(OffloadingManager):
         self._options, self._pool = options, pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._blocks_per_chunk = blocks_per_chunk
-        self._requests: dict[str, _Request] = {}
-        self._ahead: list[bytes] = []
-        self._asker: _Request | None = None
+        self._requests: dict[str, Request] = {}
         self._running: set[str] = set()
         self._outdated: set[str] = set()
         self._loads: InFlight[LoadPlan] = InFlight()
@@ -162,6 +141,7 @@ class KVOffloadManager(OffloadingManager):
             if self._verifier is not None:
                 self._verifier.close()
             self._verifier = Verifier(self.core, self._pool, self._on_damage)
+        self._lookups = Lookups(self.core, self._verifier, tiered=self._tiered is not None)
 
     def _recompute_s_per_block(self) -> float | None:
         tokens_per_s = self._options.recompute_tokens_per_s
@@ -193,17 +173,17 @@ class KVOffloadManager(OffloadingManager):
         if keys:
             self.core.touch(list(keys), self._request(req_context).ctx)
 
-    def _request(self, req_context: Any) -> _Request:
+    def _request(self, req_context: Any) -> Request:
         request = self._requests.get(req_context.req_id)
         if request is None:
             path = path_of(req_context)
             if path and len(path[0]) != self.core.key_bytes and not self._requests:
                 self._build(len(path[0]))
-            request = _Request(self.core.begin_request(req_context.req_id, path), path)
+            request = Request(self.core.begin_request(req_context.req_id, path), path)
             self._requests[req_context.req_id] = request
         return request
 
-    def _release(self, request: _Request) -> None:
+    def _release(self, request: Request) -> None:
         if self._verifier is not None and request.checks.by_key:
             self._verifier.release(request.checks)
 
@@ -212,61 +192,26 @@ class KVOffloadManager(OffloadingManager):
     def lookup(self, key: bytes, req_context: Any) -> VLLMResult:
         """What one block is. A HIT is a promise: where verification is on, it has been verified."""
         self.metrics.num_lookups += 1
-        ahead = self._ahead
+        ahead = self._lookups.ahead
         if ahead and ahead[-1] is key:
             ahead.pop()
-            return _VLLM_HIT
+            return VLLMResult.HIT
         if self.broken:
             return VLLMResult.MISS
         # As `_contained`, written out: it is called for each block, and a call costs as much as the answer.
         try:
             request = self._requests.get(req_context.req_id) or self._request(req_context)
-            found = self.core.lookup_key(key, request.ctx if self._tiered is not None else None)
-            if found is _HIT:
-                if self._verifier is not None:
-                    found = self._verifier.lookup(key, request.checks, request.ctx)
-                elif self._tiered is None and request.reach:
-                    self._look_ahead(key, request)
-            # The hash of a member of an enum is Python code.
-            return _VLLM_HIT if found is _HIT else _VLLM_MISS if found is _MISS else _ANSWERS[found]
+            return self._lookups.one(key, request)
         except Exception:
             self._break("lookup")
             return VLLMResult.MISS
 
-    def _look_ahead(self, key: bytes, request: _Request) -> None:
-        """vLLM asks for one block of a prefix after the other: look up at once what it will ask next.
-
-        What is ready stays ready until something else is called than `lookup`; then the answers are dropped.
-        """
-        following = itertools.islice(itertools.dropwhile(lambda one: one is not key, request.path), 1, None)
-        wanted = list(itertools.islice(following, request.reach))
-        request.reach = min(4 * request.reach, _LONGEST_REACH)
-        if self._ahead and self._asker is request:
-            # It asks in another order, of several KV groups perhaps.
-            request.reach = 0
-        elif wanted:
-            num_ready = self.core.lookup(wanted, request.ctx).num_ready
-            self._ahead, self._asker = wanted[:num_ready][::-1], request
-
     @_contained(lambda keys, req_context: (0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         """How many leading blocks are ready, and whether to ask again because the next one soon will be."""
-        if self._verifier is not None:
-            return self._lookup_and_verify(keys, req_context)
         self.metrics.num_lookups += len(keys)
-        found = self.core.lookup(keys, self._request(req_context).ctx)
-        return found.num_ready, found.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
-
-    def _lookup_and_verify(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """The same, block by block: all checks that will be needed are begun at once."""
-        num_ready, wait = 0, False
-        for key in keys:
-            found = self.lookup(key, req_context)
-            if found is VLLMResult.MISS:
-                break
-            wait = wait or found is not VLLMResult.HIT
-            num_ready += not wait
-        return num_ready, wait
+        request = self._request(req_context)
+        return self._lookups.prefix(keys, request)
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         """Where hits come from."""
@@ -305,7 +250,7 @@ class KVOffloadManager(OffloadingManager):
         self._release(request)
         offered = list(keys)
         # Blocks that end at the same token stay in the order of their groups.
-        places = [_position(req_context, key) for key in offered]
+        places = [position_of(req_context, key) for key in offered]
         if places == sorted(places):
             return self._chosen(self.core.prepare_store(offered, request.ctx), offered)
         order = np.argsort(places, kind="stable")
@@ -438,7 +383,7 @@ class KVOffloadManager(OffloadingManager):
 
     def _break(self, where: str) -> None:
         """An error of ours: the engine goes on without us."""
-        self.broken, self._ahead = True, []
+        self.broken, self._lookups.ahead = True, []
         self.metrics.counts["internal_errors"] += 1
         logger.exception(
             "kvoffload: internal error in %s; nothing is offloaded until the cache is reset", where
@@ -450,14 +395,3 @@ class KVOffloadManager(OffloadingManager):
         if is_worth_a_line(self.num_damaged):
             text = "kvoffload: block %s is not what was stored, it is computed again (block %d of this kind)"
             logger.error(text, key.hex(), self.num_damaged)
-
-
-def path_of(req_context: Any) -> list[bytes]:
-    """The keys that vLLM has noted of a request, in the order of their tokens."""
-    positions = getattr(req_context, "_offload_key_positions", {})
-    return sorted(positions, key=positions.__getitem__)
-
-
-def _position(req_context: Any, key: bytes) -> int:
-    """Where a block ends in its request; 0 where vLLM does not tell, so that its order is kept."""
-    return getattr(req_context, "_offload_key_positions", {}).get(key, 0)

@@ -21,7 +21,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvoffload.core.keys import Keys
 from kvoffload.integrations.vllm.logs import logger
-from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES, path_of
+from kvoffload.integrations.vllm.lookups import path_of
+from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.tiers import fingerprint, parse_tiers
 from kvoffload.integrations.vllm.versions import engine_facts
 from kvoffload.tiers.base import NO_JOB
