@@ -94,12 +94,13 @@ class Lookups:
             self.ahead, self._asker = wanted[:num_ready][::-1], request
 
 
+def positions_of(req_context: Any) -> dict[bytes, int]:
+    """Where each block that vLLM has noted ends in its request; empty where vLLM does not tell."""
+    positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+    return positions
+
+
 def path_of(req_context: Any) -> list[bytes]:
     """The keys that vLLM has noted of a request, in the order of their tokens."""
-    positions = getattr(req_context, "_offload_key_positions", {})
+    positions = positions_of(req_context)
     return sorted(positions, key=positions.__getitem__)
-
-
-def position_of(req_context: Any, key: bytes) -> int:
-    """Where a block ends in its request; 0 where vLLM does not tell, so that its order is kept."""
-    return getattr(req_context, "_offload_key_positions", {}).get(key, 0)

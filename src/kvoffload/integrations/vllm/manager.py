@@ -21,7 +21,7 @@ from kvoffload.core.keys import Keys
 from kvoffload.integrations.vllm.events import Events
 from kvoffload.integrations.vllm.inflight import InFlight
 from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
-from kvoffload.integrations.vllm.lookups import Lookups, Request, path_of, position_of
+from kvoffload.integrations.vllm.lookups import Lookups, Request, path_of, positions_of
 from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
@@ -250,7 +250,8 @@ class KVOffloadManager(OffloadingManager):
         self._release(request)
         offered = list(keys)
         # Blocks that end at the same token stay in the order of their groups.
-        places = [position_of(req_context, key) for key in offered]
+        positions = positions_of(req_context)
+        places = [positions.get(key, 0) for key in offered]
         if places == sorted(places):
             return self._chosen(self.core.prepare_store(offered, request.ctx), offered)
         order = np.argsort(places, kind="stable")
@@ -289,10 +290,10 @@ class KVOffloadManager(OffloadingManager):
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """End a store; blocks that a worker could not store are forgotten."""
         for plan in self._stores.take(req_context.req_id, keys):
-            failed = self._failed(plan.slots) if success else np.full(len(plan.slots), True)
-            if not failed.any():
+            if success and not self._pool.failed[:, plan.slots].any():
                 self.core.complete_store(plan)
                 continue
+            failed = self._failed(plan.slots) if success else np.full(len(plan.slots), True)
             self.metrics.counts["failed_store_blocks"] += int(np.count_nonzero(failed))
             for piece, lost in zip(plan.split(), failed.tolist(), strict=True):
                 self.core.complete_store(piece, success=not lost)

@@ -97,6 +97,7 @@ class Metrics:
         self.counts: Counter[str] = Counter()
         self.num_lookups = 0
         self._before = ManagerStats()
+        self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tiers_before: Counter[tuple[str, str]] = Counter()
 
     def take(self, policy: str, stats: ManagerStats) -> OffloadingConnectorStats:
@@ -115,12 +116,12 @@ class Metrics:
         for reason, count in refused.items():
             if count:
                 taken.increase_counter(PREFIX + REFUSED, count, (reason,))
-        taken.set_gauge(PREFIX + "capacity_blocks", stats.capacity)
-        taken.set_gauge(PREFIX + "ready_blocks", stats.ready)
-        taken.set_gauge(PREFIX + "pinned_blocks", stats.ready - stats.evictable)
-        taken.set_gauge(PREFIX + "writing_blocks", stats.writing)
+        self._show(taken, "capacity_blocks", stats.capacity)
+        self._show(taken, "ready_blocks", stats.ready)
+        self._show(taken, "pinned_blocks", stats.ready - stats.evictable)
+        self._show(taken, "writing_blocks", stats.writing)
         for name, value in stats.policy.items():
-            taken.set_gauge(PREFIX + POLICY, value, (policy, name))
+            self._show(taken, POLICY, value, (policy, name))
         return taken
 
     def add_tiers(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -133,4 +134,12 @@ class Metrics:
                     taken.increase_counter(f"{PREFIX}tier_{name}", since, (tier,))
             for name in TIER_GAUGES:
                 if counts[name] is not None:
-                    taken.set_gauge(f"{PREFIX}tier_{name}", counts[name], (tier,))
+                    self._show(taken, f"tier_{name}", counts[name], (tier,))
+
+    def _show(
+        self, taken: OffloadingConnectorStats, name: str, value: float, labels: tuple[str, ...] = ()
+    ) -> None:
+        """A gauge, where it has changed: it keeps its value, and this is asked after every step."""
+        if self._shown.get((name, labels)) != value:
+            self._shown[name, labels] = value
+            taken.set_gauge(PREFIX + name, value, labels)
