@@ -85,7 +85,7 @@ TestNaiveGdsf = manager_machine(NaiveGDSF, lambda: NaiveTinyLFU(5), max_examples
 
 
 class RefusesAtRandom(NaiveLRU):
-    """LRU that has no use for three blocks in ten, whichever; always the same ones of a run."""
+    """LRU that has no use for three blocks in ten, whichever, unless they are admitted."""
 
     name = "refuses-at-random"
     refuses = True
@@ -100,6 +100,7 @@ class RefusesAtRandom(NaiveLRU):
         for row, key in enumerate(keys):
             if row >= num_free:
                 refusing = (refusing and protected.one_prefix) or self.random.random() < 0.3
+                refusing = refusing and not protected.admitted
                 slots[row] = REFUSED if refusing else self.victim(key, protected)
             if slots[row] != REFUSED:
                 entering.append(int(slots[row]))
