@@ -86,23 +86,25 @@ class Tier:
             num_threads=threads, queue_bytes=2 * capacity,
         )  # fmt: skip
         self._pool, self._life, self._step = pool, 0, request_blocks
+        self._jobs: list[tuple[Keys, npt.NDArray[np.int64]]] = []
 
-    def _jobs(self) -> list[tuple[Keys, npt.NDArray[np.int64]]]:
+    def rename(self) -> None:
+        """The blocks get new keys, as the next to be written have."""
+        self._life += 1
         rows = np.arange(len(self._pool))
         names = [b"%0*d" % (KEY_BYTES, self._life * len(rows) + row) for row in rows.tolist()]
         keys = Keys.pack(names, KEY_BYTES)
         starts = range(0, len(rows), self._step)
-        return [(keys[at : at + self._step], rows[at : at + self._step]) for at in starts]
+        self._jobs = [(keys[at : at + self._step], rows[at : at + self._step]) for at in starts]
 
     def write(self) -> None:
-        self._life += 1
-        for keys, rows in self._jobs():
+        for keys, rows in self._jobs:
             _, taken = self._tier.submit_write(keys, self._pool, rows)
             assert taken.all()
         self._wait()
 
     def read(self) -> None:
-        for keys, rows in self._jobs():
+        for keys, rows in self._jobs:
             self._tier.submit_read(keys, self._pool, rows)
         self._wait()
 

@@ -13,12 +13,12 @@ PAGE = 4096
 SUPERBLOCK = struct.Struct("<8sQIIQQQIIQ16sQQQQ")
 GROUP = struct.Struct("<8sQQQQQQIIII")
 HEAD = struct.Struct("<8sQQQQQ")
-ENTRY = struct.Struct("<IIQQQ")
-BLOCK = struct.Struct("<8sQ16sQQQQQ")
+ENTRY = struct.Struct("<IIQQQQ")
+HEADER = struct.Struct("<16sQQQQ")
 
 
 def checked(page: bytes, body: bytes | None = None) -> bool:
-    """Bytes 8 to 16 are the checksum of the page, or of a header and the body that it seeds."""
+    """Bytes 8 to 16 are the checksum of the page, or of a group and the body that it seeds."""
     blank = page[:8] + bytes(8) + page[16:]
     seeded = xxh3(blank) if body is None else xxh3(body, xxh3(blank))
     return seeded == int.from_bytes(page[8:16], "little")
@@ -30,9 +30,9 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
     at = next(at for at in (0, PAGE) if data[at:].startswith(b"KVOFSLAB") and checked(data[at : at + PAGE]))
     (_, _, version, page_bytes, _, _, block_bytes, key_bytes, _, slab_id, fingerprint, _,
      checkpoint_bytes, group_bytes, log_bytes) = SUPERBLOCK.unpack_from(data, at)  # fmt: skip
-    assert (version, page_bytes) == (1, PAGE)
+    assert (version, page_bytes) == (2, PAGE)
     padded_key, log = -(-key_bytes // 8) * 8, 2 * PAGE + 2 * checkpoint_bytes
-    first_slot, slot_bytes = log + log_bytes, PAGE + -(-block_bytes // PAGE) * PAGE
+    first_slot, slot_bytes = log + log_bytes, -(-block_bytes // PAGE) * PAGE
     entry_bytes, entries = ENTRY.size + padded_key, {}
 
     def apply(at: int, kind: int, epoch: int, sequence: int) -> int:
@@ -47,8 +47,8 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
             entries.pop(slot, None)
         start = (removed + 1) // 2 * 8
         for entry in range(start, start + added * entry_bytes, entry_bytes):
-            slot, _, generation, _, _ = ENTRY.unpack_from(body, entry)
-            entries[slot] = generation, body[entry + ENTRY.size :][:padded_key]
+            slot, _, generation, _, _, checksum = ENTRY.unpack_from(body, entry)
+            entries[slot] = generation, checksum, body[entry + ENTRY.size :][:padded_key]
         return -(-(GROUP.size + length) // PAGE) * PAGE
 
     heads = []
@@ -63,14 +63,10 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
     at = sequence = 0
     while at < log_bytes and (size := apply(log + at, 1, epoch, sequence)):
         at, sequence = at + size, sequence + 1
-    for slot, (generation, key) in sorted(entries.items()):
-        place = first_slot + slot * slot_bytes
-        header, payload = data[place:][: BLOCK.size + padded_key], data[place + PAGE :][:block_bytes]
-        wanted = (b"KVOBLOCK", fingerprint, slot, generation, block_bytes, key_bytes, key)
-        magic, _, producer, *where, _, length, key_length = BLOCK.unpack_from(header)
-        if (magic, producer, *where, length, key_length, header[BLOCK.size :]) == wanted and checked(
-            header, payload
-        ):
+    for slot, (generation, checksum, key) in sorted(entries.items()):
+        payload = data[first_slot + slot * slot_bytes :][:block_bytes]
+        header = HEADER.pack(fingerprint, slot, generation, block_bytes, key_bytes) + key
+        if xxh3(payload, xxh3(header)) == checksum:
             yield key[:key_bytes], slot, generation, payload
 
 

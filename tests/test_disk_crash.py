@@ -105,12 +105,13 @@ def check_image(directory: Path, life: Life, position: int) -> None:
         slots = found.contents.slots()
         numbers = [int(key[3:]) for key in found.contents.keys(slots)]
         assert len(set(numbers)) == len(numbers)
-        scratch, pool = Scratch(slab.layout), aligned(slab.layout.block_bytes).reshape(1, -1)
+        scratch, pool = Scratch(slab), aligned(slab.layout.block_bytes).reshape(1, -1)
         held = {}
         for slot, number in zip(slots.tolist(), numbers, strict=True):
             at, row = np.array([slot]), np.zeros(1, np.int64)
-            generation = found.contents.generation[at]
-            assert slab.read_blocks(keys_of([number]), at, generation, pool, row, scratch)[0] == SOUND
+            generation, expected = found.contents.generation[at], found.contents.checksum[at]
+            outcomes = slab.read_blocks(keys_of([number]), at, generation, expected, pool, row, scratch)
+            assert outcomes[0] == SOUND
             allowed = life.allowed(number, position)
             versions = [v for v in allowed if np.array_equal(pool[0], block_of(number, v, pool.shape[1]))]
             assert versions, f"block {number} holds what was never written under its key"

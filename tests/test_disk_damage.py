@@ -21,10 +21,13 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.disk import FailingFiles, raises
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier, tier
-from kvoffload.tiers.disk.files import PAGE_BYTES
+from kvoffload.tiers.disk.files import PAGE_BYTES, Files
+from kvoffload.tiers.disk.format import fingerprint_of
 from kvoffload.tiers.disk.inspection import compact, opened, verify
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.slab import SLAB_NAME
+from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.disk.opening import Geometry, open_slab
+from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Scratch
 
 NUM_SLOTS, BLOCK_BYTES = 16, 8192
 NUMBERS = list(range(10))
@@ -68,13 +71,8 @@ def write_slot(directory: Path, slot: int, content: bytes) -> None:
         file.write(content)
 
 
-HEADER_BYTES = 72 + 16
-
-
-@pytest.mark.parametrize("byte", [*range(0, HEADER_BYTES, 5), PAGE_BYTES, PAGE_BYTES + BLOCK_BYTES - 1])
-def test_a_flipped_bit_in_header_or_payload(
-    filled: Path, byte: int, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("byte", [0, 1, PAGE_BYTES - 1, PAGE_BYTES, BLOCK_BYTES - 1])
+def test_a_flipped_bit_in_a_block(filled: Path, byte: int, caplog: pytest.LogCaptureFixture) -> None:
     flip(filled, LAYOUT.slot_offset(3) + byte)
     disk = reopened(filled)
     with caplog.at_level(logging.WARNING, "kvoffload.disk"):
@@ -93,8 +91,8 @@ def test_a_flipped_bit_in_header_or_payload(
 
 
 def test_what_verify_lists_is_what_reads_catch(filled: Path) -> None:
-    flip(filled, LAYOUT.slot_offset(3) + PAGE_BYTES + 17)
-    flip(filled, LAYOUT.slot_offset(5) + 3)
+    flip(filled, LAYOUT.slot_offset(3) + 17)
+    flip(filled, LAYOUT.slot_offset(5) + PAGE_BYTES)
     with opened(filled) as (slab, found):
         assert [problem.slot for problem in verify(slab, found)] == [3, 5]
 
@@ -249,14 +247,46 @@ def test_another_producers_slab_is_set_aside_and_comes_back(
 def test_a_slot_of_another_producer_is_not_served(
     filled: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Its slab was copied over ours, slot by slot: all but the fingerprint is as it should be."""
-    content = bytearray(read_slot(filled, 0))
-    content[16:32] = bytes(16)
-    write_slot(filled, 0, bytes(content))
-    disk = reopened(filled)
-    assert len(disk.read(NUMBERS)) == 9
-    assert disk.tier.stats().mismatches == 1
+    """Slots of another model were copied over ours: they are sound there, and key and slot are right."""
+    other = tmp_path_factory.mktemp("other")
+    disk = Disk(other, NUM_SLOTS, BLOCK_BYTES, fingerprint="another model")
+    assert disk.write(NUMBERS, version=1) == NUMBERS
+    assert disk.read(NUMBERS) == NUMBERS
     disk.tier.close()
+    for slot in range(NUM_SLOTS):
+        write_slot(filled, slot, read_slot(other, slot))
+    disk = reopened(filled)
+    assert disk.read(NUMBERS) == []
+    assert disk.tier.stats().mismatches == 10
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("what", ["nothing", "key", "slot", "generation", "producer", "checksum", "bytes"])
+def test_a_block_is_bound_to_everything_that_its_header_says(tmp_path: Path, what: str) -> None:
+    """It is written once and asked for with one thing different."""
+    geometry = Geometry(LAYOUT, LAYOUT.file_bytes, "model")
+    slab = open_slab(tmp_path, geometry, Files(), Notices("test"))
+    scratch, pool = Scratch(slab), np.stack([block_of(3, 0, BLOCK_BYTES)] * 2)
+    slot, generation = np.array([4]), np.array([9], np.uint64)
+    keys, row = keys_of([3]), np.array([0])
+    written, sums = slab.write_blocks(keys, slot, generation, pool, row, scratch)
+    assert written.all()
+    wanted, expected = SOUND if what == "nothing" else MISMATCH, sums
+    if what == "slot":
+        slab.write_pages(LAYOUT.slot_offset(5), slab.read_pages(LAYOUT.slot_offset(4), LAYOUT.slot_bytes)[0])
+        slot = np.array([5])
+    elif what == "generation":
+        generation = generation + np.uint64(1)
+    elif what == "producer":
+        slab.identity = slab.identity._replace(fingerprint=fingerprint_of("another model"))
+    elif what == "checksum":
+        expected = sums ^ np.uint64(1)
+    elif what == "bytes":
+        flip(tmp_path, LAYOUT.slot_offset(4) + 100)
+    asked = keys_of([2 if what == "key" else 3])
+    outcomes = slab.read_blocks(asked, slot, generation, expected, pool, np.array([1]), scratch)
+    assert outcomes.tolist() == [wanted]
+    slab.close()
 
 
 def test_another_format_version_is_set_aside(filled: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,7 @@ def documented(heading: str) -> dict[int, int]:
         ("Superblock", forms.SUPERBLOCK),
         ("Groups", GROUP),
         ("Checkpoints", forms.HEAD),
-        ("Slots", np.dtype(header_dtype(KEY_BYTES).descr[:-1])),
+        ("Blocks", np.dtype(header_dtype(KEY_BYTES).descr[:-1])),
     ],
 )
 def test_the_tables_are_those_of_the_code(heading: str, dtype: np.dtype[Any]) -> None:
@@ -72,8 +72,8 @@ def test_the_tables_are_those_of_the_code(heading: str, dtype: np.dtype[Any]) ->
 def test_records_have_no_gaps() -> None:
     for key_bytes in (1, 8, 12, 36, 1024):
         padded = (key_bytes + 7) // 8 * 8
-        assert entry_dtype(key_bytes).itemsize == 32 + padded
-        assert header_dtype(key_bytes).itemsize == 72 + padded
+        assert entry_dtype(key_bytes).itemsize == 40 + padded
+        assert header_dtype(key_bytes).itemsize == 48 + padded
     assert (GROUP.itemsize, ACCESS.itemsize, forms.HEAD.itemsize, forms.SUPERBLOCK.itemsize) == (
         72,
         8,

@@ -147,7 +147,7 @@ def test_a_block_deleted_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_the_head_of_a_batch_is_taken_when_the_queue_is_small(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, 40, queue_bytes=5 * 8192)
+    disk = Disk(tmp_path, 40, queue_bytes=5 * 4096)
     assert disk.write(list(range(12))) == [0, 1, 2, 3, 4]
     assert disk.tier.stats().dropped == 7
     assert disk.write(list(range(12))) == [5, 6, 7, 8, 9], "what is here needs no room"
@@ -156,10 +156,10 @@ def test_the_head_of_a_batch_is_taken_when_the_queue_is_small(tmp_path: Path) ->
 
 def test_the_budget_of_a_day(tmp_path: Path) -> None:
     now = [1_000_000.0]
-    options = {"max_write_bytes_per_day": 6 * 8192, "clock": lambda: now[0]}
+    options = {"max_write_bytes_per_day": 6 * 4096, "clock": lambda: now[0]}
     disk = Disk(tmp_path, 40, **options)
     assert disk.write([1, 2, 3, 4]) == [1, 2, 3, 4]
-    assert disk.tier.stats().write_budget_bytes == 2 * 8192
+    assert disk.tier.stats().write_budget_bytes == 2 * 4096
     assert disk.write([5, 6, 7, 8]) == [5, 6]
     stats = disk.tier.stats()
     assert (stats.dropped, stats.write_budget_bytes, stats.in_flight) == (2, 0, 0)
@@ -172,10 +172,10 @@ def test_the_budget_of_a_day(tmp_path: Path) -> None:
 
 
 def test_the_budget_outlives_the_process(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, 40, max_write_bytes_per_day=3 * 8192)
+    disk = Disk(tmp_path, 40, max_write_bytes_per_day=3 * 4096)
     assert disk.write([1, 2, 3, 4]) == [1, 2, 3]
     disk.tier.close()
-    disk = Disk(tmp_path, 40, max_write_bytes_per_day=3 * 8192)
+    disk = Disk(tmp_path, 40, max_write_bytes_per_day=3 * 4096)
     assert disk.write([4]) == []
     disk.tier.close()
 

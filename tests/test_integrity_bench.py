@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SEED = 20261121
 IN_ONE_PROCESS = (
     "a bit of the payload",
-    "a bit of the block's header",
     "bits of journal or config file",
     "two blocks swapped",
     "block zero-filled",

@@ -21,13 +21,10 @@ _POLL_S = 0.0002
 
 
 class Place(NamedTuple):
-    """Where a block lies: ``[offset, offset + header_bytes)`` is what the product wrote about it, and its
-    bytes are ``[payload, end)``."""
+    """The bytes ``[offset, end)`` of a file: a block, or what the product keeps about many."""
 
     path: str
     offset: int
-    header_bytes: int
-    payload: int
     end: int
 
 
@@ -57,7 +54,7 @@ class Product(Protocol):
         ...
 
     def records(self) -> list[Place]:
-        """Where what it keeps about all blocks together lies, as places without a payload."""
+        """Where what it keeps about blocks, apart from their bytes, lies."""
         ...
 
     def make_unreadable(self, places: Sequence[Place]) -> None:

@@ -13,7 +13,7 @@ Numbers = list[int]
 
 
 def read_bytes(place: Place) -> bytes:
-    """All of a block, header included."""
+    """All of it."""
     with open(place.path, "rb") as file:
         file.seek(place.offset)
         return file.read(place.end - place.offset)
@@ -55,16 +55,7 @@ class Victims(NamedTuple):
 def payload_bit(victims: Victims) -> Numbers | None:
     for number in victims.chosen:
         place = victims.places[number]
-        _flip(place.path, place.payload, place.end, victims.chance)
-    return victims.chosen
-
-
-def header_bit(victims: Victims) -> Numbers | None:
-    for number in victims.chosen:
-        place = victims.places[number]
-        if place.header_bytes == 0:
-            return None
-        _flip(place.path, place.offset, place.offset + place.header_bytes, victims.chance)
+        _flip(place.path, place.offset, place.end, victims.chance)
     return victims.chosen
 
 
@@ -72,7 +63,7 @@ def records_bit(victims: Victims) -> Numbers | None:
     if not victims.records:
         return None
     for place in victims.records:
-        _flip(place.path, place.offset, place.offset + place.header_bytes, victims.chance)
+        _flip(place.path, place.offset, place.end, victims.chance)
     return sorted(victims.places)
 
 
@@ -100,7 +91,7 @@ def truncated(victims: Victims) -> Numbers | None:
     cuts = {}
     for path, places in by_path.items():
         cut_one = sorted(places)[len(places) // 2]
-        cuts[path] = (cut_one.payload + cut_one.end) // 2
+        cuts[path] = (cut_one.offset + cut_one.end) // 2
         os.truncate(path, cuts[path])
     return [n for n, place in victims.places.items() if place.path in cuts and place.end > cuts[place.path]]
 
@@ -120,7 +111,6 @@ def unreadable(victims: Victims) -> Numbers | None:
 
 DAMAGE: dict[str, Callable[[Victims], Numbers | None]] = {
     "a bit of the payload": payload_bit,
-    "a bit of the block's header": header_bit,
     "bits of journal or config file": records_bit,
     "two blocks swapped": swapped,
     "block zero-filled": zero_filled,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from kvoffload.core.keys import Keys
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout, header_dtype
-from kvoffload.tiers.disk.slab import SLAB_NAME
+from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.disk.recovery import recover
+from kvoffload.tiers.disk.slab import SLAB_NAME, Slab
 from peers.contract import KEY_BYTES, Adapter, Place, key, page_aligned, parts, until_ended
 
 
@@ -89,22 +92,17 @@ class KvoffloadDisk:
         self._tier.drain(60.0)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
-        """By the headers in the slab; of several with one key the newest."""
+        """By the journal."""
         wanted = {key(number): number for number in numbers}
-        dtype = header_dtype(KEY_BYTES)
-        newest: dict[int, int] = {}
-        found: dict[int, Place] = {}
-        with open(self._path, "rb") as slab:
-            for slot in range(self._layout.num_slots):
+        slab = Slab.open(self._path, Files(), Notices(__name__), read_only=True)
+        assert isinstance(slab, Slab), slab
+        with contextlib.closing(slab):
+            contents = recover(slab).contents
+        slots, found = contents.slots(), {}
+        for name, slot in zip(contents.keys(slots), slots.tolist(), strict=True):
+            if name in wanted:
                 offset = self._layout.slot_offset(slot)
-                slab.seek(offset)
-                header = np.frombuffer(slab.read(dtype.itemsize), dtype)[0]
-                number = wanted.get(header["key"].tobytes()[:KEY_BYTES])
-                if number is not None and int(header["generation"]) > newest.get(number, 0):
-                    newest[number] = int(header["generation"])
-                    payload = offset + PAGE_BYTES
-                    end = payload + self._layout.block_bytes
-                    found[number] = Place(str(self._path), offset, dtype.itemsize, payload, end)
+                found[wanted[name]] = Place(str(self._path), offset, offset + self._layout.block_bytes)
         return found
 
     def records(self) -> list[Place]:
@@ -115,7 +113,7 @@ class KvoffloadDisk:
                 slab.seek(offset)
                 if any(page := slab.read(PAGE_BYTES)):
                     used = len(page.rstrip(b"\0"))
-                    pages.append(Place(str(self._path), offset, used, offset + used, offset + used))
+                    pages.append(Place(str(self._path), offset, offset + used))
         return pages
 
     def make_unreadable(self, places: Sequence[Place]) -> None:

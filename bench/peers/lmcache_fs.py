@@ -94,7 +94,7 @@ class LmcacheFs:
         for number in numbers:
             path = self._directory / _object_key_to_filename(self._key(number))
             if path.exists():
-                found[number] = Place(str(path), 0, 0, 0, path.stat().st_size)
+                found[number] = Place(str(path), 0, path.stat().st_size)
         return found
 
     def records(self) -> list[Place]:

@@ -126,15 +126,14 @@ class VllmFs:
         """The files that exist."""
         paths = {number: self._path(number) for number in numbers}
         return {
-            number: Place(path, 0, 0, 0, os.path.getsize(path))
+            number: Place(path, 0, os.path.getsize(path))
             for number, path in paths.items()
             if os.path.exists(path)
         }
 
     def records(self) -> list[Place]:
         path = str(self._tier.file_mapper.get_config_file_path())
-        size = os.path.getsize(path)
-        return [Place(path, 0, size, size, size)]
+        return [Place(path, 0, os.path.getsize(path))]
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
         files_to_unreadable(places)

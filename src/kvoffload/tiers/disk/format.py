@@ -1,4 +1,4 @@
-"""Every byte of a slab: superblock, groups of the journal, heads of checkpoints, headers of slots.
+"""Every byte of a slab: superblock, groups of the journal, heads of checkpoints, headers of blocks.
 
 Owns the encodings and their checksums; `layout` has where each of them is, and docs/formats.md says the same
 in prose. All integers are little-endian. Does no I/O, and does not know when anything is written.
@@ -15,9 +15,17 @@ import xxhash
 
 from kvoffload.core.keys import Keys
 from kvoffload.tiers.disk.files import PAGE_BYTES
-from kvoffload.tiers.disk.layout import ACCESS, GROUP, Layout, entry_dtype, group_bytes, removed_bytes
+from kvoffload.tiers.disk.layout import (
+    ACCESS,
+    GROUP,
+    Layout,
+    entry_dtype,
+    group_bytes,
+    header_dtype,
+    removed_bytes,
+)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_TEXT_BYTES = 3072
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
@@ -27,7 +35,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
 Slots: TypeAlias = npt.NDArray[np.uint32]
 
-SLAB_MAGIC, GROUP_MAGIC, CHECKPOINT_MAGIC, BLOCK_MAGIC = b"KVOFSLAB", b"KVOGROUP", b"KVOCHECK", b"KVOBLOCK"
+SLAB_MAGIC, GROUP_MAGIC, CHECKPOINT_MAGIC = b"KVOFSLAB", b"KVOGROUP", b"KVOCHECK"
 
 SUPERBLOCK = np.dtype(
     [
@@ -65,7 +73,7 @@ class Identity(NamedTuple):
 
     Attributes:
         slab_id: random; binds the journal's groups to their slab.
-        fingerprint: 16 bytes of SHA-256 of the producer's text; every block carries it.
+        fingerprint: 16 bytes of SHA-256 of the producer's text; every block's checksum is over it.
         text: the producer's text, cut to fit the superblock; for people.
         created_at_s: seconds since 1970.
     """
@@ -213,24 +221,25 @@ def decode_head(slab_id: int, page: Bytes) -> Head | None:
     return Head(int(fields["epoch"]), int(fields["num_entries"]), int(fields["num_groups"]))
 
 
-# ---- slots
+# ---- blocks
 
 
-def fill_headers(
-    headers: Records,
+def block_seeds(
     fingerprint: bytes,
     block_bytes: int,
     keys: Keys,
     slots: npt.NDArray[np.int64],
     generations: npt.NDArray[np.uint64],
-    written_at_s: npt.NDArray[np.uint64] | int,
-) -> None:
-    """Write headers of blocks into records of `header_dtype`; their checksums are 0."""
-    headers["magic"], headers["checksum"] = BLOCK_MAGIC, 0
+) -> npt.NDArray[np.uint64]:
+    """What the checksum of each block's bytes starts from: xxh3_64 of its header."""
+    headers = np.empty(len(slots), header_dtype(keys.key_bytes))
     headers["fingerprint"] = np.frombuffer(fingerprint, np.uint8)
-    headers["slot"], headers["generation"], headers["written_at_s"] = slots, generations, written_at_s
+    headers["slot"], headers["generation"] = slots, generations
     headers["block_bytes"], headers["key_bytes"] = block_bytes, keys.key_bytes
     headers["key"] = keys.words
+    packed, width = headers.tobytes(), headers.itemsize
+    digest = xxhash.xxh3_64_intdigest
+    return np.array([digest(packed[at : at + width]) for at in range(0, len(packed), width)], np.uint64)
 
 
 def chained_checksum(header: Any, payload: Any) -> int:

@@ -124,17 +124,21 @@ def verify(
     Args:
         progress: called with blocks checked, and all.
     """
-    contents, scratch, layout = found.contents, Scratch(slab.layout), slab.layout
+    contents, scratch, layout, step = found.contents, Scratch(slab), slab.layout, slab.chunk_blocks
     slots, problems = contents.slots(), []
-    pool = aligned(scratch.num_blocks * (layout.slot_bytes)).reshape(scratch.num_blocks, -1)[
-        :, : layout.block_bytes
-    ]
-    rows = np.arange(scratch.num_blocks)
-    for start in range(0, len(slots), scratch.num_blocks):
-        batch = slots[start : start + scratch.num_blocks]
+    pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]
+    rows = np.arange(step)
+    for start in range(0, len(slots), step):
+        batch = slots[start : start + step]
         keys = contents.keys(batch)
         outcomes = slab.read_blocks(
-            keys, batch, contents.generation[batch], pool, rows[: len(batch)], scratch
+            keys,
+            batch,
+            contents.generation[batch],
+            contents.checksum[batch],
+            pool,
+            rows[: len(batch)],
+            scratch,
         )
         for row in np.flatnonzero(outcomes != SOUND).tolist():
             why = "cannot be read" if outcomes[row] == UNREADABLE else "is not what was stored"

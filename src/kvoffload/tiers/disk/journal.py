@@ -98,7 +98,7 @@ class Journal:
     def checkpoint(self, contents: Contents) -> None:
         """Write all that is here to the older place, durably, and begin the log anew.
 
-        Cost: 70 bytes a block and two syncs.
+        Cost: 80 bytes a block and two syncs.
         """
         layout, slab_id, epoch = self._layout, self._slab.identity.slab_id, self._epoch + 1
         start, slots = layout.checkpoint_offset(epoch), contents.slots()

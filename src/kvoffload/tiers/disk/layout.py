@@ -47,21 +47,19 @@ def entry_dtype(key_bytes: int) -> np.dtype[Any]:
             ("generation", "<u8"),
             ("stamp", "<u8"),
             ("written_at_s", "<u8"),
+            ("checksum", "<u8"),
             ("key", "<u8", (words_per_key(key_bytes),)),
         ]
     )
 
 
 def header_dtype(key_bytes: int) -> np.dtype[Any]:
-    """What stands before the bytes of a block in its slot."""
+    """Whose the bytes in a slot are; their checksum is over this and them."""
     return np.dtype(
         [
-            ("magic", "S8"),
-            ("checksum", "<u8"),
             ("fingerprint", "u1", 16),
             ("slot", "<u8"),
             ("generation", "<u8"),
-            ("written_at_s", "<u8"),
             ("block_bytes", "<u8"),
             ("key_bytes", "<u8"),
             ("key", "<u8", (words_per_key(key_bytes),)),
@@ -112,8 +110,8 @@ class Layout:
 
     @property
     def slot_bytes(self) -> int:
-        """From one slot to the next: a page for the header, then the block."""
-        return PAGE_BYTES + pages(self.block_bytes)
+        """From one slot to the next."""
+        return pages(self.block_bytes)
 
     @property
     def entry_bytes(self) -> int:
@@ -137,7 +135,7 @@ class Layout:
     @property
     def log_bytes(self) -> int:
         """Half a checkpoint; more where that is little beside the slots: it is written when this is full."""
-        share = min(256 * PAGE_BYTES, self.num_slots * self.slot_bytes // 64)
+        share = min(1024 * PAGE_BYTES, self.num_slots * self.slot_bytes // 64)
         return max(16 * PAGE_BYTES, pages(share), pages(self.num_slots * self.entry_bytes // 2))
 
     def checkpoint_offset(self, epoch: int) -> int:

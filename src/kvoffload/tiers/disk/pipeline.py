@@ -27,13 +27,23 @@ from kvoffload.tiers.disk.format import Records, Slots
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import ACCESS, entry_dtype
 from kvoffload.tiers.disk.notices import Notices
-from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Outcomes, Positions, Scratch, Slab, now_s
+from kvoffload.tiers.disk.slab import (
+    SOUND,
+    UNREADABLE,
+    Checksums,
+    Outcomes,
+    Positions,
+    Scratch,
+    Slab,
+    now_s,
+)
 from kvoffload.transfer import Blocks
 
 COMMIT_INTERVAL_S = 0.002
 """Between two commits while writes run: each takes a page of the log at least."""
-COMMIT_PACE = 4
+COMMIT_PACE = 32
 """And as many times as long as the last one took: a sync holds up the writes beside it."""
+LONGEST_COMMIT_INTERVAL_S = 0.25
 ACCESS_INTERVAL_S = 1.0
 """How long accesses wait for a commit to go along with."""
 MAX_PENDING_ACCESSES = 1 << 22
@@ -50,6 +60,7 @@ class Chunk:
         owner: whose they are; not looked at here.
         index: which rows of the owner's.
         outcomes: how each went, when the chunk is handed back.
+        checksums: of a read: what they should be; of a write: what they are, when the chunk is handed back.
         stamps: of a write: when its blocks were first used.
         gate: of a write: how many removals must be durable before it.
     """
@@ -62,6 +73,7 @@ class Chunk:
     generations: npt.NDArray[np.uint64]
     pool: Blocks
     rows: Positions
+    checksums: Checksums
     stamps: Stamps = field(default_factory=lambda: _NO_STAMPS)
     gate: int = 0
     written_at_s: int = 0
@@ -195,7 +207,7 @@ class Pipeline:
     # ---- threads that move blocks
 
     def _move_blocks(self, reads_only: bool) -> None:
-        scratch = Scratch(self._slab.layout)
+        scratch = Scratch(self._slab)
         while True:
             with self._lock:
                 while not (self._reads or (self._writes and not reads_only)):
@@ -204,6 +216,8 @@ class Pipeline:
                     self._work.wait()
                 chunk = (self._reads or self._writes).popleft()
                 self._num_writing += chunk.writes
+                if chunk.writes and not self._writes and self._gated:
+                    self._commit.notify()
             try:
                 self._move(chunk, scratch)
             except Exception as error:
@@ -226,21 +240,13 @@ class Pipeline:
             return written
 
     def _move(self, chunk: Chunk, scratch: Scratch) -> None:
-        keys, slots, generations, pool, rows = (
-            chunk.keys,
-            chunk.slots,
-            chunk.generations,
-            chunk.pool,
-            chunk.rows,
-        )
+        blocks = chunk.keys, chunk.slots, chunk.generations
         if chunk.writes:
             chunk.written_at_s = now_s()
-            written = self._slab.write_blocks(
-                keys, slots, generations, pool, rows, scratch, chunk.written_at_s
-            )
+            written, chunk.checksums = self._slab.write_blocks(*blocks, chunk.pool, chunk.rows, scratch)
             chunk.outcomes = np.where(written, np.uint8(SOUND), np.uint8(UNREADABLE))
         else:
-            chunk.outcomes = self._slab.read_blocks(keys, slots, generations, pool, rows, scratch)
+            chunk.outcomes = self._slab.read_blocks(*blocks, chunk.checksums, chunk.pool, chunk.rows, scratch)
 
     def _hand_back(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -283,11 +289,12 @@ class Pipeline:
                 self._committing = unsynced is not None
                 self._idle.notify_all()
                 now = time.monotonic()
-                pause = max(self._interval_s, COMMIT_PACE * (now - began))
-                self._commit.wait_for(self._no_write_runs, pause)
+                pause = max(self._interval_s, min(COMMIT_PACE * (now - began), LONGEST_COMMIT_INTERVAL_S))
+                self._commit.wait_for(self._writes_need_a_commit, pause)
 
-    def _no_write_runs(self) -> bool:
-        return not self._writes and self._num_writing == 0
+    def _writes_need_a_commit(self) -> bool:
+        """Whether those that move blocks have, or are about to have, nothing to write without one."""
+        return not self._writes and (bool(self._gated) or self._num_writing == 0)
 
     def _has_work(self) -> bool:
         pending = self._pending
@@ -318,7 +325,8 @@ class Pipeline:
         entries: Records = np.empty(int(np.count_nonzero(written)), self._no_entries.dtype)
         entries["slot"], entries["generation"] = chunk.slots[written], chunk.generations[written]
         entries["stamp"], entries["written_at_s"] = chunk.stamps[written], chunk.written_at_s
-        entries["uses"], entries["key"] = 0, chunk.keys.words[written]
+        entries["checksum"], entries["key"] = chunk.checksums[written], chunk.keys.words[written]
+        entries["uses"] = 0
         return entries
 
     def _durable(self, batch: _Batch) -> None:

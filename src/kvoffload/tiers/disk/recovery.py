@@ -2,7 +2,7 @@
 
 Owns the reading of a journal and what its damage means. Every group says facts about slots (emptied, holds
 this block, was used) that later groups overwrite, so a group that is lost costs what it said, and what it
-contradicted: an entry too many is found out when its slot is read, because the header there says otherwise.
+contradicted: an entry too many is found out when its slot is read, because the checksum is another one.
 Writes nothing.
 """
 
@@ -46,6 +46,7 @@ class Contents:
         stamp: when it was last used, on the tier's own clock of accesses.
         uses: how often, since it was written.
         written_at_s: when it was written, in seconds since 1970.
+        checksum: of its bytes, and of whose they are.
         words: its key, packed as in `Keys`.
     """
 
@@ -56,6 +57,7 @@ class Contents:
         self.stamp = np.zeros(n, np.uint64)
         self.uses = np.zeros(n, np.uint32)
         self.written_at_s = np.zeros(n, np.uint64)
+        self.checksum = np.zeros(n, np.uint64)
         self.words = np.zeros((n, words_per_key(layout.key_bytes)), np.uint64)
 
     def __len__(self) -> int:
@@ -82,6 +84,7 @@ class Contents:
         self.stamp[slots] = np.maximum(self.stamp[slots], entries["stamp"])
         self.uses[slots] += entries["uses"]
         self.written_at_s[slots] = entries["written_at_s"]
+        self.checksum[slots] = entries["checksum"]
         self.words[slots] = entries["key"]
         accessed = group.accessed[(group.accessed["slot"] & ~REUSE) < n]
         used = accessed["slot"] & ~REUSE
@@ -92,7 +95,7 @@ class Contents:
         """The blocks in these slots as records of the journal."""
         records = np.empty(len(slots), entry_dtype(self.key_bytes))
         records["slot"] = slots
-        for name in ("uses", "generation", "stamp", "written_at_s"):
+        for name in ("uses", "generation", "stamp", "written_at_s", "checksum"):
             records[name] = getattr(self, name)[slots]
         records["key"] = self.words[slots]
         return records
@@ -122,7 +125,7 @@ class Found:
 def recover(slab: Slab, progress: Progress | None = None) -> Found:
     """Read the journal of a slab. Never raises for what it finds: what cannot be read is counted.
 
-    Cost: reads the checkpoint and the log once, 70 bytes a block; some seconds at 16 million blocks.
+    Cost: reads the checkpoint and the log once, 80 bytes a block; some seconds at 16 million blocks.
     """
     found = Found(Contents(slab.layout))
     heads = _heads(slab, found)

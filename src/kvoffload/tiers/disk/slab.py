@@ -1,7 +1,7 @@
 """The slab of one directory: a file of slots of one size, read and written in runs of neighbours.
 
-Owns the file, the headers of blocks and their verification. Does not know which slots hold something, nor
-who may overwrite one: the journal and the volume do.
+Owns the file, and the verification of blocks. Does not know which slots hold something, what their checksums
+should be, nor who may overwrite one: the journal and the volume do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest as xxh3
 
 from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError
@@ -26,13 +25,12 @@ from kvoffload.tiers.disk.format import (
     Bytes,
     Head,
     Identity,
-    Records,
+    block_seeds,
     decode_superblock,
     encode_head,
     encode_superblock,
-    fill_headers,
 )
-from kvoffload.tiers.disk.layout import Layout, header_dtype
+from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
@@ -40,35 +38,30 @@ from kvoffload.transfer.copies import address_of
 SLAB_NAME = "kvoffload.slab"
 CHUNK_BYTES = 4 * 1024 * 1024
 """Asked of the system in one call. More gains nothing, and a thread is busy longer."""
-MAX_RUN_BLOCKS = 500
-"""A header and a block are two buffers, and a call takes 1024."""
+MAX_RUN_BLOCKS = 1000
+"""A call of the system takes 1024 buffers."""
 
 SOUND, UNREADABLE, MISMATCH = 0, 1, 2
 """What reading a block came to: verified; the medium failed; not what was stored under this key."""
 
 Outcomes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
+Checksums = npt.NDArray[np.uint64]
 _PIECE_BYTES = 1024 * 1024
 
 
 class Scratch:
-    """Memory of one thread: aligned pages for headers, and a block for those that lie badly in theirs."""
+    """Memory of one thread, for blocks that direct I/O does not take from or into where they lie."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.num_blocks = min(MAX_RUN_BLOCKS, max(1, CHUNK_BYTES // layout.slot_bytes))
-        memory = aligned(self.num_blocks * PAGE_BYTES)
-        dtype = header_dtype(layout.key_bytes)
-        self.pages = list(memory.reshape(self.num_blocks, PAGE_BYTES))
-        self.headers: Records = np.ndarray((self.num_blocks,), dtype, memory, strides=(PAGE_BYTES,))
-        self._bounce: Bytes | None = None
-        self._layout = layout
+    def __init__(self, slab: Slab) -> None:
+        self._shape = slab.chunk_blocks, slab.layout.slot_bytes
+        self._pages: Bytes | None = None
 
-    def bounce(self, num_blocks: int) -> Bytes:
-        """A block's worth of whole pages for each of so many headers; made when first asked for."""
-        if self._bounce is None:
-            size = self._layout.slot_bytes - PAGE_BYTES
-            self._bounce = aligned(self.num_blocks * size).reshape(self.num_blocks, size)
-        return self._bounce[:num_blocks]
+    def pages(self, num_blocks: int) -> Bytes:
+        """Whole pages for each of so many blocks, as rows; made when first asked for."""
+        if self._pages is None:
+            self._pages = aligned(self._shape[0] * self._shape[1]).reshape(self._shape)
+        return self._pages[:num_blocks]
 
 
 class Slab:
@@ -81,6 +74,7 @@ class Slab:
 
     Attributes:
         layout, identity, capacity_bytes: as its superblock says.
+        chunk_blocks: how many blocks are moved in one go at most.
     """
 
     def __init__(
@@ -89,7 +83,7 @@ class Slab:
         self.layout, self.identity, self.capacity_bytes = layout, identity, capacity_bytes
         self._fd, self._files, self._notices = fd, files, notices
         self._slots_offset, self._slot_bytes = layout.slots_offset, layout.slot_bytes
-        self._header_dtype = header_dtype(layout.key_bytes)
+        self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
 
     @classmethod
     def create(
@@ -160,78 +154,48 @@ class Slab:
 
     def write_blocks(
         self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64],
-        pool: Blocks, rows: Positions, scratch: Scratch, written_at_s: int,
-    ) -> Mask:  # fmt: skip
-        """Write ``pool[rows[i]]`` into ``slots[i]``, ascending; which were, though not yet durably.
+        pool: Blocks, rows: Positions, scratch: Scratch,
+    ) -> tuple[Mask, Checksums]:  # fmt: skip
+        """Write ``pool[rows[i]]`` into ``slots[i]``, ascending; which were, though not yet durably, and their
+        checksums.
 
-        At most `Scratch.num_blocks` of them. Cost: a pass over the bytes for checksums, then one call
-        of the system for each run of neighbours.
+        At most `chunk_blocks` of them. Cost: a pass over the bytes for checksums, then one call of the
+        system for each run of neighbours.
         """
-        headers = scratch.headers[: len(slots)]
-        fill_headers(
-            headers,
-            self.identity.fingerprint,
-            self.layout.block_bytes,
-            keys,
-            slots,
-            generations,
-            written_at_s,
-        )
-        blocks = [pool[row] for row in rows.tolist()]
-        headers["checksum"] = self._checksums(headers, address_of(pool) + rows * pool.strides[0])
+        sums = self._checksums(keys, slots, generations, pool, rows)
         if self._in_place(pool):
-            padded = blocks
-        else:
-            padded = list(scratch.bounce(len(blocks)))
-            for i, block in enumerate(blocks):
-                padded[i][: len(block)] = block
-                padded[i][len(block) :] = 0
-        return self._each_run(self._files.write, slots, scratch, padded)
+            return self._each_run(self._files.write, slots, pool, rows), sums
+        pages, width = scratch.pages(len(rows)), pool.shape[1]
+        for page, row in zip(pages, rows.tolist(), strict=True):
+            page[:width], page[width:] = pool[row], 0
+        return self._each_run(self._files.write, slots, pages, np.arange(len(rows))), sums
 
     def read_blocks(
-        self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64],
+        self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64], expected: Checksums,
         pool: Blocks, rows: Positions, scratch: Scratch,
     ) -> Outcomes:  # fmt: skip
         """Read ``slots[i]``, ascending, into ``pool[rows[i]]``, and verify; how each one went.
 
-        Key, fingerprint, slot, length and generation are compared, and the checksum over them and the
-        bytes. A row whose outcome is not `SOUND` holds anything.
+        The checksum over key, fingerprint, slot, length, generation and bytes is that which was `expected`,
+        or it is a mismatch. A row whose outcome is not `SOUND` holds anything.
         """
-        blocks = [pool[row] for row in rows.tolist()]
-        if self._in_place(pool):
-            padded, at = blocks, address_of(pool) + rows * pool.strides[0]
-        else:
-            bounce = scratch.bounce(len(blocks))
-            padded, at = list(bounce), address_of(bounce) + np.arange(len(blocks)) * bounce.strides[0]
-        there = self._each_run(self._files.read, slots, scratch, padded)
-        found = np.ascontiguousarray(scratch.headers[: len(slots)])
-        said = found["checksum"].copy()
-        expected = np.zeros(len(slots), self._header_dtype)
-        fill_headers(
-            expected, self.identity.fingerprint, self.layout.block_bytes, keys, slots, generations,
-            found["written_at_s"],
-        )  # fmt: skip
-        found["checksum"] = 0
-        width = self._header_dtype.itemsize
-        sound = (found.view(np.uint8).reshape(-1, width) == expected.view(np.uint8).reshape(-1, width)).all(1)
-        sound[there] &= self._checksums(found[there], at[there]) == said[there]
-        if padded is not blocks:
-            for i in np.flatnonzero(there & sound).tolist():
-                blocks[i][:] = padded[i][: len(blocks[i])]
+        in_place = self._in_place(pool)
+        memory, at = (pool, rows) if in_place else (scratch.pages(len(rows)), np.arange(len(rows)))
+        there = self._each_run(self._files.read, slots, memory, at)
+        sound = there & (self._checksums(keys, slots, generations, memory, at) == expected)
+        if not in_place:
+            for i in np.flatnonzero(sound).tolist():
+                pool[rows[i]] = memory[i, : pool.shape[1]]
         outcomes: Outcomes = np.where(sound, np.uint8(SOUND), np.uint8(MISMATCH))
         outcomes[~there] = UNREADABLE
         return outcomes
 
-    def _checksums(self, headers: Records, addresses: Positions) -> npt.NDArray[np.uint64]:
-        """What `chained_checksum` is, of headers whose checksum is 0 and the blocks at these addresses."""
-        packed, width = headers.tobytes(), self._header_dtype.itemsize
-        seeds = [xxh3(packed[at : at + width]) for at in range(0, len(packed), width)]
-        return checksums(addresses, self.layout.block_bytes, np.array(seeds, np.uint64))
-
-    def read_header(self, slot: int, scratch: Scratch) -> Any:
-        """The header of a slot as it stands there, unverified. Raises `OSError`."""
-        transfer(self._files.read, self._fd, scratch.pages[:1], self._slots_offset + slot * self._slot_bytes)
-        return scratch.headers[0].copy()
+    def _checksums(
+        self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64], memory: Blocks, at: Positions
+    ) -> Checksums:
+        block_bytes = self.layout.block_bytes
+        seeds = block_seeds(self.identity.fingerprint, block_bytes, keys, slots, generations)
+        return checksums(address_of(memory) + at * memory.strides[0], block_bytes, seeds)
 
     def _in_place(self, pool: Blocks) -> bool:
         """Whether rows of this pool can be given to direct I/O as they are."""
@@ -239,17 +203,13 @@ class Slab:
         return (address | pool.strides[0] | self.layout.block_bytes) % PAGE_BYTES == 0
 
     def _each_run(
-        self,
-        operation: Callable[[int, Buffers, int], int],
-        slots: Positions,
-        scratch: Scratch,
-        blocks: list[Bytes],
+        self, operation: Callable[[int, Buffers, int], int], slots: Positions, memory: Blocks, at: Positions
     ) -> Mask:
-        """Move header and block of each slot, a run of neighbours in one go; which were moved."""
+        """Move ``memory[at[i]]`` to or from ``slots[i]``, a run of neighbours in one go; which were moved."""
         moved = np.zeros(len(slots), np.bool_)
         for first, end in _runs(slots):
             try:
-                self._move(operation, slots, scratch, blocks, first, end)
+                self._move(operation, int(slots[first]), memory, at[first:end])
                 moved[first:end] = True
             except OSError as error:
                 self._complain(operation, error)
@@ -257,18 +217,17 @@ class Slab:
                 if error.errno == errno.EIO and end - first > 1:
                     for i in range(first, end):
                         try:
-                            self._move(operation, slots, scratch, blocks, i, i + 1)
+                            self._move(operation, int(slots[i]), memory, at[i : i + 1])
                             moved[i] = True
                         except OSError as again:
                             self._complain(operation, again)
         return moved
 
     def _move(
-        self, operation: Callable[[int, Buffers, int], int], slots: Positions, scratch: Scratch,
-        blocks: list[Bytes], first: int, end: int,
-    ) -> None:  # fmt: skip
-        buffers = [part for i in range(first, end) for part in (scratch.pages[i], blocks[i])]
-        transfer(operation, self._fd, buffers, self._slots_offset + int(slots[first]) * self._slot_bytes)
+        self, operation: Callable[[int, Buffers, int], int], slot: int, memory: Blocks, rows: Positions
+    ) -> None:
+        offset = self._slots_offset + slot * self._slot_bytes
+        transfer(operation, self._fd, _buffers(memory, rows), offset)
 
     def _complain(self, operation: Callable[..., int], error: OSError) -> None:
         verb = operation.__name__
@@ -337,10 +296,18 @@ def _after(buffers: Buffers, num_bytes: int) -> Iterator[Any]:
         num_bytes = max(0, num_bytes - len(buffer))
 
 
-def _runs(slots: Positions) -> Iterator[tuple[int, int]]:
-    """First and end of each run of neighbours in ascending slots."""
-    breaks = (np.flatnonzero(np.diff(slots) != 1) + 1).tolist()
-    return zip([0, *breaks], [*breaks, len(slots)], strict=True)
+def _buffers(memory: Blocks, rows: Positions) -> list[Bytes]:
+    """These rows, as few pieces of memory as they are."""
+    if not memory.flags.c_contiguous:
+        return [memory[row] for row in rows.tolist()]
+    flat, width = memory.reshape(-1), memory.shape[1]
+    return [flat[int(rows[first]) * width :][: (end - first) * width] for first, end in _runs(rows)]
+
+
+def _runs(numbers: Positions) -> Iterator[tuple[int, int]]:
+    """First and end of each run of numbers that grow by one."""
+    breaks = (np.flatnonzero(numbers[1:] != numbers[:-1] + 1) + 1).tolist()
+    return zip([0, *breaks], [*breaks, len(numbers)], strict=True)
 
 
 def now_s() -> int:

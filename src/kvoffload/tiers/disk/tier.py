@@ -74,14 +74,14 @@ class DiskTier:
             one are never served: their slab is set aside.
         policy, admission: who leaves, and who may enter; as for `OffloadingManager`. An `Admission` object
             serves one directory.
-        max_write_bytes_per_day: what may be written to all directories in any 24 hours, headers included.
+        max_write_bytes_per_day: what may be written to all directories in any 24 hours.
         num_threads: that move blocks, for each directory. From two on, one of them only reads.
         queue_bytes: writes that may be waiting; what comes on top is dropped.
         progress: told how far the metadata have been read, when there is much to open.
         files: the way to the system; for tests.
         clock: seconds since 1970; for the budget.
 
-    Memory: 200 bytes a block. Raises: `ConfigError` for what cannot be used; `MisuseError` after `close`.
+    Memory: 210 bytes a block. Raises: `ConfigError` for what cannot be used; `MisuseError` after `close`.
     """
 
     name = "disk"
@@ -98,7 +98,7 @@ class DiskTier:
         policy: str | type[EvictionPolicy] = "lru",
         admission: str | Admission | None = "all",
         max_write_bytes_per_day: int | None = None,
-        num_threads: int = 4,
+        num_threads: int = 8,
         queue_bytes: int = 256 * 1024 * 1024,
         progress: Progress | None = None,
         files: Files | None = None,
@@ -224,7 +224,7 @@ class DiskTier:
         while self._ended:
             chunk = self._ended.popleft()
             part: Part = chunk.owner
-            part.outcomes[chunk.index] = chunk.outcomes
+            part.outcomes[chunk.index], part.checksums[chunk.index] = chunk.outcomes, chunk.checksums
             part.remaining -= 1
             if part.remaining == 0:
                 job = self._jobs[part.job]

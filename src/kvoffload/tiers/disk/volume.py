@@ -29,14 +29,7 @@ from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_slab
 from kvoffload.tiers.disk.pipeline import Chunk, Pipeline
 from kvoffload.tiers.disk.recovery import Contents, Progress, recover
-from kvoffload.tiers.disk.slab import (
-    CHUNK_BYTES,
-    MAX_RUN_BLOCKS,
-    MISMATCH,
-    SOUND,
-    UNREADABLE,
-    Outcomes,
-)
+from kvoffload.tiers.disk.slab import MISMATCH, SOUND, UNREADABLE, Checksums, Outcomes
 from kvoffload.transfer import Blocks
 from kvoffload.types import LoadPlan, StorePlan
 
@@ -52,6 +45,7 @@ class Part:
 
     Attributes:
         at: which rows of the job these are.
+        checksums: what they should be, of blocks that are read; of those written, what they are when it ends.
         outcomes: how each of them went.
         remaining: chunks that have not been handed back.
     """
@@ -61,6 +55,7 @@ class Part:
     at: npt.NDArray[np.int64]
     plan: LoadPlan | StorePlan
     generations: npt.NDArray[np.uint64]
+    checksums: Checksums
     outcomes: Outcomes
     remaining: int = 0
 
@@ -113,7 +108,7 @@ class Volume:
             raise
         n = layout.num_slots
         self.slab_id = self._slab.identity.slab_id
-        self._generation = np.zeros(n, np.uint64)
+        self._generation, self._checksum = np.zeros(n, np.uint64), np.zeros(n, np.uint64)
         self._gate = np.zeros(n, np.int64)
         self._physical = np.arange(n, dtype=np.int64)
         contents = found.contents
@@ -125,7 +120,6 @@ class Volume:
         self.restored, leftover = self._restore(contents)
         self.mismatches = self.failed = self.dropped = self.read = self.written = 0
         self._pause_s, self._paused_until = FIRST_PAUSE_S, 0.0
-        self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
         self._num_threads = num_threads
         self._pipeline = Pipeline(self._slab, self._journal, num_threads, deliver, notices)
         if len(leftover):
@@ -197,7 +191,7 @@ class Volume:
         sound: Mask = part.outcomes == SOUND
         num_sound = int(np.count_nonzero(sound))
         if isinstance(part.plan, StorePlan):
-            self._end_write(part.plan, sound, num_sound)
+            self._end_write(part, part.plan, sound, num_sound)
         else:
             self._end_read(part, part.plan, sound, num_sound)
         return sound
@@ -246,7 +240,7 @@ class Volume:
 
     def _part(self, job: int, at: npt.NDArray[np.int64], plan: LoadPlan | StorePlan) -> Part:
         outcomes = np.full(len(plan.slots), UNREADABLE, np.uint8)
-        return Part(self, job, at, plan, self._generation[plan.slots], outcomes)
+        return Part(self, job, at, plan, self._generation[plan.slots], self._checksum[plan.slots], outcomes)
 
     def _submit(self, part: Part, pool: Blocks, rows: npt.NDArray[np.int64], *, writes: bool) -> None:
         slots, plan = self._physical[part.plan.slots], part.plan
@@ -254,7 +248,7 @@ class Volume:
         gate = int(self._gate[plan.slots].max()) if writes else 0
         # In prefix order the last block is the first in line: its head is used last, and so most recent.
         stamps = self._stamps(len(slots))[::-1] if writes else np.empty(0, np.uint64)
-        size = self.chunk_blocks
+        size = self._slab.chunk_blocks
         if not writes:
             size = max(1, min(size, -(-len(slots) // self._num_threads)))
         chunks = []
@@ -264,7 +258,7 @@ class Volume:
                 Chunk(
                     part, index, writes,
                     Keys(np.ascontiguousarray(plan.keys.words[index]), plan.keys.key_bytes),
-                    slots[index], part.generations[index], pool, rows[index],
+                    slots[index], part.generations[index], pool, rows[index], part.checksums[index],
                     stamps[index] if writes else stamps, gate,
                 )
             )  # fmt: skip
@@ -281,7 +275,8 @@ class Volume:
         self._generation[slots] = 0
         self._gate[slots] = self._pipeline.remove(self._physical[slots].astype(np.uint32))
 
-    def _end_write(self, plan: StorePlan, sound: Mask, num_sound: int) -> None:
+    def _end_write(self, part: Part, plan: StorePlan, sound: Mask, num_sound: int) -> None:
+        self._checksum[plan.slots] = part.checksums
         self.written += num_sound
         num_failed = len(sound) - num_sound
         if num_failed == 0:
@@ -335,6 +330,7 @@ class Volume:
         self._physical[slot_of[restored]] = restored
         self._physical[~taken] = np.flatnonzero(slot_of < 0)
         self._generation[slot_of[restored]] = contents.generation[restored]
+        self._checksum[slot_of[restored]] = contents.checksum[restored]
         by_use = restored[np.argsort(contents.stamp[restored], kind="stable")[::-1]]
         self.manager.restore_uses(slot_of[by_use], contents.uses[by_use] > 0)
         # Only a damaged journal has one block twice.
