@@ -3,9 +3,12 @@
     python bench/disk.py --path DIRECTORY --total 1GiB
 
 All sides write and read the same blocks, with direct I/O, from and into the same memory, and end a pass with
-their data durable, except "file, no sync". *raw* is the best of several ways of moving them to and from one
-preallocated file: pieces of a block or of 4 MiB, by one thread or four, and one `fdatasync`. It verifies
-nothing and remembers nothing. Sides take turns; the median of the passes counts.
+their data durable, except "file, no sync". *raw* moves them to and from one preallocated file, with one
+`fdatasync`; it verifies nothing and remembers nothing. The best of several ways counts: pieces of a block, of 1 or
+of 4 MiB, by 1 to 16 threads.
+
+Disks are shared and their speed changes from second to second. So each pass of ours or of files has a raw pass
+before and after it, and is compared with the mean of these two; medians and quartiles of those ratios are printed.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +56,8 @@ class Raw:
 
     def methods(self) -> list[tuple[int, int]]:
         """Bytes of a piece, and threads."""
-        return [(PIECE_BYTES, 1), (PIECE_BYTES, 4), (self._block, 4), (self._block, 16)]
+        pieces = sorted({self._block, 1 << 20, PIECE_BYTES})
+        return [(piece, threads) for piece in pieces if piece >= self._block for threads in (1, 4, 8, 16)]
 
     def move(self, operation: Callable[..., int], piece: int, threads: int) -> None:
         size = max(piece, self._block)
@@ -146,45 +151,71 @@ class Directory:
             list(executor.map(self._read_one, range(len(self._pool))))
 
 
-def measure(path: Path, block_bytes: int, total_bytes: int, passes: int, threads: int) -> dict[str, float]:
-    """Seconds of each side, medians."""
+class Against(NamedTuple):
+    """A side beside raw passes around it: its median speed, and quartiles of its share of the raw one."""
+
+    bytes_per_s: float
+    shares: list[float]
+
+
+def against(
+    raw: Callable[[], object],
+    side: Callable[[], object],
+    before: Callable[[], object],
+    passes: int,
+    moved: int,
+) -> Against:
+    """Passes of a side between raw passes; `before` each of its own something that is not timed."""
+    times, shares = [], []
+    around = seconds_of(raw)
+    for _ in range(passes):
+        before()
+        times.append(seconds_of(side))
+        earlier, around = around, seconds_of(raw)
+        shares.append((earlier + around) / 2 / times[-1])
+    return Against(moved / statistics.median(times), statistics.quantiles(shares, n=4))
+
+
+def measure(path: Path, block_bytes: int, total_bytes: int, passes: int, threads: int) -> None:
+    """Print one block size."""
     count = total_bytes // block_bytes
     pool = aligned(count * block_bytes).reshape(count, block_bytes)
     pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
     raw, tier = Raw(path, pool), Tier(path, pool, max(1, 16 * PIECE_BYTES // block_bytes), threads)
     files = Directory(path, pool)
-    sides: dict[str, Callable[[], object]] = {}
-    for piece, workers in raw.methods():
-        sides[f"raw write {piece >> 10} KiB x{workers}"] = partial(raw.write, piece, workers)
-    sides["tier write"] = tier.write
-    sides["file+sync write"] = lambda: files.write(True)
-    sides["file write"] = lambda: files.write(False)
-    for piece, workers in raw.methods():
-        sides[f"raw read {piece >> 10} KiB x{workers}"] = partial(raw.read, piece, workers)
-    sides["tier read"] = tier.read
-    sides["file read"] = files.read
     # The first pass of all goes into room that nothing was written to yet: it is not counted.
-    raw.write(PIECE_BYTES, 1)
-    tier.write()
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(passes):
-        for name in sides if number % 2 == 0 else reversed(sides):
-            times[name].append(seconds_of(sides[name]))
+    raw.write(PIECE_BYTES, 4)
+    for write in (tier.rename, tier.write, partial(files.write, False)):
+        write()
+    sides: dict[str, dict[str, Callable[[], object]]] = {
+        "write": {
+            "ours": tier.write,
+            "a file each": partial(files.write, False),
+            "a file each, synced": partial(files.write, True),
+        },
+        "read": {"ours": tier.read, "a file each": files.read},
+    }
+    for verb, others in sides.items():
+        move = raw.write if verb == "write" else raw.read
+        seconds = {
+            way: statistics.median(seconds_of(partial(move, *way)) for _ in range(3)) for way in raw.methods()
+        }
+        piece, workers = best = min(seconds, key=seconds.__getitem__)
+        print(
+            f"{block_bytes >> 10:5d} KiB {verb:5s}: raw at its best, {piece >> 10} KiB x {workers} threads: "
+            f"{pool.nbytes / seconds[best] / 1e9:.2f} GB/s"
+        )
+        for name, side in others.items():
+            before = tier.rename if side == tier.write else lambda: None
+            found = against(partial(move, *best), side, before, passes, pool.nbytes)
+            low, middle, high = found.shares
+            print(
+                f"{'':17s} {name:20s} {found.bytes_per_s / 1e9:.2f} GB/s, "
+                f"{middle:.2f} of raw ({low:.2f} to {high:.2f})",
+                flush=True,
+            )
     raw.close()
     tier.close()
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def report(block_bytes: int, total_bytes: int, seconds: dict[str, float]) -> None:
-    moved = total_bytes // block_bytes * block_bytes / 1e9
-    for verb, others in (("write", ("file+sync write", "file write")), ("read", ("file read",))):
-        best = min((name for name in seconds if name.startswith(f"raw {verb}")), key=seconds.__getitem__)
-        ours = seconds[f"tier {verb}"]
-        beside = ", ".join(f"{seconds[name] / ours:.2f}x of {name.split()[0]}" for name in others)
-        print(
-            f"{block_bytes >> 10:5d} KiB {verb:5s}: ours {moved / ours:.2f} GB/s, "
-            f"{best} {moved / seconds[best]:.2f} GB/s: {seconds[best] / ours:.2f} of raw; {beside}"
-        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -194,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--path", type=Path, required=True, help="a directory on the disk to measure")
     parser.add_argument("--total", default="1GiB")
     parser.add_argument("--block-bytes", nargs="+", default=["64KiB", "256KiB", "1MiB", "2MiB", "4MiB"])
-    parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=4, help="of the tier")
+    parser.add_argument("--passes", type=int, default=11)
+    parser.add_argument("--threads", type=int, default=8, help="of the tier")
     chosen = parser.parse_args(arguments)
     total_bytes = parse_size("total", chosen.total)
     for text in chosen.block_bytes:
@@ -203,11 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path.mkdir(parents=True)
         try:
             block_bytes = parse_size("block-bytes", text)
-            report(
-                block_bytes,
-                total_bytes,
-                measure(path, block_bytes, total_bytes, chosen.passes, chosen.threads),
-            )
+            measure(path, block_bytes, total_bytes, chosen.passes, chosen.threads)
         finally:
             shutil.rmtree(path)
 

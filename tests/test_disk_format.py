@@ -77,7 +77,7 @@ def test_records_have_no_gaps() -> None:
     assert (GROUP.itemsize, ACCESS.itemsize, forms.HEAD.itemsize, forms.SUPERBLOCK.itemsize) == (
         72,
         8,
-        48,
+        56,
         112,
     )
 

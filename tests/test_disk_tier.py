@@ -19,6 +19,7 @@ from kvoffload.policies import POLICIES
 from kvoffload.testing.audit import audit
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
 from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.inspection import compact, opened
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.slab import SLAB_NAME
 
@@ -171,12 +172,20 @@ def test_the_budget_of_a_day(tmp_path: Path) -> None:
     disk.tier.close()
 
 
-def test_the_budget_outlives_the_process(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, 40, max_write_bytes_per_day=3 * 4096)
-    assert disk.write([1, 2, 3, 4]) == [1, 2, 3]
+@pytest.mark.parametrize("checkpoints", [0, 2])
+def test_the_budget_outlives_the_process(tmp_path: Path, checkpoints: int) -> None:
+    """Also what blocks have cost that are not here any more."""
+    disk = Disk(tmp_path, 2, max_write_bytes_per_day=5 * 4096)
+    for number in range(6):
+        assert disk.write([number]) == ([number] if number < 5 else [])
+    disk.tier.delete(keys_of([4]))
     disk.tier.close()
-    disk = Disk(tmp_path, 40, max_write_bytes_per_day=3 * 4096)
-    assert disk.write([4]) == []
+    for _ in range(checkpoints):
+        with opened(tmp_path) as (slab, found):
+            compact(slab, found)
+    disk = Disk(tmp_path, 2, max_write_bytes_per_day=6 * 4096)
+    assert disk.tier.stats().write_budget_bytes == 4096
+    assert disk.write([7, 8]) == [7]
     disk.tier.close()
 
 

@@ -64,8 +64,13 @@ HEAD = np.dtype(
         ("epoch", "<u8"),
         ("num_entries", "<u8"),
         ("num_groups", "<u8"),
+        ("num_hours", "<u8"),
     ]
 )
+HOUR = np.dtype([("hour", "<u8"), ("num_blocks", "<u8")])
+HOUR_S = 3600
+MAX_HOURS = 48
+"""How far back a checkpoint remembers how much was written: a day, with room."""
 
 
 class Identity(NamedTuple):
@@ -196,18 +201,26 @@ def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
 
 
 class Head(NamedTuple):
-    """The first and the last page of a checkpoint: it is whole."""
+    """The first and the last page of a checkpoint: it is whole.
+
+    Attributes:
+        written: hours since 1970, ascending, each with how many blocks were written in it.
+    """
 
     epoch: int
     num_entries: int
     num_groups: int
+    written: tuple[tuple[int, int], ...] = ()
 
 
 def encode_head(slab_id: int, head: Head) -> Bytes:
     """One page."""
     page, fields = _page(HEAD)
     fields["magic"], fields["slab_id"] = CHECKPOINT_MAGIC, slab_id
-    fields["epoch"], fields["num_entries"], fields["num_groups"] = head
+    fields["epoch"], fields["num_entries"], fields["num_groups"] = head[:3]
+    fields["num_hours"] = len(head.written)
+    hours = np.array(list(head.written), HOUR)
+    page[HEAD.itemsize : HEAD.itemsize + hours.nbytes] = hours.view(np.uint8)
     return _sealed(page, fields)
 
 
@@ -218,7 +231,9 @@ def decode_head(slab_id: int, page: Bytes) -> Head | None:
         return None
     if not _sound(page, int(fields["checksum"])):
         return None
-    return Head(int(fields["epoch"]), int(fields["num_entries"]), int(fields["num_groups"]))
+    hours = page[HEAD.itemsize :][: int(fields["num_hours"]) * HOUR.itemsize].view(HOUR)
+    written = tuple((int(hour), int(count)) for hour, count in hours.tolist())
+    return Head(int(fields["epoch"]), int(fields["num_entries"]), int(fields["num_groups"]), written)
 
 
 # ---- blocks

@@ -17,6 +17,7 @@ from kvoffload.tiers.disk.files import PAGE_BYTES, aligned
 from kvoffload.tiers.disk.format import (
     CHECKPOINT,
     LOG,
+    MAX_HOURS,
     Group,
     Head,
     Records,
@@ -113,7 +114,8 @@ class Journal:
             self.bytes_written += len(encoded)
         self.sync()
         head = aligned(PAGE_BYTES)
-        head[:] = encode_head(slab_id, Head(epoch, len(slots), num_groups))
+        written = tuple(sorted(contents.written.items())[-MAX_HOURS:])
+        head[:] = encode_head(slab_id, Head(epoch, len(slots), num_groups, written))
         for offset in (start, start + layout.checkpoint_bytes - PAGE_BYTES):
             self._slab.write_pages(offset, head)
         self.sync()

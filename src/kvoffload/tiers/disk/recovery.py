@@ -20,6 +20,7 @@ from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.format import (
     CHECKPOINT,
     GROUP_MAGIC,
+    HOUR_S,
     LOG,
     REUSE,
     Bytes,
@@ -48,6 +49,7 @@ class Contents:
         written_at_s: when it was written, in seconds since 1970.
         checksum: of its bytes, and of whose they are.
         words: its key, packed as in `Keys`.
+        written: how many blocks were written in each hour since 1970, also those that have gone since.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -58,6 +60,7 @@ class Contents:
         self.uses = np.zeros(n, np.uint32)
         self.written_at_s = np.zeros(n, np.uint64)
         self.checksum = np.zeros(n, np.uint64)
+        self.written: dict[int, int] = {}
         self.words = np.zeros((n, words_per_key(layout.key_bytes)), np.uint64)
 
     def __len__(self) -> int:
@@ -78,6 +81,10 @@ class Contents:
         self.generation[removed] = 0
         self.uses[removed] = 0
         entries = group.entries[group.entries["slot"] < n]
+        if group.kind == LOG:
+            hours, counts = np.unique(entries["written_at_s"] // HOUR_S, return_counts=True)
+            for hour, count in zip(hours.tolist(), counts.tolist(), strict=True):
+                self.written[hour] = self.written.get(hour, 0) + count
         slots = entries["slot"]
         self.generation[slots] = entries["generation"]
         # A block may have been used before it was known to be written.
@@ -135,7 +142,7 @@ def recover(slab: Slab, progress: Progress | None = None) -> Found:
     )
     report = progress or (lambda done, total: None)
     if heads:
-        found.epoch = heads[0].epoch
+        found.epoch, found.contents.written = heads[0].epoch, dict(heads[0].written)
         for done in _read_checkpoint(slab, heads[0], found):
             report(done, total)
     else:

@@ -129,7 +129,7 @@ class DiskTier:
         self._num_queued = 0
         self._budget = EnduranceBudget(max_write_bytes_per_day, clock)
         for volume in self._volumes:
-            self._budget.restore(volume.written_at_s, layout.slot_bytes)
+            self._budget.restore(volume.written_before, layout.slot_bytes)
         self._salts = np.array([volume.slab_id for volume in self._volumes], np.uint64)
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []

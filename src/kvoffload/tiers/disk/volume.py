@@ -116,7 +116,7 @@ class Volume:
         # Also above what a life that ended in a crash may have left in slots, and never entered.
         self._next_generation = max(newest + 1, time.time_ns())
         self._next_stamp = int(contents.stamp.max(initial=0)) + 1
-        self.written_at_s = contents.written_at_s[contents.slots()]
+        self.written_before = contents.written
         self.restored, leftover = self._restore(contents)
         self.mismatches = self.failed = self.dropped = self.read = self.written = 0
         self._pause_s, self._paused_until = FIRST_PAUSE_S, 0.0
