@@ -3,12 +3,13 @@
     python bench/disk.py --path DIRECTORY --total 1GiB
 
 All sides write and read the same blocks, with direct I/O, from and into the same memory, and end a pass with
-their data durable, except "file, no sync". *raw* moves them to and from one preallocated file, with one
-`fdatasync`; it verifies nothing and remembers nothing. The best of several ways counts: pieces of a block, of 1 or
-of 4 MiB, by 1 to 16 threads.
+their data durable, except "a file each". *raw* moves them to and from one preallocated file, with one
+`fdatasync`; it verifies nothing and remembers nothing. The best of several ways counts: pieces of a block, of
+1 or of 4 MiB, by 1 to 16 threads.
 
 Disks are shared and their speed changes from second to second. So each pass of ours or of files has a raw pass
-before and after it, and is compared with the mean of these two; medians and quartiles of those ratios are printed.
+before and after it, and is compared with the mean of these two; medians and quartiles of those ratios are
+printed.
 """
 
 from __future__ import annotations
