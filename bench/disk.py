@@ -7,8 +7,8 @@ their data durable, except "a file each". *raw* moves them to and from one preal
 `fdatasync`; it verifies nothing and remembers nothing. The best of several ways counts: pieces of a block, of
 1 or of 4 MiB, by 1 to 16 threads.
 
-Disks are shared and their speed changes from second to second. So each pass of ours or of files has a raw pass
-before and after it, and is compared with the mean of these two; medians and quartiles of those ratios are
+Disks are shared and their speed changes from second to second. So each pass of ours or of files has a raw one
+before and after it, and is compared with the mean of these two; medians and quartiles of the ratios are
 printed.
 """
 
