@@ -5,6 +5,7 @@ Pure arithmetic on sizes. `format` writes and reads what stands in each place.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ ACCESS = np.dtype([("slot", "<u4"), ("after", "<u4")])
 """A slot that was used (with `REUSE` where it counts), and when: as many stamps after the group's first."""
 
 
+@functools.cache
 def entry_dtype(key_bytes: int) -> np.dtype[Any]:
     """A block that is here, as the journal has it."""
     return np.dtype(
@@ -53,6 +55,7 @@ def entry_dtype(key_bytes: int) -> np.dtype[Any]:
     )
 
 
+@functools.cache
 def header_dtype(key_bytes: int) -> np.dtype[Any]:
     """Whose the bytes in a slot are; their checksum is over this and them."""
     return np.dtype(

@@ -112,7 +112,9 @@ class Pipeline:
         self._interval_s = commit_interval_s
         self._no_entries: Records = np.empty(0, entry_dtype(slab.layout.key_bytes))
         self._lock = threading.Lock()
-        self._work, self._commit, self._idle = (threading.Condition(self._lock) for _ in range(3))
+        self._work, self._reading, self._commit, self._idle = (
+            threading.Condition(self._lock) for _ in range(4)
+        )
         self._reads: deque[Chunk] = deque()
         self._writes: deque[Chunk] = deque()
         self._gated: deque[Chunk] = deque()
@@ -149,7 +151,9 @@ class Pipeline:
                     self._gated.append(chunk)
                 else:
                     self._writes.append(chunk)
-            self._work.notify_all()
+            if not chunks[0].writes:
+                self._reading.notify()
+            self._work.notify(len(chunks))
         self._fail(failed)
 
     def remove(self, slots: Slots) -> int:
@@ -193,6 +197,7 @@ class Pipeline:
             self.drain(timeout_s)
         with self._lock:
             self._stopping = True
+            self._reading.notify_all()
             self._work.notify_all()
             self._commit.notify_all()
         for thread in self._threads:
@@ -207,13 +212,13 @@ class Pipeline:
     # ---- threads that move blocks
 
     def _move_blocks(self, reads_only: bool) -> None:
-        scratch = Scratch(self._slab)
+        scratch, work = Scratch(self._slab), self._reading if reads_only else self._work
         while True:
             with self._lock:
                 while not (self._reads or (self._writes and not reads_only)):
                     if self._stopping:
                         return
-                    self._work.wait()
+                    work.wait()
                 chunk = (self._reads or self._writes).popleft()
                 self._num_writing += chunk.writes
                 if chunk.writes and not self._writes and self._gated:
@@ -335,7 +340,7 @@ class Pipeline:
             self._num_durable += sum(map(len, batch.removed))
             while self._gated and self._gated[0].gate <= self._num_durable:
                 self._writes.append(self._gated.popleft())
-            self._work.notify_all()
+                self._work.notify()
         self._hand_back(batch.chunks)
 
     def _break(self, error: Exception, batches: list[_Batch]) -> None:
