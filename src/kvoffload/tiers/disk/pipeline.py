@@ -109,7 +109,7 @@ class Pipeline:
         commit_interval_s: float = COMMIT_INTERVAL_S,
     ) -> None:
         self._slab, self._journal, self._deliver, self._notices = slab, journal, deliver, notices
-        self._interval_s = commit_interval_s
+        self._num_threads, self._interval_s = num_threads, commit_interval_s
         self._no_entries: Records = np.empty(0, entry_dtype(slab.layout.key_bytes))
         self._lock = threading.Lock()
         self._work, self._reading, self._commit, self._idle = (
@@ -221,7 +221,7 @@ class Pipeline:
                     work.wait()
                 chunk = (self._reads or self._writes).popleft()
                 self._num_writing += chunk.writes
-                if chunk.writes and not self._writes and self._gated:
+                if chunk.writes and self._gated:
                     self._commit.notify()
             try:
                 self._move(chunk, scratch)
@@ -298,8 +298,10 @@ class Pipeline:
                 self._commit.wait_for(self._writes_need_a_commit, pause)
 
     def _writes_need_a_commit(self) -> bool:
-        """Whether those that move blocks have, or are about to have, nothing to write without one."""
-        return not self._writes and (bool(self._gated) or self._num_writing == 0)
+        """Whether there is nothing to write without one, or will not be when it has ended."""
+        if self._gated:
+            return len(self._writes) < self._num_threads
+        return not self._writes and self._num_writing == 0
 
     def _has_work(self) -> bool:
         pending = self._pending
