@@ -56,9 +56,9 @@ bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM
 	$(VLLM_VENV)/bin/python bench/vllm_lookup.py
 	$(VLLM_VENV)/bin/python bench/vllm_engine.py $(ARGS)
 
-soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (hours), 200 kills, real engines under stress (SOAK_SECONDS=600)
-	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
-		$(BIN)/python -m pytest tests/test_tiered_disk_machine.py tests/test_disk_crash.py
+soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an hour), 200 kills, real engines under stress (SOAK_SECONDS=600)
+	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
+		$(BIN)/python -m pytest --capture=no tests/test_tiered_disk_machine.py tests/test_disk_crash.py
 	SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
 
 clean:  ## remove environments and caches
