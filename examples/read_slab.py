@@ -10,7 +10,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest as xxh3
 
 PAGE = 4096
-SUPERBLOCK = struct.Struct("<8sQIIQQQIIQ16sQQQQ")
+SUPERBLOCK = struct.Struct("<8sQIIQQQIIQ16sQQQQQ")
 GROUP = struct.Struct("<8sQQQQQQIIII")
 HEAD = struct.Struct("<8sQQQQQ")
 ENTRY = struct.Struct("<IIQQQQ")
@@ -27,9 +27,10 @@ def checked(page: bytes, body: bytes | None = None) -> bool:
 def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
     """Key, slot, generation and bytes of every sound block."""
     data = path.read_bytes()  # a real reader seeks
-    at = next(at for at in (0, PAGE) if data[at:].startswith(b"KVOFSLAB") and checked(data[at : at + PAGE]))
+    pages = (data[:PAGE], data[PAGE : 2 * PAGE])
+    sound = [SUPERBLOCK.unpack_from(p) for p in pages if p.startswith(b"KVOFSLAB") and checked(p)]
     (_, _, version, page_bytes, _, _, block_bytes, key_bytes, _, slab_id, fingerprint, _,
-     checkpoint_bytes, group_bytes, log_bytes) = SUPERBLOCK.unpack_from(data, at)  # fmt: skip
+     checkpoint_bytes, group_bytes, log_bytes, void_before) = max(sound, key=lambda s: s[-1])  # fmt: skip
     assert (version, page_bytes) == (2, PAGE)
     padded_key, log = -(-key_bytes // 8) * 8, 2 * PAGE + 2 * checkpoint_bytes
     first_slot, slot_bytes = log + log_bytes, -(-block_bytes // PAGE) * PAGE
@@ -48,7 +49,8 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
         start = (removed + 1) // 2 * 8
         for entry in range(start, start + added * entry_bytes, entry_bytes):
             slot, _, generation, _, _, checksum = ENTRY.unpack_from(body, entry)
-            entries[slot] = generation, checksum, body[entry + ENTRY.size :][:padded_key]
+            if generation >= void_before:
+                entries[slot] = generation, checksum, body[entry + ENTRY.size :][:padded_key]
         return -(-(GROUP.size + length) // PAGE) * PAGE
 
     heads = []

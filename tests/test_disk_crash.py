@@ -31,6 +31,7 @@ class Life:
     def __init__(self) -> None:
         self.written: dict[int, list[tuple[int, int]]] = {}
         self.promises: dict[int, list[list[int]]] = {}
+        self.clears: list[tuple[int, int]] = []
 
     def submitted(self, number: int, version: int, position: int) -> None:
         self.written.setdefault(number, []).append((version, position))
@@ -54,21 +55,22 @@ class Life:
 
     def allowed(self, number: int, position: int) -> set[int]:
         """Versions that a block may have after a crash here."""
-        return {version for version, since in self.written.get(number, []) if since <= position}
+        forgotten = max((begun for begun, durable in self.clears if durable <= position), default=-1)
+        return {v for v, since in self.written.get(number, []) if forgotten < since <= position}
 
 
 def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
-    """Write, use, delete and overwrite blocks, now one job at a time and now several at once."""
+    """Write, use, delete, overwrite and clear, now one job at a time and now several at once."""
     chance, life, everything = random.Random(seed), Life(), list(range(NUM_KEYS))
     open_jobs: dict[int, tuple[list[int], int]] = {}
-    pools = []
+    pools, forgotten = [], -1
 
     def settle() -> None:
         while open_jobs:
             for result in disk.tier.finished():
                 numbers, version = open_jobs.pop(result.job)
                 for number, ok in zip(numbers, result.ok.tolist(), strict=True):
-                    if ok:
+                    if ok and version > forgotten:
                         life.acknowledged(number, version, recorder.position)
             time.sleep(0.0001)
 
@@ -86,6 +88,11 @@ def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
             if job >= 0:
                 open_jobs[job] = ([n for n, t in zip(numbers, taken.tolist(), strict=True) if t], step)
             disk.tier.finish_request(request, keys_of(numbers))
+        elif action < 0.74:
+            disk.tier.clear()
+            assert disk.tier.drain(20.0)
+            life.clears.append((before, recorder.position))
+            forgotten = step
         elif action < 0.85:
             disk.use(chance.sample(everything, chance.randint(1, 5)))
         else:

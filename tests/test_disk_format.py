@@ -78,7 +78,7 @@ def test_records_have_no_gaps() -> None:
         72,
         8,
         56,
-        112,
+        120,
     )
 
 

@@ -54,6 +54,7 @@ SUPERBLOCK = np.dtype(
         ("checkpoint_bytes", "<u8"),
         ("checkpoint_group_bytes", "<u8"),
         ("log_bytes", "<u8"),
+        ("void_before", "<u8"),
     ]
 )
 HEAD = np.dtype(
@@ -98,7 +99,7 @@ def fingerprint_of(text: str) -> bytes:
 
 
 def encode_superblock(layout: Layout, identity: Identity, capacity_bytes: int) -> Bytes:
-    """One page."""
+    """One page. Nothing is void in it yet."""
     text = identity.text.encode()[:MAX_TEXT_BYTES]
     page, fields = _page(SUPERBLOCK)
     fields["magic"] = SLAB_MAGIC
@@ -111,6 +112,19 @@ def encode_superblock(layout: Layout, identity: Identity, capacity_bytes: int) -
     fields["checkpoint_bytes"], fields["log_bytes"] = layout.checkpoint_bytes, layout.log_bytes
     fields["checkpoint_group_bytes"] = layout.checkpoint_group_bytes
     page[SUPERBLOCK.itemsize : SUPERBLOCK.itemsize + len(text)] = np.frombuffer(text, np.uint8)
+    return _sealed(page, fields)
+
+
+def void_before(superblock: Bytes) -> int:
+    """The generation below which nothing holds any more."""
+    return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["void_before"][0])
+
+
+def with_void_before(superblock: Bytes, generation: int) -> Bytes:
+    """A superblock that says so, and is the same otherwise."""
+    page, fields = _page(SUPERBLOCK)
+    page[:] = superblock
+    fields["void_before"], fields["checksum"] = generation, 0
     return _sealed(page, fields)
 
 

@@ -123,7 +123,7 @@ class Pipeline:
         self._oldest_access = 0.0
         self._num_under_way = self._num_writing = 0
         self._num_removals = self._num_durable = 0
-        self._void_before = np.uint64(0)
+        self._void_before = self._void_durable = np.uint64(slab.void_before)
         self._flushing = self._stopping = self.broken = False
         self._committing = False
         self._threads = [
@@ -165,9 +165,13 @@ class Pipeline:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """What is on its way and older than this gets no entry: `remove` what has one, after this call."""
+        """What is older than this, here or on its way, holds no more, durably after a `drain`.
+
+        `remove` what has an entry after this call: its slots are not free before.
+        """
         with self._lock:
             self._void_before = np.uint64(generation)
+            self._commit.notify()
 
     def access(self, slots: Slots, stamps: Stamps) -> None:
         """These slots were used (with `REUSE`) at these times: goes along with the next commit."""
@@ -206,7 +210,9 @@ class Pipeline:
 
     def _quiet(self) -> bool:
         pending = self._pending
-        nothing_to_say = not (pending.removed or pending.chunks or pending.accesses)
+        nothing_to_say = not (
+            pending.removed or pending.chunks or pending.accesses or self._void_before > self._void_durable
+        )
         return self._num_under_way == 0 and (self.broken or (nothing_to_say and not self._committing))
 
     # ---- threads that move blocks
@@ -272,8 +278,12 @@ class Pipeline:
                     return
                 self._committing = True
                 batch, self._pending, self._num_accesses = self._pending, _Batch(), 0
+                void_before = self._void_before
             began = time.monotonic()
             try:
+                if void_before > self._void_durable:
+                    self._slab.void(int(void_before))
+                    self._void_durable = void_before
                 if batch.chunks or unsynced:
                     self._journal.sync()
                 if unsynced:
@@ -305,7 +315,7 @@ class Pipeline:
 
     def _has_work(self) -> bool:
         pending = self._pending
-        if pending.chunks or pending.removed:
+        if pending.chunks or pending.removed or self._void_before > self._void_durable:
             return True
         return bool(pending.accesses) and (self._flushing or self._stopping or self._patience() == 0.0)
 

@@ -40,7 +40,7 @@ _WINDOW_BYTES = 16 * 1024 * 1024
 
 
 class Contents:
-    """Which block each slot holds, by slot: flat arrays of the slab's size.
+    """Which block each slot holds, by slot: flat arrays of the slab's size. What is void is not taken in.
 
     Attributes:
         generation: 0 where there is no block.
@@ -52,8 +52,9 @@ class Contents:
         written: how many blocks were written in each hour since 1970, also those that have gone since.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, void_before: int = 0) -> None:
         n = layout.num_slots
+        self._void_before = np.uint64(void_before)
         self.key_bytes = layout.key_bytes
         self.generation = np.zeros(n, np.uint64)
         self.stamp = np.zeros(n, np.uint64)
@@ -85,6 +86,7 @@ class Contents:
             hours, counts = np.unique(entries["written_at_s"] // HOUR_S, return_counts=True)
             for hour, count in zip(hours.tolist(), counts.tolist(), strict=True):
                 self.written[hour] = self.written.get(hour, 0) + count
+        entries = entries[entries["generation"] >= self._void_before]
         slots = entries["slot"]
         self.generation[slots] = entries["generation"]
         # A block may have been used before it was known to be written.
@@ -134,7 +136,7 @@ def recover(slab: Slab, progress: Progress | None = None) -> Found:
 
     Cost: reads the checkpoint and the log once, 80 bytes a block; some seconds at 16 million blocks.
     """
-    found = Found(Contents(slab.layout))
+    found = Found(Contents(slab.layout, slab.void_before))
     heads = _heads(slab, found)
     total = (
         slab.layout.log_bytes

@@ -29,6 +29,8 @@ from kvoffload.tiers.disk.format import (
     decode_superblock,
     encode_head,
     encode_superblock,
+    void_before,
+    with_void_before,
 )
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
@@ -77,10 +79,11 @@ class Slab:
         chunk_blocks: how many blocks are moved in one go at most.
     """
 
-    def __init__(
-        self, fd: int, layout: Layout, identity: Identity, capacity_bytes: int, files: Files, notices: Notices
-    ) -> None:
-        self.layout, self.identity, self.capacity_bytes = layout, identity, capacity_bytes
+    def __init__(self, fd: int, superblock: Bytes, files: Files, notices: Notices) -> None:
+        said = decode_superblock(superblock)
+        assert not isinstance(said, str), said
+        self.layout, self.identity, self.capacity_bytes = said
+        self._superblock, layout = superblock, self.layout
         self._fd, self._files, self._notices = fd, files, notices
         self._slots_offset, self._slot_bytes = layout.slots_offset, layout.slot_bytes
         self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
@@ -108,11 +111,11 @@ class Slab:
             raise ConfigError(
                 "path", str(path.parent), f"a directory that can be written ({error.strerror})"
             ) from None
-        slab = cls(fd, layout, identity, capacity_bytes, files, notices)
+        page = aligned(PAGE_BYTES)
+        page[:] = encode_superblock(layout, identity, capacity_bytes)
+        slab = cls(fd, page.copy(), files, notices)
         try:
             files.allocate(fd, layout.file_bytes)
-            page = aligned(PAGE_BYTES)
-            page[:] = encode_superblock(layout, identity, capacity_bytes)
             slab.write_pages(0, page)
             slab.write_pages(PAGE_BYTES, page)
             page[:] = encode_head(identity.slab_id, Head(0, 0, 0))
@@ -132,7 +135,7 @@ class Slab:
     def open(cls, path: Path, files: Files, notices: Notices, *, read_only: bool = False) -> Slab | str:
         """Open a slab; or why it is none that this version can use. Raises `OSError`."""
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
-        reason = "it is too short to be a slab"
+        reason, sound = "it is too short to be a slab", []
         try:
             for offset in (0, PAGE_BYTES):
                 page = aligned(PAGE_BYTES)
@@ -141,14 +144,17 @@ class Slab:
                 except OSError:
                     continue
                 found = decode_superblock(page)
-                if not isinstance(found, str):
-                    slab, fd = cls(fd, *found, files, notices), -1
-                    return slab
-                reason = found
+                if isinstance(found, str):
+                    reason = found
+                else:
+                    sound.append(page)
+            if not sound:
+                return reason
+            slab, fd = cls(fd, max(sound, key=void_before), files, notices), -1
+            return slab
         finally:
             if fd >= 0:
                 files.close(fd)
-        return reason
 
     # ---- blocks
 
@@ -262,8 +268,34 @@ class Slab:
         """Return when everything that was written before is on the medium. Raises `OSError`."""
         self._files.sync(self._fd)
 
+    @property
+    def void_before(self) -> int:
+        """Blocks of a lower generation hold no more, whatever the journal says."""
+        return void_before(self._superblock)
+
+    def void(self, generation: int) -> None:
+        """Make void what is older than this; durable on return. Raises `OSError`.
+
+        The superblock and its copy are written one after the other: one of them is always whole, and no
+        damage to a single place brings back what was void.
+        """
+        self._superblock = with_void_before(self._superblock, generation)
+        self._write_superblocks()
+
+    def _write_superblocks(self) -> None:
+        page = aligned(PAGE_BYTES)
+        page[:] = self._superblock
+        for offset in (0, PAGE_BYTES):
+            self.write_pages(offset, page)
+            self.sync()
+
     def complete(self) -> None:
-        """Give a file that has been cut its length back; what was in the part is gone. Raises `OSError`."""
+        """Mend a superblock that differs from its copy, and give a file that has been cut its length back;
+        what was in the part is gone. Raises `OSError`."""
+        if any(
+            not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock) for at in (0, PAGE_BYTES)
+        ):
+            self._write_superblocks()
         if self._files.size(self._fd) < self.layout.file_bytes:
             self._notices.warn("short", "disk tier: the slab was cut short: what was there is lost")
             self._files.allocate(self._fd, self.layout.file_bytes)

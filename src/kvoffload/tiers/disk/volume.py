@@ -114,7 +114,7 @@ class Volume:
         contents = found.contents
         newest = int(contents.generation.max(initial=0))
         # Also above what a life that ended in a crash may have left in slots, and never entered.
-        self._next_generation = max(newest + 1, time.time_ns())
+        self._next_generation = max(newest + 1, self._slab.void_before, time.time_ns())
         self._next_stamp = int(contents.stamp.max(initial=0)) + 1
         self.written_before = contents.written
         self.restored, leftover = self._restore(contents)
