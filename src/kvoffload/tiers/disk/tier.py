@@ -98,7 +98,7 @@ class DiskTier:
         policy: str | type[EvictionPolicy] = "lru",
         admission: str | Admission | None = "all",
         max_write_bytes_per_day: int | None = None,
-        num_threads: int = 8,
+        num_threads: int = 16,
         queue_bytes: int = 256 * 1024 * 1024,
         progress: Progress | None = None,
         files: Files | None = None,
