@@ -86,7 +86,7 @@ class Tier:
 
     def __init__(self, path: Path, pool: Pool, request_blocks: int, threads: int) -> None:
         count, block_bytes = pool.shape
-        capacity = Layout(block_bytes, KEY_BYTES, count).file_bytes + LOCK_FILE_BYTES
+        capacity = Layout.holding(block_bytes, KEY_BYTES, count).file_bytes + LOCK_FILE_BYTES
         self._tier = DiskTier(
             path / "tier", capacity, block_bytes, key_bytes=KEY_BYTES, fingerprint="bench",
             num_threads=threads, queue_bytes=2 * capacity,

@@ -32,7 +32,13 @@ def block_of(number: int, version: int, block_bytes: int) -> npt.NDArray[np.uint
 
 def capacity_for(num_slots: int, block_bytes: int) -> int:
     """Bytes of a directory that holds just so many blocks."""
-    return Layout(block_bytes, KEY_BYTES, num_slots).file_bytes + LOCK_FILE_BYTES
+    return Layout.holding(block_bytes, KEY_BYTES, num_slots).file_bytes + LOCK_FILE_BYTES
+
+
+def slots_in_use(tier: DiskTier) -> list[int]:
+    """The slab's slots that blocks have or would get, and the reserve, of the first directory."""
+    volume = tier._volumes[0]
+    return sorted([*volume._physical.tolist(), *volume._reserve.tolist()])
 
 
 class Disk:

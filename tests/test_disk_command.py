@@ -39,7 +39,7 @@ def test_inspect(filled: Path) -> None:
     assert "llama bf16 tp1" in text
     assert "10 of 16, 4 KiB each" in text
     (report,) = json.loads(run("inspect", filled, "--format", "json")[1])
-    assert (report["num_blocks"], report["num_slots"], report["problem"]) == (10, 16, "")
+    assert (report["num_blocks"], report["capacity_blocks"], report["problem"]) == (10, 16, "")
 
 
 def test_inspect_lists_what_was_set_aside(filled: Path) -> None:
@@ -54,7 +54,7 @@ def test_inspect_lists_what_was_set_aside(filled: Path) -> None:
 def test_verify_is_0_when_all_is_sound_and_1_with_a_list_when_not(filled: Path) -> None:
     code, text = run("verify", filled)
     assert (code, text) == (0, f"{filled}: 10 of 10 blocks are sound\n")
-    layout = Layout(4096, KEY_BYTES, 16)
+    layout = Layout.holding(4096, KEY_BYTES, 16)
     with (filled / SLAB_NAME).open("r+b") as file:
         file.seek(layout.slot_offset(4) + 500)
         file.write(b"damage")
@@ -68,7 +68,7 @@ def test_verify_is_0_when_all_is_sound_and_1_with_a_list_when_not(filled: Path) 
 
 
 def test_verify_tells_of_a_damaged_journal_and_compact_mends_it(filled: Path) -> None:
-    layout = Layout(4096, KEY_BYTES, 16)
+    layout = Layout.holding(4096, KEY_BYTES, 16)
     with (filled / SLAB_NAME).open("r+b") as file:
         file.seek(layout.checkpoint_offset(0) + 40)
         file.write(b"x")

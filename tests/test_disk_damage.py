@@ -31,7 +31,7 @@ from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Scratch
 
 NUM_SLOTS, BLOCK_BYTES = 16, 8192
 NUMBERS = list(range(10))
-LAYOUT = Layout(BLOCK_BYTES, KEY_BYTES, NUM_SLOTS)
+LAYOUT = Layout.holding(BLOCK_BYTES, KEY_BYTES, NUM_SLOTS)
 
 
 @pytest.fixture
@@ -208,11 +208,11 @@ def test_a_slot_of_an_earlier_generation(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 1, BLOCK_BYTES)
     disk.write([1], version=0)
     disk.tier.drain(5)
-    old = read_slot_of(tmp_path, Layout(BLOCK_BYTES, KEY_BYTES, 1))
+    old = read_slot_of(tmp_path, Layout.holding(BLOCK_BYTES, KEY_BYTES, 1))
     disk.tier.delete(keys_of([1]))
     disk.write([1], version=1)
     disk.tier.close()
-    put_slot_of(tmp_path, Layout(BLOCK_BYTES, KEY_BYTES, 1), old)
+    put_slot_of(tmp_path, Layout.holding(BLOCK_BYTES, KEY_BYTES, 1), old)
     disk = Disk(tmp_path, 1, BLOCK_BYTES)
     disk.versions = {1: 1}
     assert disk.read([1]) == []

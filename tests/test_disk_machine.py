@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from disk_blocks import Disk, block_of, keys_of
+from disk_blocks import Disk, block_of, keys_of, slots_in_use
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import KINDS, Recorder, write_image
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk.slab import SLAB_NAME
 
-NUM_SLOTS, BLOCK_BYTES = 8, 512
-NUMBERS = st.lists(st.integers(0, 19), min_size=1, max_size=5, unique=True)
+NUM_SLOTS, BLOCK_BYTES = 16, 512
+NUMBERS = st.lists(st.integers(0, 39), min_size=1, max_size=9, unique=True)
 
 
 class DiskMachine(RuleBasedStateMachine):
@@ -80,7 +80,7 @@ class DiskMachine(RuleBasedStateMachine):
                     ), "served what was never written under this key"
         assert not self.under_way
         self._forget_what_is_gone()
-        assert sorted(self.owed) == self.disk.here(range(20))
+        assert sorted(self.owed) == self.disk.here(range(40))
 
     @rule(numbers=NUMBERS)
     def delete(self, numbers: list[int]) -> None:
@@ -121,7 +121,7 @@ class DiskMachine(RuleBasedStateMachine):
         write_image(directory, SLAB_NAME, image)
         self._open(directory)
         self.base = image
-        here = self.disk.here(range(20))
+        here = self.disk.here(range(40))
         assert set(self.owed) <= set(here), "a block that was acknowledged is lost"
         assert crashed or set(here) == set(self.owed)
         assert self.disk.tier.stats().journal_damage == 0
@@ -139,14 +139,14 @@ class DiskMachine(RuleBasedStateMachine):
 
     def _forget_what_is_gone(self) -> None:
         """Evicted or deleted: from now on a crash may lose it, or bring it back as it was."""
-        for number in set(self.owed) - set(self.disk.here(range(20))):
+        for number in set(self.owed) - set(self.disk.here(range(40))):
             del self.owed[number]
 
     @invariant()
     def books(self) -> None:
         if getattr(self, "disk", None) is not None:
             audit(self.disk.tier._volumes[0].manager)
-            assert sorted(self.disk.tier._volumes[0]._physical.tolist()) == list(range(NUM_SLOTS))
+            assert slots_in_use(self.disk.tier) == list(range(NUM_SLOTS + 1))
             assert self.disk.tier.stats().mismatches == 0
 
     def teardown(self) -> None:

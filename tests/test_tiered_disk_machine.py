@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of
+from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slots_in_use
 from kvoffload.admission import ReuseAdmission
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
@@ -43,7 +43,7 @@ from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult
 from test_machine import SmallHazard
 
 BLOCK_BYTES, RAM_BLOCKS, DISK_BLOCKS = 4096, 8, 20
-LAYOUT = Layout(BLOCK_BYTES, KEY_BYTES, DISK_BLOCKS)
+LAYOUT = Layout.holding(BLOCK_BYTES, KEY_BYTES, DISK_BLOCKS)
 # Classes, not names: a name is looked up among all packages that are installed, at every reopening.
 POLICIES, DISK_POLICIES = [LRU, ARC, SmallHazard], [LRU, S3FIFO, SmallHazard]
 STORES = [ON_COMPUTE, ON_DEVICE_EVICTION]
@@ -179,7 +179,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
         """
         copy = self.directory / str(self.lives + 1)
         shutil.copytree(self.path, copy, ignore=shutil.ignore_patterns("*.lock"))
-        slots_bytes = DISK_BLOCKS * LAYOUT.slot_bytes
+        slots_bytes = LAYOUT.num_slots * LAYOUT.slot_bytes
         with (copy / SLAB_NAME).open("r+b") as file:
             for number, bit in enumerate(bits):
                 # One of four in the superblock or the journal; the others in slots.
@@ -213,7 +213,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
         audit(self.manager)
         (volume,) = self.disk._volumes
         audit(volume.manager)
-        assert sorted(volume._physical.tolist()) == list(range(DISK_BLOCKS))
+        assert slots_in_use(self.disk) == list(range(LAYOUT.num_slots))
 
     def teardown(self) -> None:
         if hasattr(self, "directory"):

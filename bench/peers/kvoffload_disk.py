@@ -40,7 +40,7 @@ class KvoffloadDisk:
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
         self._path = directory / SLAB_NAME
-        self._layout = Layout(block_bytes, KEY_BYTES, num_blocks)
+        self._layout = Layout.holding(block_bytes, KEY_BYTES, num_blocks)
         self._files = BadSectors()
         self.pool = page_aligned(num_blocks, block_bytes)
         self._tier = DiskTier(

@@ -122,7 +122,7 @@ def _rows(report: SlabReport) -> list[tuple[str, Any]]:
     rows = [
         ("model", report.fingerprint),
         ("made", _ago(report.created_at_s)),
-        ("blocks", f"{report.num_blocks:,} of {report.num_slots:,}, {_size(report.block_bytes)} each"),
+        ("blocks", f"{report.num_blocks:,} of {report.capacity_blocks:,}, {_size(report.block_bytes)} each"),
         ("bytes", f"{_size(held)} in a slab of {_size(report.file_bytes)}"),
     ]
     if report.written_at_s:

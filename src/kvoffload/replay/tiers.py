@@ -42,7 +42,7 @@ class TierConfig:
                 policy=self.policy,
                 admission=self.admission,
             )
-        layout = Layout(block_bytes, KEY_BYTES, self.capacity_blocks)
+        layout = Layout.holding(block_bytes, KEY_BYTES, self.capacity_blocks)
         return DiskTier(
             self.path,
             layout.file_bytes + LOCK_FILE_BYTES,

@@ -42,7 +42,7 @@ class SlabReport:
     capacity_bytes: int = 0
     block_bytes: int = 0
     key_bytes: int = 0
-    num_slots: int = 0
+    capacity_blocks: int = 0
     num_blocks: int = 0
     written_at_s: tuple[int, ...] = ()
     log_used: float = 0.0
@@ -87,7 +87,7 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
         capacity_bytes=slab.capacity_bytes,
         block_bytes=layout.block_bytes,
         key_bytes=layout.key_bytes,
-        num_slots=layout.num_slots,
+        capacity_blocks=layout.num_blocks,
         num_blocks=len(written),
         written_at_s=(int(written[0]), int(written[len(written) // 2]), int(written[-1]))
         if len(written)

@@ -17,6 +17,9 @@ from kvoffload.tiers.disk.files import PAGE_BYTES
 
 MAX_BLOCK_BYTES = 1 << 30
 MAX_SLOTS = 1 << 30
+RESERVE_BYTES, RESERVE_SHARE = 256 * 1024 * 1024, 16
+"""Room for what is written during a slow commit, or a sixteenth of the slots where that is less: one block
+can be written before the removal of another is durable."""
 LOCK_FILE_BYTES = PAGE_BYTES
 """What the lock file may take, counted in the capacity."""
 
@@ -110,6 +113,19 @@ class Layout:
                 f"one block of {block_bytes} bytes needs {least} in each path",
             )
         return cls(block_bytes, key_bytes, low)
+
+    @classmethod
+    def holding(cls, block_bytes: int, key_bytes: int, num_blocks: int) -> Layout:
+        """The smallest that holds so many blocks."""
+        layout = cls(block_bytes, key_bytes, num_blocks)
+        while layout.num_blocks < num_blocks:
+            layout = cls(block_bytes, key_bytes, layout.num_slots + num_blocks - layout.num_blocks)
+        return layout
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it holds; the rest of the slots is the reserve."""
+        return self.num_slots - min(self.num_slots // RESERVE_SHARE, -(-RESERVE_BYTES // self.slot_bytes))
 
     @property
     def slot_bytes(self) -> int:

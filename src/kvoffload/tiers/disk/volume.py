@@ -91,7 +91,7 @@ class Volume:
             self._slab = open_slab(directory, geometry, files, notices)
             layout = self._slab.layout
             self.manager = OffloadingManager(
-                layout.num_slots,
+                layout.num_blocks,
                 key_bytes=layout.key_bytes,
                 policy=policy,
                 admission=admission,
@@ -106,11 +106,12 @@ class Volume:
         except BaseException:
             self._lock.release()
             raise
-        n = layout.num_slots
+        n = layout.num_blocks
         self.slab_id = self._slab.identity.slab_id
         self._generation, self._checksum = np.zeros(n, np.uint64), np.zeros(n, np.uint64)
-        self._gate = np.zeros(n, np.int64)
-        self._physical = np.arange(n, dtype=np.int64)
+        # By the slab's slots: those of the manager's slots, and a queue of others that hold nothing.
+        self._physical, self._reserve = np.zeros(n, np.int64), np.empty(0, np.int64)
+        self._gate = np.zeros(layout.num_slots, np.int64)
         contents = found.contents
         newest = int(contents.generation.max(initial=0))
         # Also above what a life that ended in a crash may have left in slots, and never entered.
@@ -123,7 +124,7 @@ class Volume:
         self._num_threads = num_threads
         self._pipeline = Pipeline(self._slab, self._journal, num_threads, deliver, notices)
         if len(leftover):
-            self._forget(leftover)
+            self._gate[leftover] = self._pipeline.remove(leftover.astype(np.uint32))
 
     @property
     def slot_bytes(self) -> int:
@@ -179,7 +180,7 @@ class Volume:
             return None
         slots, count = plan.slots, len(plan.slots)
         if len(plan.evicted):
-            self._forget(slots[-len(plan.evicted) :])
+            self._exchange(slots[-len(plan.evicted) :])
         self._generation[slots] = np.arange(count, dtype=np.uint64) + np.uint64(self._next_generation)
         self._next_generation += count
         part = self._part(job, at[plan.rows], plan)
@@ -245,7 +246,7 @@ class Volume:
     def _submit(self, part: Part, pool: Blocks, rows: npt.NDArray[np.int64], *, writes: bool) -> None:
         slots, plan = self._physical[part.plan.slots], part.plan
         order = np.argsort(slots, kind="stable")
-        gate = int(self._gate[plan.slots].max()) if writes else 0
+        gate = int(self._gate[slots].max()) if writes else 0
         # In prefix order the last block is the first in line: its head is used last, and so most recent.
         stamps = self._stamps(len(slots))[::-1] if writes else np.empty(0, np.uint64)
         size = self._slab.chunk_blocks
@@ -273,7 +274,14 @@ class Volume:
     def _forget(self, slots: npt.NDArray[np.int32]) -> None:
         """The blocks of these slots have gone: what comes there next waits until that is durable."""
         self._generation[slots] = 0
-        self._gate[slots] = self._pipeline.remove(self._physical[slots].astype(np.uint32))
+        physical = self._physical[slots]
+        self._gate[physical] = self._pipeline.remove(physical.astype(np.uint32))
+
+    def _exchange(self, slots: npt.NDArray[np.int32]) -> None:
+        """The blocks of these slots have gone: what comes next goes where nothing has been for longer."""
+        self._forget(slots)
+        queue = np.concatenate([self._reserve, self._physical[slots]])
+        self._physical[slots], self._reserve = queue[: len(slots)], queue[len(slots) :]
 
     def _end_write(self, part: Part, plan: StorePlan, sound: Mask, num_sound: int) -> None:
         self._checksum[plan.slots] = part.checksums
@@ -309,30 +317,32 @@ class Volume:
                     self._physical[plan.slots[row]], self.directory,
                 )  # fmt: skip
 
-    def _restore(self, contents: Contents) -> tuple[int, npt.NDArray[np.int32]]:
-        """Give the manager the blocks that were found; how many, and slots whose entry says what is not so.
+    def _restore(self, contents: Contents) -> tuple[int, npt.NDArray[np.int64]]:
+        """Give the manager the blocks that were found; how many, and in which slots it did not take them.
 
         They come in the order of their writing, and are then used as they were: so policies that go by
         insertion and policies that go by use both get their order back.
         """
-        slots = contents.slots()
-        by_age = slots[np.argsort(contents.generation[slots], kind="stable")]
-        slot_of = np.full(len(self._physical), -1, np.int32)
+        found = contents.slots()
+        # Only a damaged journal has more blocks than there may be, or one of them twice.
+        if len(found) > len(self._physical):
+            found = found[np.argsort(contents.stamp[found], kind="stable")][-len(self._physical) :]
+        by_age = found[np.argsort(contents.generation[found], kind="stable")]
+        slot_of = np.full(len(self._gate), -1, np.int32)
         for start in range(0, len(by_age), _RESTORE_BLOCKS):
             batch = by_age[start : start + _RESTORE_BLOCKS]
             plan = self.manager.prepare_store(contents.keys(batch), admitted=True)
             assert plan is not None, "an empty cache has room for what it held"
             slot_of[batch[plan.rows]] = plan.slots
             self.manager.complete_store(plan)
-        restored = np.flatnonzero(slot_of >= 0)
-        taken = np.zeros(len(self._physical), np.bool_)
-        taken[slot_of[restored]] = True
+        restored, empty = np.flatnonzero(slot_of >= 0), np.flatnonzero(slot_of < 0)
+        vacant = np.ones(len(self._physical), np.bool_)
+        vacant[slot_of[restored]] = False
+        num_vacant = int(np.count_nonzero(vacant))
         self._physical[slot_of[restored]] = restored
-        self._physical[~taken] = np.flatnonzero(slot_of < 0)
+        self._physical[vacant], self._reserve = empty[:num_vacant], empty[num_vacant:]
         self._generation[slot_of[restored]] = contents.generation[restored]
         self._checksum[slot_of[restored]] = contents.checksum[restored]
         by_use = restored[np.argsort(contents.stamp[restored], kind="stable")[::-1]]
         self.manager.restore_uses(slot_of[by_use], contents.uses[by_use] > 0)
-        # Only a damaged journal has one block twice.
-        leftover = np.flatnonzero(~taken & (contents.generation[self._physical] > 0)).astype(np.int32)
-        return len(restored), leftover
+        return len(restored), empty[contents.generation[empty] > 0]
