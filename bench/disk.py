@@ -36,6 +36,8 @@ from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 
 PIECE_BYTES = 4 * 1024 * 1024
 KEY_BYTES = 36
+SLAB_PASSES = 4
+"""How many passes the slab holds."""
 DIRECT = getattr(os, "O_DIRECT", 0)
 Pool = npt.NDArray[np.uint8]
 
@@ -82,11 +84,11 @@ class Raw:
 
 
 class Tier:
-    """Ours: one job for each `request_blocks`, all of them submitted at once."""
+    """Ours: a job for each `request_blocks`, all submitted at once. The slab is full of earlier passes."""
 
     def __init__(self, path: Path, pool: Pool, request_blocks: int, threads: int) -> None:
         count, block_bytes = pool.shape
-        capacity = Layout.holding(block_bytes, KEY_BYTES, count).file_bytes + LOCK_FILE_BYTES
+        capacity = Layout.holding(block_bytes, KEY_BYTES, SLAB_PASSES * count).file_bytes + LOCK_FILE_BYTES
         self._tier = DiskTier(
             path / "tier", capacity, block_bytes, key_bytes=KEY_BYTES, fingerprint="bench",
             num_threads=threads, queue_bytes=2 * capacity,
@@ -186,8 +188,10 @@ def measure(path: Path, block_bytes: int, total_bytes: int, passes: int, threads
     files = Directory(path, pool)
     # The first pass of all goes into room that nothing was written to yet: it is not counted.
     raw.write(PIECE_BYTES, 4)
-    for write in (tier.rename, tier.write, partial(files.write, False)):
-        write()
+    files.write(False)
+    for _ in range(SLAB_PASSES):
+        tier.rename()
+        tier.write()
     sides: dict[str, dict[str, Callable[[], object]]] = {
         "write": {
             "ours": tier.write,
