@@ -453,6 +453,57 @@ class Gate:
             self.opened.wait(60)
 
 
+def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(tmp_path: Path) -> None:
+    """Of 17 slots one is empty: a block goes there at once, the next one waits for a removal."""
+    files, data = FailingFiles(), threading.Semaphore(0)
+    disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files)
+    numbers = list(range(NUM_SLOTS))
+    assert disk.write(numbers) == numbers
+    assert disk.tier.drain(20)
+    held = Gate("sync")
+
+    def watch(operation: str, offset: int) -> None:
+        if operation == "write" and offset >= LAYOUT.slots_offset:
+            data.release()
+        held(operation, offset)
+
+    files.fail = watch
+    for number in (20, 21):
+        disk.pool[number] = block_of(number, 0, BLOCK_BYTES)
+        disk.tier.submit_write(keys_of([number]), disk.pool, np.array([number]))
+    assert data.acquire(timeout=10), "into the reserve"
+    assert held.waiting.acquire(timeout=10)
+    assert not data.acquire(timeout=0.2), "its slot's removal is not durable"
+    held.opened.set()
+    assert data.acquire(timeout=10)
+    assert disk.tier.drain(20)
+    assert all(result.ok.all() for result in disk.tier.finished())
+    disk.versions.update({20: 0, 21: 0})
+    assert disk.read([20, 21]) == [20, 21]
+    disk.tier.close()
+    with opened(tmp_path) as (slab, found):
+        assert verify(slab, found) == []
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_superblock_that_differs_from_its_copy(
+    filled: Path, mended: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(filled, PAGE_BYTES + 40)
+    files = FailingFiles()
+    refuse = raises(errno.EIO, "write")
+    files.fail = lambda operation, offset: None if mended or offset else refuse(operation, offset)
+    disk = reopened(filled, files=files)
+    assert disk.read(NUMBERS) == NUMBERS
+    disk.tier.close()
+    assert ("superblocks is bad" in caplog.text) != mended
+    if mended:
+        flip(filled, 40)
+        disk = reopened(filled)
+        assert disk.read(NUMBERS) == NUMBERS, "the copy is whole again"
+        disk.tier.close()
+
+
 def test_a_slow_disk_drops_writes_and_delays_nobody(filled: Path) -> None:
     files = FailingFiles()
     disk = reopened(filled, files=files, queue_bytes=3 * LAYOUT.slot_bytes)

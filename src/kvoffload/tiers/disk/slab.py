@@ -290,12 +290,16 @@ class Slab:
             self.sync()
 
     def complete(self) -> None:
-        """Mend a superblock that differs from its copy, and give a file that has been cut its length back;
-        what was in the part is gone. Raises `OSError`."""
-        if any(
-            not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock) for at in (0, PAGE_BYTES)
-        ):
-            self._write_superblocks()
+        """Mend a superblock that differs from its copy, if it can be, and give a file that has been cut its
+        length back; what was in the part is gone. Raises `OSError`."""
+        pages = (self.read_pages(at, PAGE_BYTES)[0] for at in (0, PAGE_BYTES))
+        if not all(np.array_equal(page, self._superblock) for page in pages):
+            try:
+                self._write_superblocks()
+            except OSError as error:
+                self._notices.warn(
+                    "superblock", "disk tier: one of two superblocks is bad, and stays so: %s", error
+                )
         if self._files.size(self._fd) < self.layout.file_bytes:
             self._notices.warn("short", "disk tier: the slab was cut short: what was there is lost")
             self._files.allocate(self._fd, self.layout.file_bytes)

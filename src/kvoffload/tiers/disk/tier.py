@@ -81,7 +81,8 @@ class DiskTier:
         files: the way to the system; for tests.
         clock: seconds since 1970; for the budget.
 
-    Memory: 210 bytes a block. Raises: `ConfigError` for what cannot be used; `MisuseError` after `close`.
+    Memory: 210 bytes a block; 4 MiB a thread where blocks are no whole pages.
+    Raises: `ConfigError` for what cannot be used; `MisuseError` after `close`.
     """
 
     name = "disk"
