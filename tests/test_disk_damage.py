@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -486,22 +487,82 @@ def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(
 
 
 @pytest.mark.parametrize("mended", [True, False])
-def test_a_superblock_that_differs_from_its_copy(
-    filled: Path, mended: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    flip(filled, PAGE_BYTES + 40)
-    files = FailingFiles()
-    refuse = raises(errno.EIO, "write")
-    files.fail = lambda operation, offset: None if mended or offset else refuse(operation, offset)
+@pytest.mark.parametrize("bad", [0, PAGE_BYTES])
+def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended: bool) -> None:
+    """It is mended, and the sound one is not touched; if it cannot be, the slab serves all the same."""
+    flip(filled, bad + 40)
+    files, written = FailingFiles(), []
+
+    def watch(operation: str, offset: int) -> None:
+        if operation == "write" and offset <= PAGE_BYTES:
+            written.append(offset)
+            if offset == bad and not mended:
+                raise OSError(errno.EIO, "a bad sector")
+
+    files.fail = watch
     disk = reopened(filled, files=files)
+    assert written == [bad]
     assert disk.read(NUMBERS) == NUMBERS
+    disk.tier.clear()
+    assert disk.tier.drain(20), "one place is enough"
+    assert written[1] == bad, "the sound one is written when the other may be whole again"
     disk.tier.close()
-    assert ("superblocks is bad" in caplog.text) != mended
-    if mended:
-        flip(filled, 40)
-        disk = reopened(filled)
-        assert disk.read(NUMBERS) == NUMBERS, "the copy is whole again"
-        disk.tier.close()
+    flip(filled, (PAGE_BYTES - bad if mended else bad) + 40)
+    disk = reopened(filled)
+    assert disk.read(NUMBERS) == []
+    assert not list(filled.glob("*.set-aside-*"))
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("when", ["the journal had failed", "the superblocks fail for a while"])
+def test_a_reset_is_durable_whatever_fails(filled: Path, when: str) -> None:
+    files = FailingFiles()
+    disk = reopened(filled, files=files)
+    if when == "the journal had failed":
+        files.fail = raises(errno.EIO, "sync")
+        assert disk.write([20]) == []
+        files.fail = lambda operation, offset: None
+        disk.tier.clear()
+    else:
+        refuse = raises(errno.EIO, "write")
+        files.fail = lambda operation, offset: refuse(operation, offset) if offset <= PAGE_BYTES else None
+        disk.tier.clear()
+        assert not disk.tier.drain(0.3), "not before it is so"
+        files.fail = lambda operation, offset: None
+    assert disk.tier.drain(10)
+    disk.tier.close()
+    disk = reopened(filled)
+    assert disk.here(NUMBERS) == []
+    assert disk.tier._volumes[0]._slab.void_before > 0
+    disk.tier.close()
+
+
+def test_a_journal_that_fails_amid_evictions(tmp_path: Path) -> None:
+    """The sync of one batch fails while another waits, both with removals: every job ends all the same."""
+    files = FailingFiles()
+    disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files)
+    assert len(disk.write(list(range(NUM_SLOTS)))) == NUM_SLOTS
+    disk.tier.drain(20)
+    refuse, appending = raises(errno.EIO, "sync"), threading.Event()
+
+    def fail(operation: str, offset: int) -> None:
+        refuse(operation, offset)
+        if operation == "write" and offset < LAYOUT.slots_offset:
+            appending.set()
+            time.sleep(0.1)
+
+    files.fail = fail
+    jobs = [disk.tier.submit_write(keys_of([20, 21]), disk.pool, np.arange(2))[0]]
+    assert appending.wait(10), "the first batch is on its way, and not synced"
+    jobs.append(disk.tier.submit_write(keys_of([22, 23]), disk.pool, np.arange(2))[0])
+    assert NO_JOB not in jobs
+    assert disk.tier.drain(20)
+    assert disk.tier._volumes[0]._pipeline.broken
+    assert sorted(result.job for result in disk.tier.finished()) == jobs
+    files.fail = lambda operation, offset: None
+    disk.tier.close()
+    with opened(tmp_path) as (slab, found):
+        assert verify(slab, found) == []
 
 
 def test_a_slow_disk_drops_writes_and_delays_nobody(filled: Path) -> None:

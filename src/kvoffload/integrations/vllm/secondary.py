@@ -160,6 +160,10 @@ class KVOffloadDisk(SecondaryTierManager):
             logger.error("kvoffload: the disk does not answer, though vLLM resets its cache")
         self._take_finished()
         self._tier.clear()
+        if not self._tier.drain(_DRAIN_TIMEOUT_S):
+            logger.error(
+                "kvoffload: what vLLM has reset may be back after a restart: the disk does not take it"
+            )
 
     def shutdown(self) -> None:
         """Keep what is to be kept, and let go of the disk."""

@@ -56,6 +56,8 @@ class Journal:
         self._memory = aligned(self._max_group_bytes)
         self.bytes_written = self.num_checkpoints = 0
         self.damaged = found.damaged
+        # What was read may have been written by a life that was killed, and not be durable yet.
+        self.sync()
         if found.damaged:
             self.checkpoint(found.contents)
 

@@ -44,6 +44,8 @@ COMMIT_INTERVAL_S = 0.002
 COMMIT_PACE = 32
 """And as many times as long as the last one took: a sync holds up the writes beside it."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
+VOID_RETRY_S = 1.0
+"""After the superblocks could not be written."""
 ACCESS_INTERVAL_S = 1.0
 """How long accesses wait for a commit to go along with."""
 MAX_PENDING_ACCESSES = 1 << 22
@@ -80,7 +82,7 @@ class Chunk:
     outcomes: Outcomes = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Batch:
     """What one group of the journal will say."""
 
@@ -94,7 +96,7 @@ class Pipeline:
 
     Reads go before writes, and one thread does nothing but read, so that a load does not wait behind
     stores. When the journal fails, writing ends for good: what has not been reported fails, and `broken`
-    is set; reading goes on.
+    is set; reading goes on, and so does making void.
 
     Thread: `submit`, `remove`, `access`, `drain` and `close` by one thread; none but the last two waits.
     """
@@ -124,6 +126,7 @@ class Pipeline:
         self._num_under_way = self._num_writing = 0
         self._num_removals = self._num_durable = 0
         self._void_before = self._void_durable = np.uint64(slab.void_before)
+        self._void_again = 0.0
         self._flushing = self._stopping = self.broken = False
         self._committing = False
         self._threads = [
@@ -154,12 +157,15 @@ class Pipeline:
             if not chunks[0].writes:
                 self._reading.notify()
             self._work.notify(len(chunks))
+            if self._gated:
+                self._commit.notify()
         self._fail(failed)
 
     def remove(self, slots: Slots) -> int:
         """These slots hold nothing any more; the gate of whoever writes into them next."""
         with self._lock:
-            self._pending.removed.append(slots)
+            if not self.broken:
+                self._pending.removed.append(slots)
             self._num_removals += len(slots)
             self._commit.notify()
             return self._num_removals
@@ -210,10 +216,12 @@ class Pipeline:
 
     def _quiet(self) -> bool:
         pending = self._pending
-        nothing_to_say = not (
-            pending.removed or pending.chunks or pending.accesses or self._void_before > self._void_durable
+        nothing_to_say = not (pending.removed or pending.chunks or pending.accesses)
+        return (
+            self._num_under_way == 0
+            and self._void_before <= self._void_durable
+            and (self.broken or (nothing_to_say and not self._committing))
         )
-        return self._num_under_way == 0 and (self.broken or (nothing_to_say and not self._committing))
 
     # ---- threads that move blocks
 
@@ -222,7 +230,7 @@ class Pipeline:
         while True:
             with self._lock:
                 while not (self._reads or (self._writes and not reads_only)):
-                    if self._stopping:
+                    if self._stopping and (reads_only or self.broken or not self._gated):
                         return
                     work.wait()
                 chunk = (self._reads or self._writes).popleft()
@@ -278,12 +286,11 @@ class Pipeline:
                     return
                 self._committing = True
                 batch, self._pending, self._num_accesses = self._pending, _Batch(), 0
-                void_before = self._void_before
             began = time.monotonic()
+            self._make_void()
+            if self.broken:
+                continue
             try:
-                if void_before > self._void_durable:
-                    self._slab.void(int(void_before))
-                    self._void_durable = void_before
                 if batch.chunks or unsynced:
                     self._journal.sync()
                 if unsynced:
@@ -298,8 +305,9 @@ class Pipeline:
                     self._durable(batch)
                     unsynced = None
             except Exception as error:
-                self._break(error, [batch] if unsynced in (None, batch) else [unsynced, batch])
-                return
+                self._break(error, [batch] if unsynced is None or unsynced is batch else [unsynced, batch])
+                unsynced = None
+                continue
             with self._lock:
                 self._committing = unsynced is not None
                 self._idle.notify_all()
@@ -307,23 +315,46 @@ class Pipeline:
                 pause = max(self._interval_s, min(COMMIT_PACE * (now - began), LONGEST_COMMIT_INTERVAL_S))
                 self._commit.wait_for(self._writes_need_a_commit, pause)
 
+    def _make_void(self) -> None:
+        """Have the superblocks say what is void, whatever the journal does; tried until they do."""
+        with self._lock:
+            if not self._is_to_be_void():
+                return
+            generation = self._void_before
+        try:
+            self._slab.void(int(generation))
+        except OSError as error:
+            self._notices.warn("void", "disk tier: what was reset may be back after a restart: %s", error)
+            self._void_again = time.monotonic() + VOID_RETRY_S
+            return
+        with self._lock:
+            self._void_durable = generation
+            self._idle.notify_all()
+
+    def _is_to_be_void(self) -> bool:
+        return bool(self._void_before > self._void_durable) and time.monotonic() >= self._void_again
+
     def _writes_need_a_commit(self) -> bool:
         """Whether there is nothing to write without one, or will not be when it has ended."""
+        if self._stopping:
+            return True
         if self._gated:
             return len(self._writes) < self._num_threads
         return not self._writes and self._num_writing == 0
 
     def _has_work(self) -> bool:
         pending = self._pending
-        if pending.chunks or pending.removed or self._void_before > self._void_durable:
+        if pending.chunks or pending.removed or self._is_to_be_void():
             return True
-        return bool(pending.accesses) and (self._flushing or self._stopping or self._patience() == 0.0)
+        is_time = time.monotonic() >= self._oldest_access + ACCESS_INTERVAL_S
+        return bool(pending.accesses) and (self._flushing or self._stopping or is_time)
 
     def _patience(self) -> float | None:
-        """Seconds until accesses are to be written by themselves; None while there are none."""
-        if not self._pending.accesses:
-            return None
-        return max(0.0, self._oldest_access + ACCESS_INTERVAL_S - time.monotonic())
+        """Seconds until there is something to do though nobody says so; None while there is nothing."""
+        times = [self._oldest_access + ACCESS_INTERVAL_S] if self._pending.accesses else []
+        if self._void_before > self._void_durable:
+            times.append(self._void_again)
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _append(self, batch: _Batch) -> None:
         """Write what a batch says into the journal."""
@@ -353,6 +384,8 @@ class Pipeline:
             while self._gated and self._gated[0].gate <= self._num_durable:
                 self._writes.append(self._gated.popleft())
                 self._work.notify()
+            if self._stopping:
+                self._work.notify_all()
         self._hand_back(batch.chunks)
 
     def _break(self, error: Exception, batches: list[_Batch]) -> None:
@@ -364,8 +397,9 @@ class Pipeline:
             failed += [*self._gated, *self._writes]
             self._gated.clear()
             self._writes.clear()
-            self._pending = _Batch()
+            self._pending, self._num_accesses = _Batch(), 0
             self._committing = False
+            self._work.notify_all()
         self._fail(failed)
 
     def _fail(self, chunks: list[Chunk]) -> None:

@@ -84,6 +84,7 @@ class Slab:
         assert not isinstance(said, str), said
         self.layout, self.identity, self.capacity_bytes = said
         self._superblock, layout = superblock, self.layout
+        self._superblocks_at = 0, PAGE_BYTES
         self._fd, self._files, self._notices = fd, files, notices
         self._slots_offset, self._slot_bytes = layout.slots_offset, layout.slot_bytes
         self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
@@ -274,32 +275,34 @@ class Slab:
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Make void what is older than this; durable on return. Raises `OSError`.
+        """Make void what is older than this; durable on return. Raises `OSError` if neither place took it.
 
-        The superblock and its copy are written one after the other: one of them is always whole, and no
-        damage to a single place brings back what was void.
+        The superblock and its copy are written one after the other, a bad one first: one of them is always
+        whole, and no damage to a single place brings back what was void.
         """
         self._superblock = with_void_before(self._superblock, generation)
-        self._write_superblocks()
+        errors = [error for at in self._superblocks_at if (error := self._write_superblock(at))]
+        if len(errors) == len(self._superblocks_at):
+            raise errors[0]
 
-    def _write_superblocks(self) -> None:
+    def _write_superblock(self, at: int) -> OSError | None:
         page = aligned(PAGE_BYTES)
         page[:] = self._superblock
-        for offset in (0, PAGE_BYTES):
-            self.write_pages(offset, page)
+        try:
+            self.write_pages(at, page)
             self.sync()
+        except OSError as error:
+            self._notices.warn("superblock", "disk tier: one of two superblocks cannot be written: %s", error)
+            return error
+        return None
 
     def complete(self) -> None:
         """Mend a superblock that differs from its copy, if it can be, and give a file that has been cut its
         length back; what was in the part is gone. Raises `OSError`."""
-        pages = (self.read_pages(at, PAGE_BYTES)[0] for at in (0, PAGE_BYTES))
-        if not all(np.array_equal(page, self._superblock) for page in pages):
-            try:
-                self._write_superblocks()
-            except OSError as error:
-                self._notices.warn(
-                    "superblock", "disk tier: one of two superblocks is bad, and stays so: %s", error
-                )
+        for at in (PAGE_BYTES, 0):
+            if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):
+                self._write_superblock(at)
+                self._superblocks_at = at, PAGE_BYTES - at
         if self._files.size(self._fd) < self.layout.file_bytes:
             self._notices.warn("short", "disk tier: the slab was cut short: what was there is lost")
             self._files.allocate(self._fd, self.layout.file_bytes)

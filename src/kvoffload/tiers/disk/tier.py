@@ -246,7 +246,8 @@ class DiskTier:
             volume.clear()
 
     def drain(self, timeout_s: float) -> bool:
-        """As `SecondaryTier.drain`. Accesses and deletions are durable as well."""
+        """As `SecondaryTier.drain`. Deletions, accesses and `clear` are durable as well; when the journal has
+        failed only `clear` is."""
         deadline = time.monotonic() + timeout_s
         # Every volume is asked, also when one hangs.
         drained = [volume.drain(max(0.0, deadline - time.monotonic())) for volume in self._volumes]
