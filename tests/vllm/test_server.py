@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 from kvoffload.integrations.vllm.pool import SHARED_MEMORY
+from kvoffload.tiers.disk.inspection import opened
+from kvoffload.tiers.disk.slab import SLAB_NAME
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 from traffic import random_prompts
@@ -186,11 +188,11 @@ def test_a_second_life_answers_from_the_disk_of_the_first(llama: Path, tmp_path:
         assert [server.stream(prompt) for prompt in PROMPTS] == first
         hits = server.metrics()["vllm:kvoffload_tier_hits_total"]
     assert hits == 36
-    (slab,) = disk.glob("*.slab")
-    size = slab.stat().st_size
-    with slab.open("r+b") as file:
-        for offset in range(size // 2 - size // 3, size // 2 + size // 3, 40_000):
-            file.seek(offset)
+    with opened(disk) as (slab, found):
+        offsets = [slab.layout.slot_offset(slot) for slot in found.contents.slots().tolist()]
+    with (disk / SLAB_NAME).open("r+b") as file:
+        for offset in offsets[::3]:
+            file.seek(offset + 1000)
             file.write(b"\x5a" * 512)
     with running(llama, tmp_path / "third.log", **options) as (server, _):
         assert [server.stream(prompt) for prompt in PROMPTS] == first
