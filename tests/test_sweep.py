@@ -486,6 +486,9 @@ def test_a_worker_that_is_killed_ends_the_sweep(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SweepError, match="a worker process ended unexpectedly; was there too little memory"):
         Sweep([chat], Grid(("lru", "killer:Killer"), capacities=("5",)), jobs=2).run()
+    deadline = time.monotonic() + 20
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)  # the pool has told the other workers to end
     assert multiprocessing.active_children() == []
 
 

@@ -108,27 +108,21 @@ class Pipeline:
         num_threads: int,
         deliver: Callable[[Chunk], None],
         notices: Notices,
-        commit_interval_s: float = COMMIT_INTERVAL_S,
     ) -> None:
         self._slab, self._journal, self._deliver, self._notices = slab, journal, deliver, notices
-        self._num_threads, self._interval_s = num_threads, commit_interval_s
+        self._num_threads = num_threads
         self._no_entries: Records = np.empty(0, entry_dtype(slab.layout.key_bytes))
         self._lock = threading.Lock()
-        self._work, self._reading, self._commit, self._idle = (
-            threading.Condition(self._lock) for _ in range(4)
-        )
-        self._reads: deque[Chunk] = deque()
-        self._writes: deque[Chunk] = deque()
-        self._gated: deque[Chunk] = deque()
+        self._work, self._reading = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._commit, self._idle = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._reads, self._writes, self._gated = (deque[Chunk]() for _ in range(3))
         self._pending = _Batch()
-        self._num_accesses = 0
-        self._oldest_access = 0.0
+        self._num_accesses, self._oldest_access = 0, 0.0
         self._num_under_way = self._num_writing = 0
         self._num_removals = self._num_durable = 0
         self._void_before = self._void_durable = np.uint64(slab.void_before)
         self._void_again = 0.0
-        self._flushing = self._stopping = self.broken = False
-        self._committing = False
+        self._flushing = self._stopping = self._committing = self.broken = False
         self._threads = [
             threading.Thread(target=self._move_blocks, args=(n == 0 and num_threads > 1,), daemon=True,
                              name=f"kvoffload-disk-{n}")
@@ -215,13 +209,11 @@ class Pipeline:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _quiet(self) -> bool:
+        if self._num_under_way or self._void_before > self._void_durable:
+            return False
         pending = self._pending
         nothing_to_say = not (pending.removed or pending.chunks or pending.accesses)
-        return (
-            self._num_under_way == 0
-            and self._void_before <= self._void_durable
-            and (self.broken or (nothing_to_say and not self._committing))
-        )
+        return self.broken or (nothing_to_say and not self._committing)
 
     # ---- threads that move blocks
 
@@ -312,7 +304,7 @@ class Pipeline:
                 self._committing = unsynced is not None
                 self._idle.notify_all()
                 now = time.monotonic()
-                pause = max(self._interval_s, min(COMMIT_PACE * (now - began), LONGEST_COMMIT_INTERVAL_S))
+                pause = max(COMMIT_INTERVAL_S, min(COMMIT_PACE * (now - began), LONGEST_COMMIT_INTERVAL_S))
                 self._commit.wait_for(self._writes_need_a_commit, pause)
 
     def _make_void(self) -> None:
