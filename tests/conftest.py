@@ -1,16 +1,35 @@
-"""Fixtures that several test files share."""
+"""What all tests share: how long Hypothesis tries, kernels that are compiled once, where recordings are."""
 
 from __future__ import annotations
 
 import os
+import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("kvoffload", deadline=None, print_blob=True)
-settings.load_profile("kvoffload")
+import kvoffload
+
+EXAMPLES = {"dev": 20, "ci": 100, "soak": 2_000}
+"""Profile -> examples of each property: `make test`, `make test-all`, and as long as you like."""
+
+for name, max_examples in EXAMPLES.items():
+    settings.register_profile(
+        name,
+        max_examples=max_examples,
+        print_blob=True,
+        # Both of these say that a machine is busy, not that a program is wrong.
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("dev")
+
+MADE_UP = Path(__file__).parent / "data" / "made_up.jsonl.xz"
+"""In the tree, so that what reads a recording can be tested everywhere."""
 
 RECORDINGS = {
     "conversation_first60": "mooncake_conversation/conversation_first60.jsonl",
@@ -19,6 +38,8 @@ RECORDINGS = {
     "P3": "arc_classic/P3.lis.zst",
     "OLTP": "arc_classic/OLTP.lis.zst",
 }
+LONG = {"agentic_12h", "agentic_3h", "P3", "OLTP"}
+"""Millions of references: for `make test-all`."""
 
 
 def recordings_root() -> Path:
@@ -32,9 +53,36 @@ def recorded_trace_path() -> Callable[[str], Path]:
     """A function from a recording's name to its file; skips the test, with the reason, if it is not there."""
 
     def find(name: str) -> Path:
+        if name == "made_up":
+            return MADE_UP
         path = recordings_root() / RECORDINGS[name]
         if not path.exists():
             pytest.skip(f"recorded trace {name} is not in {recordings_root()} (set KVOFFLOAD_TRACES)")
         return path
 
     return find
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever is parametrized by the name of a long recording is slow."""
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and call.params.get("name") in LONG:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile all kernels before the first test, so that no two workers compile the same one."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or config.option.collectonly:
+        return
+    rooms = ("admission", "core", "policies", "replay", "tiers", "transfer")
+    modules = [
+        found.name
+        for room in rooms
+        for found in pkgutil.walk_packages([f"{kvoffload.__path__[0]}/{room}"], f"kvoffload.{room}.")
+    ]
+    halves = [subprocess.Popen([sys.executable, "-c", f"import {', '.join(modules[n::2])}"]) for n in (0, 1)]
+    for half in halves:
+        half.wait()  # What cannot be imported is told by the tests that need it.

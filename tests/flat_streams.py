@@ -20,6 +20,13 @@ def zipf() -> list[int]:
     return [bisect.bisect_left(cumulative, rng.random() * cumulative[-1]) for _ in range(30_000)]
 
 
+def skewed() -> list[int]:
+    """30,000 independent draws of 5,000 blocks, block `i` in proportion to ``(i + 1) ** -0.9``."""
+    rng = random.Random(20260101)
+    cumulative = [*itertools.accumulate(1 / rank**0.9 for rank in range(1, 5_001))]
+    return [bisect.bisect_left(cumulative, rng.random() * cumulative[-1]) for _ in range(30_000)]
+
+
 def bursts() -> list[int]:
     """30,000 references: half to what was just used, three in ten to any known block, the rest to new ones.
 

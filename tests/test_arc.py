@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.arc import NaiveARC
-from kvoffload.testing.scripts import Step, play, scripts
 from letters import begin_store, keys, letters_at, load, make, store, text, use
 
 
@@ -212,16 +209,3 @@ def test_reset_forgets_ghosts_and_the_target(policy: type[EvictionPolicy]) -> No
     assert state(manager) == ("", "", "", "", 0)
     use(manager, "aabcb")
     assert state(manager) == ("c", "b", "", "a", 1)
-
-
-@given(scripts(), st.sampled_from([3, 5, 6]))
-@settings(max_examples=250, deadline=None)
-def test_decides_as_its_naive_twin(script: list[Step], capacity: int) -> None:
-    def run(policy: type[EvictionPolicy]) -> list[Any]:
-        def look(manager: OffloadingManager) -> Any:
-            audit(manager)
-            return manager.policy.lists(), manager.policy.stats()  # type: ignore[attr-defined]
-
-        return play(OffloadingManager(capacity, key_bytes=8, policy=policy), script, look)
-
-    assert run(ARC) == run(NaiveARC)

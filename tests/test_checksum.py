@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.tiers.checksum import checksums
@@ -29,7 +29,6 @@ def test_sizes(num_bytes: int) -> None:
     check(num_bytes, [0, 64, 1, 7, 4099], [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF])
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.integers(1, 20_000),
     st.lists(st.tuples(st.integers(0, 200_000), st.integers(0, 2**64 - 1)), max_size=5),

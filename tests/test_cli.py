@@ -1,4 +1,8 @@
-"""The command line, as a user meets it: what it prints, and with which exit code."""
+"""The command line, as a user meets it: what it prints, and with which exit code.
+
+In this process, because each of its own imports numba for two seconds; what only a process of its own can
+show is at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from command import kvoffload
 from kvoffload.policies import POLICIES
 
 SMALL = ("--capacity", "200", "--block-bytes", "4KiB", "--quiet")
-
-
-def kvoffload(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
-    command = [sys.executable, "-c", "from kvoffload.cli.main import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +146,25 @@ def test_help_names_the_commands() -> None:
 def test_unknown_option_is_exit_code_2() -> None:
     assert kvoffload("replay", "--bogus").returncode == 2
     assert kvoffload("bogus").returncode == 2
+
+
+# ---- in a process of its own
+
+
+def in_a_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command as it is installed."""
+    command = [Path(sys.executable).with_name("kvoffload"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_replay(trace_file: Path) -> None:
+    done = in_a_process("replay", trace_file, *SMALL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "of the prefill work is saved" in done.stdout
+
+
+def test_a_mistake_has_no_traceback() -> None:
+    done = in_a_process("replay", "/no/such/file")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvoffload: trace: '/no/such/file' is not possible; ")
+    assert done.stderr.count("\n") == 1

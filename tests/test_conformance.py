@@ -22,32 +22,41 @@ from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.lru import NaiveLRU
 
 EXAMPLE = str(Path(__file__).resolve().parent.parent / "examples" / "my_policy.py") + ":MyPolicy"
-TWINS = {"lru": NaiveLRU, "arc": NaiveARC}
+FEW = settings.default.max_examples // 10
 
 
 class TestExample(PolicyConformance):
     policy = EXAMPLE
-    max_examples = 8
+    max_examples = 2 * FEW
+
+
+class TestARC(PolicyConformance):
+    """All of it, on one of ours: with its twin, the state machine and another process."""
+
+    policy = "arc"
+    twin = NaiveARC
+    max_examples = FEW
 
 
 class TestNaiveARC(PolicyConformance):
     policy = NaiveARC
-    max_examples = 4
+    max_examples = FEW
 
 
 class BuiltIn(PolicyConformance):
-    """Short: the state machine has run on them for longer in test_machine.py."""
+    """What is left: machines live in test_machine.py, twins are compared in test_twins.py."""
 
-    max_examples = 4
+    max_examples = FEW
+
+    def test_life_cycle(self) -> None:
+        """In test_machine.py."""
 
     def test_it_decides_the_same_elsewhere(self) -> None:
         """In one process for all of them, below."""
 
 
 for _name in POLICIES.names():
-    globals()[f"Test_{_name}"] = type(
-        f"Test_{_name}", (BuiltIn,), {"policy": _name, "twin": TWINS.get(_name)}
-    )
+    globals()[f"Test_{_name}"] = type(f"Test_{_name}", (BuiltIn,), {"policy": _name})
 
 
 def test_every_built_in_policy_decides_the_same_elsewhere() -> None:
@@ -254,17 +263,18 @@ FAULTS: list[tuple[type[Any], str, str]] = [
 
 @pytest.fixture
 def _without_shrinking() -> Iterator[None]:
-    settings.register_profile("find", parent=settings.get_profile("kvoffload"),
-                              phases=[Phase.generate], database=None)  # fmt: skip
+    before = settings.get_current_profile_name()
+    settings.register_profile("find", parent=settings.default, phases=[Phase.generate], database=None)
     settings.load_profile("find")
     yield
-    settings.load_profile("kvoffload")
+    settings.load_profile(before)
 
 
 @pytest.mark.usefixtures("_without_shrinking")
 @pytest.mark.parametrize(("fault", "check", "message"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
 def test_a_planted_fault_is_noticed(fault: type[Any], check: str, message: str) -> None:
     twin = NaiveARC if issubclass(fault, NaiveARC) else NaiveLRU
-    suite = type("Suite", (PolicyConformance,), {"policy": fault, "twin": twin, "max_examples": 20})
+    # As many as it takes: it ends with the first that fails.
+    suite = type("Suite", (PolicyConformance,), {"policy": fault, "twin": twin, "max_examples": 400})
     with pytest.raises(Exception, match=message):
         getattr(suite(), check)()

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.keys import Keys
@@ -35,7 +35,6 @@ def pack(*keys: bytes) -> Keys:
     return Keys.pack(keys, len(keys[0]))
 
 
-@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_contents_equal_the_formula_in_plain_python(data):
     size, block_bytes = data.draw(st.integers(1, 40)), 8 * data.draw(st.integers(1, 40))

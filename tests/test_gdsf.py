@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.gdsf import GDSF
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.gdsf import NaiveGDSF
-from kvoffload.testing.scripts import Step, play, scripts
 from letters import begin_store, keys, letters_at, load, make, store, use
 
 
@@ -111,17 +107,3 @@ def test_reset_forgets_the_inflation(manager: OffloadingManager) -> None:
     assert state(manager) == ("", [], 0)
     use(manager, "a")
     assert state(manager) == ("a", [1], 0)
-
-
-@given(scripts(max_steps=90), st.sampled_from([1, 2, 3, 5, 7, 12]))
-@settings(max_examples=200, deadline=None)
-def test_decides_as_its_naive_twin(script: list[Step], capacity: int) -> None:
-    def run(policy: type[EvictionPolicy]) -> list[Any]:
-        def look(manager: OffloadingManager) -> Any:
-            audit(manager)
-            policy: Any = manager.policy
-            return policy.ranks(), policy.order(), policy.stats()
-
-        return play(OffloadingManager(capacity, key_bytes=8, policy=policy), script, look)
-
-    assert run(GDSF) == run(NaiveGDSF)

@@ -1,6 +1,6 @@
 """Hazard: what it learns, by hand; whom it evicts and refuses; its guards; every decision beside the twin's.
 
-Digests of its decisions on the built-in workloads are pinned in test_replay_golden.py.
+Digests of its decisions on the built-in workloads are pinned in test_golden.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.ages import NUM_AGES, age_bounds
@@ -191,7 +191,6 @@ def test_one_key_in_some_is_sampled_more_of_small_caches() -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=30)
 def test_worth_is_a_gittins_index(seed: int) -> None:
     rng = np.random.default_rng(seed)
     table = life_table(num_classes=4)
@@ -501,7 +500,6 @@ def state(manager: OffloadingManager) -> Any:
     sizes,
     st.sampled_from(["all", "reuse:2", "bypass:0.3"]),
 )
-@settings(max_examples=20, deadline=None)
 def test_decides_as_its_naive_twin(
     store: str, script: list[Step], capacity_blocks: int, attributes: dict[str, int], admission: str
 ) -> None:
@@ -560,7 +558,6 @@ def test_replays_as_its_naive_twin(device_blocks: int, capacity: int, small: boo
 
 
 @given(scripts(max_steps=60), st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
 def test_while_it_is_lru_it_decides_as_lru(script: list[Step], capacity_blocks: int) -> None:
     cautious = type(
         "Cautious", (Hazard,), {"warm_up": 1 << 40, "history_capacity": 64, "sample_capacity": 64}

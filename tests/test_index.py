@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.index import ABSENT, Index, find_bytes, find_one, insert_one, remove_one
@@ -65,7 +65,6 @@ def test_keys_can_be_made_for_a_hash(key_bytes: int) -> None:
 
 @pytest.mark.parametrize("key_bytes", KEY_BYTES)
 @given(long_lists(st.tuples(st.booleans(), st.integers(0, 23)), max_size=40))
-@settings(max_examples=60, deadline=None)
 def test_equals_a_dict(key_bytes: int, steps: list[tuple[bool, int]]) -> None:
     universe = colliding(key_bytes)
     index, twin = Index(NUM_POSITIONS, key_bytes), NaiveIndex()
@@ -149,7 +148,6 @@ def test_clear_forgets_everything() -> None:
 
 
 @given(st.lists(long_lists(st.integers(0, 60), max_size=70), max_size=4))
-@settings(max_examples=60, deadline=None)
 def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]) -> None:
     ctx, order = RequestContext("", 8), dict[bytes, int]()
     for batch in batches:
@@ -163,7 +161,6 @@ def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]
 
 
 @given(long_lists(st.integers(0, 700), max_size=1500))
-@settings(max_examples=10, deadline=None)
 def test_keys_asked_for_one_by_one_make_the_same_path(numbers: list[int]) -> None:
     keys = [number.to_bytes(8, "big") for number in numbers]
     manager = OffloadingManager(1, key_bytes=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.index import ABSENT, find_bytes, find_one, hash_row
@@ -26,7 +26,6 @@ steps = long_lists(
 
 
 @given(steps)
-@settings(max_examples=200, deadline=None)
 def test_lists_equal_python_lists(script: list[tuple[int, int, int]]) -> None:
     lists, twin = Lists(NUM_POSITIONS, NUM_LISTS), NaiveLists(NUM_LISTS)
     for step, number, position in script:
@@ -50,7 +49,6 @@ def test_lists_equal_python_lists(script: list[tuple[int, int, int]]) -> None:
 
 
 @given(steps)
-@settings(max_examples=200, deadline=None)
 def test_lists_of_keys_equal_python_lists(script: list[tuple[int, int, int]]) -> None:
     capacity = 4
     key_lists = KeyLists(capacity, 8, 2)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.lru import LRU
-from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.lru import NaiveLRU
-from kvoffload.testing.scripts import Step, play, scripts
 from letters import keys, letters_at, make, store, text
 
 
@@ -98,17 +94,3 @@ def test_blocks_that_are_removed_leave_the_order(manager: OffloadingManager) -> 
     assert order(manager) == "ca"
     manager.reset()
     assert order(manager) == ""
-
-
-@given(scripts())
-@settings(max_examples=150, deadline=None)
-def test_decides_as_its_naive_twin(script: list[Step]) -> None:
-    def run(policy: type[EvictionPolicy]) -> list[Any]:
-        def look(manager: OffloadingManager) -> list[int]:
-            audit(manager)
-            seen: list[int] = manager.policy.order()  # type: ignore[attr-defined]
-            return seen
-
-        return play(OffloadingManager(7, key_bytes=20, policy=policy), script, look)
-
-    assert run(LRU) == run(NaiveLRU)

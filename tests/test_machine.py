@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
-from kvoffload.admission import ReuseAdmission
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvoffload.admission import Admission, ReuseAdmission
 from kvoffload.core.index import Index
 from kvoffload.core.keys import Keys
 from kvoffload.core.protection import Protected
-from kvoffload.policies import REFUSED
+from kvoffload.policies import POLICIES, REFUSED
 from kvoffload.policies.base import Slots
 from kvoffload.policies.hazard import Hazard
 from kvoffload.testing.machine import manager_machine
@@ -26,62 +32,17 @@ from kvoffload.testing.naive.slru import NaiveSLRU
 from kvoffload.testing.naive.tinylfu import NaiveTinyLFU
 from kvoffload.testing.naive.two_q import NaiveTwoQ
 from kvoffload.testing.naive.wtinylfu import NaiveWTinyLFU
-from kvoffload.types import ON_DEVICE_EVICTION
+from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION
 
-TestLru = manager_machine("lru", key_bytes=32, max_examples=80).TestCase
-TestLruWithReuse = manager_machine(
-    "lru", lambda: ReuseAdmission(20, 2, 7), capacity_blocks=3, key_bytes=20, max_examples=60
-).TestCase
-TestArc = manager_machine("arc", key_bytes=36, max_examples=80).TestCase
-TestArcWithReuse = manager_machine(
-    "arc", lambda: ReuseAdmission(8, 2, 40), capacity_blocks=4, key_bytes=8, max_examples=80
-).TestCase
-TestArcOfOneBlock = manager_machine("arc", capacity_blocks=1, key_bytes=5, max_examples=20).TestCase
-TestReuseByName = manager_machine("lru", "reuse:2", max_examples=3).TestCase
-TestFifo = manager_machine("fifo", key_bytes=32, max_examples=25).TestCase
-TestSlru = manager_machine("slru", key_bytes=8, max_examples=30).TestCase
-TestLfu = manager_machine("lfu", key_bytes=20, max_examples=30).TestCase
-TestSieve = manager_machine("sieve", key_bytes=32, max_examples=40).TestCase
-TestSieveOfOneBlock = manager_machine("sieve", capacity_blocks=1, key_bytes=5, max_examples=10).TestCase
-TestSieveWithReuse = manager_machine(
-    "sieve", lambda: ReuseAdmission(8, 2, 40), key_bytes=8, max_examples=20
-).TestCase
-TestS3Fifo = manager_machine("s3fifo", key_bytes=36, max_examples=40).TestCase
-TestS3FifoOfOneBlock = manager_machine("s3fifo", capacity_blocks=1, key_bytes=5, max_examples=10).TestCase
-TestS3FifoWithReuse = manager_machine(
-    "s3fifo", lambda: ReuseAdmission(8, 2, 40), key_bytes=8, max_examples=20
-).TestCase
-TestNaiveLru = manager_machine(NaiveLRU, max_examples=20).TestCase
-TestNaiveLruWithReuse = manager_machine(NaiveLRU, lambda: NaiveReuse(2, 4), max_examples=20).TestCase
-TestNaiveArc = manager_machine(NaiveARC, max_examples=20).TestCase
-TestNaiveArcWithReuse = manager_machine(NaiveARC, lambda: NaiveReuse(2, 9), max_examples=20).TestCase
-TestNaiveFifo = manager_machine(NaiveFIFO, max_examples=5).TestCase
-TestNaiveSlru = manager_machine(NaiveSLRU, max_examples=5).TestCase
-TestNaiveLfu = manager_machine(NaiveLFU, max_examples=5).TestCase
-TestNaiveSieve = manager_machine(NaiveSIEVE, max_examples=10).TestCase
-TestNaiveS3Fifo = manager_machine(NaiveS3FIFO, max_examples=10).TestCase
 
-TestTwoQ = manager_machine("2q", key_bytes=36, max_examples=50).TestCase
-TestTwoQOfOneBlock = manager_machine("2q", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
-TestTwoQOfTwoBlocks = manager_machine("2q", "tinylfu", capacity_blocks=2, max_examples=20).TestCase
-TestNaiveTwoQ = manager_machine(NaiveTwoQ, max_examples=15).TestCase
+class SmallHazard(Hazard):
+    """Small enough that its history and sample overflow, and that its guards change their mind."""
 
-TestLirs = manager_machine("lirs", key_bytes=36, max_examples=50).TestCase
-TestLirsOfOneBlock = manager_machine("lirs", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
-TestLirsOfThreeBlocks = manager_machine("lirs", "tinylfu", capacity_blocks=3, max_examples=20).TestCase
-TestNaiveLirs = manager_machine(NaiveLIRS, max_examples=15).TestCase
+    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
 
-TestWTinyLfu = manager_machine("wtinylfu", key_bytes=36, max_examples=50).TestCase
-TestWTinyLfuOfOneBlock = manager_machine("wtinylfu", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
-TestWTinyLfuOfThreeBlocks = manager_machine(
-    "wtinylfu", "tinylfu", capacity_blocks=3, max_examples=20
-).TestCase
-TestNaiveWTinyLfu = manager_machine(NaiveWTinyLFU, max_examples=15).TestCase
 
-TestGdsf = manager_machine("gdsf", key_bytes=36, max_examples=50).TestCase
-TestGdsfOfOneBlock = manager_machine("gdsf", capacity_blocks=1, key_bytes=5, max_examples=15).TestCase
-TestGdsfOfTwoBlocks = manager_machine("gdsf", "tinylfu", capacity_blocks=2, max_examples=20).TestCase
-TestNaiveGdsf = manager_machine(NaiveGDSF, lambda: NaiveTinyLFU(5), max_examples=15).TestCase
+class SmallNaiveHazard(NaiveHazard):
+    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
 
 
 class RefusesAtRandom(NaiveLRU):
@@ -107,43 +68,88 @@ class RefusesAtRandom(NaiveLRU):
         self.slots += reversed(entering)
 
 
-TestRefusesAtRandom = manager_machine(RefusesAtRandom, max_examples=40).TestCase
-TestRefusesAtRandomWithReuse = manager_machine(RefusesAtRandom, "reuse:2", max_examples=10).TestCase
-
-TestVictimLru = manager_machine("lru", store=ON_DEVICE_EVICTION, key_bytes=32, max_examples=80).TestCase
-TestVictimLruWithReuse = manager_machine(
-    "lru", lambda: ReuseAdmission(20, 2, 7), store=ON_DEVICE_EVICTION, key_bytes=20, max_examples=60
-).TestCase
-TestVictimArc = manager_machine("arc", store=ON_DEVICE_EVICTION, key_bytes=8, max_examples=50).TestCase
-TestVictimOfOneBlock = manager_machine(
-    "arc", store=ON_DEVICE_EVICTION, capacity_blocks=1, key_bytes=5, max_examples=20
-).TestCase
-TestVictimNaiveLru = manager_machine(NaiveLRU, store=ON_DEVICE_EVICTION, max_examples=30).TestCase
-TestVictimRefusesAtRandom = manager_machine(
-    RefusesAtRandom, store=ON_DEVICE_EVICTION, max_examples=60
-).TestCase
-TestVictimRefusesAtRandomWithReuse = manager_machine(
-    RefusesAtRandom, lambda: NaiveReuse(2, 9), store=ON_DEVICE_EVICTION, max_examples=40
-).TestCase
-
-
-class SmallHazard(Hazard):
-    """Small enough that its history and sample overflow, and that its guards change their mind."""
-
-    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
+def lives(
+    policy: Any,
+    admission: str | Callable[[], Admission] = "all",
+    *,
+    store: str = ON_COMPUTE,
+    capacity_blocks: int = 5,
+    key_bytes: int = 32,
+    share: float = 1.0,
+) -> None:
+    """Live as many lives as the profile says, or a share of them."""
+    machine = manager_machine(
+        policy,
+        admission,
+        store=store,
+        capacity_blocks=capacity_blocks,
+        key_bytes=key_bytes,
+        max_examples=max(2, round(settings.default.max_examples * share)),
+    )
+    run_state_machine_as_test(machine, settings=machine.TestCase.settings)
 
 
-class SmallNaiveHazard(NaiveHazard):
-    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
+BUILT_IN: list[Any] = [SmallHazard if name == "hazard" else name for name in POLICIES.names()]
+GATES: dict[int, Callable[[], Admission]] = {
+    8: lambda: ReuseAdmission(8, 2, 40),
+    20: lambda: ReuseAdmission(20, 2, 7),
+}
+"""Length of keys -> a filter that remembers so few of them that it forgets some."""
 
 
-TestHazard = manager_machine(SmallHazard, key_bytes=8, max_examples=40).TestCase
-TestHazardWithReuse = manager_machine(SmallHazard, "reuse:2", key_bytes=36, max_examples=5).TestCase
-TestVictimHazard = manager_machine(
-    SmallHazard, store=ON_DEVICE_EVICTION, key_bytes=8, max_examples=50
-).TestCase
-TestVictimHazardOfOneBlock = manager_machine(
-    SmallHazard, store=ON_DEVICE_EVICTION, capacity_blocks=1, max_examples=4
-).TestCase
-TestNaiveHazard = manager_machine(SmallNaiveHazard, max_examples=2).TestCase
-TestVictimNaiveHazard = manager_machine(SmallNaiveHazard, store=ON_DEVICE_EVICTION, max_examples=2).TestCase
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_policy(policy: Any) -> None:
+    lives(policy, key_bytes=36, share=0.6)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_policy_of_one_block(policy: Any) -> None:
+    lives(policy, capacity_blocks=1, key_bytes=5, share=0.15)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_policy_behind_a_gate(policy: Any) -> None:
+    lives(policy, GATES[8], capacity_blocks=4, key_bytes=8, share=0.2)
+    lives(policy, "tinylfu", capacity_blocks=2, share=0.2)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_victim_tier(policy: Any) -> None:
+    lives(policy, store=ON_DEVICE_EVICTION, key_bytes=8, share=0.5)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_oldest_policies_for_longer(policy: str) -> None:
+    lives(policy, GATES[20], capacity_blocks=3, key_bytes=20)
+    lives(policy, store=ON_DEVICE_EVICTION, admission=GATES[20], key_bytes=20)
+    lives(policy, store=ON_DEVICE_EVICTION, capacity_blocks=1, key_bytes=5, share=0.2)
+
+
+@pytest.mark.parametrize("admission", ["reuse:2", "bypass", "bypass:-1", "tinylfu"])
+def test_a_rule_by_name(admission: str) -> None:
+    policy = SmallHazard if admission.startswith("bypass") else "lru"
+    lives(policy, admission, share=0.03)  # An audit of `reuse:2` reads its 64,000 places.
+    lives(policy, admission, store=ON_DEVICE_EVICTION, share=0.03)
+
+
+@pytest.mark.parametrize("store", [ON_COMPUTE, ON_DEVICE_EVICTION])
+@pytest.mark.parametrize("admission", ["all", GATES[8]], ids=["all", "gated"])
+def test_a_policy_that_refuses_at_random(admission: Any, store: str) -> None:
+    lives(RefusesAtRandom, admission, store=store, key_bytes=8, share=0.4)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [NaiveLRU, NaiveARC, NaiveFIFO, NaiveSLRU, NaiveLFU, NaiveSIEVE, NaiveS3FIFO, NaiveTwoQ, NaiveLIRS,
+     NaiveWTinyLFU, NaiveGDSF, SmallNaiveHazard],
+)  # fmt: skip
+def test_a_naive_twin(policy: Any) -> None:
+    """Briefly: a twin is held by the kernels that it is compared with."""
+    lives(policy, share=0.1)
+    lives(policy, store=ON_DEVICE_EVICTION, share=0.05)
+
+
+@pytest.mark.parametrize("admission", [lambda: NaiveReuse(2, 4), lambda: NaiveTinyLFU(5)])
+def test_a_naive_rule(admission: Callable[[], Admission]) -> None:
+    lives(NaiveLRU, admission, share=0.2)
+    lives(RefusesAtRandom, admission, store=ON_DEVICE_EVICTION, share=0.2)

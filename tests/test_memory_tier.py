@@ -8,7 +8,7 @@ import mmap
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.keys import Keys
@@ -42,7 +42,6 @@ def test_blocks_come_back_from_scattered_slots():
     assert not out[[0, 1, 2, 3, 4, 8, 9]].any()
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_sequence_of_writes_erases_and_reads_equals_a_dict(data):
     """The model: slot -> (key, bytes). Chunks of two blocks, so that batches span several."""

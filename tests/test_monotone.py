@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
@@ -64,7 +64,6 @@ def prefix_hits(
 
 
 @given(chained_requests())
-@settings(max_examples=60, deadline=None)
 def test_every_request_hits_no_less_in_a_larger_lru(requests: Requests) -> None:
     by_capacity = [prefix_hits(requests, capacity) for capacity in range(1, 25)]
     for smaller, larger in pairwise(by_capacity):
@@ -72,7 +71,6 @@ def test_every_request_hits_no_less_in_a_larger_lru(requests: Requests) -> None:
 
 
 @given(chained_requests(), st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_nobody_does_better_than_the_optimum(
@@ -83,7 +81,6 @@ def test_nobody_does_better_than_the_optimum(
 
 
 @given(chained_requests())
-@settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("policy", [*POLICIES.names(), NaiveLRU, NaiveARC])
 def test_a_cache_for_everything_hits_whatever_was_there_before(policy: str, requests: Requests) -> None:
     trace = trace_of(requests)
@@ -92,7 +89,6 @@ def test_a_cache_for_everything_hits_whatever_was_there_before(policy: str, requ
 
 
 @given(st.integers(1, 8), st.integers(1, 12))
-@settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_of_a_request_that_does_not_fit_the_head_is_hit(policy: str, capacity: int, length: int) -> None:
     request = [*range(length)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError
@@ -87,7 +87,6 @@ def best_of_all(requests: Requests, capacity: int, offers: Offers) -> int:
 
 
 @given(chained_requests(max_requests=30, max_new=5), st.integers(0, 20))
-@settings(max_examples=150, deadline=None)
 def test_the_device_equals_its_naive_twin_and_the_manager(requests: Requests, device_blocks: int) -> None:
     trace = trace_of(requests)
     run = run_device(trace, device_blocks)
@@ -107,7 +106,6 @@ def test_the_device_equals_its_naive_twin_and_the_manager(requests: Requests, de
     st.integers(0, 12),
     st.sampled_from(STORES),
 )
-@settings(max_examples=300, deadline=None)
 def test_equals_its_naive_twin(requests: Requests, capacity: int, device_blocks: int, store: str) -> None:
     offers = naive_device(requests, device_blocks, store)
     result = optimum(trace_of(requests), capacity, device_blocks, store)
@@ -119,7 +117,6 @@ def test_equals_its_naive_twin(requests: Requests, capacity: int, device_blocks:
 @given(
     chained_requests(max_requests=7, max_new=2), st.integers(0, 3), st.integers(0, 4), st.sampled_from(STORES)
 )  # fmt: skip
-@settings(max_examples=250, deadline=None)
 def test_nobody_does_better_and_somebody_does_as_well(
     requests: Requests, capacity: int, device_blocks: int, store: str
 ) -> None:
@@ -129,7 +126,6 @@ def test_nobody_does_better_and_somebody_does_as_well(
 
 
 @given(chained_requests(max_requests=30, max_new=6), st.integers(0, 12), st.sampled_from(STORES))
-@settings(max_examples=50, deadline=None)
 def test_grows_with_the_capacity_up_to_the_infinite_cache(
     requests: Requests, device_blocks: int, store: str
 ) -> None:
@@ -142,7 +138,6 @@ def test_grows_with_the_capacity_up_to_the_infinite_cache(
 
 
 @given(chained_requests(max_requests=30, max_new=6), st.integers(0, 20))
-@settings(max_examples=50, deadline=None)
 def test_without_a_device_the_two_ways_to_store_are_one(requests: Requests, capacity: int) -> None:
     trace = trace_of(requests)
     assert optimum(trace, capacity, 0, STORES[0]) == optimum(trace, capacity, 0, STORES[1])
@@ -155,7 +150,6 @@ def test_without_a_device_the_two_ways_to_store_are_one(requests: Requests, capa
     st.sampled_from(["lru", "arc"]),
     st.sampled_from(["all", "reuse:2"]),
 )
-@settings(max_examples=150, deadline=None)
 def test_no_policy_is_above_it(
     requests: Requests, capacity: int, device_blocks: int, policy: str, admission: str
 ) -> None:

@@ -1,14 +1,11 @@
-"""FIFO, SLRU, LFU, SIEVE and S3-FIFO: what all of them owe, and every decision against the naive twin."""
+"""FIFO, SLRU, LFU, SIEVE and S3-FIFO, kernels and twins: what all of them owe."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvoffload.core.index import ABSENT, find_bytes
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.fifo import FIFO
@@ -16,76 +13,18 @@ from kvoffload.policies.lfu import LFU
 from kvoffload.policies.s3fifo import S3FIFO
 from kvoffload.policies.sieve import SIEVE
 from kvoffload.policies.slru import SLRU
-from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.fifo import NaiveFIFO
 from kvoffload.testing.naive.lfu import NaiveLFU
 from kvoffload.testing.naive.s3fifo import NaiveS3FIFO
 from kvoffload.testing.naive.sieve import NaiveSIEVE
 from kvoffload.testing.naive.slru import NaiveSLRU
-from kvoffload.testing.scripts import Step, play, scripts
 from letters import keys, letters_at, load, make, store, text, use
+from test_twins import inside
+
+POLICIES = [FIFO, SLRU, LFU, SIEVE, S3FIFO, NaiveFIFO, NaiveSLRU, NaiveLFU, NaiveSIEVE, NaiveS3FIFO]
 
 
-class Pair(NamedTuple):
-    """A policy, its twin, and settings that make what is rare at the defaults happen in short scripts."""
-
-    kernel: type[EvictionPolicy]
-    twin: type[EvictionPolicy]
-    tight: dict[str, Any]
-
-    def tightened(self) -> tuple[type[EvictionPolicy], type[EvictionPolicy]]:
-        return type("Tight", (self.kernel,), self.tight), type("TightTwin", (self.twin,), self.tight)
-
-
-PAIRS = {
-    "fifo": Pair(FIFO, NaiveFIFO, {}),
-    "slru": Pair(SLRU, NaiveSLRU, {"proven_share": 0.5}),
-    "lfu": Pair(LFU, NaiveLFU, {"max_count": 3}),
-    "sieve": Pair(SIEVE, NaiveSIEVE, {"patience": 2}),
-    "s3fifo": Pair(S3FIFO, NaiveS3FIFO, {"patience": 2, "small_share": 0.3}),
-}
-
-
-def inside(manager: OffloadingManager) -> Any:
-    """All that a policy tells of itself, after an audit."""
-    audit(manager)
-    policy: Any = manager.policy
-    told: list[Any] = [policy.order(), policy.stats()]
-    if hasattr(policy, "marks"):
-        told.append(policy.marks())
-    if hasattr(policy, "queues"):
-        told.append(policy.queues())
-        ghosts, index = policy.queues()[2], manager.index
-        assert len(set(ghosts)) == len(ghosts) <= max(1, manager.capacity_blocks - 1)
-        both = [key for key in ghosts if find_bytes(index.table, index.keys, key) != ABSENT]
-        assert not both, f"keys are here and remembered as gone: {both}"
-    return told
-
-
-@given(scripts(max_steps=80), st.sampled_from([1, 2, 3, 5, 7]), st.booleans())
-@settings(max_examples=100, deadline=None)
-@pytest.mark.parametrize("name", PAIRS)
-def test_decides_as_its_naive_twin(name: str, script: list[Step], capacity: int, tight: bool) -> None:
-    pair = PAIRS[name]
-    kernel, twin = pair.tightened() if tight else (pair.kernel, pair.twin)
-
-    def run(policy: type[EvictionPolicy]) -> list[Any]:
-        return play(OffloadingManager(capacity, key_bytes=20, policy=policy), script, inside)
-
-    assert run(kernel) == run(twin)
-
-
-@given(scripts(num_keys=60, num_requests=4, max_steps=120), st.integers(20, 30))
-@settings(max_examples=30, deadline=None)
-@pytest.mark.parametrize("name", PAIRS)
-def test_decides_as_its_naive_twin_with_room_for_queues(name: str, script: list[Step], capacity: int) -> None:
-    def run(policy: type[EvictionPolicy]) -> list[Any]:
-        return play(OffloadingManager(capacity, key_bytes=8, policy=policy), script, inside)
-
-    assert run(PAIRS[name].kernel) == run(PAIRS[name].twin)
-
-
-@pytest.fixture(params=[policy for pair in PAIRS.values() for policy in pair[:2]])
+@pytest.fixture(params=POLICIES)
 def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
     found: type[EvictionPolicy] = request.param
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.admission import Admission, ReuseAdmission, create
@@ -194,7 +194,6 @@ batches = long_lists(st.lists(st.integers(0, 15), unique=True, max_size=9), max_
 
 
 @given(batches, st.integers(1, 12), st.integers(2, 4))
-@settings(max_examples=200, deadline=None)
 def test_counts_as_its_naive_twin(requests: list[list[int]], size: int, threshold: int) -> None:
     rule, twin = ReuseAdmission(20, threshold, size), NaiveReuse(threshold, size)
     for request in requests:
@@ -206,7 +205,6 @@ def test_counts_as_its_naive_twin(requests: list[list[int]], size: int, threshol
 
 
 @given(scripts(), st.integers(1, 12), st.sampled_from(["lru", "arc"]))
-@settings(max_examples=100, deadline=None)
 def test_decides_as_its_naive_twin(script: list[Step], size: int, policy: str) -> None:
     def run(rule: ReuseAdmission | NaiveReuse) -> list[Any]:
         def look(manager: OffloadingManager) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.keys import Keys
@@ -66,7 +66,6 @@ def test_a_large_cache_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_victim_tier", [False, True])
 @pytest.mark.parametrize("small_capacity", [1, 100])
 @given(requests, st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
 def test_counts_as_its_naive_twin(
     is_victim_tier: bool,
     small_capacity: int,

@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvoffload.cli.main import main
+from command import kvoffload
 from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.policies.lru import LRU
 from kvoffload.replay import cluster, grid, measure, workers
@@ -50,14 +51,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
 def rag(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("sweep") / "small-rag.jsonl.gz"
     write_trace(generate(builtin("rag", sessions=40)), path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def longer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Long enough to be interrupted."""
-    path = tmp_path_factory.mktemp("sweep") / "longer-chat.jsonl"
-    write_trace(generate(builtin("chat", sessions=200)), path)
     return str(path)
 
 
@@ -164,15 +157,16 @@ def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
 
 
 def test_a_rule_and_a_policy_that_do_not_go_together_are_left_out(
-    chat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = ConfigError("admission", "reuse:2", "not with arc")
     together = {("arc", "reuse:2"): reason}
     monkeypatch.setattr(grid, "why_not", lambda policy, admission: together.get((policy, admission)))
     arguments = ("--policies", "lru,arc", "--admissions", "all,reuse:2", "--capacities", "5%,10%")
-    assert run_main(monkeypatch, chat, *arguments, "--jobs", "1") == 0
-    assert capsys.readouterr().err == (
-        "2 combinations left out: admission: 'reuse:2' is not possible; not with arc\n"
+    done = kvoffload("sweep", chat, *arguments, "--jobs", "1")
+    assert (done.returncode, done.stderr) == (
+        0,
+        "2 combinations left out: admission: 'reuse:2' is not possible; not with arc\n",
     )
     with pytest.raises(ConfigError, match="not with arc"):
         Grid(("arc",), ("all", "reuse:2"))
@@ -401,27 +395,63 @@ def test_a_trace_that_changes_meanwhile_is_noticed(chat: str) -> None:
 # ---- the command, in processes of its own
 
 
-def command(*arguments: str | Path) -> list[str]:
+GATED_POLICY = """
+import pathlib, tempfile, time
+from kvoffload.policies.lru import LRU
+
+HERE = pathlib.Path(__file__).parent
+
+
+class Gated(LRU):
+    '''LRU; in a large cache it waits until somebody opens the gate.'''
+
+    name = "gated"
+
+    def replace(self, *arguments):
+        if self.capacity_blocks >= 30 and not (HERE / "open").exists():
+            tempfile.mkstemp(prefix="waits-", dir=HERE)
+            while not (HERE / "open").exists():
+                time.sleep(0.01)
+        super().replace(*arguments)
+"""
+HANGS_S = 600
+"""Nothing takes as long: what has not happened until then never will."""
+
+
+class Held(NamedTuple):
+    """A sweep of 8 rows in a process of its own, whose two workers wait at a gate when 6 rows are done."""
+
+    process: subprocess.Popen[str]
+    children: list[int]
+    arguments: tuple[str, ...]
+    output: Path
+    journal: Path
+
+    def num_kept(self) -> int:
+        return self.journal.read_bytes().count(b"\n") if self.journal.exists() else 0
+
+
+@pytest.fixture
+def held(chat: str, tmp_path: Path) -> Iterator[Held]:
+    (tmp_path / "gated.py").write_text(GATED_POLICY)
+    policies = f"lru,{tmp_path / 'gated.py'}:Gated"
+    arguments = (chat, "--policies", policies, "--capacities", "10,20,30,40")
+    output = tmp_path / "out.csv"
     call = "from kvoffload.cli.main import main\nif __name__ == '__main__':\n    main()"
-    return [sys.executable, "-c", call, "sweep", *map(str, arguments)]
-
-
-@contextlib.contextmanager
-def halfway(output: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The running command with two workers, when its journal has three rows, and its descendants."""
+    command = [sys.executable, "-c", call, "sweep", *arguments, "--output", output, "--jobs", "2"]
     process = subprocess.Popen(
-        command(*arguments, "--output", output, "--jobs", "2"),
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    journal = output.with_name(output.name + ".journal")
-    deadline = time.monotonic() + 60
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        while not (journal.exists() and journal.read_bytes().count(b"\n") >= 3):
+        found = Held(process, [], arguments, output, tmp_path / "out.csv.journal")
+        deadline = time.monotonic() + HANGS_S
+        while found.num_kept() < 6 or len([*tmp_path.glob("waits-*")]) < 2:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.01)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        yield process, [int(child) for child in children]
+        found.children.extend(map(int, children))
+        yield found
     finally:
         # With all that it has left behind, which would hold the pipes open.
         with contextlib.suppress(ProcessLookupError):
@@ -430,48 +460,37 @@ def halfway(output: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 
 def wait_for_the_end(processes: list[int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANGS_S
     while any(Path(f"/proc/{pid}").exists() for pid in processes):
         assert time.monotonic() < deadline, "processes are left behind"
         time.sleep(0.02)
 
 
-AXES = ("--policies", "lru,arc", "--capacities", "1%,2%,3%,4%", "--device-blocks", "0,500,900")
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
-def test_kill_9_in_the_middle(
-    longer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "killed.csv"
-    with halfway(output, longer, *AXES) as (process, children):
-        process.kill()
-        process.wait()
-        assert len(children) >= 2
-        wait_for_the_end(children)
-    kept = output.with_name("killed.csv.journal").read_bytes().count(b"\n")
-    assert 3 <= kept < 24
-    assert not output.exists()
-    assert run_main(monkeypatch, longer, *AXES, "--output", output, "--jobs", "1") == 0
-    assert capsys.readouterr().err == f"{kept} of 24 rows had been finished before\n"
+def test_kill_9_in_the_middle(held: Held, tmp_path: Path) -> None:
+    held.process.kill()
+    held.process.wait()
+    assert len(held.children) >= 2
+    wait_for_the_end(held.children)
+    assert held.num_kept() == 6
+    assert not held.output.exists()
+    (tmp_path / "open").touch()
+    done = kvoffload("sweep", *held.arguments, "--output", held.output, "--jobs", "1")
+    assert (done.returncode, done.stderr) == (0, "6 of 8 rows had been finished before\n")
     whole = tmp_path / "whole.csv"
-    axes = Grid(("lru", "arc"), ("all",), ("1%", "2%", "3%", "4%"), ("0", "500", "900"))
-    Sweep([longer], axes, jobs=1, output=whole).run()
-    assert output.read_bytes() == whole.read_bytes()
+    assert kvoffload("sweep", *held.arguments, "--output", whole, "--jobs", "1").returncode == 0
+    assert held.output.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
-def test_ctrl_c_keeps_what_is_done(longer: str, tmp_path: Path) -> None:
-    output = tmp_path / "stopped.csv"
-    with halfway(output, longer, *AXES) as (process, children):
-        os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to every process.
-        _, errors = process.communicate(timeout=20)
-        wait_for_the_end(children)
-    journal = output.with_name("stopped.csv.journal")
-    kept = journal.read_bytes().count(b"\n")
-    assert process.returncode == 130
+def test_ctrl_c_keeps_what_is_done(held: Held) -> None:
+    os.killpg(held.process.pid, signal.SIGINT)  # As a terminal does: to every process.
+    _, errors = held.process.communicate(timeout=HANGS_S)
+    wait_for_the_end(held.children)
+    assert held.process.returncode == 130
+    assert held.num_kept() == 6
     assert errors == (
-        f"kvoffload: interrupted; {kept} of 24 rows are kept in {journal}: run the same command again to go "
+        f"kvoffload: interrupted; 6 of 8 rows are kept in {held.journal}: run the same command again to go "
         "on\n"
     )
 
@@ -486,23 +505,12 @@ def test_a_worker_that_is_killed_ends_the_sweep(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SweepError, match="a worker process ended unexpectedly; was there too little memory"):
         Sweep([chat], Grid(("lru", "killer:Killer"), capacities=("5",)), jobs=2).run()
-    deadline = time.monotonic() + 20
-    while multiprocessing.active_children() and time.monotonic() < deadline:
-        time.sleep(0.05)  # the pool has told the other workers to end
+    for process in multiprocessing.active_children():
+        process.join(HANGS_S)  # the pool has told the other workers to end
     assert multiprocessing.active_children() == []
 
 
 # ---- the command, in this process
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["kvoffload", "sweep", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "120")
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.mark.parametrize(
@@ -538,26 +546,21 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     ],
 )  # fmt: skip
 def test_mistakes_are_one_clear_line(
-    chat: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    replays: list[Task],
-    arguments: list[str],
-    message: str,
+    chat: str, replays: list[Task], arguments: list[str], message: str
 ) -> None:
-    code = run_main(monkeypatch, chat, *arguments)
-    printed = capsys.readouterr()
-    assert (code, printed.out) == (2, "")
-    assert printed.err.startswith(f"kvoffload: {message}"), printed.err
-    assert printed.err.count("\n") == 1
+    done = kvoffload("sweep", chat, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvoffload: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1
     assert replays == [], "before any work"
 
 
 def test_a_trace_that_is_not_there_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
-    assert run_main(monkeypatch, "/no/such/file", "--output", tmp_path / "x.csv") == 2
-    assert "trace: '/no/such/file' is not possible" in capsys.readouterr().err
+    done = kvoffload("sweep", "/no/such/file", "--output", tmp_path / "x.csv")
+    assert done.returncode == 2
+    assert "trace: '/no/such/file' is not possible" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -574,20 +577,20 @@ def test_a_trace_that_is_not_there_leaves_nothing(
 def test_an_extra_that_is_not_installed(
     chat: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     module: str,
     arguments: list[str],
     message: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    assert run_main(monkeypatch, chat, *arguments) == 2
-    assert capsys.readouterr().err == f"kvoffload: {message}\n"
+    done = kvoffload("sweep", chat, *arguments)
+    assert (done.returncode, done.stderr) == (2, f"kvoffload: {message}\n")
 
 
-def test_the_tables(chat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables(chat: str) -> None:
     axes = ("--policies", "lru,arc", "--admissions", "all,reuse:2", "--capacities", "5%,100%")
-    assert run_main(monkeypatch, chat, *axes, "--device-blocks", "0,20", "--jobs", "1") == 0
-    printed = capsys.readouterr().out
+    done = kvoffload("sweep", chat, *axes, "--device-blocks", "0,20", "--jobs", "1")
+    assert done.returncode == 0
+    printed = done.stdout
     rows = (
         Sweep([chat], Grid(("lru", "arc"), ("all", "reuse:2"), ("5%", "100%"), ("0", "20")), jobs=1)
         .run()
@@ -604,7 +607,7 @@ def test_the_tables(chat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_better_than_the_optimum_is_an_error(
-    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def boasting(task: Task) -> Measurement | Failure:
         outcome = measure.attempt(task)
@@ -616,9 +619,9 @@ def test_better_than_the_optimum_is_an_error(
 
     monkeypatch.setattr(workers, "attempt", boasting)
     output = tmp_path / "out.csv"
-    code = run_main(monkeypatch, chat, "--capacities", "5%", "--jobs", "1", "--output", output)
-    errors = capsys.readouterr().err.splitlines()
-    assert code == 1
+    done = kvoffload("sweep", chat, "--capacities", "5%", "--jobs", "1", "--output", output)
+    errors = done.stderr.splitlines()
+    assert done.returncode == 1
     assert len(errors) == 2
     assert errors[0].startswith(
         "kvoffload: better than the best there can be: small-chat: arc, all, on-compute, capacity 5%: "
@@ -637,15 +640,13 @@ class Failing(LRU):
         raise ZeroDivisionError("of all things")
 
 
-def test_a_policy_that_fails_is_named_and_the_rest_is_kept(
-    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_that_fails_is_named_and_the_rest_is_kept(chat: str, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     policies = f"lru,{__name__}:Failing"
-    code = run_main(monkeypatch, chat, "--policies", policies, "--capacities", "5%", "--jobs", "1",
-                    "--output", output)  # fmt: skip
-    assert code == 1
-    assert capsys.readouterr().err == (
+    done = kvoffload("sweep", chat, "--policies", policies, "--capacities", "5%", "--jobs", "1",
+                     "--output", output)  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == (
         f"kvoffload: small-chat: {__name__}:Failing, all, on-compute, capacity 5%: ZeroDivisionError: of all "
         f"things; 1 of 2 rows are kept in {output}.journal: run the same command again to go on\n"
     )

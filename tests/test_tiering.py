@@ -646,4 +646,6 @@ class TieringMachine(RuleBasedStateMachine):
 
 
 TestTieringMachine = TieringMachine.TestCase
-TestTieringMachine.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
+TestTieringMachine.settings = settings(
+    max_examples=settings.default.max_examples // 4, stateful_step_count=50, deadline=None
+)

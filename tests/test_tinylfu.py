@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.admission import Admission, TinyLFUAdmission, create
@@ -111,7 +111,6 @@ batches = long_lists(st.lists(st.integers(0, 40), unique=True, max_size=9), max_
 
 
 @given(batches, st.sampled_from([1, 3, 8, 17]))
-@settings(max_examples=150, deadline=None)
 def test_counts_as_its_naive_twin(requests: list[list[int]], capacity: int) -> None:
     rule, twin = TinyLFUAdmission(capacity), NaiveTinyLFU(capacity)
     for request in requests:
@@ -122,7 +121,6 @@ def test_counts_as_its_naive_twin(requests: list[list[int]], capacity: int) -> N
 
 
 @given(scripts(), st.sampled_from([3, 5]), st.sampled_from(["lru", "2q", "lirs", "wtinylfu", "gdsf"]))
-@settings(max_examples=40, deadline=None)
 def test_decides_as_its_naive_twin(script: list[Step], capacity: int, policy: str) -> None:
     def run(rule: Admission) -> list[Any]:
         return play(OffloadingManager(capacity, key_bytes=8, policy=policy, admission=rule), script, audit)

@@ -12,7 +12,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.transfer import HostEngine, as_blocks, copy_blocks, copy_engine_for
@@ -45,7 +45,6 @@ def unaligned(num_blocks: int, block_bytes: int, offset: int, gap: int) -> np.nd
 # copy_blocks
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_copy_equals_a_loop_for_any_rows_sizes_and_alignments(data):
     block_bytes = data.draw(st.sampled_from([1, 7, 64, 65, 200, 4096, 5000, 16384, 20000]))
@@ -282,7 +281,6 @@ def test_the_plan_gathers_small_scattered_blocks_and_copies_large_runs():
 
 
 @needs_torch
-@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_both_ways_of_the_cuda_engine_equal_a_loop_on_cpu_tensors(data):
     from kvoffload.transfer.cuda import copy_runs, gather, scatter

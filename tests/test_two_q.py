@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.two_q import TwoQ
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.two_q import NaiveTwoQ
-from kvoffload.testing.scripts import Step, play, scripts
 from letters import begin_store, keys, letters_at, load, make, store, text, use
 
 
@@ -131,17 +128,3 @@ def test_reset_forgets_the_keys(manager: OffloadingManager) -> None:
     assert state(manager) == ("", "", "")
     use(manager, "a")
     assert state(manager) == ("a", "", "")
-
-
-@given(scripts(max_steps=90), st.sampled_from([1, 2, 3, 4, 6, 9]))
-@settings(max_examples=150, deadline=None)
-def test_decides_as_its_naive_twin(script: list[Step], capacity: int) -> None:
-    def run(policy: type[EvictionPolicy]) -> list[Any]:
-        def look(manager: OffloadingManager) -> Any:
-            audit(manager)
-            policy: Any = manager.policy
-            return policy.lists(), policy.order(), policy.stats()
-
-        return play(OffloadingManager(capacity, key_bytes=8, policy=policy), script, look)
-
-    assert run(TwoQ) == run(NaiveTwoQ)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.wtinylfu import WTinyLFU
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.wtinylfu import NaiveWTinyLFU
-from kvoffload.testing.scripts import Step, play, scripts
 from letters import begin_store, keys, letters_at, load, make, store, use
 
 
@@ -168,30 +165,3 @@ def test_reset_forgets_what_was_seen(policy: type[EvictionPolicy]) -> None:
     manager.reset()
     use(manager, "abcd")
     assert state(manager) == ("d", "ba", "")
-
-
-@given(scripts(max_steps=100), st.sampled_from([1, 2, 3, 4, 6, 9]))
-@settings(max_examples=200, deadline=None)
-def test_decides_as_its_naive_twin(script: list[Step], capacity: int) -> None:
-    def run(policy: type[EvictionPolicy]) -> list[Any]:
-        def look(manager: OffloadingManager) -> Any:
-            audit(manager)
-            policy: Any = manager.policy
-            return policy.lists(), policy.order(), policy.stats()
-
-        return play(OffloadingManager(capacity, key_bytes=8, policy=policy), script, look)
-
-    assert run(WTinyLFU) == run(NaiveWTinyLFU)
-
-
-@given(scripts(num_keys=200, max_steps=60))
-@settings(max_examples=15, deadline=None)
-def test_decides_as_its_naive_twin_with_a_window_of_two(script: list[Step]) -> None:
-    def run(policy: type[EvictionPolicy]) -> list[Any]:
-        manager = OffloadingManager(200, key_bytes=8, policy=policy)
-        plan = manager.prepare_store([bytes([200 + n % 50, n]) * 4 for n in range(195)])
-        assert plan is not None
-        manager.complete_store(plan)
-        return play(manager, script, lambda manager: manager.policy.order())
-
-    assert run(WTinyLFU) == run(NaiveWTinyLFU)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
@@ -380,7 +381,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """Which of the absent blocks the admission rule lets in, each on its own."""
         if self.manager.admission is None:
             return missing
-        allowed = self.manager.admission.admit(Keys.pack(missing, self.manager.key_bytes))
+        # A copy is asked: a rule may let the first ones in unseen, and counts them.
+        allowed = deepcopy(self.manager.admission).admit(Keys.pack(missing, self.manager.key_bytes))
         return [key for key, is_allowed in zip(missing, allowed.tolist(), strict=True) if is_allowed]
 
     def _held_by_device(self, keys: list[bytes]) -> None:
@@ -439,7 +441,7 @@ def manager_machine(
     store: str = ON_COMPUTE,
     capacity_blocks: int = 5,
     key_bytes: int = 32,
-    max_examples: int = 50,
+    max_examples: int | None = None,
     step_count: int = 40,
 ) -> type[ManagerMachine]:
     """A state machine for managers with this policy and admission; its `TestCase` is what pytest runs.
@@ -449,6 +451,8 @@ def manager_machine(
         admission: a name, or a function that makes a rule, since one rule serves one manager.
         store: when blocks are offered: ``on-compute``, or ``on-device-eviction`` for a victim tier.
         capacity_blocks: keep it small: everything interesting happens when there is no room.
+        max_examples: lives that are tried; None for as many as Hypothesis' profile says.
+        step_count: steps of a life, at most.
     """
 
     def make() -> OffloadingManager:
@@ -464,6 +468,8 @@ def manager_machine(
 
     machine: type[ManagerMachine] = type("Machine", (ManagerMachine,), {"make": staticmethod(make)})
     machine.TestCase.settings = settings(
-        max_examples=max_examples, stateful_step_count=step_count, deadline=None
+        max_examples=max_examples or settings.default.max_examples,
+        stateful_step_count=step_count,
+        deadline=None,
     )
     return machine

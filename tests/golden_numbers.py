@@ -1,25 +1,34 @@
-"""The golden numbers: prefix-hit ratio and blocks written on the recorded traces, by other simulators.
-
-LRU, FIFO, SIEVE and LFU agree to the last digit, LRU with `reuse:2` within 0.001 (it does so exactly), ARC
-within 0.005, S3-FIFO within 0.002. The same numbers come from vLLM's real manager and from libCacheSim;
-where they come from, and how a replay counts, stands in docs/decisions.md.
+"""Golden numbers: what other simulators and the papers say, as data. Nothing here was made by our own code,
+but for `DECISIONS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
-
-import pytest
-
-from kvoffload.replay.readers import read_trace
-from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.sources import load_trace
-from kvoffload.replay.trace import Trace
-
 # trace, policy, admission: capacity in blocks -> (prefix-hit ratio, blocks written)
-GOLDEN = {
+REPLAYS = {
+    # By the naive twins; of LRU by a plain loop over an OrderedDict as well.
+    ("made_up", "2q", "all"): {300: (0.461393, 14_421)},
+    ("made_up", "2q", "reuse:2"): {300: (0.462446, 8_179)},
+    ("made_up", "arc", "all"): {300: (0.482874, 14_212)},
+    ("made_up", "arc", "reuse:2"): {300: (0.480842, 8_043)},
+    ("made_up", "fifo", "all"): {300: (0.354572, 15_770)},
+    ("made_up", "fifo", "reuse:2"): {300: (0.394013, 8_912)},
+    ("made_up", "gdsf", "all"): {300: (0.403846, 14_909)},
+    ("made_up", "gdsf", "reuse:2"): {300: (0.392562, 8_499)},
+    ("made_up", "lfu", "all"): {300: (0.378447, 17_130)},
+    ("made_up", "lfu", "reuse:2"): {300: (0.356567, 11_495)},
+    ("made_up", "lirs", "all"): {300: (0.478120, 14_383)},
+    ("made_up", "lirs", "reuse:2"): {300: (0.475835, 8_208)},
+    ("made_up", "lru", "all"): {300: (0.457475, 14_952)},
+    ("made_up", "lru", "reuse:2"): {300: (0.475109, 8_228)},
+    ("made_up", "s3fifo", "all"): {300: (0.466872, 14_382)},
+    ("made_up", "s3fifo", "reuse:2"): {300: (0.454354, 8_550)},
+    ("made_up", "sieve", "all"): {300: (0.426597, 14_731)},
+    ("made_up", "sieve", "reuse:2"): {300: (0.437155, 8_384)},
+    ("made_up", "slru", "all"): {300: (0.473149, 14_520)},
+    ("made_up", "slru", "reuse:2"): {300: (0.482184, 8_033)},
+    ("made_up", "wtinylfu", "all"): {300: (0.358019, 16_788)},
+    ("made_up", "wtinylfu", "reuse:2"): {300: (0.367671, 10_640)},
     ("conversation_first60", "lru", "all"): {
         1_000: (0.045878, 156_935),
         2_000: (0.057368, 155_045),
@@ -155,7 +164,11 @@ GOLDEN = {
 }
 
 # With a device cache in front: (ratio of device and tier together, what the tier adds, blocks written)
-GOLDEN_BEHIND_DEVICE = {
+REPLAYS_BEHIND_DEVICE = {
+    ("made_up", "lru", "all", 100): {300: (0.4575, 0.2063, 14_952)},
+    ("made_up", "lru", "reuse:2", 100): {300: (0.4892, 0.2380, 8_228)},
+    ("made_up", "arc", "all", 100): {300: (0.4831, 0.2319, 14_212)},
+    ("made_up", "arc", "reuse:2", 100): {300: (0.4959, 0.2447, 8_043)},
     ("conversation_first60", "lru", "all", 1_000): {
         1_000: (0.0459, 0.0000, 156_935),
         4_000: (0.0943, 0.0484, 148_969),
@@ -187,7 +200,7 @@ GOLDEN_BEHIND_DEVICE = {
         8_000: (0.8028, 0.5317, 908_294),
     },
 }
-TOLERANCE = {
+REPLAY_TOLERANCE = {
     ("lru", "all"): 0.0,
     ("lru", "reuse:2"): 0.001,
     ("arc", "all"): 0.005,
@@ -204,52 +217,7 @@ TOLERANCE = {
     ("s3fifo", "reuse:2"): 0.002,
 }
 
-CASES = [(*case, capacity) for case, rows in GOLDEN.items() for capacity in rows]
-CASES_BEHIND_DEVICE = [(*case, capacity) for case, rows in GOLDEN_BEHIND_DEVICE.items() for capacity in rows]
-
-
-@lru_cache(maxsize=1)
-def _read(path: Path) -> Trace:
-    return read_trace(path)
-
-
-@pytest.mark.trace
-@pytest.mark.parametrize(("name", "policy", "admission", "capacity"), CASES)
-def test_golden_number(
-    recorded_trace_path: Callable[[str], Path], name: str, policy: str, admission: str, capacity: int
-) -> None:
-    trace = _read(recorded_trace_path(name))
-    report = Replay(trace, ReplayConfig(capacity, policy, admission)).run()
-    ratio, written = GOLDEN[name, policy, admission][capacity]
-    tolerance = TOLERANCE[policy, admission]
-    assert round(report.prefix_hit_ratio, 6) == pytest.approx(ratio, abs=tolerance)
-    assert report.blocks_written == pytest.approx(written, abs=tolerance * trace.block_refs)
-    assert report.prefix_hit_ratio <= report.optimum_hit_ratio <= report.infinite_hit_ratio
-
-
-@pytest.mark.trace
-@pytest.mark.parametrize(("name", "policy", "admission", "device_blocks", "capacity"), CASES_BEHIND_DEVICE)
-def test_golden_number_behind_a_device_cache(
-    recorded_trace_path: Callable[[str], Path],
-    name: str,
-    policy: str,
-    admission: str,
-    device_blocks: int,
-    capacity: int,
-) -> None:
-    trace = _read(recorded_trace_path(name))
-    report = Replay(trace, ReplayConfig(capacity, policy, admission, device_blocks)).run()
-    ratio, added, written = GOLDEN_BEHIND_DEVICE[name, policy, admission, device_blocks][capacity]
-    tolerance = TOLERANCE[policy, admission] + 0.00005
-    assert report.prefix_hit_ratio == pytest.approx(ratio, abs=tolerance)
-    assert report.offload_hit_blocks / report.block_refs == pytest.approx(added, abs=tolerance)
-    assert report.blocks_written == pytest.approx(
-        written, abs=TOLERANCE[policy, admission] * trace.block_refs
-    )
-    assert report.prefix_hit_ratio <= report.optimum_hit_ratio <= report.infinite_hit_ratio
-
-
-DIGESTS = {
+DECISIONS = {
     ("chat", "lru", "all"): "d97630ad9b3fd205",
     ("chat", "lru", "reuse:2"): "b1c532b65afce14e",
     ("chat", "arc", "all"): "f5e16bd0372f3bb2",
@@ -308,11 +276,86 @@ DIGESTS = {
     ("rag", "gdsf", "all"): "ada8ded1c8168b86",
     ("rag", "hazard", "all"): "0f76710f0bdf60da",
 }
+"""Built-in workload, policy, admission: the digest of every decision at a twentieth of the unique blocks."""
 
+FLAT = {
+    ("lru", "zipf", 100): 0.424233,
+    ("lru", "zipf", 1_000): 0.721233,
+    ("lru", "bursts", 100): 0.526100,
+    ("lru", "conversation", 1_000): 0.040775,
+    ("lru", "conversation", 5_000): 0.117900,
+    ("fifo", "zipf", 100): 0.374033,
+    ("fifo", "zipf", 1_000): 0.680433,
+    ("fifo", "bursts", 100): 0.524467,
+    ("fifo", "conversation", 1_000): 0.039875,
+    ("fifo", "conversation", 5_000): 0.114250,
+    ("slru", "zipf", 100): 0.486567,
+    ("slru", "zipf", 1_000): 0.718698,
+    ("slru", "bursts", 100): 0.524511,
+    ("slru", "conversation", 1_000): 0.051566,
+    ("slru", "conversation", 5_000): 0.104947,
+    ("lfu", "zipf", 100): 0.524033,
+    ("lfu", "zipf", 1_000): 0.752033,
+    ("lfu", "bursts", 100): 0.130500,
+    ("lfu", "conversation", 1_000): 0.042950,
+    ("lfu", "conversation", 5_000): 0.119975,
+    ("sieve", "zipf", 100): 0.529200,
+    ("sieve", "zipf", 1_000): 0.752033,
+    ("sieve", "bursts", 100): 0.488800,
+    ("sieve", "conversation", 1_000): 0.042950,
+    ("sieve", "conversation", 5_000): 0.119975,
+    ("s3fifo", "zipf", 100): 0.533733,
+    ("s3fifo", "zipf", 1_000): 0.755000,
+    ("s3fifo", "bursts", 100): 0.431333,
+    ("s3fifo", "conversation", 1_000): 0.051550,
+    ("s3fifo", "conversation", 5_000): 0.138150,
+    ("arc", "conversation", 1_000): 0.042950,
+    ("arc", "conversation", 4_000): 0.093075,
+    ("arc", "skewed", 100): 0.417533,
+    ("arc", "skewed", 1_000): 0.680000,
+    ("2q", "conversation", 1_000): 0.049025,
+    ("2q", "conversation", 4_000): 0.086950,
+    ("2q", "skewed", 100): 0.405500,
+    ("2q", "skewed", 1_000): 0.668500,
+    ("lirs", "conversation", 1_000): 0.053300,
+    ("lirs", "conversation", 4_000): 0.125675,
+    ("lirs", "skewed", 100): 0.422467,
+    ("lirs", "skewed", 1_000): 0.682933,
+    ("wtinylfu", "conversation", 1_000): 0.058075,
+    ("wtinylfu", "conversation", 4_000): 0.117625,
+    ("wtinylfu", "skewed", 100): 0.427033,
+    ("wtinylfu", "skewed", 1_000): 0.690833,
+    ("gdsf", "conversation", 1_000): 0.040775,
+    ("gdsf", "conversation", 4_000): 0.098500,
+    ("gdsf", "skewed", 100): 0.379767,
+    ("gdsf", "skewed", 1_000): 0.675867,
+}
+"""Policy, stream of `flat_streams`, capacity in blocks: hit ratio of libCacheSim 0.3.5.
 
-@pytest.mark.parametrize(("name", "policy", "admission"), list(DIGESTS))
-def test_builtin_workloads_decide_the_same_everywhere(name: str, policy: str, admission: str) -> None:
-    """Equal on every run, machine and Python version: the digest of every decision is pinned."""
-    trace = load_trace(name)
-    report = Replay(trace, ReplayConfig(trace.unique_blocks // 20, policy, admission)).run()
-    assert report.decisions_sha256[:16] == DIGESTS[name, policy, admission]
+Made once, by the released package in a process of its own (none of its code was read): one request of size 1
+a reference, in order, by default parameters; SLRU with two segments, which are of equal size there.
+Capacities are such that its whole-number shares are ours.
+"""
+
+FLAT_TOLERANCE = {
+    # How many keys of blocks that have left are kept is open in the paper: here as many as there are blocks.
+    "lirs": (0.0005, 0.0005),
+    # Equal H happens all the time when all costs are 1. Here who was used longer ago leaves.
+    "gdsf": (0.003, 0.003),
+    # The paper leaves the sketch open: its size, how it ages, whether it has a doorkeeper; and who wins a
+    # duel of equals. Ours is ahead on chat, where most blocks come once. Why theirs is behind is not known:
+    # without aging ours is still ahead.
+    "wtinylfu": (0.001, 0.03),
+}
+"""By how much ours may be lower, and higher; all others are equal to the last of six digits."""
+
+PAPER = {
+    ("P3", 38_127, "lru"): 0.0433,  # 5 % of 762,543 blocks
+    ("P3", 38_127, "arc"): 0.1756,
+    ("OLTP", 1_000, "arc"): 0.3894,
+}
+"""Trace of the ARC paper, capacity in blocks, policy: hit ratio by an independent simulator.
+
+A plain transcription of the paper's figure 4, without a manager, agrees with ours to the last hit when each
+block is a request of its own (OLTP: 0.389451).
+"""

@@ -1,0 +1,40 @@
+"""The command line in this process: what it prints, and its exit code, as a shell would see them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from kvoffload.cli.main import main
+
+
+class Done(NamedTuple):
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def kvoffload(*arguments: str | Path) -> Done:
+    """Run ``kvoffload ARGUMENTS`` on a terminal of 120 columns that is none."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    code: object = 0
+    with (
+        mock.patch.object(sys, "argv", ["kvoffload", *map(str, arguments)]),
+        mock.patch.dict(os.environ, COLUMNS="120"),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    assert isinstance(code, int)
+    told = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
+    return Done(code, *told)

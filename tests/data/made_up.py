@@ -1,0 +1,41 @@
+"""How `made_up.jsonl.xz` was made: chats and agents of the built-in workloads, merged by time.
+
+Written as recordings are: the last block of most prompts is not full, and its id is there all the same. The
+file is what counts: when the workloads change, it stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.replay.workloads import builtin, generate
+
+
+def main() -> None:
+    rng, seen, requests = np.random.default_rng(5), {}, []
+    for name, sessions, seed in (("chat", 120, 11), ("agent", 4, 12)):
+        trace = generate(builtin(name, sessions=sessions, seed=seed))
+        for row in range(trace.requests):
+            blocks = trace.refs[trace.offsets[row] : trace.offsets[row + 1]].tolist()
+            requests.append((int(trace.timestamps_ms[row]), name, blocks, int(trace.output_tokens[row])))
+    lines = []
+    for timestamp, name, blocks, output_length in sorted(requests, key=lambda r: (r[0], r[1] != "agent")):
+        ids = [seen.setdefault((name, block), len(seen)) for block in blocks]
+        rest = int(rng.integers(0, 512))
+        line = {
+            "timestamp": timestamp,
+            "input_length": 512 * len(ids) + rest,
+            "output_length": output_length,
+            "hash_ids": ids + ([10**7 + len(lines)] if rest else []),
+        }
+        lines.append(json.dumps(line) + "\n")
+    content = lzma.compress("".join(lines).encode(), preset=9)
+    Path(__file__).with_suffix(".jsonl.xz").write_bytes(content)
+
+
+if __name__ == "__main__":
+    main()
