@@ -537,6 +537,22 @@ def test_a_reset_is_durable_whatever_fails(filled: Path, when: str) -> None:
     disk.tier.close()
 
 
+def test_a_reset_holds_for_blocks_of_every_life_whatever_the_journal_has_lost(filled: Path) -> None:
+    """Its floor is above all that was ever written, also when nothing of it was here any more to compare."""
+    disk = reopened(filled)
+    assert disk.tier.delete(keys_of(NUMBERS)) == len(NUMBERS)
+    disk.tier.close()
+    disk = reopened(filled)
+    disk.tier.clear()
+    assert disk.tier.drain(20)
+    disk.tier.close()
+    flip(filled, LAYOUT.log_offset + PAGE_BYTES + 72)
+    disk = reopened(filled)
+    assert disk.tier.stats().journal_damage == 1, "that they were deleted"
+    assert disk.read(NUMBERS) == []
+    disk.tier.close()
+
+
 def test_a_journal_that_fails_amid_evictions(tmp_path: Path) -> None:
     """The sync of one batch fails while another waits, both with removals: every job ends all the same."""
     files = FailingFiles()
