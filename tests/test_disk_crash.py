@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -13,12 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_blocks import Disk, block_of, keys_of, slots_in_use
+from disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slots_in_use
 from kvoffload.testing.audit import audit
-from kvoffload.testing.disk import KINDS, BufferedFiles, Recorder, write_image
-from kvoffload.tiers.disk.files import aligned
+from kvoffload.testing.disk import KINDS, BufferedFiles, FailingFiles, Recorder, write_image
+from kvoffload.tiers.disk.files import PAGE_BYTES, Files, aligned
 from kvoffload.tiers.disk.inspection import opened, verify
-from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, Scratch
+from kvoffload.tiers.disk.journal import Journal
+from kvoffload.tiers.disk.layout import ACCESS, Layout, entry_dtype
+from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.disk.opening import Geometry, open_slab
+from kvoffload.tiers.disk.recovery import recover
+from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, Scratch, Slab
 
 NUM_SLOTS, NUM_KEYS = 16, 36
 KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "60"))
@@ -194,6 +200,102 @@ def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int) -> None:
         with opened(directory) as (slab, found):
             assert verify(slab, found) == []
             assert len(found.contents) == survivor.tier.stats().ready
+
+
+def test_a_life_rests_on_nothing_that_a_killed_one_left_unsynced(tmp_path: Path) -> None:
+    """A removal is in the log and not durable when the process dies. The next one reads it, and writes into
+    the slot: were the power to fail then, the slot must not be named by the entry of its old block."""
+
+    class Medium(Recorder):
+        syncs = True
+
+        def sync(self, fd: int) -> None:
+            if not self.syncs:
+                raise OSError(errno.EIO, "killed first")
+            super().sync(fd)
+
+    medium, slots = Medium(), [0, 1, 2, 3]
+    killed = Disk(tmp_path / "life", len(slots), files=medium)
+    assert killed.write(slots) == slots
+    medium.syncs = False
+    killed.tier.delete(keys_of([0]))
+    assert killed.tier.drain(20.0)
+    killed.tier.close()
+    medium.syncs, start = True, medium.position
+    next_one = Disk(tmp_path / "life", len(slots), files=medium)
+    assert next_one.here(slots) == slots[1:], "the system lives, and so does what it was given"
+    assert next_one.write([9]) == [9]
+    next_one.tier.close()
+    chance = random.Random(0)
+    for position in range(start, medium.position + 1):
+        for kind in KINDS:
+            write_image(tmp_path / "crash", SLAB_NAME, medium.image(position, chance, kind))
+            with opened(tmp_path / "crash", BufferedFiles()) as (slab, found):
+                assert (found.damaged, verify(slab, found)) == (0, []), f"position {position}, {kind}"
+
+
+def test_a_crash_amid_more_than_a_group_takes_leaves_a_beginning_of_it(tmp_path: Path) -> None:
+    """It is written as several groups, and none of them before the one in front of it is durable."""
+    recorder, layout = Recorder(), Layout(512, KEY_BYTES, 300)
+    geometry = Geometry(layout, layout.file_bytes, "model")
+    (tmp_path / "life").mkdir()
+    slab = open_slab(tmp_path / "life", geometry, recorder, Notices("test"))
+    journal, start = Journal(slab, recover(slab)), recorder.position
+    everything = np.arange(layout.num_slots)
+    entries = np.zeros(layout.num_slots, entry_dtype(KEY_BYTES))
+    entries["slot"], entries["generation"], entries["key"] = everything, everything + 1, everything[:, None]
+    journal.append(everything.astype(np.uint32), entries, np.empty(0, ACCESS), 0)
+    journal.sync()
+    slab.close()
+    groups = [write for write in recorder.writes if write.begin > start]
+    assert len(groups) == 3, "removals, and the entries in two parts"
+    sizes, chance = set(), random.Random(0)
+    for position in range(start, recorder.position + 1):
+        for kind in KINDS:
+            write_image(tmp_path / "crash", SLAB_NAME, recorder.image(position, chance, kind))
+            with opened(tmp_path / "crash", BufferedFiles()) as (_, found):
+                assert found.damaged == 0, f"position {position}, {kind}"
+                sizes.add(len(found.contents))
+    assert len(sizes) == 3
+    assert sizes > {0, layout.num_slots}
+
+
+@pytest.mark.parametrize("bad", [None, 0, PAGE_BYTES])
+def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
+    tmp_path: Path, bad: int | None
+) -> None:
+    """At the mending of a bad one, and at a reset after it. What no sync has covered is lost at its worst."""
+    path, files = tmp_path / "life" / SLAB_NAME, FailingFiles()
+    disk = Disk(path.parent, NUM_SLOTS)
+    disk.write([1])
+    disk.tier.close()
+    if bad is not None:
+        with path.open("r+b") as file:
+            file.seek(bad)
+            file.write(b"bad")
+    unsynced, left = set(), []
+
+    def crash(operation: str, offset: int) -> None:
+        if operation == "sync":
+            unsynced.clear()
+        elif operation == "write" and offset <= PAGE_BYTES:
+            unsynced.add(offset)
+            image = bytearray(path.read_bytes())
+            for at in unsynced:
+                image[at : at + PAGE_BYTES] = bytes(PAGE_BYTES)
+            left.append(tmp_path / f"crash {len(left)}")
+            write_image(left[-1], SLAB_NAME, bytes(image))
+
+    files.fail = crash
+    disk = Disk(path.parent, NUM_SLOTS, files=files)
+    disk.tier.clear()
+    assert disk.tier.drain(20.0)
+    disk.tier.close()
+    assert len(left) >= 2
+    for directory in left:
+        slab = Slab.open(directory / SLAB_NAME, Files(), Notices("test"))
+        assert isinstance(slab, Slab), f"{directory.name}: {slab}"
+        slab.close()
 
 
 MOTHER = """

@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import queue
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -486,6 +488,79 @@ def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(
         assert verify(slab, found) == []
 
 
+def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While blocks are being written the journal pauses: a write that needs it ends the pause."""
+    files, begun, writes, first_may_end = FailingFiles(), threading.Semaphore(0), count(), threading.Event()
+    disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files, num_threads=3)
+    assert len(disk.write(list(range(NUM_SLOTS - 1)))) == NUM_SLOTS - 1
+    assert disk.tier.drain(20)
+    pipeline, asleep = disk.tier._volumes[0]._pipeline, queue.SimpleQueue[int]()
+    wait_for = pipeline._commit.wait_for
+
+    def pause(is_over: Callable[[], bool], seconds: float) -> bool:
+        def noted() -> bool:
+            over = is_over()
+            if not over:
+                # The lock is held from here until it sleeps.
+                asleep.put(pipeline._num_removals)
+            return over
+
+        return wait_for(noted, 60)
+
+    def delete_while_the_journal_pauses(number: int) -> None:
+        disk.tier.delete(keys_of([number]))
+        while asleep.get(timeout=10) < pipeline._num_removals:
+            pass
+
+    def watch(operation: str, offset: int) -> None:
+        if operation == "write" and offset >= LAYOUT.slots_offset:
+            begun.release()
+            if next(writes) == 0:
+                first_may_end.wait(60)
+
+    monkeypatch.setattr(pipeline._commit, "wait_for", pause)
+    files.fail = watch
+    disk.tier.submit_write(keys_of([20]), disk.pool, np.array([20]))
+    assert begun.acquire(timeout=10)
+    delete_while_the_journal_pauses(0)
+    delete_while_the_journal_pauses(1)
+    disk.tier.submit_write(keys_of([21, 22]), disk.pool, np.array([21, 22]))
+    assert begun.acquire(timeout=10), "there is no other room, and the second removal is not durable yet"
+    first_may_end.set()
+    assert disk.tier.drain(20)
+    assert [result.ok.all() for result in disk.tier.finished()] == [True, True]
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_a_close_that_does_not_wait_leaves_no_block_on_its_way_for_ever(
+    tmp_path: Path, operation: str
+) -> None:
+    """Threads end when there is nothing left to do: neither a write that hangs, nor one that waits until the
+    removal of the block before it is durable, is without the others when it goes on."""
+    files = FailingFiles()
+    disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files, num_threads=3)
+    numbers = list(range(NUM_SLOTS - 2 if operation == "write" else NUM_SLOTS))
+    assert disk.write(numbers) == numbers
+    assert disk.tier.drain(20)
+    files.fail = gate = Gate(operation)
+    # Where the slab is full, one of the two would have room in the reserve.
+    job, _ = disk.tier.submit_write(keys_of([20, 21]), disk.pool, np.arange(2))
+    assert gate.waiting.acquire(timeout=10)
+    volume = disk.tier._volumes[0]
+    assert not volume.close(0.1)
+    gate.opened.set()
+    for thread in volume._pipeline._threads:
+        thread.join(20)
+    assert volume.close(0.0), "all threads have ended, without being told again"
+    assert [(result.job, result.ok.tolist()) for result in disk.tier.finished()] == [(job, [True, True])]
+    again = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES)
+    assert again.here([20, 21]) == [20, 21]
+    again.tier.close()
+
+
 @pytest.mark.parametrize("mended", [True, False])
 @pytest.mark.parametrize("bad", [0, PAGE_BYTES])
 def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended: bool) -> None:
@@ -534,6 +609,22 @@ def test_a_reset_is_durable_whatever_fails(filled: Path, when: str) -> None:
     disk = reopened(filled)
     assert disk.here(NUMBERS) == []
     assert disk.tier._volumes[0]._slab.void_before > 0
+    disk.tier.close()
+
+
+def test_a_reset_holds_for_blocks_of_every_life_whatever_the_journal_has_lost(filled: Path) -> None:
+    """Its floor is above all that was ever written, also when nothing of it was here any more to compare."""
+    disk = reopened(filled)
+    assert disk.tier.delete(keys_of(NUMBERS)) == len(NUMBERS)
+    disk.tier.close()
+    disk = reopened(filled)
+    disk.tier.clear()
+    assert disk.tier.drain(20)
+    disk.tier.close()
+    flip(filled, LAYOUT.log_offset + PAGE_BYTES + 72)
+    disk = reopened(filled)
+    assert disk.tier.stats().journal_damage == 1, "that they were deleted"
+    assert disk.read(NUMBERS) == []
     disk.tier.close()
 
 

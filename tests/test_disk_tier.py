@@ -17,8 +17,10 @@ from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.policies import POLICIES
 from kvoffload.testing.audit import audit
+from kvoffload.testing.disk import ShortFiles
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
 from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.inspection import compact, opened
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.slab import SLAB_NAME
@@ -74,6 +76,42 @@ def test_rows_of_a_pool_that_lie_badly(tmp_path: Path) -> None:
     assert result.seconds > 0
     np.testing.assert_array_equal(pool, wanted[::-1])
     tier.close()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 5000])
+def test_a_call_that_moves_fewer_bytes_than_it_was_asked_for_is_not_believed(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    """Blocks, log, checkpoint and superblocks: the rest is moved by further calls."""
+    few = ShortFiles(num_bytes)
+    disk = Disk(tmp_path, 20, 8192, files=few)
+    assert disk.write(NUMBERS) == NUMBERS
+    disk.tier.clear()
+    assert disk.write(NUMBERS[:5], version=1) == NUMBERS[:5]
+    disk.tier.close()
+    with opened(tmp_path, few) as (slab, found):
+        compact(slab, found)
+    for files, anew in ((few, NUMBERS[5:]), (Files(), [])):
+        life = Disk(tmp_path, 20, 8192, files=files)
+        life.versions = disk.versions | dict.fromkeys(NUMBERS, 1)
+        assert life.write(anew, version=1) == anew
+        assert life.read(NUMBERS) == NUMBERS
+        stats = life.tier.stats()
+        assert (life.wrong, stats.mismatches, stats.failed, stats.journal_damage) == (0, 0, 0, 0)
+        life.tier.close()
+
+
+def test_a_call_that_moves_nothing_is_a_failure(tmp_path: Path) -> None:
+    """It is not tried for ever."""
+    files = ShortFiles(4096)
+    disk = Disk(tmp_path, 20, files=files)
+    assert disk.write([1]) == [1]
+    files.num_bytes = 0
+    assert disk.write([2]) == []
+    assert disk.read([1]) == []
+    files.num_bytes = 4096
+    assert disk.tier.stats().failed == 2
+    disk.tier.close()
 
 
 def test_it_takes_no_byte_more_than_it_may(tmp_path: Path) -> None:

@@ -153,6 +153,19 @@ def test_a_tier_hears_of_the_request_when_its_last_store_is_complete() -> None:
     assert set(rig.tier.blocks) == {*keys("abc")}
 
 
+def test_a_block_that_cannot_be_written_down_is_let_go_like_one_that_was() -> None:
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.5)
+    rig.store("abcd")
+    rig.tier.jobs[0].fail = {b"a", b"c"}
+    rig.end_all()
+    assert rig.manager.stats().evictable == 4
+    rig.store("efgh")
+    assert [text(job.keys) for job in rig.tier.jobs] == ["efgh"], (
+        "its part of the share is free again as well"
+    )
+    assert rig.manager.counts.not_offered == 0
+
+
 def test_what_tiers_may_pin_is_bounded() -> None:
     rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
     rig.store("abcd")
@@ -396,6 +409,20 @@ def test_reads_leave_room_for_the_engine() -> None:
     assert rig.store("wxyz").keys == keys("wxyz")
 
 
+def test_the_reads_of_all_requests_together_keep_to_their_share_of_ram() -> None:
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.5)
+    rig.below("abcdefghijklm")
+    assert rig.ask("abc", rig.begin()) == (0, RETRY)
+    assert rig.ask("defg", rig.begin()) == (0, RETRY)
+    assert rig.ask("h", rig.begin()) == (0, MISS)
+    assert [text(job.keys) for job in rig.tier.jobs] == ["abc", "d"]
+    assert rig.manager.counts.no_room == 4
+    rig.tier.jobs[0].fail = {b"b"}
+    rig.end_all()
+    assert rig.ask("ijklm", rig.begin()) == (0, RETRY)
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ijkl"], "what has ended, well or not, is given back"
+
+
 # ---- resets and ends
 
 
@@ -423,6 +450,19 @@ def test_a_reset_that_drops_transfers_spares_the_slots_of_the_tiers(immediate: b
     assert rig.manager.stats().free == (4 if immediate else 0)
     rig.end_all()
     assert rig.manager.stats().free == 4
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_after_a_reset_that_drops_transfers_no_tier_would_remember_after_a_crash(hangs: bool) -> None:
+    """Each tier forgets durably before it returns, also when another tier does not answer."""
+    rig = Rig(capacity=8, tiers=2, deadline_s=0.01)
+    rig.store("ab")
+    assert all(tier.drain(0.0) for tier in rig.tiers)
+    assert [set(tier.durable) for tier in rig.tiers] == [{*keys("ab")}] * 2
+    rig.tier.immediate = not hangs
+    rig.store("cd")
+    rig.manager.reset(drop_in_flight=True)
+    assert [set(tier.durable) for tier in rig.tiers] == [{*keys("ab")} if hangs else set(), set()]
 
 
 def test_settle_says_whether_all_jobs_ended_and_close_closes_the_tiers() -> None:

@@ -227,17 +227,21 @@ class TieredManager(OffloadingManager):
         """As `OffloadingManager.reset`; tiers forget everything as well.
 
         With `drop_in_flight` it waits for the tiers' own jobs first, `deadline_s` at the longest: nobody
-        can vouch for those. If one still runs then, slots in flight stay reserved. Then it waits, as long
-        again at the most, until the tiers would not remember after a crash either.
+        can vouch for those. If one still runs then, slots in flight stay reserved. Then it waits in any case,
+        as long again at the most, until the tiers would not remember after a crash either.
         """
-        if drop_in_flight:
+        waits = drop_in_flight
+        if waits:
             drop_in_flight = self.settle(self.deadline_s)
         super().reset(drop_in_flight=drop_in_flight)
         self._rising.clear()
         for behind in self._behind:
             behind.tier.clear()
-            if drop_in_flight:
-                behind.tier.drain(self.deadline_s)
+        if waits:
+            until = time.monotonic() + self.deadline_s
+            # Every tier is asked, also when one hangs.
+            for behind in self._behind:
+                behind.tier.drain(max(0.0, until - time.monotonic()))
         self._asking.clear()
         for ctx, request in [*self._requests.items()]:
             request.came_from.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,29 @@ def test_a_reset_is_for_the_disk_as_well(tmp_path: Path) -> None:
     again = Life(tmp_path)
     assert again.lookup([1, 2]) == [MISS, MISS]
     again.tier.shutdown()
+
+
+def test_a_reset_returns_when_the_disk_would_not_remember_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path)
+    life.store([1, 2])
+    disk, calls = life.tier._tier, []
+
+    def noted(name: str) -> Callable[..., Any]:
+        method = getattr(disk, name)
+
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return method(*arguments)
+
+        return call
+
+    for name in ("clear", "drain"):
+        monkeypatch.setattr(disk, name, noted(name))
+    life.tier.drain_jobs()
+    assert calls == ["drain", "clear", "drain"]
+    life.tier.shutdown()
 
 
 def test_keys_of_another_hash_are_misses(tmp_path: Path) -> None:

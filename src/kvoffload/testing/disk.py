@@ -85,6 +85,7 @@ class Recorder(Files):
         - ``all``: everything that returned (the process died, the system lived);
         - ``none``: nothing;
         - ``some``: any of the writes, in any order;
+        - ``last``: the last of the writes alone, though others were begun before it;
         - ``torn``: any sectors of any of them;
         - ``prefix``: of each, a beginning of any length;
         - ``zeros``: sectors of them, others filled with zeros.
@@ -100,7 +101,9 @@ class Recorder(Files):
         for write in begun:
             if write.end <= synced:
                 content[write.offset : write.offset + len(write.data)] = write.data
-        if kind != "all":
+        if kind == "last":
+            unsynced = unsynced[-1:]
+        elif kind != "all":
             chance.shuffle(unsynced)
         for write in unsynced:
             _land(content, write, position, chance, kind)
@@ -111,8 +114,8 @@ def _land(content: bytearray, write: Write, position: int, chance: random.Random
     """Let as much of an unsynced write arrive as this kind of crash lets."""
     if kind == "none" or (kind == "all" and write.end > position):
         return
-    if kind in ("all", "some"):
-        if kind == "all" or chance.random() < 0.5:
+    if kind in ("all", "last", "some"):
+        if kind != "some" or chance.random() < 0.5:
             content[write.offset : write.offset + len(write.data)] = write.data
         return
     stop = chance.randrange(len(write.data) + 1) if kind == "prefix" else len(write.data)
@@ -125,7 +128,7 @@ def _land(content: bytearray, write: Write, position: int, chance: random.Random
             content[write.offset + at : write.offset + end] = bytes(end - at)
 
 
-KINDS = ("all", "none", "some", "torn", "prefix", "zeros")
+KINDS = ("all", "none", "some", "last", "torn", "prefix", "zeros")
 """What `Recorder.image` knows."""
 
 
@@ -167,6 +170,32 @@ class BufferedFiles(Files):
     def open(self, path: Path, flags: int) -> int:
         """As `Files.open`."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+class ShortFiles(BufferedFiles):
+    """Moves a few bytes in a call, however many are asked for, as every system may.
+
+    Attributes:
+        num_bytes: how many at the most.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def read(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """As `Files.read`."""
+        return super().read(fd, self._head(buffers), offset)
+
+    def write(self, fd: int, buffers: Buffers, offset: int) -> int:
+        """As `Files.write`."""
+        return super().write(fd, self._head(buffers), offset)
+
+    def _head(self, buffers: Buffers) -> Buffers:
+        room, head = self.num_bytes, []
+        for buffer in buffers:
+            head.append(buffer[:room])
+            room -= len(head[-1])
+        return head
 
 
 class SparseFiles(Files):

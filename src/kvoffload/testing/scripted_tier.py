@@ -35,6 +35,7 @@ class ScriptedTier:
     Attributes:
         blocks: the bytes under each key.
         jobs: those that have not ended; `end` ends one. With `immediate` they end when they are submitted.
+        durable: what of it a crash would leave: the blocks when a `drain` last came to its end.
         takes: whether writes are accepted: False is a tier that is busy.
         used: the path that each finished request used.
     """
@@ -44,6 +45,7 @@ class ScriptedTier:
     def __init__(self, block_bytes: int, *, name: str = "scripted", immediate: bool = False) -> None:
         self.name, self.block_bytes, self.immediate = name, block_bytes, immediate
         self.blocks: dict[bytes, bytes] = {}
+        self.durable: dict[bytes, bytes] = {}
         self.jobs: list[ScriptedJob] = []
         self.takes = True
         self.used: list[list[bytes]] = []
@@ -118,7 +120,10 @@ class ScriptedTier:
 
     def drain(self, timeout_s: float) -> bool:
         """Does not wait for what nobody ends."""
-        return not self.jobs
+        if self.jobs:
+            return False
+        self.durable = dict(self.blocks)
+        return True
 
     def stats(self) -> TierStats:
         return replace(self._stats, ready=len(self.blocks))

@@ -211,8 +211,7 @@ class Pipeline:
     def _quiet(self) -> bool:
         if self._num_under_way or self._void_before > self._void_durable:
             return False
-        pending = self._pending
-        nothing_to_say = not (pending.removed or pending.chunks or pending.accesses)
+        nothing_to_say = not (self._pending.removed or self._pending.chunks or self._pending.accesses)
         return self.broken or (nothing_to_say and not self._committing)
 
     # ---- threads that move blocks
@@ -272,10 +271,11 @@ class Pipeline:
         unsynced: _Batch | None = None
         while True:
             with self._lock:
-                while not (ready := self._has_work()) and not self._stopping:
+                while not self._has_work():
+                    # A write that is still under way has to be made to last.
+                    if self._stopping and not (self._gated or self._writes or self._num_writing):
+                        return
                     self._commit.wait(self._patience())
-                if not ready:
-                    return
                 self._committing = True
                 batch, self._pending, self._num_accesses = self._pending, _Batch(), 0
             began = time.monotonic()
