@@ -7,8 +7,9 @@ TRACE ?=
 ARGS ?=
 SOAK_SECONDS ?= 600
 SEED ?=
+PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay test test-vllm soak lint format bench bench-vllm vllm-env clean
+.PHONY: help install replay test test-all test-vllm soak lint format bench bench-vllm vllm-env clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -29,8 +30,11 @@ install: $(VENV)/installed  ## the environment and the package
 replay: $(VENV)/installed  ## the main job: run a trace through the manager (TRACE=file, ARGS="--policy arc")
 	$(BIN)/kvoffload replay $(TRACE) $(ARGS)
 
-test: $(VENV)/installed-dev  ## every test that runs in minutes
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/installed-dev  ## the tests that run in four minutes on two cores (ARGS=tests/test_arc.py)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/installed-dev  ## every test, long recordings too, and five times as many random examples
+	$(PYTEST) --hypothesis-profile=ci $(ARGS)
 
 lint: $(VENV)/installed-dev  ## ruff and mypy --strict
 	$(BIN)/ruff format --check .

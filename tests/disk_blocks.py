@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hangs import HANGS_S
 from kvoffload.core.keys import Keys
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
@@ -59,7 +60,7 @@ class Disk:
         options = {"fingerprint": "model", "key_bytes": KEY_BYTES, "num_threads": 2, **options}
         self.tier = DiskTier(path, capacity_for(num_slots, block_bytes) * count, block_bytes, **options)
 
-    def wait(self, job: int, timeout_s: float = 20.0) -> npt.NDArray[np.bool_]:
+    def wait(self, job: int, timeout_s: float = HANGS_S) -> npt.NDArray[np.bool_]:
         deadline = time.monotonic() + timeout_s
         while True:
             for result in self.tier.finished():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slots_in_use
+from hangs import HANGS_S
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import KINDS, BufferedFiles, FailingFiles, Recorder, write_image
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files, aligned
@@ -96,7 +97,7 @@ def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
             disk.tier.finish_request(request, keys_of(numbers))
         elif action < 0.74:
             disk.tier.clear()
-            assert disk.tier.drain(20.0)
+            assert disk.tier.drain(HANGS_S)
             life.clears.append((before, recorder.position))
             forgotten = step
         elif action < 0.85:
@@ -219,7 +220,7 @@ def test_a_life_rests_on_nothing_that_a_killed_one_left_unsynced(tmp_path: Path)
     assert killed.write(slots) == slots
     medium.syncs = False
     killed.tier.delete(keys_of([0]))
-    assert killed.tier.drain(20.0)
+    assert killed.tier.drain(HANGS_S)
     killed.tier.close()
     medium.syncs, start = True, medium.position
     next_one = Disk(tmp_path / "life", len(slots), files=medium)
@@ -289,7 +290,7 @@ def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
     files.fail = crash
     disk = Disk(path.parent, NUM_SLOTS, files=files)
     disk.tier.clear()
-    assert disk.tier.drain(20.0)
+    assert disk.tier.drain(HANGS_S)
     disk.tier.close()
     assert len(left) >= 2
     for directory in left:
@@ -325,6 +326,7 @@ for seed in sys.stdin:
 """Forks a process for each life, so that only the first one waits for imports."""
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     """One directory, killed again and again: it always opens, warm, sound, and with its books in order."""
     seed = random.SystemRandom().randrange(1 << 30)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from disk_blocks import KEY_BYTES, Disk, block_of, keys_of
+from hangs import HANGS_S
 from kvoffload.errors import ConfigError
 from kvoffload.testing.disk import FailingFiles, raises
 from kvoffload.tiers.base import NO_JOB
@@ -363,7 +364,7 @@ def test_a_journal_that_cannot_be_written(failing: tuple[Disk, FailingFiles], op
     stats = disk.tier.stats()
     assert (stats.failed, stats.dropped) == (1, 1)
     assert disk.read(NUMBERS) == NUMBERS
-    assert disk.tier.drain(5)
+    assert disk.tier.drain(HANGS_S)
 
 
 def test_a_journal_that_fails_while_writes_wait_for_it(filled: Path) -> None:
@@ -374,7 +375,7 @@ def test_a_journal_that_fails_while_writes_wait_for_it(filled: Path) -> None:
     assert disk.write([30, 31, 32]) == [], (
         "all three would replace blocks, and their removal never is durable"
     )
-    assert disk.tier.drain(5)
+    assert disk.tier.drain(HANGS_S)
     files.fail = lambda operation, offset: None
     disk.tier.close()
     with opened(filled) as (slab, found):
@@ -453,7 +454,7 @@ class Gate:
     def __call__(self, operation: str, offset: int) -> None:
         if operation in self._operations:
             self.waiting.release()
-            self.opened.wait(60)
+            self.opened.wait(HANGS_S)
 
 
 def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(tmp_path: Path) -> None:
@@ -462,7 +463,7 @@ def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files)
     numbers = list(range(NUM_SLOTS))
     assert disk.write(numbers) == numbers
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     held = Gate("sync")
 
     def watch(operation: str, offset: int) -> None:
@@ -474,12 +475,12 @@ def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(
     for number in (20, 21):
         disk.pool[number] = block_of(number, 0, BLOCK_BYTES)
         disk.tier.submit_write(keys_of([number]), disk.pool, np.array([number]))
-    assert data.acquire(timeout=10), "into the reserve"
-    assert held.waiting.acquire(timeout=10)
+    assert data.acquire(timeout=HANGS_S), "into the reserve"
+    assert held.waiting.acquire(timeout=HANGS_S)
     assert not data.acquire(timeout=0.2), "its slot's removal is not durable"
     held.opened.set()
-    assert data.acquire(timeout=10)
-    assert disk.tier.drain(20)
+    assert data.acquire(timeout=HANGS_S)
+    assert disk.tier.drain(HANGS_S)
     assert all(result.ok.all() for result in disk.tier.finished())
     disk.versions.update({20: 0, 21: 0})
     assert disk.read([20, 21]) == [20, 21]
@@ -495,7 +496,7 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
     files, begun, writes, first_may_end = FailingFiles(), threading.Semaphore(0), count(), threading.Event()
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files, num_threads=3)
     assert len(disk.write(list(range(NUM_SLOTS - 1)))) == NUM_SLOTS - 1
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     pipeline, asleep = disk.tier._volumes[0]._pipeline, queue.SimpleQueue[int]()
     wait_for = pipeline._commit.wait_for
 
@@ -511,25 +512,25 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
 
     def delete_while_the_journal_pauses(number: int) -> None:
         disk.tier.delete(keys_of([number]))
-        while asleep.get(timeout=10) < pipeline._num_removals:
+        while asleep.get(timeout=HANGS_S) < pipeline._num_removals:
             pass
 
     def watch(operation: str, offset: int) -> None:
         if operation == "write" and offset >= LAYOUT.slots_offset:
             begun.release()
             if next(writes) == 0:
-                first_may_end.wait(60)
+                first_may_end.wait(HANGS_S)
 
     monkeypatch.setattr(pipeline._commit, "wait_for", pause)
     files.fail = watch
     disk.tier.submit_write(keys_of([20]), disk.pool, np.array([20]))
-    assert begun.acquire(timeout=10)
+    assert begun.acquire(timeout=HANGS_S)
     delete_while_the_journal_pauses(0)
     delete_while_the_journal_pauses(1)
     disk.tier.submit_write(keys_of([21, 22]), disk.pool, np.array([21, 22]))
-    assert begun.acquire(timeout=10), "there is no other room, and the second removal is not durable yet"
+    assert begun.acquire(timeout=HANGS_S), "there is no other room, and the second removal is not durable yet"
     first_may_end.set()
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     assert [result.ok.all() for result in disk.tier.finished()] == [True, True]
     disk.tier.close()
 
@@ -544,11 +545,11 @@ def test_a_close_that_does_not_wait_leaves_no_block_on_its_way_for_ever(
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files, num_threads=3)
     numbers = list(range(NUM_SLOTS - 2 if operation == "write" else NUM_SLOTS))
     assert disk.write(numbers) == numbers
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     files.fail = gate = Gate(operation)
     # Where the slab is full, one of the two would have room in the reserve.
     job, _ = disk.tier.submit_write(keys_of([20, 21]), disk.pool, np.arange(2))
-    assert gate.waiting.acquire(timeout=10)
+    assert gate.waiting.acquire(timeout=HANGS_S)
     volume = disk.tier._volumes[0]
     assert not volume.close(0.1)
     gate.opened.set()
@@ -579,7 +580,7 @@ def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended:
     assert written == [bad]
     assert disk.read(NUMBERS) == NUMBERS
     disk.tier.clear()
-    assert disk.tier.drain(20), "one place is enough"
+    assert disk.tier.drain(HANGS_S), "one place is enough"
     assert written[1] == bad, "the sound one is written when the other may be whole again"
     disk.tier.close()
     flip(filled, (PAGE_BYTES - bad if mended else bad) + 40)
@@ -604,7 +605,7 @@ def test_a_reset_is_durable_whatever_fails(filled: Path, when: str) -> None:
         disk.tier.clear()
         assert not disk.tier.drain(0.3), "not before it is so"
         files.fail = lambda operation, offset: None
-    assert disk.tier.drain(10)
+    assert disk.tier.drain(HANGS_S)
     disk.tier.close()
     disk = reopened(filled)
     assert disk.here(NUMBERS) == []
@@ -619,7 +620,7 @@ def test_a_reset_holds_for_blocks_of_every_life_whatever_the_journal_has_lost(fi
     disk.tier.close()
     disk = reopened(filled)
     disk.tier.clear()
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     disk.tier.close()
     flip(filled, LAYOUT.log_offset + PAGE_BYTES + 72)
     disk = reopened(filled)
@@ -644,10 +645,10 @@ def test_a_journal_that_fails_amid_evictions(tmp_path: Path) -> None:
 
     files.fail = fail
     jobs = [disk.tier.submit_write(keys_of([20, 21]), disk.pool, np.arange(2))[0]]
-    assert appending.wait(10), "the first batch is on its way, and not synced"
+    assert appending.wait(HANGS_S), "the first batch is on its way, and not synced"
     jobs.append(disk.tier.submit_write(keys_of([22, 23]), disk.pool, np.arange(2))[0])
     assert NO_JOB not in jobs
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     assert disk.tier._volumes[0]._pipeline.broken
     assert sorted(result.job for result in disk.tier.finished()) == jobs
     files.fail = lambda operation, offset: None
@@ -674,7 +675,7 @@ def test_a_slow_disk_drops_writes_and_delays_nobody(filled: Path) -> None:
     read = disk.tier.submit_read(keys_of(NUMBERS[:5]), disk.pool, np.arange(5))
     assert disk.wait(read).all(), "reads do not wait behind writes"
     gate.opened.set()
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     assert sorted(result.job for result in disk.tier.finished()) == sorted(jobs)
     assert disk.write([31]) == [31]
     disk.tier.close()
@@ -690,7 +691,7 @@ def test_a_disk_that_hangs_does_not_hang_the_engine(
     files.fail = gate = Gate(operation)
     disk.tier.submit_read(keys_of(NUMBERS), disk.pool, np.arange(10))
     disk.tier.submit_write(keys_of([40]), disk.pool, np.array([40]))
-    assert gate.waiting.acquire(timeout=10)
+    assert gate.waiting.acquire(timeout=HANGS_S)
     assert not disk.tier.drain(0.05)
     disk.tier.close()
     disk.tier.close()

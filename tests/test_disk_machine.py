@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from disk_blocks import Disk, block_of, keys_of, slots_in_use
+from hangs import HANGS_S
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import KINDS, Recorder, write_image
 from kvoffload.tiers.base import NO_JOB
@@ -64,7 +65,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        assert self.disk.tier.drain(30)
+        assert self.disk.tier.drain(HANGS_S)
         # Reads first: they may have begun before the block was deleted and written anew.
         for result in sorted(self.disk.tier.finished(), key=lambda result: self.under_way[result.job][1]):
             numbers, version, pool = self.under_way.pop(result.job)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slots_in_use
+from hangs import HANGS_S
 from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.policies import POLICIES
@@ -66,10 +67,10 @@ def test_rows_of_a_pool_that_lie_badly(tmp_path: Path) -> None:
     wanted = pool.copy()
     _, taken = tier.submit_write(keys_of(range(20)), pool, np.arange(20))
     assert taken.all()
-    assert tier.drain(20)
+    assert tier.drain(HANGS_S)
     tier.finished()
     job = tier.submit_read(keys_of(range(20)), pool, np.arange(20)[::-1])
-    assert tier.drain(20)
+    assert tier.drain(HANGS_S)
     (result,) = tier.finished()
     assert result.job == job
     assert result.ok.all()
@@ -122,7 +123,7 @@ def test_it_takes_no_byte_more_than_it_may(tmp_path: Path) -> None:
         pool = np.ones((300, 4096), np.uint8)
         for start in range(0, 300, 30):
             tier.submit_write(keys[start : start + 30], pool, np.arange(start, start + 30))
-            assert tier.drain(20)
+            assert tier.drain(HANGS_S)
             tier.finished()
         tier.close()
         used = sum(path.stat().st_size for path in directory.iterdir())
@@ -163,7 +164,7 @@ def test_a_job_is_not_seen_before_it_ended(tmp_path: Path) -> None:
     read = disk.tier.submit_read(keys_of([1, 2]), disk.pool, np.array([3, 4]))
     again, taken = disk.tier.submit_write(keys_of([1, 2]), disk.pool, np.array([1, 2]))
     assert (again, taken.any()) == (NO_JOB, False)
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     results = {result.job: result.ok.tolist() for result in disk.tier.finished()}
     assert results == {0: [True, True], read: [False, False]}
     assert disk.here([1, 2]) == [1, 2]
@@ -177,7 +178,7 @@ def test_a_block_deleted_while_it_is_read(tmp_path: Path) -> None:
     disk.tier.submit_read(keys_of([1]), disk.pool, np.array([9]))
     assert disk.tier.delete(keys_of([1, 2])) == 1
     disk.tier.submit_write(keys_of([1]), disk.pool, np.array([5]))
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     disk.tier.finished()
     assert disk.tier.stats().mismatches == 0
     assert disk.here([1]) == [1]
@@ -239,7 +240,7 @@ def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
         disk.write(numbers, request=request)
         disk.tier.finish_request(request, keys_of(numbers))
     before = order_of(disk)
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     # No farewell: what counts is what a crash would leave.
     disk.tier._volumes[0]._pipeline.close(5)
     disk.tier._volumes[0]._lock.release()
@@ -403,7 +404,7 @@ def test_clear_is_for_good_also_for_what_is_on_its_way(tmp_path: Path, pause_s: 
     assert not disk.tier.contains(before).any()
     assert not disk.tier.contains(keys_of(NUMBERS)).any()
     disk.tier.submit_write(keys_of([3, 25]), pool + 1, np.array([3, 5]))
-    assert disk.tier.drain(20)
+    assert disk.tier.drain(HANGS_S)
     disk.tier.finished()
     assert disk.tier.contains(before).tolist() == [number == 25 for number in range(20, 40)]
     audit(disk.tier._volumes[0].manager)

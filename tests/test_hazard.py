@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.admission import ReuseAdmission
 from kvoffload.core.ages import NUM_AGES, age_bounds
 from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
@@ -464,10 +465,16 @@ sizes = st.fixed_dictionaries(
 """Small enough that histories and samples overflow, and that duels are lost, within a script."""
 
 
-def both(attributes: dict[str, int], capacity_blocks: int, **options: Any) -> list[OffloadingManager]:
+def both(
+    attributes: dict[str, int], capacity_blocks: int, admission: str = "all", **options: Any
+) -> list[OffloadingManager]:
     return [
         OffloadingManager(
-            capacity_blocks, key_bytes=8, policy=type("Small", (policy,), attributes), **options
+            capacity_blocks,
+            key_bytes=8,
+            policy=type("Small", (policy,), attributes),
+            admission=ReuseAdmission(8, 2, 40) if admission == "gated" else admission,
+            **options,
         )
         for policy in (Hazard, NaiveHazard)
     ]
@@ -498,7 +505,7 @@ def state(manager: OffloadingManager) -> Any:
     scripts(num_keys=16, max_steps=60),
     st.integers(1, 6),
     sizes,
-    st.sampled_from(["all", "reuse:2", "bypass:0.3"]),
+    st.sampled_from(["all", "gated", "bypass:0.3"]),
 )
 def test_decides_as_its_naive_twin(
     store: str, script: list[Step], capacity_blocks: int, attributes: dict[str, int], admission: str

@@ -169,6 +169,7 @@ def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
 # ---- sweeps
 
 
+@pytest.mark.slow
 def test_a_sweep_over_tiers_says_what_replays_say(small_chat: Trace) -> None:
     grid = Grid(("lru", "arc"), capacities=("60",), tiers=("none", "100", "100:arc:reuse:2+400"))
     rows = Sweep(["chat"], grid, jobs=1, resamples=100).run().rows

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from command import kvoffload
+from hangs import HANGS_S
 from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.policies.lru import LRU
 from kvoffload.replay import cluster, grid, measure, workers
@@ -198,6 +199,7 @@ def test_a_tiny_trace_has_no_intervals(tmp_path: Path) -> None:
 # ---- the same rows however they were made
 
 
+@pytest.mark.slow
 def test_the_same_bytes_whatever_the_number_of_jobs(chat: str, rag: str, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     for jobs in (1, 2):
@@ -414,8 +416,6 @@ class Gated(LRU):
                 time.sleep(0.01)
         super().replace(*arguments)
 """
-HANGS_S = 600
-"""Nothing takes as long: what has not happened until then never will."""
 
 
 class Held(NamedTuple):
@@ -667,6 +667,7 @@ def scheduler() -> Iterator[str]:
         yield local.scheduler_address
 
 
+@pytest.mark.slow
 def test_a_cluster_says_the_same(chat: str, rag: str, tmp_path: Path, scheduler: str) -> None:
     outputs = [tmp_path / "cluster.csv", tmp_path / "here.csv"]
     Sweep([chat, rag], SMALL, scheduler=scheduler, output=outputs[0]).run()
@@ -674,6 +675,7 @@ def test_a_cluster_says_the_same(chat: str, rag: str, tmp_path: Path, scheduler:
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_a_cluster_needs_no_file_of_this_machine(
     chat: str, tmp_path: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -683,6 +685,7 @@ def test_a_cluster_needs_no_file_of_this_machine(
     assert row.requests == load_trace(chat).requests
 
 
+@pytest.mark.slow
 def test_a_cluster_with_other_code_is_refused(
     chat: str, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -691,6 +694,7 @@ def test_a_cluster_with_other_code_is_refused(
         Sweep([chat], SMALL, scheduler=scheduler).run()
 
 
+@pytest.mark.slow
 def test_a_cluster_on_which_a_policy_fails(chat: str, scheduler: str) -> None:
     """What is found here (`-m pytest` adds the directory) is not found there, or fails there."""
     with pytest.raises(SweepError, match=r"Failing.*(ZeroDivisionError|No module named)"):

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slots_in_use
+from hangs import HANGS_S
 from kvoffload.admission import ReuseAdmission
 from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
@@ -107,13 +108,13 @@ class TieredDiskMachine(RuleBasedStateMachine):
             ram=self.ram,
             tiers=[self.disk],
             max_in_flight=1.0,
-            deadline_s=20.0,
+            deadline_s=HANGS_S,
             **self.options,
         )
 
     def close(self) -> None:
         """The end of a life: nothing is left in flight, and the accounts are in order."""
-        assert self.manager.settle(20.0)
+        assert self.manager.settle(HANGS_S)
         self.sound_inside()
         left = self.manager.stats()
         assert (left.writing, left.condemned, left.ready) == (0, 0, left.evictable)
@@ -136,7 +137,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
         ctx = self.manager.begin_request("r", keys)
         found = self.manager.lookup(keys, ctx)
         while waits and found.stopped_by is LookupResult.RETRY:
-            assert self.manager.settle(20.0)
+            assert self.manager.settle(HANGS_S)
             found = self.manager.lookup(keys, ctx)
         plan = self.manager.prepare_load(keys[: found.num_ready], ctx)
         sound = self.ram.read(plan.keys, plan.slots, self.device, rows[: found.num_ready])
@@ -160,7 +161,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        assert self.manager.settle(20.0)
+        assert self.manager.settle(HANGS_S)
 
     @rule()
     def restart(self) -> None:
@@ -200,8 +201,8 @@ class TieredDiskMachine(RuleBasedStateMachine):
         self.manager.reset()
         self.era += 1
         # What a copy made before this is settled may bring back is the old era's: such a copy is no crash.
-        assert self.manager.settle(20.0)
-        assert self.disk.drain(20.0)
+        assert self.manager.settle(HANGS_S)
+        assert self.disk.drain(HANGS_S)
         self.seen["resets"] += 1
 
     @rule(number=st.integers(0, 34))
@@ -350,7 +351,7 @@ def test_damage_to_the_journal_brings_back_nothing_that_a_reset_has_forgotten(
     disk = Disk(tmp_path / "life", DISK_BLOCKS, BLOCK_BYTES)
     assert disk.write(old) == old
     disk.tier.clear()
-    assert disk.tier.drain(20.0)
+    assert disk.tier.drain(HANGS_S)
     if goes_on:
         assert disk.write([30]) == [30]
     disk.tier.close()
