@@ -5,7 +5,7 @@
 The cut: of the second half of the agentic recording the first 300 requests of 16 sessions that run side by
 side, each cut to its first 32 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
 tokens), whose token ids follow from its number; so what is shared stays shared. The model is the tiny one of
-tests/vllm, on one core.
+tests/vllm, in one thread, in bf16 as users run theirs: no answers are compared.
 
 Every side is an engine in a process of its own. They take turns, a slice of the trace each, while the others
 wait: the machine's mood hits all alike. Ratios are to vLLM's LRU, of the same slice in the same round;
@@ -125,6 +125,7 @@ class Side:
 
     def __init__(self, model: Path, offload: dict[str, Any] | None, options: argparse.Namespace) -> None:
         settings: dict[str, Any] = {
+            "dtype": "bfloat16",
             "block_size": BLOCK_TOKENS,
             "num_gpu_blocks_override": options.gpu_blocks + 1,
             "max_model_len": options.longest * BLOCK_TOKENS + 64,
@@ -249,7 +250,7 @@ class Process:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
+            "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *sys.path[1:]]),
         }

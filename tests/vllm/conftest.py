@@ -1,18 +1,21 @@
 """A tiny model with random weights, and engines that run it.
 
-Everything that is compared runs in one process, on one core, with the same block size: see the traps in the
-documentation of vLLM's CPU backend.
+Engines compute in float32 unless a test says otherwise: in bf16 a logit is rounded by as much as two tokens
+may be apart, and answers depend on the processor and on how a prompt was split. Everything that is compared
+runs in one thread, with the same block size: see the traps in the documentation of vLLM's CPU backend.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from traffic import PATIENCE_S, Expected
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -20,8 +23,12 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     TORCHDYNAMO_DISABLE="1",  # log-probs would compile a kernel for half a minute
+    # One thread, on any core. With two, each of the thousands of small operations waits for both, and on a
+    # machine that has other things to do that is a slice of the scheduler each time: fifty times slower.
+    # vLLM's own variable binds the workers of servers only, and to a core that others may be using.
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,7 +45,7 @@ LLAMA = {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
+    "torch_dtype": "float32",
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
@@ -72,11 +79,11 @@ def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) 
     heads, kv_heads, head = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"], LLAMA["head_dim"]
 
     def weights(*shape: int) -> Any:
-        return (torch.randn(*shape, generator=generator) * 1.5 / shape[-1] ** 0.5).to(torch.bfloat16)
+        return torch.randn(*shape, generator=generator) * 1.5 / shape[-1] ** 0.5
 
     tensors = {
         "model.embed_tokens.weight": weights(vocab, hidden) * 16,
-        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "model.norm.weight": torch.ones(hidden),
         "lm_head.weight": weights(vocab, hidden),
     }
     for layer in range(LLAMA["num_hidden_layers"]):
@@ -89,8 +96,8 @@ def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) 
             prefix + "mlp.gate_proj.weight": weights(inner, hidden),
             prefix + "mlp.up_proj.weight": weights(inner, hidden),
             prefix + "mlp.down_proj.weight": weights(hidden, inner),
-            prefix + "input_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            prefix + "post_attention_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+            prefix + "input_layernorm.weight": torch.ones(hidden),
+            prefix + "post_attention_layernorm.weight": torch.ones(hidden),
         }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -106,8 +113,11 @@ class Engine:
     def __init__(
         self, model: Path, offload: dict[str, Any] | None, *, connector: bool = False, **settings: Any
     ) -> None:
+        import torch
         from vllm import LLM
         from vllm.triton_utils import dispatcher
+
+        assert torch.get_num_threads() == 1, "torch was imported before OMP_NUM_THREADS was set"
 
         # vLLM looks at everything in every module, and stumbles over a library handle of llvmlite that says
         # it has a `__dict__`. Only where numba was imported before the engine's worker, as in tests.
@@ -132,13 +142,13 @@ class Engine:
         self.llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
-            dtype="bfloat16",
             enforce_eager=True,
             seed=0,
             distributed_executor_backend="uni",
             kv_transfer_config=transfer,
             disable_log_stats=False,
             **{
+                "dtype": "float32",
                 "block_size": 32,
                 "max_model_len": 512,
                 "num_gpu_blocks_override": 24,
@@ -187,11 +197,10 @@ class Engine:
 
     def drain(self) -> None:
         """Step until no transfer is under way, and the connector has heard that all requests are finished."""
-        for _ in range(1000):
-            if not self.core.scheduler.has_requests():
-                return
+        deadline = time.monotonic() + PATIENCE_S
+        while self.core.scheduler.has_requests():
+            assert time.monotonic() < deadline, "transfers do not end"
             self.core.step_fn()
-        raise AssertionError("transfers do not end")
 
     def forget_device(self) -> None:
         """Empty the engine's own prefix cache, not ours."""
@@ -235,3 +244,15 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
     yield start
     while running:
         running.pop().close()
+
+
+@pytest.fixture(scope="session")
+def on_llama(start_engine: Callable[..., Engine], llama: Path) -> Expected:
+    """What the tiny model answers without offloading."""
+    return Expected(start_engine(llama, None))
+
+
+@pytest.fixture(scope="session")
+def on_hybrid(start_engine: Callable[..., Engine], hybrid: Path) -> Expected:
+    """What the model with two KV groups answers without offloading."""
+    return Expected(start_engine(hybrid, None, num_gpu_blocks_override=44))

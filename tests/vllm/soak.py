@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from traffic import certain_answers, check_nothing_is_left, conversations, damage, drive
+from traffic import PATIENCE_S, certain_answers, check_nothing_is_left, conversations, damage, drive
 
 from conftest import HYBRID, LLAMA, Engine, write_llama
 from kvoffload.policies import POLICIES
@@ -39,7 +39,7 @@ def soak(seconds: float, seed: int) -> bool:
         while time.monotonic() < until:
             name = rng.choice(sorted(models))
             options: dict[str, Any] = {
-                "ram": rng.choice(["2MiB", "3MiB", "6MiB"]),
+                "ram": rng.choice(["4MiB", "6MiB", "12MiB"]),
                 "policy": rng.choice(POLICIES.names()),
                 "admission": rng.choice(["all", "all", "reuse:2", "bypass", "tinylfu"]),
                 "verify": rng.choice(["always", "tiers"]),
@@ -48,7 +48,7 @@ def soak(seconds: float, seed: int) -> bool:
             }
             if rng.random() < 0.3:
                 # One directory a model: an engine finds what one before it has left.
-                tier = {"type": "disk", "path": f"{directory}/{name}-disk", "capacity": "8MiB"}
+                tier = {"type": "disk", "path": f"{directory}/{name}-disk", "capacity": "16MiB"}
                 options["tiers"] = [tier | {"policy": rng.choice(POLICIES.names())}]
             connector = rng.random() < 0.4
             if connector and options["blocks_per_chunk"] == 1 and rng.random() < 0.7:
@@ -61,7 +61,7 @@ def soak(seconds: float, seed: int) -> bool:
                     engine, *expected[name], started, REQUESTS_PER_ROUND, aborts=0.1, resets=0.003
                 )
                 if "tiers" in options:
-                    assert engine.manager.core.settle(30.0), "a disk does not end its jobs"
+                    assert engine.manager.core.settle(PATIENCE_S), "a disk does not end its jobs"
                 check_nothing_is_left(engine)
                 print(outcome, engine.manager.core.stats(), flush=True)
                 if outcome.wrong:

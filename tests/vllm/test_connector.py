@@ -12,48 +12,24 @@ pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vl
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from traffic import certain_answers, check_nothing_is_left, conversations, drive, random_prompts  # noqa: E402
+from traffic import Expected, check_nothing_is_left, drive, random_prompts  # noqa: E402
 
 from kvoffload.testing.audit import audit  # noqa: E402
 
-VICTIM = {"ram": "16MiB", "store": "on-device-eviction"}
+VICTIM = {"ram": "32MiB", "store": "on-device-eviction"}
 SMALL_STEPS = {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 48}
+NINE = 9
+"""Prompts: 81 whole blocks, more than the engine has."""
 
 
-CANDIDATES = random_prompts(seed=3, count=12, length=300)
-CHATS = conversations(seed=6, documents=5, turns=4)
-
-
-class Expected:
-    """What the engine answers without offloading."""
-
-    def __init__(self, engine: Any) -> None:
-        self.prompts, self.answers = certain_answers(engine, CANDIDATES, 16)
-        self.chats, self.chat_answers = certain_answers(engine, CHATS, 8)
-
-    def check(self, engine: Any, *, at_once: bool = False) -> None:
-        """Every prompt is answered so, one after the other or all together."""
-        if at_once:
-            outputs = engine.tokens(self.prompts)
-        else:
-            outputs = [engine.tokens([prompt])[0] for prompt in self.prompts]
-        found = [output[: len(answer)] for output, answer in zip(outputs, self.answers, strict=True)]
-        assert found == self.answers
-
-
-@pytest.fixture(scope="module")
-def expected(start_engine: Callable[..., Any], llama: Path) -> Expected:
-    return Expected(start_engine(llama, None, **SMALL_STEPS))
-
-
-def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, expected: Expected) -> None:
-    engine = start_engine(llama, {"ram": "16MiB"}, connector=True, **SMALL_STEPS)
+def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, on_llama: Expected) -> None:
+    engine = start_engine(llama, {"ram": "32MiB"}, connector=True, **SMALL_STEPS)
     asked: list[int] = []
     lookup = engine.manager.lookup_prefix
     engine.manager.lookup_prefix = lambda keys, ctx: asked.append(len(keys)) or lookup(keys, ctx)
     engine.manager.lookup = None  # key by key: never
     for _ in range(2):
-        expected.check(engine)
+        on_llama.check(engine, NINE)
     engine.drain()
     assert max(asked) == 9
     assert engine.manager.core.stats().loaded >= 9
@@ -61,14 +37,14 @@ def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, expecte
 
 
 @pytest.fixture(scope="module")
-def victim(start_engine: Callable[..., Any], llama: Path, expected: Expected) -> Any:
+def victim(start_engine: Callable[..., Any], llama: Path, on_llama: Expected) -> Any:
     return start_engine(llama, VICTIM, connector=True, **SMALL_STEPS)
 
 
-def test_what_the_gpu_drops_comes_back(victim: Any, expected: Expected) -> None:
-    """47 blocks in the engine, 80 in the prompts: the engine drops what RAM then gives back."""
+def test_what_the_gpu_drops_comes_back(victim: Any, on_llama: Expected) -> None:
+    """47 blocks in the engine, 81 in the prompts: the engine drops what RAM then gives back."""
     for _ in range(3):
-        expected.check(victim)
+        on_llama.check(victim, NINE)
     victim.drain()
     stats = victim.manager.core.stats()
     assert stats.loaded > 40
@@ -89,11 +65,11 @@ def test_nothing_is_stored_that_the_gpu_keeps(victim: Any) -> None:
     assert (after.stored - before.stored, after.loaded - before.loaded) == (0, 0)
 
 
-def test_what_came_back_is_kept_without_a_copy(victim: Any, expected: Expected) -> None:
+def test_what_came_back_is_kept_without_a_copy(victim: Any, on_llama: Expected) -> None:
     victim.llm.reset_prefix_cache(reset_connector=True)
     for _ in range(6):
-        for prompt, tokens in zip(expected.prompts[:5], expected.answers, strict=False):
-            assert victim.tokens([prompt], len(tokens))[0] == tokens
+        for prompt, tokens in zip(on_llama.prompts[:5], on_llama.answers, strict=False):
+            assert victim.tokens([prompt])[0] == tokens
     victim.drain()
     stats = victim.manager.core.stats()
     assert stats.kept > 0
@@ -101,12 +77,12 @@ def test_what_came_back_is_kept_without_a_copy(victim: Any, expected: Expected) 
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_stress(victim: Any, expected: Expected, seed: int) -> None:
+def test_stress(victim: Any, on_llama: Expected, seed: int) -> None:
     """Preemption, aborts, eviction in engine and pool, resets; the seed is in the name."""
     victim.llm.reset_prefix_cache(reset_connector=True)
     before = victim.manager.core.stats()
     outcome = drive(
-        victim, expected.chats, expected.chat_answers, seed, 60, aborts=0.1, resets=0.01 * (seed - 1)
+        victim, on_llama.chats, on_llama.chat_answers, seed, 60, aborts=0.1, resets=0.01 * (seed - 1)
     )
     after = victim.manager.core.stats()
     assert not outcome.wrong, outcome
@@ -120,14 +96,14 @@ def test_stress(victim: Any, expected: Expected, seed: int) -> None:
 
 
 def test_few_free_blocks_fall_back_to_storing_at_once(
-    start_engine: Callable[..., Any], llama: Path, expected: Expected
+    start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
     """A step may take 64 blocks, the engine has 23: half of them is the window, mostly in use."""
     engine = start_engine(
         llama, VICTIM, connector=True, num_gpu_blocks_override=24, max_num_batched_tokens=2048
     )
     for _ in range(3):
-        expected.check(engine, at_once=True)
+        assert engine.tokens(on_llama.prompts[:NINE]) == on_llama.answers[:NINE]
     engine.drain()
     assert engine.connector.connector_scheduler.window == 12
     stats = engine.manager.core.stats()
@@ -135,14 +111,13 @@ def test_few_free_blocks_fall_back_to_storing_at_once(
     audit(engine.manager.core)
 
 
-def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path) -> None:
+def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path, on_hybrid: Expected) -> None:
     """Layers that see the whole prefix and layers that see 80 tokens back: two groups of blocks."""
     settings = SMALL_STEPS | {"disable_hybrid_kv_cache_manager": False}
-    expected = Expected(start_engine(hybrid, None, **settings))
     engine = start_engine(hybrid, VICTIM, connector=True, **settings)
     assert len(engine.connector.connector_scheduler.config.kv_group_configs) == 2
     for _ in range(3):
-        expected.check(engine)
+        on_hybrid.check(engine, NINE)
     engine.drain()
     assert engine.manager.core.stats().loaded > 20
     check_nothing_is_left(engine)

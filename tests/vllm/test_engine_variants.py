@@ -9,36 +9,18 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-from traffic import certain_answers, check_nothing_is_left, conversations, damage, drive, random_prompts
+from traffic import Expected, check_nothing_is_left, damage, drive
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PROMPTS = random_prompts(seed=4, count=2, length=300)
-CHATS = conversations(seed=5, documents=6, turns=3)
-
-
-class Expected:
-    """What the engine answers without offloading."""
-
-    def __init__(self, engine: Any) -> None:
-        self.prompts = [engine.tokens([prompt])[0] for prompt in PROMPTS]
-        self.chats, self.answers = certain_answers(engine, CHATS, 8)
-
-
-@pytest.fixture(scope="module")
-def on_llama(start_engine: Callable[..., Any], llama: Path) -> Expected:
-    return Expected(start_engine(llama, None))
-
-
-@pytest.fixture(scope="module")
-def on_hybrid(start_engine: Callable[..., Any], hybrid: Path) -> Expected:
-    return Expected(start_engine(hybrid, None, num_gpu_blocks_override=44))
+TWO = 2
+"""Prompts: 18 whole blocks, as many as the pools here have room for beside a request or two."""
 
 
 def stress(engine: Any, expected: Expected, seed: int, resets: float = 0.005) -> None:
     before = engine.manager.core.stats()
-    outcome = drive(engine, expected.chats, expected.answers, seed, 60, aborts=0.1, resets=resets)
+    outcome = drive(engine, expected.chats, expected.chat_answers, seed, 60, aborts=0.1, resets=resets)
     after = engine.manager.core.stats()
     assert not outcome.wrong, (seed, outcome)
     assert after.loaded > before.loaded
@@ -50,16 +32,16 @@ def test_a_damaged_block_is_computed_again(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
     """With ``verify: always`` damage in the pool changes nothing but a counter."""
-    engine = start_engine(llama, {"ram": "2MiB", "verify": "always", "policy": "s3fifo"})
-    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_llama.prompts
+    engine = start_engine(llama, {"ram": "4MiB", "verify": "always", "policy": "s3fifo"})
+    on_llama.check(engine, TWO)
     engine.forget_device()
-    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_llama.prompts
+    on_llama.check(engine, TWO)
     assert engine.manager.core.stats().loaded == 18, "sound blocks are loaded"
     for how in ("zeros", "noise", "other slots"):
         engine.forget_device()
         damage(engine, how)
         before = engine.manager.core.stats()
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_llama.prompts
+        on_llama.check(engine, TWO)
         engine.drain()
         after = engine.manager.core.stats()
         assert after.loaded == before.loaded, "no damaged block is loaded"
@@ -67,13 +49,13 @@ def test_a_damaged_block_is_computed_again(
         assert after.stored == before.stored + (after.discarded - before.discarded), "and stored again"
     engine.forget_device()
     # One bad block in the middle: the sound head is loaded, the rest is computed.
-    ready = engine.manager.core.lookup(engine_keys(engine, PROMPTS[0])).num_ready
+    ready = engine.manager.core.lookup(engine_keys(engine, on_llama.prompts[0])).num_ready
     assert ready == 9
-    plan = engine.manager.core.prepare_load(engine_keys(engine, PROMPTS[0]))
+    plan = engine.manager.core.prepare_load(engine_keys(engine, on_llama.prompts[0]))
     engine.manager._pool._slots[plan.slots[4], 0] ^= 1
     engine.manager.core.unpin(plan)
     before = engine.manager.core.stats()
-    assert engine.tokens([PROMPTS[0]])[0] == on_llama.prompts[0]
+    on_llama.check(engine, 1)
     engine.drain()
     assert engine.manager.core.stats().loaded == before.loaded + 4
     stress(engine, on_llama, seed=6)
@@ -98,10 +80,10 @@ def engine_keys(engine: Any, prompt: list[int]) -> list[bytes]:
 
 def test_chunks_of_three_blocks(start_engine: Callable[..., Any], llama: Path, on_llama: Expected) -> None:
     engine = start_engine(
-        llama, {"ram": "2MiB", "blocks_per_chunk": 3, "policy": "lirs", "prompt_only": False}
+        llama, {"ram": "4MiB", "blocks_per_chunk": 3, "policy": "lirs", "prompt_only": False}
     )
     for _ in range(2):
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_llama.prompts
+        on_llama.check(engine, TWO)
         engine.forget_device()
     stats = engine.manager.core.stats()
     assert (stats.stored, stats.loaded) == (6, 6), "three chunks of each prompt"
@@ -117,17 +99,17 @@ def test_two_kv_groups(
 ) -> None:
     engine = start_engine(
         hybrid,
-        {"ram": "2MiB", "blocks_per_chunk": blocks_per_chunk, "verify": "always", "policy": "wtinylfu"},
+        {"ram": "4MiB", "blocks_per_chunk": blocks_per_chunk, "verify": "always", "policy": "wtinylfu"},
         num_gpu_blocks_override=44,
     )
     assert len(engine.connector.connector_scheduler.config.kv_group_configs) == 2
     for _ in range(2):
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_hybrid.prompts
+        on_hybrid.check(engine, TWO)
         engine.forget_device()
     assert engine.manager.core.stats().loaded > 0
     if blocks_per_chunk == 1:
         damage(engine, "noise")
-        assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == on_hybrid.prompts
+        on_hybrid.check(engine, TWO)
         assert engine.manager.core.stats().discarded > 0
     # Chunks that have lost blocks to the sliding window, and resets under running requests: vLLM's scheduler
     # offers blocks that are others' now, here and there, so it takes some rounds to see.

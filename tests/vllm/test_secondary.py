@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from traffic import PATIENCE_S
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -74,7 +75,7 @@ class Life:
             req_context=self.ctx,
         )
         (self.tier.submit_load if load else self.tier.submit_store)(job)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             for result in self.tier.get_finished_jobs():
                 assert result.job_id == job.job_id

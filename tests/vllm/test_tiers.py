@@ -11,22 +11,25 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 from prometheus_client import REGISTRY
-from traffic import random_prompts
+from traffic import PATIENCE_S, Expected
+
+from kvoffload.tiers.disk.inspection import opened
+from kvoffload.tiers.disk.slab import SLAB_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PROMPTS = random_prompts(seed=5, count=6, length=300)
-"""Nine whole blocks each; RAM has room for 48 blocks, and the engine for two prompts."""
+SIX = 6
+"""Prompts of nine whole blocks each; RAM has room for 48 blocks, and the engine for two prompts."""
 
 
 @pytest.fixture(scope="module")
 def lives(start_engine: Callable[..., Any], llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that starts an engine on the same directory each time."""
+    """A function that starts an engine on the same directory each time; no read is late for it."""
     path = tmp_path_factory.mktemp("slab")
 
     def start(**options: Any) -> Any:
-        tier = {"type": "disk", "path": str(path), "capacity": "16MiB", **options}
-        lives.engine = start_engine(llama, {"ram": "3MiB", "tiers": [tier], "tier_deadline_s": 20.0})
+        tier = {"type": "disk", "path": str(path), "capacity": "32MiB", **options}
+        lives.engine = start_engine(llama, {"ram": "6MiB", "tiers": [tier], "tier_deadline_s": PATIENCE_S})
         return lives.engine
 
     lives: Any = start
@@ -35,66 +38,74 @@ def lives(start_engine: Callable[..., Any], llama: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture(scope="module")
-def answers(lives: Any) -> list[list[int]]:
-    """What the first life answers: computed, all of it."""
+def first_life(on_llama: Expected, lives: Any) -> Expected:
+    """All of it is computed, and written to the disk; what the engine answers."""
     engine = lives()
-    tokens = [engine.tokens([prompt])[0] for prompt in PROMPTS]
+    for prompt, answer in zip(on_llama.prompts[:SIX], on_llama.answers, strict=False):
+        assert engine.tokens([prompt])[0] == answer
+        # A quarter of RAM may wait to be written, a prompt and a third: what comes on top is dropped.
+        engine.drain()
+        assert engine.manager.core.settle(PATIENCE_S)
     assert engine.manager.core.hit_blocks == [0, 0]
     # What has left RAM comes back from the disk within one life, too.
     engine.forget_device()
-    assert engine.tokens([PROMPTS[0]])[0] == tokens[0]
+    on_llama.check(engine, 1)
     from_ram, from_disk = engine.manager.core.hit_blocks
     assert from_ram + from_disk == 9
     assert from_disk > 0
     engine.drain()
-    assert engine.manager.core.settle(10.0)
+    assert engine.manager.core.settle(PATIENCE_S)
     engine.close()
-    return tokens
+    return on_llama
 
 
-def test_the_second_life_answers_from_the_firsts_disk(lives: Any, answers: list[list[int]]) -> None:
+def tier_metric(engine: Any, name: str) -> Any:
+    """What ``/metrics`` of a server would show of the disk."""
+    model = engine.llm.llm_engine.model_config.served_model_name
+    label = {"model_name": model, "engine": "0", "tier": "disk"}
+    return REGISTRY.get_sample_value(f"vllm:kvoffload_tier_{name}", label)
+
+
+def test_the_second_life_answers_from_the_firsts_disk(lives: Any, first_life: Expected) -> None:
     """All at once: prefixes of 54 blocks want to come up into 48 slots, and nobody waits for ever."""
     engine = lives()
     assert engine.manager.core.tier_stats()[0].restored == 54
-    assert engine.tokens(PROMPTS) == answers
+    assert engine.tokens(first_life.prompts[:SIX]) == first_life.answers[:SIX]
     core = engine.manager.core
     assert core.hit_blocks[1] >= 9
     assert core.tier_stats()[0].mismatches == 0
-    label = {
-        "model_name": engine.llm.llm_engine.model_config.served_model_name,
-        "engine": "0",
-        "tier": "disk",
-    }
-    engine.tokens([PROMPTS[0]])
-    assert (REGISTRY.get_sample_value("vllm:kvoffload_tier_hits_total", label) or 0) >= 9
-    assert REGISTRY.get_sample_value("vllm:kvoffload_tier_ready", label) == 54
-    free, capacity = (
-        REGISTRY.get_sample_value(f"vllm:kvoffload_tier_{name}", label) for name in ("free", "capacity")
-    )
-    assert free == capacity - 54
+    first_life.check(engine, 1)
+    assert (tier_metric(engine, "hits_total") or 0) >= 9
+    assert tier_metric(engine, "ready") == 54
+    assert tier_metric(engine, "free") == tier_metric(engine, "capacity") - 54
     engine.drain()
-    assert core.settle(10.0)
+    assert core.settle(PATIENCE_S)
     stats = core.stats()
     assert (stats.writing, stats.condemned, stats.ready) == (0, 0, stats.evictable)
 
 
-def test_a_damaged_slab_changes_nothing_but_the_hit_rate(lives: Any, answers: list[list[int]]) -> None:
+def test_a_damaged_slab_changes_nothing_but_the_hit_rate(lives: Any, first_life: Expected) -> None:
+    """Every third block is damaged, and sixty places anywhere, in the journal as well."""
     lives.engine.close()
-    (slab,) = lives.path.glob("*.slab")
-    with slab.open("r+b") as file:
-        for offset in np.random.default_rng(11).integers(0, slab.stat().st_size, 60).tolist():
+    with opened(lives.path) as (slab, found):
+        offsets = [slab.layout.slot_offset(slot) + 1000 for slot in found.contents.slots().tolist()[::3]]
+    path = lives.path / SLAB_NAME
+    offsets += np.random.default_rng(11).integers(0, path.stat().st_size, 60).tolist()
+    with path.open("r+b") as file:
+        for offset in offsets:
             file.seek(offset)
             file.write(b"\x5a" * 4096)
     engine = lives()
     tier = engine.manager.core.tier_stats()[0]
-    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == answers
+    first_life.check(engine, SIX)
     damaged = 54 - tier.restored + engine.manager.core.tier_stats()[0].mismatches + tier.journal_damage
     assert damaged > 0
+    assert (tier_metric(engine, "mismatches_total") or 0) > 0
     assert engine.manager.core.hit_blocks[1] < 54
 
 
-def test_blocks_of_other_weights_are_not_served(lives: Any, answers: list[list[int]]) -> None:
+def test_blocks_of_other_weights_are_not_served(lives: Any, first_life: Expected) -> None:
     engine = lives(salt="retrained")
-    assert [engine.tokens([prompt])[0] for prompt in PROMPTS] == answers
+    first_life.check(engine, SIX)
     assert engine.manager.core.hit_blocks == [0, 0]
     assert list(lives.path.glob("*set-aside*")), "what was there is kept, and not served"

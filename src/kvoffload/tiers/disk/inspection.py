@@ -99,13 +99,21 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
 
 
 @contextlib.contextmanager
-def opened(directory: Path, files: Files | None = None) -> Iterator[tuple[Slab, Found]]:
-    """The slab of a directory and what its journal says, while nobody else has it. Raises `ConfigError`."""
+def opened(
+    directory: Path, files: Files | None = None, *, wait_s: float = 0.0
+) -> Iterator[tuple[Slab, Found]]:
+    """The slab of a directory and what its journal says, while nobody else has it. Raises `ConfigError`.
+
+    Args:
+        wait_s: for an owner to end. Not at all by default: who types a command beside a server that runs
+            wants to be told so at once, and can type it again.
+    """
     if not (directory / SLAB_NAME).exists():
         raise ConfigError("path", str(directory), f"a directory of a disk tier: it has a file {SLAB_NAME}")
-    lock = DirectoryLock(directory)
+    notices = Notices("kvoffload.disk")
+    lock = DirectoryLock(directory, notices, wait_s=wait_s)
     try:
-        slab = Slab.open(directory / SLAB_NAME, files or Files(), Notices("kvoffload.disk"))
+        slab = Slab.open(directory / SLAB_NAME, files or Files(), notices)
         if isinstance(slab, str):
             raise ConfigError("path", str(directory / SLAB_NAME), slab)
         with contextlib.closing(slab):

@@ -1,4 +1,4 @@
-"""One owner for a directory: whoever comes second is told who came first.
+"""One owner for a directory: whoever comes second waits a little, and is told who came first.
 
 The lock is the system's (`flock`) and goes with the process, however it ends; the number in the file only
 says whose it is.
@@ -10,38 +10,83 @@ import contextlib
 import fcntl
 import os
 from pathlib import Path
+from time import sleep
 
 from kvoffload.errors import ConfigError
+from kvoffload.tiers.disk.notices import Notices
 
 LOCK_NAME = "kvoffload.lock"
 
+LOCK_WAIT_S = 30.0
+"""How long a tier waits: a process that was killed keeps its locks until its memory is given back, seconds
+for hundreds of GiB that are pinned, and whoever starts it again does so at once."""
+
+_RETRY_S = 0.25
+
+# What this process holds: device and inode of the lock files. The number in the file does not tell, because
+# a container that is started again numbers its processes as the one before.
+_held: set[tuple[int, int]] = set()
+
 
 class DirectoryLock:
-    """Held from its making to `release`. Raises `ConfigError` with the owner's pid if somebody has it."""
+    """Held from its making to `release`.
 
-    def __init__(self, directory: Path) -> None:
+    Another process's lock is waited for, with one line in the log. This process's own is not: the thread that
+    would have to let go is the one that waits.
+
+    Args:
+        wait_s: for how long, at the most; 0 tries once.
+
+    Raises: `ConfigError` with the owner's pid if somebody has it; or for a directory that cannot be locked.
+    Thread: any.
+    """
+
+    def __init__(self, directory: Path, notices: Notices, *, wait_s: float = LOCK_WAIT_S) -> None:
         try:
             self._fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 "path", str(directory), f"a directory that can be written ({error.strerror})"
             ) from None
+        status = os.fstat(self._fd)
+        self._file = status.st_dev, status.st_ino
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            self._take(directory, notices, 0.0 if self._file in _held else wait_s)
+        except BaseException:
             os.close(self._fd)
-            raise ConfigError(
-                "path", str(directory), f"process {owner} has it open: one owner at a time"
-            ) from None
+            raise
+        _held.add(self._file)
         # On a full disk the lock holds all the same; only its owner's number is not there to read.
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
 
+    def _take(self, directory: Path, notices: Notices, wait_s: float) -> None:
+        waited_s = 0.0
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                why = f"a directory that can be locked ({error.strerror})"
+                raise ConfigError("path", str(directory), why) from None
+            if waited_s >= wait_s:
+                why = f"process {_owner(self._fd)} has it open: one owner at a time"
+                why += f" (waited {waited_s:g} s for it to end)" if waited_s else ""
+                raise ConfigError("path", str(directory), why)
+            if not waited_s:
+                notices.warn("lock", "disk tier: process %s has %s open: waiting up to %g s for it to end",
+                             _owner(self._fd), directory, wait_s)  # fmt: skip
+            sleep(_RETRY_S)
+            waited_s += _RETRY_S
+
     def release(self) -> None:
-        """Let others in."""
+        """Let others in. Idempotent."""
         if self._fd >= 0:
+            # In this order: once the file is closed another thread may take the lock, and note that it has.
+            _held.discard(self._file)
             os.close(self._fd)
             self._fd = -1
 
@@ -55,7 +100,11 @@ def owner_of(directory: Path) -> str | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        return _owner(fd)
     finally:
         os.close(fd)
     return None
+
+
+def _owner(fd: int) -> str:
+    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"

@@ -65,7 +65,7 @@ class Volume:
 
     Thread: one, the scheduler's. `deliver` is called by others.
 
-    Raises: `ConfigError` when the directory cannot be used, or somebody else uses it.
+    Raises: `ConfigError` when the directory cannot be used, or somebody else uses it and goes on to.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Volume:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError("path", str(directory), f"a directory ({error.strerror})") from None
-        self._lock = DirectoryLock(directory)
+        self._lock = DirectoryLock(directory, notices)
         try:
             self._slab = open_slab(directory, geometry, files, notices)
             layout = self._slab.layout
