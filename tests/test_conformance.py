@@ -22,7 +22,7 @@ from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.lru import NaiveLRU
 
 EXAMPLE = str(Path(__file__).resolve().parent.parent / "examples" / "my_policy.py") + ":MyPolicy"
-FEW = settings.default.max_examples // 10
+FEW = settings().max_examples // 10
 
 
 class TestExample(PolicyConformance):

@@ -158,7 +158,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 TestDiskMachine = DiskMachine.TestCase
 TestDiskMachine.settings = settings(
-    max_examples=settings.default.max_examples // 2,
+    max_examples=settings().max_examples // 2,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

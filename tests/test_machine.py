@@ -84,7 +84,7 @@ def lives(
         store=store,
         capacity_blocks=capacity_blocks,
         key_bytes=key_bytes,
-        max_examples=max(2, round(settings.default.max_examples * share)),
+        max_examples=max(2, round(settings().max_examples * share)),
     )
     run_state_machine_as_test(machine, settings=machine.TestCase.settings)
 

@@ -224,7 +224,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
 
 TestTieredDisk = TieredDiskMachine.TestCase
 TestTieredDisk.settings = settings(
-    max_examples=settings.default.max_examples // 2,
+    max_examples=settings().max_examples // 2,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

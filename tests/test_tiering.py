@@ -687,5 +687,5 @@ class TieringMachine(RuleBasedStateMachine):
 
 TestTieringMachine = TieringMachine.TestCase
 TestTieringMachine.settings = settings(
-    max_examples=settings.default.max_examples // 4, stateful_step_count=50, deadline=None
+    max_examples=settings().max_examples // 4, stateful_step_count=50, deadline=None
 )

@@ -468,7 +468,7 @@ def manager_machine(
 
     machine: type[ManagerMachine] = type("Machine", (ManagerMachine,), {"make": staticmethod(make)})
     machine.TestCase.settings = settings(
-        max_examples=max_examples or settings.default.max_examples,
+        max_examples=max_examples or settings().max_examples,
         stateful_step_count=step_count,
         deadline=None,
     )
