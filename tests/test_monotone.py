@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
@@ -18,6 +18,9 @@ from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.lru import NaiveLRU
 
 Requests = list[list[int]]
+
+FEWER = settings(max_examples=settings().max_examples // 2)
+"""Of each policy."""
 
 
 @st.composite
@@ -70,6 +73,7 @@ def test_every_request_hits_no_less_in_a_larger_lru(requests: Requests) -> None:
         assert all(few <= many for few, many in zip(smaller, larger, strict=True))
 
 
+@FEWER
 @given(chained_requests(), st.integers(1, 30))
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
 @pytest.mark.parametrize("policy", POLICIES.names())
@@ -80,6 +84,7 @@ def test_nobody_does_better_than_the_optimum(
     assert sum(prefix_hits(requests, capacity, policy, admission)) <= best
 
 
+@FEWER
 @given(chained_requests())
 @pytest.mark.parametrize("policy", [*POLICIES.names(), NaiveLRU, NaiveARC])
 def test_a_cache_for_everything_hits_whatever_was_there_before(policy: str, requests: Requests) -> None:
@@ -88,6 +93,7 @@ def test_a_cache_for_everything_hits_whatever_was_there_before(policy: str, requ
     assert hits == trace.block_refs - trace.unique_blocks
 
 
+@FEWER
 @given(st.integers(1, 8), st.integers(1, 12))
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_of_a_request_that_does_not_fit_the_head_is_hit(policy: str, capacity: int, length: int) -> None:

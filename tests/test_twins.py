@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.core.index import ABSENT, find_bytes
@@ -29,6 +29,9 @@ from kvoffload.testing.naive.two_q import NaiveTwoQ
 from kvoffload.testing.naive.wtinylfu import NaiveWTinyLFU
 from kvoffload.testing.scripts import Step, play, scripts
 from kvoffload.types import STORES
+
+FEWER = settings(max_examples=settings().max_examples // 3)
+"""Of scripts that are longer."""
 
 
 class Pair(NamedTuple):
@@ -92,6 +95,7 @@ def test_decides_as_its_naive_twin(
         assert seen == expected
 
 
+@FEWER
 @given(scripts(num_keys=60, num_requests=4, max_steps=120), st.integers(20, 30))
 @pytest.mark.parametrize("name", PAIRS)
 def test_with_room_for_queues(name: str, script: list[Step], capacity: int) -> None:
@@ -99,6 +103,7 @@ def test_with_room_for_queues(name: str, script: list[Step], capacity: int) -> N
     assert play(kernel, script, inside) == play(twin, script, inside)
 
 
+@FEWER
 @given(scripts(num_keys=200, max_steps=60))
 @pytest.mark.parametrize("name", PAIRS)
 def test_when_a_hundredth_is_two_blocks(name: str, script: list[Step]) -> None:
