@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import secrets
 import sys
 from collections import Counter
@@ -37,6 +38,11 @@ ROOMS = {
 }
 """The first one that a path begins with is its room."""
 IN_VLLM = "kvoffload/integrations"
+WHERE = {
+    False: ("tests", "--ignore=tests/vllm", "--ignore=tests/test_mutation_bench.py"),
+    True: ("tests/vllm/test_adapter.py",),
+}
+"""Tests, by whether they need vLLM; the others of tests/vllm start engines."""
 GIB = 1024**3
 
 
@@ -128,6 +134,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="part of a path: mutants of such files")
     parser.add_argument("--again", type=Path, help="a mutants.jsonl: those of it that were not killed")
     parser.add_argument("--tests", default="", help="which tests: an expression for pytest's -m")
+    parser.add_argument("--longest-s", type=float, default=math.inf, help="leave longer tests to --again")
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="made by `make vllm-env`")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--memory-gib", type=int, default=16, help="addresses that a test may take")
@@ -145,14 +152,17 @@ def main() -> None:
         todo = [mutant for mutant in chosen if identity(mutant) not in known]
     options = ("-m", arguments.tests) if arguments.tests else ()
     suites = {
-        False: Suite(sys.executable, ("tests", "--ignore=tests/vllm"), options, ROOT, output / "tests"),
-        True: Suite(arguments.vllm_python, ("tests/vllm",), options, ROOT, output / "tests-vllm"),
+        in_vllm: Suite(python, WHERE[in_vllm], options, ROOT, output / name, arguments.longest_s)
+        for in_vllm, python, name in (
+            (False, sys.executable, "tests"),
+            (True, arguments.vllm_python, "tests-vllm"),
+        )
     }
     reaches = {}
-    for needs_vllm, suite in suites.items():
-        wanted = any(mutant.path.startswith(IN_VLLM) == needs_vllm for mutant in todo)
+    for in_vllm, suite in suites.items():
+        wanted = any(mutant.path.startswith(IN_VLLM) == in_vllm for mutant in todo)
         if wanted and Path(suite.python).exists():
-            reach = reaches[needs_vllm] = Reach(suite, output / "base")
+            reach = reaches[in_vllm] = Reach(suite, output / "base")
             reach.gather()
             if reach.not_passed:
                 print(f"not passed, left out: {sorted(reach.not_passed)}", file=sys.stderr)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_slab
 from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Scratch
+from kvoffload.tiers.disk.volume import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 NUM_SLOTS, BLOCK_BYTES = 16, 8192
 NUMBERS = list(range(10))
@@ -345,6 +347,34 @@ def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], numbe
     disk.tier._volumes[0]._paused_until = 0.0
     assert disk.write([23]) == [23]
     assert disk.read([23]) == [23]
+
+
+def test_pauses_after_writes_that_fail_double_until_one_succeeds(
+    failing: tuple[Disk, FailingFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, files = failing
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("kvoffload.tiers.disk.volume.time", SimpleNamespace(monotonic=lambda: clock.now))
+    numbers = iter(range(20, 100))
+
+    def pauses(seconds: float) -> bool:
+        """Whether nothing is written for so long after a write that fails, and no longer."""
+        files.fail = raises(errno.ENOSPC, "write", above=LAYOUT.slots_offset)
+        assert disk.write([next(numbers)]) == []
+        files.fail = lambda operation, offset: None
+        clock.now += seconds - 0.5
+        before = disk.tier._volumes[0].accepts_writes
+        clock.now += 0.5
+        return not before and disk.tier._volumes[0].accepts_writes
+
+    seconds = FIRST_PAUSE_S
+    while seconds < LONGEST_PAUSE_S:
+        assert pauses(seconds)
+        seconds *= 2
+    assert pauses(LONGEST_PAUSE_S)
+    assert pauses(LONGEST_PAUSE_S)
+    assert len(disk.write([next(numbers)])) == 1
+    assert pauses(FIRST_PAUSE_S)
 
 
 @pytest.mark.parametrize("operation", ["write", "sync"])

@@ -220,6 +220,21 @@ def test_a_prefix_larger_than_ram_is_cut_to_what_fits_and_answered() -> None:
     rig.load("abcd", ctx)
 
 
+def test_what_finds_no_room_is_not_waited_for_any_more() -> None:
+    """Also when room comes meanwhile: asked again at every step, it would drive out what found room."""
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
+    rig.below("abcd")
+    rig.ask("ab", rig.begin())
+    late = rig.begin()
+    for _ in range(2):
+        assert rig.ask("cd", late) == (0, MISS)
+        assert rig.manager.counts.no_room == 2
+    rig.end_all()
+    assert rig.ask("cd", late) == (0, MISS)
+    assert not rig.tier.jobs
+    assert rig.ask("cd", rig.begin()) == (0, RETRY), "another request asks anew"
+
+
 def test_what_cannot_be_read_is_a_miss_and_what_stands_before_it_a_hit() -> None:
     rig = Rig(immediate=False)
     rig.below("abcd")

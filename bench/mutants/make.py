@@ -106,7 +106,8 @@ def left_out(tree: ast.AST) -> list[Span]:
     """Parts of a source in which a change cannot matter to who uses it.
 
     Annotations; texts and what is put into them; the arguments of an exception or a warning; ``__repr__``;
-    what only type checkers read; and asking for cache lines, without which everything is only slower.
+    what only type checkers read; and asking for memory before it is needed, without which everything is only
+    slower.
     """
     found: list[Span] = []
     for node in ast.walk(tree):
@@ -127,7 +128,7 @@ def left_out(tree: ast.AST) -> list[Span]:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.returns is not None:
                 found.append(_span(node.returns))
-            if node.name in ("__repr__", "_prefetch"):
+            if node.name in ("__repr__", "_prefetch", "populate"):
                 found.append(_span(node))
     return found
 

@@ -7,6 +7,7 @@ which did not pass. Tests that come later are added to it.
 from __future__ import annotations
 
 import ast
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -39,6 +40,7 @@ class Suite(NamedTuple):
         where, options: for pytest: where they are, and which of those.
         root: of the repository.
         directory: for what is recorded of them.
+        longest_s: tests that took longer before are left out.
     """
 
     python: str
@@ -46,6 +48,7 @@ class Suite(NamedTuple):
     options: tuple[str, ...]
     root: Path
     directory: Path
+    longest_s: float = math.inf
 
     def command(self, journal: Path, temporary: Path) -> list[str]:
         """Runs tests of the files that are added to it."""
@@ -97,9 +100,10 @@ class Reach:
         measured.combine()
         measured.save()
         data = measured.get_data()
-        for file in data.measured_files():
-            path = str(Path(file).relative_to(self._source))
-            self._lines[path] = data.contexts_by_lineno(file)
+        for file in map(Path, data.measured_files()):
+            # Some tests start a Python of the checkout itself, which no mutant gets into.
+            if file.is_relative_to(self._source):
+                self._lines[str(file.relative_to(self._source))] = data.contexts_by_lineno(str(file))
         rows = read(self._journal)
         self.not_passed = {row[how] for row in rows for how in ("failed", "skipped") if how in row}
         self.wall_s = {
@@ -133,7 +137,9 @@ class Reach:
         )
 
     def _sorted(self, tests: set[str]) -> list[str]:
-        return sorted(tests & self.wall_s.keys(), key=lambda test: (self.wall_s[test], test))
+        taken = {test: self.wall_s[test] for test in tests & self.wall_s.keys()}
+        chosen = [test for test, wall_s in taken.items() if wall_s <= self.suite.longest_s]
+        return sorted(chosen, key=lambda test: (taken[test], test))
 
     def _that_ran(self, path: str, lines: range) -> set[str]:
         measured = self._lines.get(path, {})
