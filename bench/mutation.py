@@ -26,6 +26,7 @@ from mutants import make, trial
 from mutants.make import Mutant
 from mutants.reach import Reach, Suite
 from mutants.trial import Outcome, Result
+from mutants.watch import read
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
@@ -64,7 +65,7 @@ def identity(row: dict[str, Any] | Mutant) -> tuple[str, str, int]:
 
 
 def again(journal: Path) -> Iterator[Mutant]:
-    """The mutants that a journal has and that are not killed. Those that can no more be made are named."""
+    """The mutants that a journal has, a later row for an earlier one, and that are not killed. Those that can no more be made are named."""
     rows = {identity(row): row for row in read(journal)}
     for row in rows.values():
         if Outcome(row["outcome"]) in (Outcome.KILLED, Outcome.TIMEOUT):
@@ -76,11 +77,6 @@ def again(journal: Path) -> Iterator[Mutant]:
             print(f"not there any more:\n{row['diff']}", file=sys.stderr)
 
 
-def read(journal: Path) -> list[dict[str, Any]]:
-    """Rows; a later one of the same mutant holds."""
-    return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
-
-
 def run_all(chosen: list[Mutant], reaches: dict[bool, Reach], arguments: argparse.Namespace) -> None:
     """Run mutants, several at a time, and write a row for each."""
 
@@ -90,25 +86,22 @@ def run_all(chosen: list[Mutant], reaches: dict[bool, Reach], arguments: argpars
             return Result(Outcome.NOT_RUN, "needs --vllm-python")
         return trial.run(mutant, reach, arguments.output / "base", arguments.memory_gib * GIB)
 
-    with (
-        ThreadPoolExecutor(arguments.jobs) as threads,
-        (arguments.output / "mutants.jsonl").open("a") as journal,
-    ):
+    threads = ThreadPoolExecutor(arguments.jobs)
+    try:
         running = {threads.submit(one, mutant): mutant for mutant in chosen}
         for number, done in enumerate(as_completed(running), 1):
             mutant, result = running[done], done.result()
-            row = {
-                **mutant._replace(source="")._asdict(),
-                **result._asdict(),
-                "outcome": result.outcome.value,
-            }
-            journal.write(json.dumps(row) + "\n")
-            journal.flush()
+            row = mutant._asdict() | result._asdict() | {"outcome": result.outcome.value}
+            del row["source"]
+            with (arguments.output / "mutants.jsonl").open("a") as journal:
+                journal.write(json.dumps(row) + "\n")
             print(
                 f"{number} of {len(chosen)}: {result.outcome.value} {mutant.path}:{mutant.line} "
                 f"{result.by} ({result.num_tests} tests, {result.seconds} s)",
                 file=sys.stderr,
             )
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def report(rows: list[dict[str, Any]]) -> str:

@@ -25,7 +25,7 @@ from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier, tier
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files
 from kvoffload.tiers.disk.format import fingerprint_of
-from kvoffload.tiers.disk.inspection import compact, opened, verify
+from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_slab
@@ -98,6 +98,30 @@ def test_what_verify_lists_is_what_reads_catch(filled: Path) -> None:
     flip(filled, LAYOUT.slot_offset(5) + PAGE_BYTES)
     with opened(filled) as (slab, found):
         assert [problem.slot for problem in verify(slab, found)] == [3, 5]
+
+
+def test_verify_says_which_block_and_why(filled: Path) -> None:
+    flip(filled, LAYOUT.slot_offset(3) + 17)
+    bad, steps = LAYOUT.slot_offset(5), []
+
+    def fail(operation: str, offset: int) -> None:
+        # The whole run fails first, and then this block alone.
+        if operation == "read" and offset in (LAYOUT.slot_offset(0), bad):
+            raise OSError(errno.EIO, "unreadable sector")
+
+    with opened(filled) as (slab, found):
+        slab._files = files = FailingFiles()
+        slab.chunk_blocks = 6  # the first run is slots 0 to 5
+        files.fail = fail
+        problems = verify(slab, found, lambda done, total: steps.append((done, total)))
+    # Slot 0 has failed with its neighbours, and alone.
+    keys = keys_of(NUMBERS)
+    assert problems == [
+        Problem(0, keys[0].hex(), "cannot be read"),
+        Problem(3, keys[3].hex(), "is not what was stored"),
+        Problem(5, keys[5].hex(), "cannot be read"),
+    ]
+    assert steps == [(6, 10), (10, 10)]
 
 
 @pytest.mark.parametrize("where", range(0, 552, 53))

@@ -131,8 +131,8 @@ def _wait(child: subprocess.Popen[bytes], journal: Path, wall_s: dict[str, float
         time.sleep(0.2)
         if journal.exists() and journal.stat().st_size != size:
             size, since = journal.stat().st_size, time.monotonic()
-            running = read(journal)[-1].get("test", "")
-            limit_s = _HANG_S + _HANG_FACTOR * wall_s.get(running, 0.0)
+            running = [row.get("test", "") for row in read(journal)][-1:]
+            limit_s = _HANG_S + _HANG_FACTOR * sum(wall_s.get(test, 0.0) for test in running)
         if time.monotonic() - since > limit_s:
             return True
     return False
