@@ -65,7 +65,7 @@ def identity(row: dict[str, Any] | Mutant) -> tuple[str, str, int]:
 
 
 def again(journal: Path) -> Iterator[Mutant]:
-    """The mutants that a journal has, a later row for an earlier one, and that are not killed. Those that can no more be made are named."""
+    """The mutants that a journal has and that are not killed. Those that can no more be made are named."""
     rows = {identity(row): row for row in read(journal)}
     for row in rows.values():
         if Outcome(row["outcome"]) in (Outcome.KILLED, Outcome.TIMEOUT):

@@ -144,10 +144,9 @@ def _judge(rows: list[dict[str, Any]], code: int, hangs: bool) -> Result:
         return Result(Outcome.TIMEOUT, running)
     if code < 0:
         return Result(Outcome.KILLED, f"{running} ({signal.Signals(-code).name})")
-    if code == 1:
-        return Result(Outcome.KILLED, next(row["failed"] for row in reversed(rows) if "failed" in row))
-    if code == 2:
-        return Result(Outcome.KILLED, "an error when tests are imported")
+    if code in (1, 2):
+        failed = (row["failed"] for row in reversed(rows) if "failed" in row)
+        return Result(Outcome.KILLED, next(failed, "an error when tests are imported"))
     selected = next((row["selected"] for row in rows if "selected" in row), None)
     if code == 0 and selected == sum("ended" in row for row in rows):
         return Result(Outcome.SURVIVED)
