@@ -163,6 +163,25 @@ def test_a_flipped_bit_in_a_checkpoint(filled: Path, copies: int) -> None:
     disk.tier.close()
 
 
+def test_a_lost_checkpoint_does_not_cost_the_log_behind_it(filled: Path) -> None:
+    with opened(filled) as (slab, found):
+        compact(slab, found)
+    disk = reopened(filled)
+    assert disk.write([20, 21]) == [20, 21]
+    disk.tier.close()
+    start = LAYOUT.checkpoint_offset(found.epoch + 1)
+    for offset in (start + 40, start + LAYOUT.checkpoint_bytes - PAGE_BYTES + 40):
+        flip(filled, offset)
+    disk = reopened(filled)
+    disk.versions |= {20: 0, 21: 0}
+    assert disk.read([*NUMBERS, 20, 21]) == [20, 21]
+    assert (disk.wrong, disk.tier.stats().journal_damage) == (0, 1)
+    disk.tier.close()
+    with opened(filled) as (_, found):
+        assert found.damaged == 0, "a damaged journal begins a new epoch"
+        assert len(found.contents.slots()) == 2
+
+
 def test_a_flipped_bit_in_the_entries_of_a_checkpoint(filled: Path) -> None:
     with opened(filled) as (slab, found):
         compact(slab, found)
@@ -271,6 +290,14 @@ def test_another_producers_slab_is_set_aside_and_comes_back(
     disk.tier.close()
 
 
+def test_what_was_set_aside_stays_when_more_is(filled: Path) -> None:
+    first = (filled / SLAB_NAME).read_bytes()
+    for producer in ("a second model", "a third model"):
+        Disk(filled, NUM_SLOTS, BLOCK_BYTES, fingerprint=producer).tier.close()
+    assert (filled / f"{SLAB_NAME}.set-aside-1").read_bytes() == first
+    assert b"a second model" in (filled / f"{SLAB_NAME}.set-aside-2").read_bytes()
+
+
 def test_a_slot_of_another_producer_is_not_served(
     filled: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -371,6 +398,26 @@ def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], numbe
     disk.tier._volumes[0]._paused_until = 0.0
     assert disk.write([23]) == [23]
     assert disk.read([23]) == [23]
+
+
+@pytest.mark.parametrize(
+    ("number", "numbers", "tries"),
+    [(errno.EIO, [20, 21], 3), (errno.EIO, [20], 1), (errno.ENOSPC, [20, 21], 1)],
+)
+def test_only_a_run_with_a_bad_sector_is_tried_again_block_by_block(
+    failing: tuple[Disk, FailingFiles], number: int, numbers: list[int], tries: int
+) -> None:
+    disk, files = failing
+    tried = []
+
+    def fail(operation: str, offset: int) -> None:
+        if operation == "write" and offset >= LAYOUT.slots_offset:
+            tried.append(offset)
+            raise OSError(number, os.strerror(number))
+
+    files.fail = fail
+    assert disk.write(numbers) == []
+    assert len(tried) == tries
 
 
 def test_pauses_after_writes_that_fail_double_until_one_succeeds(
@@ -588,6 +635,25 @@ def test_a_reset_is_durable_whatever_fails(filled: Path, when: str) -> None:
     disk = reopened(filled)
     assert disk.here(NUMBERS) == []
     assert disk.tier._volumes[0]._slab.void_before > 0
+    disk.tier.close()
+
+
+def test_slots_that_a_reset_has_emptied_are_not_written_before_it_is_durable(filled: Path) -> None:
+    """Until then a crash would bring their blocks back."""
+    files, written = FailingFiles(), threading.Event()
+    disk = reopened(filled, files=files)
+
+    def fail(operation: str, offset: int) -> None:
+        if operation == "write" and offset >= LAYOUT.slots_offset:
+            written.set()
+        elif operation == "write" and offset < 2 * PAGE_BYTES:
+            early.append(written.wait(0.1))
+
+    early: list[bool] = []
+    files.fail = fail
+    disk.tier.clear()
+    assert disk.write([20, 21]) == [20, 21]
+    assert early == [False, False], "both superblocks, and then blocks"
     disk.tier.close()
 
 

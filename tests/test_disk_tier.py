@@ -276,6 +276,8 @@ def test_accounting_adds_up_over_a_long_life(tmp_path: Path) -> None:
     audit(volume.manager)
     assert stats.written == stats.ready + stats.evicted + volume.manager.stats().discarded
     assert (disk.wrong, stats.mismatches, stats.failed) == (0, 0, 0)
+    assert (stats.bytes_written, stats.bytes_read) == (stats.written * 512, stats.read * 512)
+    assert min(stats.written, stats.read) > 100
     assert slots_in_use(disk.tier) == list(range(26))
     disk.tier.close()
     again = Disk(tmp_path, 25, 512)

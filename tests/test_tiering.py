@@ -387,6 +387,22 @@ def test_a_tier_slower_than_computing_is_left_alone_but_tried_now_and_then() -> 
     assert not rig.tier.jobs
 
 
+def test_a_slow_tier_is_left_alone_for_one_block_too_and_a_fast_one_behind_it_is_not() -> None:
+    rig = Rig(capacity=8, tiers=2, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
+    rig.below("abcdef")
+    rig.below("xyz", tier=1)
+    for letters, seconds in (("a", 2.0), ("bc", 2.1)):  # nothing is known yet; the probe
+        assert rig.ask(letters, rig.begin()) == (0, RETRY)
+        rig.tier.jobs[0].seconds = seconds
+        rig.end_all()
+    assert rig.ask("d", rig.begin()) == (0, MISS)
+    assert rig.ask("ef", rig.begin()) == (0, MISS)
+    assert rig.manager.counts.not_worth == 3
+    assert rig.ask("x", rig.begin()) == (0, RETRY)
+    assert rig.ask("yz", rig.begin()) == (0, RETRY)
+    assert [text(job.keys) for job in rig.tiers[1].jobs] == ["x", "yz"]
+
+
 def test_a_tier_that_does_not_answer_is_left_alone_until_it_does() -> None:
     rig = Rig(capacity=8, immediate=False, deadline_s=1.0)
     rig.below("ab")
