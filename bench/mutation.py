@@ -25,7 +25,7 @@ from typing import Any
 from mutants import make, trial
 from mutants.make import Mutant
 from mutants.reach import Reach, Suite
-from mutants.trial import Outcome, Result
+from mutants.trial import Limits, Outcome, Result
 from mutants.watch import read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,11 +80,13 @@ def again(journal: Path) -> Iterator[Mutant]:
 def run_all(chosen: list[Mutant], reaches: dict[bool, Reach], arguments: argparse.Namespace) -> None:
     """Run mutants, several at a time, and write a row for each."""
 
+    limits = Limits(arguments.memory_gib * GIB, arguments.longest_s)
+
     def one(mutant: Mutant) -> Result:
         reach = reaches.get(mutant.path.startswith(IN_VLLM))
         if reach is None:
             return Result(Outcome.NOT_RUN, "needs --vllm-python")
-        return trial.run(mutant, reach, arguments.output / "base", arguments.memory_gib * GIB)
+        return trial.run(mutant, reach, arguments.output / "base", limits)
 
     threads = ThreadPoolExecutor(arguments.jobs)
     try:
@@ -145,7 +147,7 @@ def main() -> None:
         todo = [mutant for mutant in chosen if identity(mutant) not in known]
     options = ("-m", arguments.tests) if arguments.tests else ()
     suites = {
-        in_vllm: Suite(python, WHERE[in_vllm], options, ROOT, output / name, arguments.longest_s)
+        in_vllm: Suite(python, WHERE[in_vllm], options, ROOT, output / name)
         for in_vllm, python, name in (
             (False, sys.executable, "tests"),
             (True, arguments.vllm_python, "tests-vllm"),

@@ -22,7 +22,7 @@ from disk_blocks import KEY_BYTES, Disk, block_of, keys_of
 from kvoffload.errors import ConfigError
 from kvoffload.testing.disk import FailingFiles, raises
 from kvoffload.tiers.base import NO_JOB
-from kvoffload.tiers.disk import DiskTier, tier
+from kvoffload.tiers.disk import DiskTier, pipeline, tier
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files
 from kvoffload.tiers.disk.format import fingerprint_of
 from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
@@ -615,20 +615,27 @@ def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended:
     disk.tier.close()
 
 
-@pytest.mark.parametrize("when", ["the journal had failed", "the superblocks fail for a while"])
-def test_a_reset_is_durable_whatever_fails(filled: Path, when: str) -> None:
+@pytest.mark.parametrize(
+    "failing",
+    [["journal"], ["superblocks"], ["journal", "superblocks"]],
+    ids=["the journal had failed", "the superblocks fail for a while", "both"],
+)
+def test_a_reset_is_durable_whatever_fails(
+    filled: Path, failing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "VOID_RETRY_S", 0.05)
     files = FailingFiles()
     disk = reopened(filled, files=files)
-    if when == "the journal had failed":
+    if "journal" in failing:
         files.fail = raises(errno.EIO, "sync")
         assert disk.write([20]) == []
         files.fail = lambda operation, offset: None
-        disk.tier.clear()
-    else:
+    if "superblocks" in failing:
         refuse = raises(errno.EIO, "write")
         files.fail = lambda operation, offset: refuse(operation, offset) if offset <= PAGE_BYTES else None
-        disk.tier.clear()
-        assert not disk.tier.drain(0.3), "not before it is so"
+    disk.tier.clear()
+    if "superblocks" in failing:
+        assert not disk.tier.drain(0.1), "not before it is so"
         files.fail = lambda operation, offset: None
     assert disk.tier.drain(10)
     disk.tier.close()

@@ -18,7 +18,7 @@ from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.policies import POLICIES
 from kvoffload.testing.audit import audit
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
-from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk import DiskTier, pipeline
 from kvoffload.tiers.disk.inspection import compact, opened
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.slab import SLAB_NAME
@@ -225,6 +225,22 @@ def test_what_was_used_is_known_after_reopening(tmp_path: Path) -> None:
         again.write(list(range(start, start + 5)))
     assert again.here(NUMBERS) == NUMBERS[:4]
     again.tier.close()
+
+
+def test_uses_wait_for_a_commit_to_go_along_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit of their own takes a page of the log; `drain` makes one, and none after it."""
+    monkeypatch.setattr(pipeline, "ACCESS_INTERVAL_S", 1e9)
+    disk = Disk(tmp_path, 20)
+    disk.write(NUMBERS)
+    disk.use(NUMBERS)
+    threads = disk.tier._volumes[0]._pipeline
+    assert disk.tier.drain(20)
+    assert not threads._pending.accesses
+    disk.use(NUMBERS)
+    with threads._lock:
+        assert threads._pending.accesses, "they wait"
+        assert not threads._has_work(), "and nobody is about to write them"
+    disk.tier.close()
 
 
 def test_a_request_that_wrote_a_block_has_not_used_it_again(tmp_path: Path) -> None:

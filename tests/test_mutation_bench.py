@@ -223,12 +223,14 @@ def test_mutants_meet_the_tests_that_can_notice_them(
     assert reach.not_passed == {"test_toy.py::test_fails"}
     assert set(reach.wall_s) == {"test_toy.py::test_added", "test_toy.py::test_loose"}
 
+    limits = mutants.trial.Limits(4 * 1024**3, 60.0)
+
     def outcome(line: int, now: str) -> tuple[str, str, int]:
         path = "kvoffload/added.py"
         lines = (source / path).read_text().splitlines()
         lines[line - 1] = now
         mutant = mutants.make.Mutant(path, line, "", 0, "\n".join(lines) + "\n", "")
-        result = mutants.trial.run(mutant, reach, tmp_path / "out" / "base", 4 * 1024**3)
+        result = mutants.trial.run(mutant, reach, tmp_path / "out" / "base", limits)
         return result.outcome.value, result.by, result.num_tests
 
     assert outcome(7, "    return x + 1") == ("killed", "test_toy.py::test_added", 1)

@@ -7,7 +7,6 @@ which did not pass. Tests that come later are added to it.
 from __future__ import annotations
 
 import ast
-import math
 import os
 import subprocess
 from pathlib import Path
@@ -40,7 +39,6 @@ class Suite(NamedTuple):
         where, options: for pytest: where they are, and which of those.
         root: of the repository.
         directory: for what is recorded of them.
-        longest_s: tests that took longer before are left out.
     """
 
     python: str
@@ -48,7 +46,6 @@ class Suite(NamedTuple):
     options: tuple[str, ...]
     root: Path
     directory: Path
-    longest_s: float = math.inf
 
     def command(self, journal: Path, temporary: Path) -> list[str]:
         """Runs tests of the files that are added to it."""
@@ -137,9 +134,7 @@ class Reach:
         )
 
     def _sorted(self, tests: set[str]) -> list[str]:
-        taken = {test: self.wall_s[test] for test in tests & self.wall_s.keys()}
-        chosen = [test for test, wall_s in taken.items() if wall_s <= self.suite.longest_s]
-        return sorted(chosen, key=lambda test: (taken[test], test))
+        return sorted(tests & self.wall_s.keys(), key=lambda test: (self.wall_s[test], test))
 
     def _that_ran(self, path: str, lines: range) -> set[str]:
         measured = self._lines.get(path, {})

@@ -55,6 +55,18 @@ class Result(NamedTuple):
     seconds: float = 0.0
 
 
+class Limits(NamedTuple):
+    """What a run is limited to.
+
+    Attributes:
+        max_memory_bytes: addresses that a test may take.
+        longest_s: tests that took longer before are left out.
+    """
+
+    max_memory_bytes: int
+    longest_s: float
+
+
 def prepare(source: Path, base: Path) -> None:
     """A copy of the sources for `run`. Raises `RuntimeError` when there is one already, of others."""
     files = [file for file in sorted(source.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
@@ -90,11 +102,14 @@ def place(mutant: Mutant, reach: Reach, base: Path, source: Path) -> None:
             stale.unlink()
 
 
-def run(mutant: Mutant, reach: Reach, base: Path, max_memory_bytes: int) -> Result:
+def run(mutant: Mutant, reach: Reach, base: Path, limits: Limits) -> Result:
     """Run the tests until one fails. A test that hangs, or crashes Python, is one that fails."""
-    tests = reach.tests(mutant.path, mutant.line)
-    if not tests:
+    reached_by = reach.tests(mutant.path, mutant.line)
+    if not reached_by:
         return Result(Outcome.NOT_REACHED)
+    tests = [test for test in reached_by if reach.wall_s[test] <= limits.longest_s]
+    if not tests:
+        return Result(Outcome.SURVIVED)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(dir=base.parent, ignore_cleanup_errors=True) as directory:
         work = Path(directory)
@@ -109,7 +124,7 @@ def run(mutant: Mutant, reach: Reach, base: Path, max_memory_bytes: int) -> Resu
                 command, cwd=suite.root, env=environment, stdout=log, stderr=log, start_new_session=True
             )
             try:
-                resource.prlimit(child.pid, resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+                resource.prlimit(child.pid, resource.RLIMIT_AS, (limits.max_memory_bytes,) * 2)
                 hangs = _wait(child, journal, reach.wall_s)
             finally:
                 # Also what the tests have left behind.
