@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from disk_blocks import KEY_BYTES, Disk
 from kvoffload.cli.disk import disk as command
 from kvoffload.errors import ConfigError
+from kvoffload.tiers.disk import pipeline
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.slab import SLAB_NAME
 
@@ -40,6 +41,18 @@ def test_inspect(filled: Path) -> None:
     assert "10 of 16, 4 KiB each" in text
     (report,) = json.loads(run("inspect", filled, "--format", "json")[1])
     assert (report["num_blocks"], report["capacity_blocks"], report["problem"]) == (10, 16, "")
+
+
+def test_inspect_tells_the_age_of_the_oldest_the_middle_and_the_newest_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, 16)
+    for number, now_s in enumerate((50, 10, 40, 20, 30)):
+        monkeypatch.setattr(pipeline, "now_s", lambda now_s=now_s: now_s)
+        disk.write([number])
+    disk.tier.close()
+    (report,) = json.loads(run("inspect", tmp_path, "--format", "json")[1])
+    assert report["written_at_s"] == [10, 30, 50]
 
 
 def test_inspect_lists_what_was_set_aside(filled: Path) -> None:
@@ -76,7 +89,7 @@ def test_verify_tells_of_a_damaged_journal_and_compact_mends_it(filled: Path) ->
         file.write(b"x")
     code, text = run("verify", filled)
     assert code == 1
-    assert "journal" in text
+    assert "1 parts of the journal cannot be read" in text
     assert run("compact", filled) == (0, f"{filled}: checkpoint of 10 blocks written, the log is empty\n")
     assert run("verify", filled)[0] == 0
     disk = Disk(filled, 16, fingerprint="llama bf16 tp1")

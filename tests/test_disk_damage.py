@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,14 +25,15 @@ from hangs import HANGS_S
 from kvoffload.errors import ConfigError
 from kvoffload.testing.disk import FailingFiles, raises
 from kvoffload.tiers.base import NO_JOB
-from kvoffload.tiers.disk import DiskTier, tier
+from kvoffload.tiers.disk import DiskTier, pipeline, tier
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files
 from kvoffload.tiers.disk.format import fingerprint_of
-from kvoffload.tiers.disk.inspection import compact, opened, verify
+from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_slab
 from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Scratch
+from kvoffload.tiers.disk.volume import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 NUM_SLOTS, BLOCK_BYTES = 16, 8192
 NUMBERS = list(range(10))
@@ -101,6 +103,30 @@ def test_what_verify_lists_is_what_reads_catch(filled: Path) -> None:
         assert [problem.slot for problem in verify(slab, found)] == [3, 5]
 
 
+def test_verify_says_which_block_and_why(filled: Path) -> None:
+    flip(filled, LAYOUT.slot_offset(3) + 17)
+    bad, steps = LAYOUT.slot_offset(5), []
+
+    def fail(operation: str, offset: int) -> None:
+        # The whole run fails first, and then this block alone.
+        if operation == "read" and offset in (LAYOUT.slot_offset(0), bad):
+            raise OSError(errno.EIO, "unreadable sector")
+
+    with opened(filled) as (slab, found):
+        slab._files = files = FailingFiles()
+        slab.chunk_blocks = 6  # the first run is slots 0 to 5
+        files.fail = fail
+        problems = verify(slab, found, lambda done, total: steps.append((done, total)))
+    # Slot 0 has failed with its neighbours, and alone.
+    keys = keys_of(NUMBERS)
+    assert problems == [
+        Problem(0, keys[0].hex(), "cannot be read"),
+        Problem(3, keys[3].hex(), "is not what was stored"),
+        Problem(5, keys[5].hex(), "cannot be read"),
+    ]
+    assert steps == [(6, 10), (10, 10)]
+
+
 @pytest.mark.parametrize("where", range(0, 552, 53))
 def test_a_flipped_bit_in_the_log(filled: Path, where: int) -> None:
     flip(filled, LAYOUT.log_offset + where)
@@ -138,6 +164,25 @@ def test_a_flipped_bit_in_a_checkpoint(filled: Path, copies: int) -> None:
     if copies == 1:
         assert served == NUMBERS, "the head of a checkpoint has a copy"
     disk.tier.close()
+
+
+def test_a_lost_checkpoint_does_not_cost_the_log_behind_it(filled: Path) -> None:
+    with opened(filled) as (slab, found):
+        compact(slab, found)
+    disk = reopened(filled)
+    assert disk.write([20, 21]) == [20, 21]
+    disk.tier.close()
+    start = LAYOUT.checkpoint_offset(found.epoch + 1)
+    for offset in (start + 40, start + LAYOUT.checkpoint_bytes - PAGE_BYTES + 40):
+        flip(filled, offset)
+    disk = reopened(filled)
+    disk.versions |= {20: 0, 21: 0}
+    assert disk.read([*NUMBERS, 20, 21]) == [20, 21]
+    assert (disk.wrong, disk.tier.stats().journal_damage) == (0, 1)
+    disk.tier.close()
+    with opened(filled) as (_, found):
+        assert found.damaged == 0, "a damaged journal begins a new epoch"
+        assert len(found.contents.slots()) == 2
 
 
 def test_a_flipped_bit_in_the_entries_of_a_checkpoint(filled: Path) -> None:
@@ -248,6 +293,14 @@ def test_another_producers_slab_is_set_aside_and_comes_back(
     disk.tier.close()
 
 
+def test_what_was_set_aside_stays_when_more_is(filled: Path) -> None:
+    first = (filled / SLAB_NAME).read_bytes()
+    for producer in ("a second model", "a third model"):
+        Disk(filled, NUM_SLOTS, BLOCK_BYTES, fingerprint=producer).tier.close()
+    assert (filled / f"{SLAB_NAME}.set-aside-1").read_bytes() == first
+    assert b"a second model" in (filled / f"{SLAB_NAME}.set-aside-2").read_bytes()
+
+
 def test_a_slot_of_another_producer_is_not_served(
     filled: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -348,6 +401,54 @@ def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], numbe
     disk.tier._volumes[0]._paused_until = 0.0
     assert disk.write([23]) == [23]
     assert disk.read([23]) == [23]
+
+
+@pytest.mark.parametrize(
+    ("number", "numbers", "tries"),
+    [(errno.EIO, [20, 21], 3), (errno.EIO, [20], 1), (errno.ENOSPC, [20, 21], 1)],
+)
+def test_only_a_run_with_a_bad_sector_is_tried_again_block_by_block(
+    failing: tuple[Disk, FailingFiles], number: int, numbers: list[int], tries: int
+) -> None:
+    disk, files = failing
+    tried = []
+
+    def fail(operation: str, offset: int) -> None:
+        if operation == "write" and offset >= LAYOUT.slots_offset:
+            tried.append(offset)
+            raise OSError(number, os.strerror(number))
+
+    files.fail = fail
+    assert disk.write(numbers) == []
+    assert len(tried) == tries
+
+
+def test_pauses_after_writes_that_fail_double_until_one_succeeds(
+    failing: tuple[Disk, FailingFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, files = failing
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("kvoffload.tiers.disk.volume.time", SimpleNamespace(monotonic=lambda: clock.now))
+    numbers = iter(range(20, 100))
+
+    def pauses(seconds: float) -> bool:
+        """Whether nothing is written for so long after a write that fails, and no longer."""
+        files.fail = raises(errno.ENOSPC, "write", above=LAYOUT.slots_offset)
+        assert disk.write([next(numbers)]) == []
+        files.fail = lambda operation, offset: None
+        clock.now += seconds - 0.5
+        before = disk.tier._volumes[0].accepts_writes
+        clock.now += 0.5
+        return not before and disk.tier._volumes[0].accepts_writes
+
+    seconds = FIRST_PAUSE_S
+    while seconds < LONGEST_PAUSE_S:
+        assert pauses(seconds)
+        seconds *= 2
+    assert pauses(LONGEST_PAUSE_S)
+    assert pauses(LONGEST_PAUSE_S)
+    assert len(disk.write([next(numbers)])) == 1
+    assert pauses(FIRST_PAUSE_S)
 
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
@@ -590,20 +691,27 @@ def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended:
     disk.tier.close()
 
 
-@pytest.mark.parametrize("when", ["the journal had failed", "the superblocks fail for a while"])
-def test_a_reset_is_durable_whatever_fails(filled: Path, when: str) -> None:
+@pytest.mark.parametrize(
+    "failing",
+    [["journal"], ["superblocks"], ["journal", "superblocks"]],
+    ids=["the journal had failed", "the superblocks fail for a while", "both"],
+)
+def test_a_reset_is_durable_whatever_fails(
+    filled: Path, failing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "VOID_RETRY_S", 0.05)
     files = FailingFiles()
     disk = reopened(filled, files=files)
-    if when == "the journal had failed":
+    if "journal" in failing:
         files.fail = raises(errno.EIO, "sync")
         assert disk.write([20]) == []
         files.fail = lambda operation, offset: None
-        disk.tier.clear()
-    else:
+    if "superblocks" in failing:
         refuse = raises(errno.EIO, "write")
         files.fail = lambda operation, offset: refuse(operation, offset) if offset <= PAGE_BYTES else None
-        disk.tier.clear()
-        assert not disk.tier.drain(0.3), "not before it is so"
+    disk.tier.clear()
+    if "superblocks" in failing:
+        assert not disk.tier.drain(0.1), "not before it is so"
         files.fail = lambda operation, offset: None
     assert disk.tier.drain(HANGS_S)
     disk.tier.close()
@@ -626,6 +734,25 @@ def test_a_reset_holds_for_blocks_of_every_life_whatever_the_journal_has_lost(fi
     disk = reopened(filled)
     assert disk.tier.stats().journal_damage == 1, "that they were deleted"
     assert disk.read(NUMBERS) == []
+    disk.tier.close()
+
+
+def test_slots_that_a_reset_has_emptied_are_not_written_before_it_is_durable(filled: Path) -> None:
+    """Until then a crash would bring their blocks back."""
+    files, written = FailingFiles(), threading.Event()
+    disk = reopened(filled, files=files)
+
+    def fail(operation: str, offset: int) -> None:
+        if operation == "write" and offset >= LAYOUT.slots_offset:
+            written.set()
+        elif operation == "write" and offset < 2 * PAGE_BYTES:
+            early.append(written.wait(0.1))
+
+    early: list[bool] = []
+    files.fail = fail
+    disk.tier.clear()
+    assert disk.write([20, 21]) == [20, 21]
+    assert early == [False, False], "both superblocks, and then blocks"
     disk.tier.close()
 
 

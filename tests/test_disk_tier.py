@@ -18,7 +18,7 @@ from kvoffload.policies import POLICIES
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import ShortFiles
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
-from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk import DiskTier, pipeline
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.inspection import compact, opened
 from kvoffload.tiers.disk.layout import Layout
@@ -256,6 +256,22 @@ def test_what_was_used_is_known_after_reopening(tmp_path: Path) -> None:
     again.tier.close()
 
 
+def test_uses_wait_for_a_commit_to_go_along_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit of their own takes a page of the log; `drain` makes one, and none after it."""
+    monkeypatch.setattr(pipeline, "ACCESS_INTERVAL_S", 1e9)
+    disk = Disk(tmp_path, 20)
+    disk.write(NUMBERS)
+    disk.use(NUMBERS)
+    threads = disk.tier._volumes[0]._pipeline
+    assert disk.tier.drain(HANGS_S)
+    assert not threads._pending.accesses
+    disk.use(NUMBERS)
+    with threads._lock:
+        assert threads._pending.accesses, "they wait"
+        assert not threads._has_work(), "and nobody is about to write them"
+    disk.tier.close()
+
+
 def test_a_request_that_wrote_a_block_has_not_used_it_again(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 20, policy="arc")
     request = disk.tier.begin_request("r")
@@ -305,6 +321,8 @@ def test_accounting_adds_up_over_a_long_life(tmp_path: Path) -> None:
     audit(volume.manager)
     assert stats.written == stats.ready + stats.evicted + volume.manager.stats().discarded
     assert (disk.wrong, stats.mismatches, stats.failed) == (0, 0, 0)
+    assert (stats.bytes_written, stats.bytes_read) == (stats.written * 512, stats.read * 512)
+    assert min(stats.written, stats.read) > 100
     assert slots_in_use(disk.tier) == list(range(26))
     disk.tier.close()
     again = Disk(tmp_path, 25, 512)

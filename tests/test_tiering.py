@@ -233,6 +233,21 @@ def test_a_prefix_larger_than_ram_is_cut_to_what_fits_and_answered() -> None:
     rig.load("abcd", ctx)
 
 
+def test_what_finds_no_room_is_not_waited_for_any_more() -> None:
+    """Also when room comes meanwhile: asked again at every step, it would drive out what found room."""
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
+    rig.below("abcd")
+    rig.ask("ab", rig.begin())
+    late = rig.begin()
+    for _ in range(2):
+        assert rig.ask("cd", late) == (0, MISS)
+        assert rig.manager.counts.no_room == 2
+    rig.end_all()
+    assert rig.ask("cd", late) == (0, MISS)
+    assert not rig.tier.jobs
+    assert rig.ask("cd", rig.begin()) == (0, RETRY), "another request asks anew"
+
+
 def test_what_cannot_be_read_is_a_miss_and_what_stands_before_it_a_hit() -> None:
     rig = Rig(immediate=False)
     rig.below("abcd")
@@ -383,6 +398,22 @@ def test_a_tier_slower_than_computing_is_left_alone_but_tried_now_and_then() -> 
         assert serve(pair, 0.01) == (0, RETRY), "the probe was fast"
         rig.clock.now += 11
     assert not rig.tier.jobs
+
+
+def test_a_slow_tier_is_left_alone_for_one_block_too_and_a_fast_one_behind_it_is_not() -> None:
+    rig = Rig(capacity=8, tiers=2, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
+    rig.below("abcdef")
+    rig.below("xyz", tier=1)
+    for letters, seconds in (("a", 2.0), ("bc", 2.1)):  # nothing is known yet; the probe
+        assert rig.ask(letters, rig.begin()) == (0, RETRY)
+        rig.tier.jobs[0].seconds = seconds
+        rig.end_all()
+    assert rig.ask("d", rig.begin()) == (0, MISS)
+    assert rig.ask("ef", rig.begin()) == (0, MISS)
+    assert rig.manager.counts.not_worth == 3
+    assert rig.ask("x", rig.begin()) == (0, RETRY)
+    assert rig.ask("yz", rig.begin()) == (0, RETRY)
+    assert [text(job.keys) for job in rig.tiers[1].jobs] == ["x", "yz"]
 
 
 def test_a_tier_that_does_not_answer_is_left_alone_until_it_does() -> None:
