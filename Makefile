@@ -22,7 +22,7 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --group dev
+	$(BIN)/pip install --quiet --group dev --group mutation
 	touch $@
 
 install: $(VENV)/installed  ## the environment and the package

@@ -211,6 +211,7 @@ TESTS = """
 """
 
 
+@pytest.mark.slow
 def test_mutants_meet_the_tests_that_can_notice_them(
     mutants: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
