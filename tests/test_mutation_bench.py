@@ -196,17 +196,25 @@ ADDED = """
 
     def unseen(x):
         return x - 1
+
+    def inline(function):
+        return function
+
+    @inline
+    def helper(x):
+        return 2 * x
 """
 TESTS = """
     from pathlib import Path
 
-    from kvoffload.added import added, loose
+    from kvoffload.added import added, helper, loose
 
     def test_added():
         assert added(3) == 10
 
     def test_loose():
         assert loose(5)
+        assert helper(3) == 6
 
     def test_fails():
         assert added(3) == 11
@@ -246,7 +254,8 @@ def test_mutants_meet_the_tests_that_can_notice_them(
     # A test that fails once, and not when it is run again, does not count.
     assert outcome(10, "    return x > 1") == ("survived", "", 1)
     assert outcome(13, "    return x + 1") == ("not reached", "", 0)
-    # A constant is read unseen: the tests of those who use it.
+    # A helper of kernels runs unseen, a constant is read unseen: the tests of those who use them.
+    assert outcome(20, "    return 3 * x")[:2] == ("killed", "test_toy.py::test_loose")
     assert outcome(2, "STEP = 9") == ("killed", "test_toy.py::test_added", 1)
     killed, by, _ = outcome(10, "    import os; os.kill(os.getpid(), 11)")
     assert killed == "killed"
