@@ -64,11 +64,11 @@ def identity(row: dict[str, Any] | Mutant) -> tuple[str, str, int]:
     return row["path"], row["operator"], row["occurrence"]
 
 
-def again(journal: Path) -> Iterator[Mutant]:
-    """The mutants that a journal has and that are not killed. Those that can no more be made are named."""
+def again(journal: Path, paths: list[str]) -> Iterator[Mutant]:
+    """The mutants of these files that a journal has and that are not killed; names those that are no more."""
     rows = {identity(row): row for row in read(journal)}
     for row in rows.values():
-        if Outcome(row["outcome"]) in (Outcome.KILLED, Outcome.TIMEOUT):
+        if Outcome(row["outcome"]) in (Outcome.KILLED, Outcome.TIMEOUT) or row["path"] not in paths:
             continue
         mutant = make.make(SOURCE, row["path"], row["line"], row["operator"], row["occurrence"])
         if mutant is not None and mutant.diff == row["diff"]:
@@ -140,7 +140,7 @@ def main() -> None:
 
     trial.prepare(SOURCE, output / "base")
     if arguments.again:
-        chosen = todo = list(again(arguments.again))
+        chosen = todo = list(again(arguments.again, files(arguments.only)))
     else:
         chosen = list(make.choose(SOURCE, files(arguments.only), arguments.number, seed))
         known = {identity(row) for row in read(output / "mutants.jsonl")}

@@ -196,18 +196,34 @@ ADDED = """
 
     def unseen(x):
         return x - 1
+
+    def inline(function):
+        return function
+
+    @inline
+    def helper(x):
+        return 2 * x
 """
 TESTS = """
-    from kvoffload.added import added, loose
+    from pathlib import Path
+
+    from kvoffload.added import added, helper, loose
 
     def test_added():
         assert added(3) == 10
 
     def test_loose():
         assert loose(5)
+        assert helper(3) == 6
 
     def test_fails():
         assert added(3) == 11
+
+    def test_fails_the_second_time():
+        seen = Path(__file__).with_name("seen")
+        times = len(seen.read_text()) if seen.exists() else 0
+        seen.write_text("x" * (times + 1))
+        assert loose(5) and times != 1
 """
 
 
@@ -222,7 +238,8 @@ def test_mutants_meet_the_tests_that_can_notice_them(
     reach = mutants.reach.Reach(suite, tmp_path / "out" / "base")
     reach.gather()
     assert reach.not_passed == {"test_toy.py::test_fails"}
-    assert set(reach.wall_s) == {"test_toy.py::test_added", "test_toy.py::test_loose"}
+    passed = {"test_toy.py::test_added", "test_toy.py::test_loose", "test_toy.py::test_fails_the_second_time"}
+    assert set(reach.wall_s) == passed
 
     limits = mutants.trial.Limits(4 * 1024**3, 60.0)
 
@@ -235,12 +252,14 @@ def test_mutants_meet_the_tests_that_can_notice_them(
         return result.outcome.value, result.by, result.num_tests
 
     assert outcome(7, "    return x + 1") == ("killed", "test_toy.py::test_added", 1)
+    # A test that fails once, and not when it is run again, does not count.
     assert outcome(10, "    return x > 1") == ("survived", "", 1)
     assert outcome(13, "    return x + 1") == ("not reached", "", 0)
-    # A constant is read unseen: the tests of those who use it.
+    # A helper of kernels runs unseen, a constant is read unseen: the tests of those who use them.
+    assert outcome(20, "    return 3 * x")[:2] == ("killed", "test_toy.py::test_loose")
     assert outcome(2, "STEP = 9") == ("killed", "test_toy.py::test_added", 1)
-    assert outcome(10, "    import os; os.kill(os.getpid(), 11)") == (
-        "killed", "test_toy.py::test_loose (SIGSEGV)", 0,
-    )  # fmt: skip
+    killed, by, _ = outcome(10, "    import os; os.kill(os.getpid(), 11)")
+    assert killed == "killed"
+    assert by.endswith("(SIGSEGV)")
     monkeypatch.setattr(mutants.trial, "_HANG_S", 1.0)
     assert outcome(6, "        x = x - STEP") == ("timeout", "test_toy.py::test_added", 0)

@@ -83,6 +83,12 @@ def _mentioned(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
+def imports(file: Path) -> frozenset[str]:
+    """What a file imports from others, by the names that they have there."""
+    found = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
+    return frozenset(alias.name for node in found for alias in node.names)
+
+
 def at(known: Iterable[Definition], path: str, line: int) -> Definition | None:
     """The definition in which a line is; None for an import, or a class's own first line."""
     for one in known:

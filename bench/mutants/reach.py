@@ -69,6 +69,7 @@ class Reach:
         self._journal = suite.directory / "tests.jsonl"
         self._settings = suite.directory / "settings.ini"
         self._lines: dict[str, dict[int, list[str]]] = {}
+        self._imported: dict[str, frozenset[str]] = {}
         self.wall_s: dict[str, float] = {}
         """The tests that pass, and how long each takes."""
         self.not_passed: set[str] = set()
@@ -129,9 +130,16 @@ class Reach:
             if "" not in ran:
                 return self._sorted(ran)
         # It runs when modules are imported, or unseen.
-        return self._sorted(
-            ran.union(*(self._body(one) for one in names.users(self._known, place) if one.is_traced))
-        )
+        users = names.users(self._known, place)
+        unseen = {name for one in (place, *users) if one is place or not one.is_traced for name in one.names}
+        ran |= {test for test in self.wall_s if self._imports(test.split("::")[0]) & unseen}
+        return self._sorted(ran.union(*(self._body(one) for one in users if one.is_traced)))
+
+    def _imports(self, test_file: str) -> frozenset[str]:
+        """Names that a file of tests imports: it may call a kernel itself."""
+        if test_file not in self._imported:
+            self._imported[test_file] = names.imports(self.suite.root / test_file)
+        return self._imported[test_file]
 
     def _sorted(self, tests: set[str]) -> list[str]:
         return sorted(tests & self.wall_s.keys(), key=lambda test: (self.wall_s[test], test))

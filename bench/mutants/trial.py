@@ -103,40 +103,51 @@ def place(mutant: Mutant, reach: Reach, base: Path, source: Path) -> None:
 
 
 def run(mutant: Mutant, reach: Reach, base: Path, limits: Limits) -> Result:
-    """Run the tests until one fails. A test that hangs, or crashes Python, is one that fails."""
+    """Run the tests until one fails. A test that hangs, or crashes Python, is one that fails.
+
+    The one that failed runs once more, alone: if it passes, it did not fail because of the mutant.
+    """
     reached_by = reach.tests(mutant.path, mutant.line)
     if not reached_by:
         return Result(Outcome.NOT_REACHED)
     tests = [test for test in reached_by if reach.wall_s[test] <= limits.longest_s]
-    if not tests:
-        return Result(Outcome.SURVIVED)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(dir=base.parent, ignore_cleanup_errors=True) as directory:
         work = Path(directory)
         place(mutant, reach, base, work / "src")
-        (work / "chosen").write_text(json.dumps(tests))
-        journal, suite = work / "journal", reach.suite
-        command = [*suite.command(journal, work / "tmp"), "--exitfirst", "--chosen", str(work / "chosen")]
-        command += sorted({test.split("::")[0] for test in tests})
-        environment = suite.environment(work / "src", HYPOTHESIS_STORAGE_DIRECTORY=str(work / "hypothesis"))
-        with (work / "log").open("w") as log:
-            child = subprocess.Popen(
-                command, cwd=suite.root, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                resource.prlimit(child.pid, resource.RLIMIT_AS, (limits.max_memory_bytes,) * 2)
-                hangs = _wait(child, journal, reach.wall_s)
-            finally:
-                # Also what the tests have left behind.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        rows = read(journal)
-        ended, code = sum("ended" in row for row in rows), child.returncode
-        result = _judge(rows, code, hangs)
-        if result.outcome is Outcome.NOT_RUN:
-            print((work / "log").read_text()[-2000:], file=sys.stderr)
-        return result._replace(num_tests=ended, seconds=round(time.monotonic() - begun, 1))
+        result = Result(Outcome.SURVIVED)
+        while tests:
+            result = _run_tests(tests, work, reach, limits)
+            if result.by not in tests or _run_tests([result.by], work, reach, limits).by == result.by:
+                break
+            print(f"failed once, and not again: {result.by}", file=sys.stderr)
+            tests.remove(result.by)
+    return result._replace(seconds=round(time.monotonic() - begun, 1))
+
+
+def _run_tests(tests: list[str], work: Path, reach: Reach, limits: Limits) -> Result:
+    chosen, journal, suite = work / "chosen", work / "journal", reach.suite
+    chosen.write_text(json.dumps(tests))
+    journal.unlink(missing_ok=True)
+    command = [*suite.command(journal, work / "tmp"), "--exitfirst", "--chosen", str(chosen)]
+    command += sorted({test.split("::")[0] for test in tests})
+    environment = suite.environment(work / "src", HYPOTHESIS_STORAGE_DIRECTORY=str(work / "hypothesis"))
+    with (work / "log").open("w") as log:
+        child = subprocess.Popen(
+            command, cwd=suite.root, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            resource.prlimit(child.pid, resource.RLIMIT_AS, (limits.max_memory_bytes,) * 2)
+            hangs = _wait(child, journal, reach.wall_s)
+        finally:
+            # Also what the tests have left behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    result = _judge(read(journal), child.returncode, hangs)
+    if result.outcome is Outcome.NOT_RUN:
+        print((work / "log").read_text()[-2000:], file=sys.stderr)
+    return result
 
 
 def _wait(child: subprocess.Popen[bytes], journal: Path, wall_s: dict[str, float]) -> bool:
@@ -154,15 +165,16 @@ def _wait(child: subprocess.Popen[bytes], journal: Path, wall_s: dict[str, float
 
 
 def _judge(rows: list[dict[str, Any]], code: int, hangs: bool) -> Result:
+    num_tests = sum("ended" in row for row in rows)
     running = next((row["test"] for row in reversed(rows) if "test" in row), "before the first test")
     if hangs:
-        return Result(Outcome.TIMEOUT, running)
+        return Result(Outcome.TIMEOUT, running, num_tests)
     if code < 0:
-        return Result(Outcome.KILLED, f"{running} ({signal.Signals(-code).name})")
+        return Result(Outcome.KILLED, f"{running} ({signal.Signals(-code).name})", num_tests)
     if code in (1, 2):
         failed = (row["failed"] for row in reversed(rows) if "failed" in row)
-        return Result(Outcome.KILLED, next(failed, "an error when tests are imported"))
+        return Result(Outcome.KILLED, next(failed, "an error when tests are imported"), num_tests)
     selected = next((row["selected"] for row in rows if "selected" in row), None)
-    if code == 0 and selected == sum("ended" in row for row in rows):
-        return Result(Outcome.SURVIVED)
+    if code == 0 and selected == num_tests:
+        return Result(Outcome.SURVIVED, "", num_tests)
     return Result(Outcome.NOT_RUN, f"pytest ended with {code}")
