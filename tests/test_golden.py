@@ -36,12 +36,16 @@ from kvoffload.replay.trace import Trace
 from kvoffload.types import LookupResult
 
 
+RECORDED = {"agentic_12h", "agentic_3h", "conversation", "conversation_first60", "OLTP", "P3"}
+
+
 def cases(keys: Iterable[tuple[Any, ...]], quick: Callable[..., bool]) -> list[Any]:
     """Parameters of a test; those that are not `quick` are for `make test-all`."""
-    return [
-        pytest.param(*key, marks=[] if quick(*key) else [pytest.mark.slow], id="-".join(map(str, key)))
-        for key in keys
-    ]
+    found = []
+    for key in keys:
+        marks = [pytest.mark.trace] * bool(RECORDED & {*key}) + [pytest.mark.slow] * (not quick(*key))
+        found.append(pytest.param(*key, marks=marks, id="-".join(map(str, key))))
+    return found
 
 
 def is_short(name: str, *others: str | int) -> bool:
@@ -57,7 +61,6 @@ def _read(path: Path) -> Trace:
 # ---- replays of the recordings
 
 
-@pytest.mark.trace
 @pytest.mark.parametrize(
     ("name", "policy", "admission", "capacity"),
     cases(((*case, capacity) for case, rows in REPLAYS.items() for capacity in rows), is_short),
@@ -74,7 +77,6 @@ def test_a_replay(
     assert report.prefix_hit_ratio <= report.optimum_hit_ratio <= report.infinite_hit_ratio
 
 
-@pytest.mark.trace
 @pytest.mark.parametrize(
     ("name", "policy", "admission", "device_blocks", "capacity"),
     cases(((*case, capacity) for case, rows in REPLAYS_BEHIND_DEVICE.items() for capacity in rows), is_short),
@@ -141,7 +143,6 @@ def hit_ratio(stream: list[int], capacity_blocks: int, policy: str | type[Evicti
     return hits / len(stream)
 
 
-@pytest.mark.trace
 @pytest.mark.parametrize(
     ("policy", "stream_name", "capacity"),
     cases(sorted(FLAT, key=lambda case: case[1]), lambda policy, stream, capacity: stream != "conversation"),
@@ -207,7 +208,6 @@ def hit_ratio_in_runs(blocks: Iterator[int], capacity_blocks: int, policy: str) 
     return (hits + end_run()) / total
 
 
-@pytest.mark.trace
 @pytest.mark.parametrize(("name", "capacity_blocks", "policy"), cases(PAPER, lambda *key: False))
 def test_the_papers_traces(
     recorded_trace_path: Callable[[str], Path], name: str, capacity_blocks: int, policy: str
