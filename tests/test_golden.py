@@ -35,7 +35,6 @@ from kvoffload.replay.sources import load_trace
 from kvoffload.replay.trace import Trace
 from kvoffload.types import LookupResult
 
-
 RECORDED = {"agentic_12h", "agentic_3h", "conversation", "conversation_first60", "OLTP", "P3"}
 
 
