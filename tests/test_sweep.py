@@ -437,7 +437,12 @@ def held(chat: str, tmp_path: Path) -> Iterator[Held]:
     policies = f"lru,{tmp_path / 'gated.py'}:Gated"
     arguments = (chat, "--policies", policies, "--capacities", "10,20,30,40")
     output = tmp_path / "out.csv"
-    call = "from kvoffload.cli.main import main\nif __name__ == '__main__':\n    main()"
+    # Whoever runs the tests in the background has told all of its children to be deaf to Ctrl-C.
+    call = (
+        "import signal\nfrom kvoffload.cli.main import main\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n    main()"
+    )
     command = [sys.executable, "-c", call, "sweep", *arguments, "--output", output, "--jobs", "2"]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
