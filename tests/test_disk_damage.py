@@ -24,6 +24,7 @@ import pytest
 from disk_blocks import KEY_BYTES, Disk, block_of, keys_of
 from hangs import HANGS_S
 from kvoffload.errors import ConfigError
+from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import FailingFiles, raises
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier, pipeline, tier
@@ -404,6 +405,27 @@ def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], numbe
     assert disk.read([23]) == [23]
 
 
+def test_of_a_batch_that_fails_in_part_the_rest_is_here(failing: tuple[Disk, FailingFiles]) -> None:
+    disk, files = failing
+    bad: list[int] = []
+
+    def fail(operation: str, offset: int) -> None:
+        # The run fails, and then its first block alone.
+        if operation == "write" and offset >= LAYOUT.slots_offset and offset == (bad or [offset])[0]:
+            bad.append(offset)
+            raise OSError(errno.EIO, "bad sector")
+
+    files.fail = fail
+    stored = disk.write([20, 21, 22])
+    assert len(stored) == 2
+    assert disk.tier.stats().failed == 1
+    manager = disk.tier._volumes[0].manager
+    audit(manager)
+    assert manager.stats().writing == 0, "of nobody who has failed or succeeded"
+    assert disk.here([20, 21, 22]) == stored
+    assert disk.read(stored) == stored
+
+
 @pytest.mark.parametrize(
     ("number", "numbers", "tries"),
     [(errno.EIO, [20, 21], 3), (errno.EIO, [20], 1), (errno.ENOSPC, [20, 21], 1)],
@@ -594,6 +616,18 @@ def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(
         assert verify(slab, found) == []
 
 
+def test_a_drain_lasts_as_long_as_the_commit_that_is_on_its_way(
+    failing: tuple[Disk, FailingFiles],
+) -> None:
+    disk, files = failing
+    files.fail = held = Gate("sync")
+    assert disk.tier.delete(keys_of([3])) == 1
+    assert held.waiting.acquire(timeout=HANGS_S)
+    assert not disk.tier.drain(0.05), "a crash would bring it back"
+    held.opened.set()
+    assert disk.tier.drain(HANGS_S)
+
+
 def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -739,6 +773,19 @@ def test_a_reset_holds_for_blocks_of_every_life_whatever_the_journal_has_lost(fi
     assert disk.tier.stats().journal_damage == 1, "that they were deleted"
     assert disk.read(NUMBERS) == []
     disk.tier.close()
+
+
+def test_generations_only_grow_whatever_the_clock_says(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: 0)
+    monkeypatch.setattr("kvoffload.tiers.disk.volume.time", stopped)
+    newest = [0]
+    for number in (20, 21, 22):
+        disk = reopened(filled)
+        assert disk.write([number]) == [number]
+        disk.tier.close()
+        with opened(filled) as (_, found):
+            newest.append(int(found.contents.generation.max()))
+    assert newest == sorted({*newest})
 
 
 def test_slots_that_a_reset_has_emptied_are_not_written_before_it_is_durable(filled: Path) -> None:

@@ -423,3 +423,14 @@ def test_clear_is_for_good_also_for_what_is_on_its_way(tmp_path: Path, pause_s: 
     assert again.wait(job).tolist() == [True, True, False]
     assert (pool[:2] == 2).all()
     again.tier.close()
+
+
+def test_where_a_key_lives_is_part_of_what_lasts(tmp_path: Path) -> None:
+    """Another version that looked for it elsewhere would start cold."""
+    disk = Disk([tmp_path / "a", tmp_path / "b", tmp_path / "c"], 4)
+    disk.tier._salts = np.array([1, 2, 3], np.uint64)
+    homes = np.empty(16, int)
+    for number, rows in disk.tier._routed(Keys.pack(keys_of(range(16)), KEY_BYTES)):
+        homes[rows] = number
+    assert homes.tolist() == [0, 1, 1, 2, 1, 2, 0, 0, 0, 0, 0, 2, 0, 1, 2, 0]
+    disk.tier.close()

@@ -196,6 +196,27 @@ def test_a_pool_that_the_machine_cannot_hold_is_refused(monkeypatch):
             MemoryTier(num_slots, block_bytes)
 
 
+@pytest.mark.parametrize(
+    "limit", ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+)
+def test_a_container_can_give_what_its_limit_says(monkeypatch, limit):
+    files = {limit: "123456\n", "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  8000 kB\n"}
+
+    class Read:
+        def __init__(self, path):
+            self.path = path
+
+        def read_text(self):
+            if self.path not in files:
+                raise FileNotFoundError(self.path)
+            return files[self.path]
+
+    monkeypatch.setattr(memory, "Path", Read)
+    assert available_bytes() == 123_456
+    files[limit] = "max\n"
+    assert available_bytes() == 8_000 * 1024
+
+
 def test_misuse_is_named_and_changes_nothing():
     tier, keys, rows, device = MemoryTier(2, 64), keys_of(1, 2), np.arange(2), blocks_of(2, 64)
     tier.write(keys, rows, device, rows)

@@ -99,6 +99,22 @@ class Rig:
         self.manager.poll()
 
 
+# ---- requests
+
+
+def test_what_a_finished_request_has_used_stays_longest() -> None:
+    rig = Rig(capacity=3)
+    for letter in "abc":
+        ctx = rig.begin(letter)
+        rig.store(letter, ctx)
+        rig.manager.finish_request(ctx)
+    ctx = rig.begin("a")
+    rig.load("a", ctx)
+    rig.manager.finish_request(ctx)
+    assert ctx.finished
+    assert text(rig.store("d").evicted) == "b"
+
+
 # ---- down
 
 
