@@ -217,6 +217,18 @@ def test_a_container_can_give_what_its_limit_says(monkeypatch, limit):
     assert available_bytes() == 8_000 * 1024
 
 
+@pytest.mark.parametrize("error", [OSError, OverflowError, ValueError])
+def test_a_mapping_that_the_system_refuses_is_refused(monkeypatch, error):
+    """Whatever it said before: another process may have been faster, or the number is too large for it."""
+
+    def refuse(fileno, length):
+        raise error("no")
+
+    monkeypatch.setattr(memory.mmap, "mmap", refuse)
+    with pytest.raises(ConfigError, match=r"2 \* 64 = 0.0 GiB"):
+        MemoryTier(2, 64)
+
+
 def test_misuse_is_named_and_changes_nothing():
     tier, keys, rows, device = MemoryTier(2, 64), keys_of(1, 2), np.arange(2), blocks_of(2, 64)
     tier.write(keys, rows, device, rows)
