@@ -179,3 +179,13 @@ def test_what_was_noted_of_a_key_survives_growth() -> None:
     ctx.see(Keys.pack([number.to_bytes(8, "big") for number in range(20, 100)], 8))
     assert ctx.notes[:30, 1].tolist() == [*range(30)]
     assert ctx.see(Keys.pack(first, 8)).tolist() == [*range(30)]
+
+
+def test_keys_are_equal_by_length_and_by_bytes() -> None:
+    one = Keys.pack([b"ab", b"cd"], 2)
+    assert one == Keys.pack([b"ab", b"cd"], 2)
+    assert one != Keys.pack([b"ab", b"ce"], 2)
+    assert one != Keys.pack([b"ab\0", b"cd\0"], 3), "the same words, padded"
+    assert one != Keys.pack([b"ab"], 2)
+    assert one == [b"ab", b"cd"]
+    assert one != [b"ab"]
