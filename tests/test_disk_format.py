@@ -106,6 +106,15 @@ def test_a_group_comes_back_as_it_went(
     assert forms.decode_group(layout, 99, memory) is None
 
 
+def test_what_is_named_as_the_least_is_enough() -> None:
+    with pytest.raises(ConfigError, match=r"one block of 4096 bytes needs \d+ in each path") as refused:
+        Layout.within(1, 4096, 8)
+    least = int(str(refused.value).split(" needs ")[1].split()[0])
+    assert Layout.within(least, 4096, 8).num_slots == 1
+    with pytest.raises(ConfigError, match=str(least)):
+        Layout.within(least - 1, 4096, 8)
+
+
 @given(st.integers(1, 1 << 22), st.integers(1, 64), st.integers(0, 1 << 34))
 def test_a_layout_fills_what_it_is_given(block_bytes: int, key_bytes: int, capacity_bytes: int) -> None:
     try:
