@@ -115,6 +115,17 @@ def test_what_a_finished_request_has_used_stays_longest() -> None:
     assert text(rig.store("d").evicted) == "b"
 
 
+def test_the_gate_of_ram_is_that_of_the_manager_without_tiers() -> None:
+    rig = Rig(admission=ReuseAdmission(1, 2))
+    for stored in ("", "ab"):
+        ctx = rig.begin("ab")
+        plan = rig.manager.prepare_store(keys("ab"), ctx)
+        assert plan is not None
+        assert text(plan.keys) == stored, "at the second request"
+        rig.manager.complete_store(rig.compute(plan))
+        rig.manager.finish_request(ctx)
+
+
 # ---- down
 
 
