@@ -106,6 +106,10 @@ def test_a_group_comes_back_as_it_went(
     assert forms.decode_group(layout, 99, memory) is None
 
 
+def test_slots_are_numbered_in_32_bits() -> None:
+    assert Layout.within(1 << 62, 4096, 8).num_slots == 1 << 30
+
+
 def test_what_is_named_as_the_least_is_enough() -> None:
     with pytest.raises(ConfigError, match=r"one block of 4096 bytes needs \d+ in each path") as refused:
         Layout.within(1, 4096, 8)
