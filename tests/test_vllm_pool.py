@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hangs import HANGS_S
 from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.pool import SHARED_MEMORY, SharedPool
+from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.tiers.base import key_digests
+from kvoffload.types import LookupResult
+from letters import keys, make, store
 
 
 @pytest.fixture
@@ -136,3 +141,28 @@ def test_shared_memory_is_where_it_should_be() -> None:
     found = [file.name for file in SHARED_MEMORY.glob("kvoffload-*")]
     left = [name for name in found if not Path(f"/proc/{name.split('-')[-1]}").exists()]
     assert not left, "by another test; those of engines that run are theirs"
+
+
+def test_a_verifier_is_closed_when_the_check_under_way_has_ended() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        def verify(self, slots: Any, digests: Any) -> Any:
+            begun.set()
+            may_end.wait(HANGS_S)
+            return np.array([True])
+
+    manager = make("lru", 4)
+    store(manager, "a")
+    pool: Any = Slow()
+    verifier = Verifier(manager, pool, lambda key: None)
+    ctx = manager.begin_request("r", keys("a"))
+    assert verifier.lookup(b"a", Checks(), ctx) is LookupResult.RETRY
+    assert begun.wait(HANGS_S)
+    closing = threading.Thread(target=verifier.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive(), "what it reads is unmapped next"
+    may_end.set()
+    closing.join(HANGS_S)
+    assert not closing.is_alive()
