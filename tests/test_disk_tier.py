@@ -14,7 +14,6 @@ from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slots_in_use
 from hangs import HANGS_S
 from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError, MisuseError
-from kvoffload.policies import POLICIES
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import ShortFiles
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
@@ -221,8 +220,6 @@ def test_the_budget_outlives_the_process(tmp_path: Path, checkpoints: int) -> No
 @pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "slru", "arc", "s3fifo", "2q", "lfu", "gdsf"])
 def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
     """Contents, and the order exactly where it goes by insertion or by use."""
-    if policy not in POLICIES.names():
-        pytest.skip(f"there is no policy {policy}")
     disk, chance = Disk(tmp_path, 30, policy=policy), np.random.default_rng(1)
     for _ in range(40):
         numbers = chance.choice(60, 6, replace=False).tolist()

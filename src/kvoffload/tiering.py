@@ -230,14 +230,12 @@ class TieredManager(OffloadingManager):
         can vouch for those. If one still runs then, slots in flight stay reserved. Then it waits in any case,
         as long again at the most, until the tiers would not remember after a crash either.
         """
-        waits = drop_in_flight
-        if waits:
-            drop_in_flight = self.settle(self.deadline_s)
-        super().reset(drop_in_flight=drop_in_flight)
+        nothing_runs = drop_in_flight and self.settle(self.deadline_s)
+        super().reset(drop_in_flight=nothing_runs)
         self._rising.clear()
         for behind in self._behind:
             behind.tier.clear()
-        if waits:
+        if drop_in_flight:
             until = time.monotonic() + self.deadline_s
             # Every tier is asked, also when one hangs.
             for behind in self._behind:
@@ -246,7 +244,7 @@ class TieredManager(OffloadingManager):
         for ctx, request in [*self._requests.items()]:
             request.came_from.clear()
             request.wanted.clear()
-            if drop_in_flight:
+            if nothing_runs:
                 request.num_storing = 0
                 self._end(ctx, request)
 
