@@ -15,11 +15,12 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.replay.bootstrap import Interval, Resamples, window_sums
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.sources import load_trace
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import builtin, generate
+from kvoffload.sweep.bootstrap import Interval, Resamples, window_sums
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import builtin
 
 WINDOWS = (10, 16, 32, 64, 128)
 PER_STRETCH = {"chat": (52_000, 1_543, 40), "rag": (80_000, 1_511, 40), "agent": (1_200, 360, 30)}

@@ -35,9 +35,9 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.types import LookupResult
+from kvoffload.core.plans import LookupResult
+from kvoffload.structures.keys import Keys
 
 KEY_BYTES = 32
 GROUP = bytes(4)

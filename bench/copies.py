@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.keys import Keys
 from kvoffload.replay.content import fill, matches
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.transfer import copy_blocks, copy_engine_for
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.config import parse_size
-from kvoffload.core.keys import Keys
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import aligned
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout

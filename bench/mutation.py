@@ -31,8 +31,9 @@ from mutants.watch import read
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 ROOMS = {
+    "structures": "kvoffload/structures",
     "core": "kvoffload/core",
-    "tiering": "kvoffload/tiering.py",
+    "tiering": "kvoffload/tiering",
     "disk": "kvoffload/tiers/disk",
     "tiers": "kvoffload/tiers",
     "verification": "kvoffload/integrations/vllm/verification.py",

@@ -28,12 +28,12 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from kvoffload.config import parse_capacity
-from kvoffload.policies import POLICIES
+from kvoffload.core.policy import POLICIES
 from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.optimum import optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.sources import load_trace
-from kvoffload.replay.trace import Trace
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 WORKLOAD, SHARE = "chat", 0.03

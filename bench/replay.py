@@ -37,11 +37,11 @@ from typing import Any
 import numpy as np
 
 from control_plane import machine, progress, why_no_vllm
-from kvoffload.policies import POLICIES
+from kvoffload.core.policy import POLICIES
 from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.sources import load_trace
-from kvoffload.replay.trace import Trace
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
 
 TRACES = {
     "agentic_3h": "agentic_coding/agentic_3h.jsonl.xz",

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hangs import HANGS_S
-from kvoffload.core.keys import Keys
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout

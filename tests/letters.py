@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.lru import NaiveLRU
-from kvoffload.types import LoadPlan, LookupResult, StorePlan
 
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 POLICIES: list[Any] = ["lru", "arc", "fifo", "slru", "lfu", "sieve", "s3fifo", NaiveLRU, NaiveARC]

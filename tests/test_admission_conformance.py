@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.admission import Admission, ReuseAdmission
-from kvoffload.core.jit import Bools
-from kvoffload.core.keys import Keys
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.admission import Admission
+from kvoffload.structures.jit import Bools
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.admission_conformance import AdmissionConformance
 from kvoffload.testing.naive.reuse import NaiveReuse
 

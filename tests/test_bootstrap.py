@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.replay import bootstrap
-from kvoffload.replay.bootstrap import Resamples, window_sums
+from kvoffload.sweep import bootstrap
+from kvoffload.sweep.bootstrap import Resamples, window_sums
 
 
 def test_windows_are_equal_runs_and_lose_nothing() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from command import kvoffload
-from kvoffload.policies import POLICIES
+from kvoffload.core.policy import POLICIES
 
 SMALL = ("--capacity", "200", "--block-bytes", "4KiB", "--quiet")
 

@@ -17,7 +17,7 @@ from kvoffload.compat import (
     LRUOffloadingManager,
     PrepareStoreOutput,
 )
-from kvoffload.policies import POLICIES
+from kvoffload.core.policy import POLICIES
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.lru import NaiveLRU
 

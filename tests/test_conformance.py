@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 
-from kvoffload.core.index import Index
-from kvoffload.core.keys import Keys
+from kvoffload.core.policy import POLICIES, Slots
 from kvoffload.core.protection import Protected
-from kvoffload.policies import POLICIES
-from kvoffload.policies.base import Slots
 from kvoffload.policies.lru import LRU
+from kvoffload.structures.index import Index
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.conformance import PolicyConformance, check_elsewhere
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.lru import NaiveLRU

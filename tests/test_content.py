@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.keys import Keys
 from kvoffload.replay.content import fill, matches
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import key_digests
 
 M64 = 2**64 - 1

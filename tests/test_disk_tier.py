@@ -12,8 +12,8 @@ import pytest
 
 from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slots_in_use
 from hangs import HANGS_S
-from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import ShortFiles
 from kvoffload.tiers.base import NO_JOB, SecondaryTier

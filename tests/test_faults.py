@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError
 from kvoffload.replay.content import fill, matches
-from kvoffload.testing.faults import KINDS, parse_injection
+from kvoffload.replay.faults import KINDS, parse_injection
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.memory import MemoryTier
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 256

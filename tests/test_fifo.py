@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.fifo import FIFO
 from kvoffload.testing.naive.fifo import NaiveFIFO
 from letters import keys, letters_at, load, make, store, text, use

@@ -27,13 +27,13 @@ from golden_numbers import (
     REPLAYS_BEHIND_DEVICE,
 )
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
+from kvoffload.core.plans import LookupResult
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.slru import SLRU
-from kvoffload.replay.readers import read_trace
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.sources import load_trace
-from kvoffload.replay.trace import Trace
-from kvoffload.types import LookupResult
+from kvoffload.traces.readers import read_trace
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
 
 RECORDED = {"agentic_12h", "agentic_3h", "conversation", "conversation_first60", "OLTP", "P3"}
 

@@ -12,21 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.admission import ReuseAdmission
-from kvoffload.core.ages import NUM_AGES, age_bounds
-from kvoffload.core.keys import Keys
+from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.runs import RUN_OF
-from kvoffload.policies.hazard import Hazard
-from kvoffload.policies.history import NUM_CLASSES, NUM_GAP_CLASSES, History
-from kvoffload.policies.lifetimes import Lifetimes
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
+from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds
+from kvoffload.policies.hazard.history import NUM_CLASSES, NUM_GAP_CLASSES, History
+from kvoffload.policies.hazard.lifetimes import Lifetimes
+from kvoffload.policies.hazard.path_runs import RUN_OF
+from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.workloads import builtin, generate
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.hazard import NaiveHazard
 from kvoffload.testing.naive.shadow import hash_of
 from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
-from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.workloads import builtin
 from letters import HIT, MISS, begin_store, keys, load, make, states, store, text, use
 
 # ---- ages

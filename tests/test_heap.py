@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.heap import CLOCK, OUTSIDE, SIZE, Heap, push, sift_down, take_out
+from kvoffload.structures.heap import CLOCK, OUTSIDE, SIZE, Heap, push, sift_down, take_out
 from kvoffload.testing.scripts import long_lists
 
 # The helpers of kernels are called from Python here: compiled for each test run, so never stale.

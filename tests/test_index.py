@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.index import ABSENT, Index, find_bytes, find_one, insert_one, remove_one
-from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import HASH, RequestContext
+from kvoffload.structures.index import ABSENT, Index, find_bytes, find_one, insert_one, remove_one
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.structures import NaiveIndex
 from kvoffload.testing.scripts import long_lists
 

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.index import ABSENT, find_bytes, find_one, hash_row
-from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import Lists, move_to_head, push_head, unlink
+from kvoffload.structures.index import ABSENT, find_bytes, find_one, hash_row
+from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import Lists, move_to_head, push_head, unlink
 from kvoffload.testing.audit import _audit_key_lists, _audit_lists
 from kvoffload.testing.naive.structures import NaiveLists
 from kvoffload.testing.scripts import long_lists

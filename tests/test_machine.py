@@ -10,13 +10,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvoffload.admission import Admission, ReuseAdmission
-from kvoffload.core.index import Index
-from kvoffload.core.keys import Keys
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.admission import Admission
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
+from kvoffload.core.policy import POLICIES, REFUSED, Slots
 from kvoffload.core.protection import Protected
-from kvoffload.policies import POLICIES, REFUSED
-from kvoffload.policies.base import Slots
-from kvoffload.policies.hazard import Hazard
+from kvoffload.policies.hazard.policy import Hazard
+from kvoffload.structures.index import Index
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.fifo import NaiveFIFO
@@ -32,7 +33,6 @@ from kvoffload.testing.naive.slru import NaiveSLRU
 from kvoffload.testing.naive.tinylfu import NaiveTinyLFU
 from kvoffload.testing.naive.two_q import NaiveTwoQ
 from kvoffload.testing.naive.wtinylfu import NaiveWTinyLFU
-from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION
 
 
 class SmallHazard(Hazard):

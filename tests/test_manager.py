@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.admission import ReuseAdmission
+from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.testing.audit import audit, snapshot
 from letters import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffload.core.index import Index
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies.base import Reused, Slots
+from kvoffload.core.policy import Reused, Slots
+from kvoffload.structures.index import Index
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.lru import NaiveLRU
 from letters import (

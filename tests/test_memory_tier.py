@@ -11,8 +11,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers import memory
 from kvoffload.tiers.base import key_digests
 from kvoffload.tiers.memory import MemoryTier, available_bytes

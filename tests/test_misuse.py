@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvoffload.core.index import Index
-from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.protection import Protected
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
+from kvoffload.structures.index import Index
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, snapshot
 from kvoffload.testing.naive.lru import NaiveLRU
 from letters import (

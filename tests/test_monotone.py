@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import POLICIES, EvictionPolicy
+from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.replay.optimum import optimum
-from kvoffload.replay.trace import Trace
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.lru import NaiveLRU
+from kvoffload.traces.trace import Trace
 
 Requests = list[list[int]]
 

@@ -55,7 +55,7 @@ def changed_texts(make: ModuleType, source: str) -> set[str]:
 
 def test_a_seed_is_an_order_of_mutants(mutants: SimpleNamespace) -> None:
     def drawn(number: int, seed: int) -> list[tuple[str, str, int]]:
-        chosen = mutants.make.choose(ROOT / "src", ["kvoffload/core/runs.py"], number, seed)
+        chosen = mutants.make.choose(ROOT / "src", ["kvoffload/policies/hazard/path_runs.py"], number, seed)
         return [(mutant.path, mutant.operator, mutant.occurrence) for mutant in chosen]
 
     ten = drawn(10, 7)
@@ -65,7 +65,7 @@ def test_a_seed_is_an_order_of_mutants(mutants: SimpleNamespace) -> None:
 
 
 def test_mutants_are_other_programs(mutants: SimpleNamespace) -> None:
-    path = "kvoffload/core/keylists.py"
+    path = "kvoffload/structures/keylists.py"
     before = (ROOT / "src" / path).read_text()
     for mutant in mutants.make.choose(ROOT / "src", [path], 40, 1):
         assert ast.dump(ast.parse(mutant.source)) != ast.dump(ast.parse(before))

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import OptimumResult, infinite, optimum
-from kvoffload.replay.readers import read_trace
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import builtin, generate
+from kvoffload.traces.readers import read_trace
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import builtin
 
 Requests = list[list[int]]
 

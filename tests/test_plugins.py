@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError
-from kvoffload.policies import POLICIES
 from kvoffload.policies.lru import LRU
 
 POLICY = """
@@ -56,7 +56,7 @@ def test_another_process_finds_it_by_the_same_text(file: Path) -> None:
     pickled = pickle.dumps(POLICIES.find(f"{file}:Mine")).hex()
     code = (
         "import pickle\n"
-        "from kvoffload.policies import POLICIES\n"
+        "from kvoffload.core.policy import POLICIES\n"
         f"found = POLICIES.find({f'{file}:Mine'!r})\n"
         f"assert pickle.loads(bytes.fromhex({pickled!r})) is found"
     )

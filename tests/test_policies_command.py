@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvoffload import admission, policies
+from kvoffload import admission
 from kvoffload.cli.policies import policies as command
-from kvoffload.policies import POLICIES
+from kvoffload.core import policy as contract
+from kvoffload.core.policy import POLICIES
 
 KEYS = ["name", "summary", "good_for", "paper", "default", "flagship", "kind"]
 
@@ -37,10 +38,10 @@ def test_every_policy_and_rule_is_described() -> None:
 
 def test_marks() -> None:
     entries = listed()
-    for kind, default in (("policy", policies.DEFAULT), ("admission", admission.DEFAULT)):
+    for kind, default in (("policy", contract.DEFAULT), ("admission", admission.DEFAULT)):
         marked = [entry["name"] for entry in entries if entry["kind"] == kind and entry["default"]]
         assert marked == [default]
-    assert [entry["name"] for entry in entries if entry["flagship"]] == [policies.FLAGSHIP]
+    assert [entry["name"] for entry in entries if entry["flagship"]] == [contract.FLAGSHIP]
 
 
 def test_the_table_says_the_same() -> None:

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 from kvoffload.admission import RULES
-from kvoffload.policies import POLICIES
-from kvoffload.types import STORES
+from kvoffload.core.plans import STORES
+from kvoffload.core.policy import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEP = ROOT / "docs" / "data" / "sweep.csv"

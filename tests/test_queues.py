@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.fifo import FIFO
 from kvoffload.policies.lfu import LFU
 from kvoffload.policies.s3fifo import S3FIFO

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import TraceError
-from kvoffload.replay.readers import read_trace, write_trace
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import BUILTIN, builtin, generate
+from kvoffload.traces.readers import read_trace, write_trace
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import BUILTIN, builtin
 
 SUFFIXES = ["", ".gz", ".xz", ".zst"]
 

@@ -48,7 +48,7 @@ def test_make_targets_and_files_exist(document: Path) -> None:
 
 def test_every_option_in_the_documents_exists() -> None:
     known = "\n".join(path.read_text() for path in (ROOT / "src/kvoffload/cli").glob("*.py"))
-    known += (ROOT / "src/kvoffload/replay/workloads.py").read_text()
+    known += (ROOT / "src/kvoffload/traces/workloads.py").read_text()
     for document in DOCUMENTS:
         for line in re.findall(r"^kvoffload .*$", document.read_text(), re.M):
             for option in re.findall(r"--([a-z][a-z-]*)", line):

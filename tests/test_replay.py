@@ -10,12 +10,13 @@ import pytest
 
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
+from kvoffload.replay.faults import KINDS, parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import builtin, generate
 from kvoffload.testing.audit import audit
-from kvoffload.testing.faults import KINDS, parse_injection
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import builtin
 
 
 def trace_of(*requests: list[int]) -> Trace:

@@ -10,15 +10,16 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.grid import Grid
+from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport
-from kvoffload.replay.sources import load_trace
-from kvoffload.replay.sweep import Sweep
 from kvoffload.replay.tiers import TierConfig, parse_tier
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import builtin, generate
-from kvoffload.testing.faults import parse_injection
+from kvoffload.sweep.grid import Grid
+from kvoffload.sweep.sweep import Sweep
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import builtin
 from test_cli import kvoffload
 
 BLOCK_BYTES = 4096

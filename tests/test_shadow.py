@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.keys import Keys
-from kvoffload.policies import shadow
-from kvoffload.policies.shadow import ShadowLRU
+from kvoffload.policies.hazard import shadow
+from kvoffload.policies.hazard.shadow import ShadowLRU
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.shadow import NaiveShadow, hash_of
 
 KEYS = [bytes([n]) for n in range(24)]

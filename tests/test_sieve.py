@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.sieve import SIEVE
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.sieve import NaiveSIEVE

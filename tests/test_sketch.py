@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.index import hash_row
-from kvoffload.core.keys import Keys
-from kvoffload.core.sketch import ADDITIONS, MAX_COUNT, FrequencySketch, add, estimate
+from kvoffload.structures.index import hash_row
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.sketch import ADDITIONS, MAX_COUNT, FrequencySketch, add, estimate
 from kvoffload.testing.naive.sketch import NaiveSketch, hash_of
 from kvoffload.testing.scripts import long_lists
 

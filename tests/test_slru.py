@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.slru import SLRU
 from kvoffload.testing.naive.slru import NaiveSLRU
 from letters import keys, letters_at, load, make, store, text, use

@@ -24,19 +24,21 @@ from command import kvoffload
 from hangs import HANGS_S
 from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.policies.lru import LRU
-from kvoffload.replay import cluster, grid, measure, workers
-from kvoffload.replay.bootstrap import Resamples, window_sums
-from kvoffload.replay.grid import Grid
-from kvoffload.replay.journal import Journal
-from kvoffload.replay.measure import Failure, Measurement, Task
 from kvoffload.replay.optimum import optimum
-from kvoffload.replay.outputs import RowsFile
-from kvoffload.replay.readers import write_trace
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.rows import Row, _baselines
-from kvoffload.replay.sources import load_trace
-from kvoffload.replay.sweep import Sweep
-from kvoffload.replay.workloads import builtin, generate
+from kvoffload.sweep import cluster, grid, workers
+from kvoffload.sweep import task as tasks
+from kvoffload.sweep.bootstrap import Resamples, window_sums
+from kvoffload.sweep.grid import Grid
+from kvoffload.sweep.journal import Journal
+from kvoffload.sweep.outputs import RowsFile
+from kvoffload.sweep.sweep import Sweep
+from kvoffload.sweep.table import Row, _baselines
+from kvoffload.sweep.task import Failure, Measurement, Task
+from kvoffload.traces.readers import write_trace
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.workloads import builtin
 
 SMALL = Grid(("lru", "arc"), ("all", "reuse:2"), ("2%", "5%"), ("0", "0.5x"))
 
@@ -62,7 +64,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
     def counted(task: Task) -> Measurement | Failure:
         done.append(task)
-        return measure.attempt(task)
+        return tasks.attempt(task)
 
     monkeypatch.setattr(workers, "attempt", counted)
     return done
@@ -255,8 +257,8 @@ def test_each_trace_is_read_once(chat: str, rag: str, monkeypatch: pytest.Monkey
         read.append(path)
         return load_trace(path, **options)  # type: ignore[arg-type]
 
-    measure._read.cache_clear()
-    monkeypatch.setattr(measure, "load_trace", counted)
+    tasks._read.cache_clear()
+    monkeypatch.setattr(tasks, "load_trace", counted)
     Sweep([chat, rag, chat], SMALL, jobs=1).run()
     assert read == [chat, rag]
 
@@ -343,7 +345,7 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     journal = output.with_name("out.csv.journal").read_bytes()
 
     def finished_rows(path: str, **options: object) -> int:
-        measure._read.cache_clear()
+        tasks._read.cache_clear()
         output.with_name("out.csv.journal").write_bytes(journal)
         return Sweep([path], SMALL, jobs=1, output=output, force=True, **options).run().from_journal  # type: ignore[arg-type]
 
@@ -357,7 +359,7 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     write_trace(dataclasses.replace(trace, timestamps_ms=trace.timestamps_ms + 1), changed)
     assert finished_rows(str(changed)) == 0
     assert finished_rows(chat, block_tokens=1024) == 0
-    monkeypatch.setattr("kvoffload.replay.sweep.code_digest", lambda policy: f"other code of {policy}")
+    monkeypatch.setattr("kvoffload.sweep.sweep.code_digest", lambda policy: f"other code of {policy}")
     assert finished_rows(chat) == 0
 
 
@@ -367,7 +369,7 @@ def test_the_code_of_a_policy_is_part_of_it(tmp_path: Path, monkeypatch: pytest.
             f"from kvoffload.policies.lru import LRU\n\n\nclass Mine(LRU):\n    seed = {number}\n"
         )
     monkeypatch.syspath_prepend(tmp_path)
-    digests = {measure.code_digest(policy) for policy in ("", "mine1:Mine", "mine2:Mine")}
+    digests = {tasks.code_digest(policy) for policy in ("", "mine1:Mine", "mine2:Mine")}
     assert len(digests) == 3
 
 
@@ -389,9 +391,9 @@ def test_an_output_is_replaced_only_when_asked_to(chat: str, tmp_path: Path) -> 
 
 
 def test_a_trace_that_changes_meanwhile_is_noticed(chat: str) -> None:
-    source = measure.identified(measure.TraceSource(chat, 512, False))
+    source = tasks.identified(tasks.TraceSource(chat, 512, False))
     with pytest.raises(TraceError, match="it has changed since the sweep began"):
-        measure.load(dataclasses.replace(source, digest="0" * 64))
+        tasks.load(dataclasses.replace(source, digest="0" * 64))
 
 
 # ---- the command, in processes of its own
@@ -523,8 +525,8 @@ def test_a_worker_that_is_killed_ends_the_sweep(
     ("arguments", "message"),
     [
         (["--policies", "lru,lruu"], "policy: 'lruu' is not possible; allowed: "),
-        (["--policies", "kvoffload.policies:BlockwisePolicy"], "policy: 'kvoffload.policies:BlockwisePolicy' "
-                                                               "is not possible; it cannot be used: "),
+        (["--policies", "kvoffload:BlockwisePolicy"], "policy: 'kvoffload:BlockwisePolicy' "
+                                                      "is not possible; it cannot be used: "),
         (["--policies", "lru,,arc"], "policies: 'lru,,arc' is not possible; values with commas between them, "
                                      "none of them empty"),
         (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is not possible; allowed: all, reuse:N with "
@@ -616,7 +618,7 @@ def test_better_than_the_optimum_is_an_error(
     chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def boasting(task: Task) -> Measurement | Failure:
-        outcome = measure.attempt(task)
+        outcome = tasks.attempt(task)
         assert isinstance(outcome, Measurement)
         if task.config.policy != "arc":
             return outcome

@@ -26,21 +26,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slots_in_use
 from hangs import HANGS_S
-from kvoffload.admission import ReuseAdmission
-from kvoffload.policies import EvictionPolicy
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.arc import ARC
 from kvoffload.policies.lru import LRU
 from kvoffload.policies.s3fifo import S3FIFO
 from kvoffload.replay import content
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import write_image
-from kvoffload.tiering import TieredManager
+from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Outcomes, Slab
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult
 from test_machine import SmallHazard
 
 BLOCK_BYTES, RAM_BLOCKS, DISK_BLOCKS = 4096, 8, 20

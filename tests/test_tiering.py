@@ -12,16 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from kvoffload.admission import ReuseAdmission
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.plans import ON_DEVICE_EVICTION, LoadPlan, LookupResult, PrefixLookup, StorePlan
+from kvoffload.core.policy import POLICIES
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
-from kvoffload.policies import POLICIES
 from kvoffload.testing.audit import audit
 from kvoffload.testing.scripted_tier import ScriptedTier
-from kvoffload.tiering import TieredManager
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.speed import ReadSpeed
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.tiers.speed import ReadSpeed
-from kvoffload.types import ON_DEVICE_EVICTION, LoadPlan, LookupResult, PrefixLookup, StorePlan
 from letters import HIT, MISS, PENDING, keys, text
 
 RETRY = LookupResult.RETRY

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.admission import Admission, TinyLFUAdmission, create
-from kvoffload.core.keys import Keys
+from kvoffload.admission import create
+from kvoffload.admission.tinylfu import TinyLFUAdmission
+from kvoffload.core.admission import Admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, snapshot
 from kvoffload.testing.naive.tinylfu import NaiveTinyLFU
 from kvoffload.testing.scripts import Step, long_lists, play, scripts

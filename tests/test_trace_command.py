@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from kvoffload.cli.trace import trace as command
 from kvoffload.errors import ConfigError, TraceError
-from kvoffload.replay.sources import load_trace
+from kvoffload.traces.sources import load_trace
 
 
 def invoke(*arguments: str) -> Result:

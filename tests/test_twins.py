@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.core.index import ABSENT, find_bytes
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import POLICIES, EvictionPolicy
+from kvoffload.core.plans import STORES
+from kvoffload.core.policy import POLICIES, EvictionPolicy
+from kvoffload.structures.index import ABSENT, find_bytes
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.fifo import NaiveFIFO
@@ -28,7 +29,6 @@ from kvoffload.testing.naive.slru import NaiveSLRU
 from kvoffload.testing.naive.two_q import NaiveTwoQ
 from kvoffload.testing.naive.wtinylfu import NaiveWTinyLFU
 from kvoffload.testing.scripts import Step, play, scripts
-from kvoffload.types import STORES
 
 FEWER = settings(max_examples=settings().max_examples // 3)
 """Of scripts that are longer."""

@@ -11,23 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.admission import ReuseAdmission
-from kvoffload.core.keys import Keys
+from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import ON_DEVICE_EVICTION
+from kvoffload.core.policy import REFUSED, Slots
 from kvoffload.core.protection import Protected
 from kvoffload.errors import ConfigError, PolicyError
-from kvoffload.policies import REFUSED
-from kvoffload.policies.base import Slots
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.readers import read_trace
+from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import builtin, generate
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, snapshot
-from kvoffload.testing.faults import parse_injection
 from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.testing.scripts import long_lists
-from kvoffload.types import ON_DEVICE_EVICTION
+from kvoffload.traces.readers import read_trace
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import builtin
 from letters import (
     HIT,
     MISS,

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvoffload.admission import RULES, ReuseAdmission
+from kvoffload.admission import RULES
+from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.policy import POLICIES
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.options import NAMES, VLLMOptions, parse_options
 from kvoffload.integrations.vllm.tiers import TierOptions
-from kvoffload.policies import POLICIES
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "my_policy.py"
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from hangs import HANGS_S
-from kvoffload.core.keys import Keys
+from kvoffload.core.plans import LookupResult
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.pool import SHARED_MEMORY, SharedPool
 from kvoffload.integrations.vllm.verification import Checks, Verifier
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import key_digests
-from kvoffload.types import LookupResult
 from letters import keys, make, store
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.readers import write_trace
-from kvoffload.replay.sessions import _exp
-from kvoffload.replay.statistics import Percentiles, describe
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import BUILTIN, LogNormal, Workload, builtin, generate
+from kvoffload.traces.readers import write_trace
+from kvoffload.traces.sessions import _exp, generate
+from kvoffload.traces.statistics import Percentiles, describe
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload, builtin
 
 FINGERPRINTS = {
     "agent": "1eb4a0f26ee9d25199ef531f3d6a9012e3dca59c3ad90e992bfcf4a1ca2cba46",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.policies import EvictionPolicy
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.wtinylfu import WTinyLFU
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.wtinylfu import NaiveWTinyLFU

@@ -22,7 +22,7 @@ class Definition(NamedTuple):
         lines: first and last.
         body: first and last line of a function's body; None for a statement.
         mentions: every name in it.
-        is_kernel, is_inline: how `core.jit` compiles it.
+        is_kernel, is_inline: how `structures.jit` compiles it.
     """
 
     path: str

@@ -114,7 +114,7 @@ class Reach:
 
     def compiled_into(self, path: str, line: int) -> list[Definition]:
         """The kernels that are other machine code when this line is another."""
-        if path.endswith("core/jit.py"):
+        if path.endswith("structures/jit.py"):
             return [one for one in self._known if one.is_kernel]
         place = names.at(self._known, path, line)
         return [one for one in [place, *names.users(self._known, place)] if one.is_kernel] if place else []

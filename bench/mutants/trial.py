@@ -1,8 +1,8 @@
 """One mutant against the tests that can notice it, in a copy of the sources.
 
 Kernels take half a minute to compile, all of them, so a copy brings those of the sources along. numba asks a
-file's size and time whether its kernels still hold, and `core.jit` asks the times of all: here a mutant keeps
-both (the end of each file is padding), and the kernels that it is compiled into are deleted.
+file's size and time whether its kernels still hold, and `structures.jit` asks the times of all: here a mutant
+keeps both (the end of each file is padding), and the kernels that it is compiled into are deleted.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.core.keys import Keys
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files

@@ -9,27 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from kvoffload._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from kvoffload.admission import Admission, ReuseAdmission
-    from kvoffload.core.keys import Keys, OffloadKey
+    from kvoffload.admission.reuse import ReuseAdmission
+    from kvoffload.core.admission import Admission
     from kvoffload.core.manager import OffloadingManager
-    from kvoffload.core.request import RequestContext
-    from kvoffload.errors import ConfigError, KVOffloadError, MisuseError, PolicyError, TraceError
-    from kvoffload.policies import BlockwisePolicy, EvictionPolicy
-    from kvoffload.replay.optimum import optimum
-    from kvoffload.replay.readers import read_trace, write_trace
-    from kvoffload.replay.replay import Replay, ReplayConfig
-    from kvoffload.replay.report import ReplayReport
-    from kvoffload.replay.sources import load_trace
-    from kvoffload.replay.trace import Trace
-    from kvoffload.tiering import TieredManager
-    from kvoffload.tiers.base import SecondaryTier
-    from kvoffload.tiers.disk import DiskTier
-    from kvoffload.tiers.memory import MemoryTier
-    from kvoffload.transfer import copy_blocks, copy_engine_for
-    from kvoffload.types import (
+    from kvoffload.core.plans import (
         LoadPlan,
         LookupResult,
         ManagerStats,
@@ -37,41 +23,56 @@ if TYPE_CHECKING:
         PrefixLookup,
         StorePlan,
     )
+    from kvoffload.core.policy import BlockwisePolicy, EvictionPolicy
+    from kvoffload.core.request import RequestContext
+    from kvoffload.errors import ConfigError, KVOffloadError, MisuseError, PolicyError, TraceError
+    from kvoffload.replay.optimum import optimum
+    from kvoffload.replay.replay import Replay, ReplayConfig
+    from kvoffload.replay.report import ReplayReport
+    from kvoffload.structures.keys import Keys, OffloadKey
+    from kvoffload.tiering.manager import TieredManager
+    from kvoffload.tiers.base import SecondaryTier
+    from kvoffload.tiers.disk import DiskTier
+    from kvoffload.tiers.memory import MemoryTier
+    from kvoffload.traces.readers import read_trace, write_trace
+    from kvoffload.traces.sources import load_trace
+    from kvoffload.traces.trace import Trace
+    from kvoffload.transfer import copy_blocks, copy_engine_for
 
 _HOME = {
-    "Admission": "admission",
-    "BlockwisePolicy": "policies",
+    "Admission": "core.admission",
+    "BlockwisePolicy": "core.policy",
     "ConfigError": "errors",
     "DiskTier": "tiers.disk",
-    "EvictionPolicy": "policies",
+    "EvictionPolicy": "core.policy",
     "KVOffloadError": "errors",
-    "Keys": "core.keys",
-    "LoadPlan": "types",
-    "LookupResult": "types",
-    "ManagerStats": "types",
+    "Keys": "structures.keys",
+    "LoadPlan": "core.plans",
+    "LookupResult": "core.plans",
+    "ManagerStats": "core.plans",
     "MemoryTier": "tiers.memory",
     "MisuseError": "errors",
-    "OffloadKey": "core.keys",
-    "OffloadingEvent": "types",
+    "OffloadKey": "structures.keys",
+    "OffloadingEvent": "core.plans",
     "OffloadingManager": "core.manager",
     "PolicyError": "errors",
-    "PrefixLookup": "types",
+    "PrefixLookup": "core.plans",
     "Replay": "replay.replay",
     "ReplayConfig": "replay.replay",
     "ReplayReport": "replay.report",
     "RequestContext": "core.request",
-    "ReuseAdmission": "admission",
+    "ReuseAdmission": "admission.reuse",
     "SecondaryTier": "tiers.base",
-    "StorePlan": "types",
-    "TieredManager": "tiering",
-    "Trace": "replay.trace",
+    "StorePlan": "core.plans",
+    "TieredManager": "tiering.manager",
+    "Trace": "traces.trace",
     "TraceError": "errors",
     "copy_blocks": "transfer",
     "copy_engine_for": "transfer",
-    "load_trace": "replay.sources",
+    "load_trace": "traces.sources",
     "optimum": "replay.optimum",
-    "read_trace": "replay.readers",
-    "write_trace": "replay.readers",
+    "read_trace": "traces.readers",
+    "write_trace": "traces.readers",
 }
 
 __all__ = [

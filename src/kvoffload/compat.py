@@ -13,14 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvoffload.admission import ReuseAdmission
-from kvoffload.admission.reuse import DEFAULT_TRACKER_SIZE
-from kvoffload.core.keys import Keys, OffloadKey
+from kvoffload.admission.reuse import DEFAULT_TRACKER_SIZE, ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, LookupResult, OffloadingEvent, StorePlan
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, MisuseError
-from kvoffload.policies import EvictionPolicy
-from kvoffload.types import LoadPlan, LookupResult, OffloadingEvent, StorePlan
+from kvoffload.structures.keys import Keys, OffloadKey
 
 Plan = TypeVar("Plan", LoadPlan, StorePlan)
 

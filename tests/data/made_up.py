@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.replay.workloads import builtin, generate
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.workloads import builtin
 
 
 def main() -> None:

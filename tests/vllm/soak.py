@@ -20,7 +20,7 @@ from typing import Any
 from traffic import PATIENCE_S, certain_answers, check_nothing_is_left, conversations, damage, drive
 
 from conftest import HYBRID, LLAMA, Engine, write_llama
-from kvoffload.policies import POLICIES
+from kvoffload.core.policy import POLICIES
 
 ROUNDS_PER_ENGINE, REQUESTS_PER_ROUND = 4, 60
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traffic import PATIENCE_S
 
+from kvoffload.core.policy import POLICIES
 from kvoffload.integrations.vllm.options import parse_options
 from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.policies import POLICIES
 from kvoffload.testing.audit import audit
 
 base = pytest.importorskip(

@@ -16,11 +16,11 @@ from test_differential import Ours, Theirs, key, random_paths  # noqa: E402
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: E402
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory  # noqa: E402
 
+from kvoffload.core.policy import POLICIES  # noqa: E402
 from kvoffload.errors import ConfigError  # noqa: E402
 from kvoffload.integrations.vllm import policies  # noqa: E402
-from kvoffload.policies import POLICIES  # noqa: E402
-from kvoffload.replay.readers import read_trace  # noqa: E402
 from kvoffload.testing.audit import audit  # noqa: E402
+from kvoffload.traces.readers import read_trace  # noqa: E402
 
 MODULE = "kvoffload.integrations.vllm.policies"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_policy.py"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvoffload.admission.base import Admission
 from kvoffload.admission.bypass import BypassAdmission
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.admission.tinylfu import TinyLFUAdmission
+from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
 
 DEFAULT = "all"

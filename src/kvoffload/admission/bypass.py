@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.admission.base import Admission
-from kvoffload.core.jit import Bools
-from kvoffload.core.keys import Keys
+from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
+from kvoffload.structures.jit import Bools
+from kvoffload.structures.keys import Keys
 
 
 class BypassAdmission(Admission):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.admission.base import Admission
-from kvoffload.core.index import ABSENT, find, hash_row
-from kvoffload.core.jit import (
+from kvoffload.core.admission import Admission
+from kvoffload.errors import ConfigError
+from kvoffload.structures.index import ABSENT, find, hash_row
+from kvoffload.structures.jit import (
     BOOL_ARRAY,
     I32_ARRAY,
     I32_MATRIX,
@@ -19,10 +20,9 @@ from kvoffload.core.jit import (
     U64s,
     kernel,
 )
-from kvoffload.core.keylists import KeyLists, forget_coldest, remember
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, move_to_head
-from kvoffload.errors import ConfigError
+from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import LIST, move_to_head
 
 DEFAULT_TRACKER_SIZE = 64_000
 

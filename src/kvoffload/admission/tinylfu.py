@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.admission.base import Admission
-from kvoffload.core.index import hash_row
-from kvoffload.core.jit import (
+from kvoffload.core.admission import Admission
+from kvoffload.errors import ConfigError
+from kvoffload.structures.index import hash_row
+from kvoffload.structures.jit import (
     BOOL_ARRAY,
     I64,
     I64_ARRAY,
@@ -18,9 +19,8 @@ from kvoffload.core.jit import (
     kernel,
     prefetch,
 )
-from kvoffload.core.keys import Keys
-from kvoffload.core.sketch import FrequencySketch, add, estimate, line_of
-from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.sketch import FrequencySketch, add, estimate, line_of
 
 THRESHOLD = 2
 
@@ -29,8 +29,8 @@ class TinyLFUAdmission(Admission):
     """Admit a block that two requests have referred to of late, the storing one included.
 
     "Of late" are the last ten references for each block of the cache, with counts that age (see
-    `core.sketch`). Unlike that of ``reuse:N``, whose table has one size for all caches, the memory of this
-    rule is as long as the cache is large, and a few bits a key.
+    `structures.sketch`). Unlike that of ``reuse:N``, whose table has one size for all caches, the memory of
+    this rule is as long as the cache is large, and a few bits a key.
 
     The first `capacity_blocks` blocks enter unseen: nothing has to leave for them. A cache that holds all
     of its traffic is therefore never gated, and a large one starts warm.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvoffload import __version__
+from kvoffload._version import __version__
 from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
@@ -19,7 +19,7 @@ _COMMANDS = {
     "trace": "kvoffload.cli.trace:trace",
     "vllm-config": "kvoffload.cli.vllm_config:vllm_config",
 }
-_KERNEL_CACHE = Path(__file__).resolve().parent.parent / "core" / "__pycache__"
+_KERNEL_CACHE = Path(__file__).resolve().parent.parent / "structures" / "__pycache__"
 
 
 class _Commands(click.Group):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload import admission
-from kvoffload.policies import DEFAULT, FLAGSHIP, POLICIES
+from kvoffload.core.policy import DEFAULT, FLAGSHIP, POLICIES
 
 
 @click.command()

@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvoffload.config import parse_capacity, parse_size
+from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError
 from kvoffload.replay.data import DataPlane
+from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.report import size as format_size
-from kvoffload.replay.sources import load_trace
 from kvoffload.replay.tiers import parse_tier
-from kvoffload.replay.trace import Trace
-from kvoffload.testing.faults import parse_injection
 from kvoffload.tiers.memory import available_bytes
-from kvoffload.types import ON_COMPUTE, STORES
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
 
 
 @click.command()

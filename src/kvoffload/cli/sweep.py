@@ -13,11 +13,11 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from kvoffload.cli.sweep_tables import tables
+from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import SweepError
-from kvoffload.replay.bootstrap import RESAMPLES
-from kvoffload.replay.grid import NO_TIERS, Grid, axis, block_size
-from kvoffload.replay.sweep import Progress, Sweep
-from kvoffload.types import ON_COMPUTE, STORES
+from kvoffload.sweep.bootstrap import RESAMPLES
+from kvoffload.sweep.grid import NO_TIERS, Grid, axis, block_size
+from kvoffload.sweep.sweep import Progress, Sweep
 
 _REMEMBERED_S = 600
 

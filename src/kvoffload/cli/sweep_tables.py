@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload.replay.rows import Row
+from kvoffload.sweep.table import Row
 
 _CORRELATED = 0.35
 """Two standard errors for 32 windows: if half of the rows are above, windows are not independent."""

@@ -17,12 +17,12 @@ from rich.table import Table
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.readers import write_trace
-from kvoffload.replay.sources import load_trace
-from kvoffload.replay.statistics import Percentiles, TraceStatistics, describe
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import BUILTIN, LogNormal, Workload, builtin
-from kvoffload.replay.workloads import generate as generate_trace
+from kvoffload.traces.readers import write_trace
+from kvoffload.traces.sessions import generate as generate_trace
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.statistics import Percentiles, TraceStatistics, describe
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload, builtin
 
 _CAPACITIES_PERCENT = (1, 2, 5, 10, 20)
 

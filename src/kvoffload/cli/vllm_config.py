@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from kvoffload.config import split_tier
+from kvoffload.core.plans import ON_DEVICE_EVICTION, STORES
 from kvoffload.integrations.vllm.options import VERIFY, parse_options
-from kvoffload.types import ON_DEVICE_EVICTION, STORES
 
 _HOME = "kvoffload.integrations.vllm"
 

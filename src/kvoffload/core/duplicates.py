@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.index import Index
-from kvoffload.core.jit import (
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.structures.index import Index
+from kvoffload.structures.jit import (
     I32_ARRAY,
     I32_MATRIX,
     I64,
@@ -19,8 +20,7 @@ from kvoffload.core.jit import (
     U64s,
     kernel,
 )
-from kvoffload.core.lists import LIST, NEXT, UNLISTED, Lists, move_to_head, push_head, unlink
-from kvoffload.core.protection import Protected, evictable
+from kvoffload.structures.lists import LIST, NEXT, UNLISTED, Lists, move_to_head, push_head, unlink
 
 
 class Duplicates:

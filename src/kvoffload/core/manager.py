@@ -14,18 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload import admission as admissions
-from kvoffload.admission.base import Admission
 from kvoffload.admission.bypass import BypassAdmission
-from kvoffload.core import steps
-from kvoffload.core.index import ABSENT, MAX_POSITIONS, Index
-from kvoffload.core.keys import MAX_KEY_BYTES, Keys
-from kvoffload.core.protection import FREE, WRITING, Protected
-from kvoffload.core.replacement import replace_blocks
-from kvoffload.core.request import RequestContext
-from kvoffload.core.victim import VictimTier
-from kvoffload.errors import ConfigError, MisuseError, PolicyError
-from kvoffload.policies import POLICIES, EvictionPolicy
-from kvoffload.types import (
+from kvoffload.core import kernels
+from kvoffload.core.admission import Admission
+from kvoffload.core.plans import (
     ON_COMPUTE,
     ON_DEVICE_EVICTION,
     STORES,
@@ -37,6 +29,14 @@ from kvoffload.types import (
     Slots,
     StorePlan,
 )
+from kvoffload.core.policy import POLICIES, EvictionPolicy
+from kvoffload.core.protection import FREE, WRITING, Protected
+from kvoffload.core.replacement import replace_blocks
+from kvoffload.core.request import RequestContext
+from kvoffload.core.victim import VictimTier
+from kvoffload.errors import ConfigError, MisuseError, PolicyError
+from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
+from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
 
 _INT32, _UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
 _NO_ROWS = np.empty(0, np.int32)
@@ -44,7 +44,7 @@ _UNNAMED = -2
 _RESTORED_REQUEST = 1024
 """Blocks of what stands for a request when an order is restored: some policies take time for long ones."""
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
-"""By what `steps.state_of_key` answers."""
+"""By what `kernels.state_of_key` answers."""
 
 
 class OffloadingManager:
@@ -174,7 +174,7 @@ class OffloadingManager:
         ctx = self._context(ctx)
         positions = ctx.see(keys)
         index, path = self.index, ctx.path
-        ready = steps.leading_ready(
+        ready = kernels.leading_ready(
             index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions
         )
         if ready < 0:
@@ -206,7 +206,7 @@ class OffloadingManager:
             ctx.asked.append(key)
             if len(ctx.asked) >= 4096:
                 ctx.flush()
-        return _RESULTS[steps.state_of_key(self.index.table, self.index.keys, self.ref_cnt, key)]
+        return _RESULTS[kernels.state_of_key(self.index.table, self.index.keys, self.ref_cnt, key)]
 
     # ---- load
 
@@ -285,7 +285,7 @@ class OffloadingManager:
         index, path = self.index, ctx.path
         fresh = np.empty((len(positions), index.keys.shape[1]), _UINT64)
         rows = np.empty(len(positions), _INT32)
-        num_fresh = steps.missing(
+        num_fresh = kernels.missing(
             index.table, index.keys, self._generation, path.keys, ctx.notes, positions, fresh, rows
         )
         room = self._room(num_fresh, ctx)
@@ -342,7 +342,7 @@ class OffloadingManager:
             return
         self._counts.writing -= count
         if success:
-            steps.become_ready(self.ref_cnt, plan.slots)
+            kernels.become_ready(self.ref_cnt, plan.slots)
             self._num_evictable += count
             self._counts.stored += count
             if self._events is not None and count:
@@ -350,7 +350,7 @@ class OffloadingManager:
         else:
             self.policy.remove(plan.slots)
             index = self.index
-            steps.abandon(index.table, index.keys, self.ref_cnt, self._generation, plan.slots)
+            kernels.abandon(index.table, index.keys, self.ref_cnt, self._generation, plan.slots)
             self._give_back(plan.slots)
             self._counts.store_failed += count
 
@@ -446,7 +446,7 @@ class OffloadingManager:
         positions = ctx.see(batch)
         index, path = self.index, ctx.path
         slots = np.empty(len(batch), np.int32)
-        pinned = steps.pin(
+        pinned = kernels.pin(
             index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions, slots
         )
         if pinned < 0:
@@ -460,7 +460,7 @@ class OffloadingManager:
         if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
             raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks")
         if self._close(plan, LoadPlan, call):
-            self._num_evictable += steps.unpin(self.ref_cnt, plan.slots)
+            self._num_evictable += kernels.unpin(self.ref_cnt, plan.slots)
             if self._condemned:
                 self._num_evictable -= self._release_condemned(plan.slots)
             if len(rows):
@@ -481,7 +481,7 @@ class OffloadingManager:
     def _commit(self, ctx: RequestContext, positions: Slots, *, whole_path: bool = False) -> None:
         index = self.index
         slots, reused = np.empty(len(positions), np.int32), np.empty(len(positions), np.bool_)
-        found = steps.access(
+        found = kernels.access(
             index.table,
             index.keys,
             self._generation,
@@ -513,7 +513,7 @@ class OffloadingManager:
     def _resolve(self, ctx: RequestContext, positions: Slots) -> Slots:
         """The slot of each of these blocks of the path, or ABSENT."""
         index, slots = self.index, np.empty(len(positions), np.int32)
-        steps.resolve(index.table, index.keys, self._generation, ctx.path.keys, ctx.notes, positions, slots)
+        kernels.resolve(index.table, index.keys, self._generation, ctx.path.keys, ctx.notes, positions, slots)
         return slots
 
     def _admit(self, fresh: npt.NDArray[np.uint64], rows: Slots) -> int:
@@ -537,7 +537,7 @@ class OffloadingManager:
         evictable = self._num_evictable
         if short > evictable - ctx.length:
             index = self.index
-            evictable -= steps.own_evictable(
+            evictable -= kernels.own_evictable(
                 index.table,
                 index.keys,
                 self.ref_cnt,
@@ -575,7 +575,7 @@ class OffloadingManager:
             self.policy, self._victim, rows, fresh, slots, num_free + len(taken), protected
         )
         num_stored = len(slots) - num_refused
-        wrong = steps.enter(
+        wrong = kernels.enter(
             index.table,
             index.keys,
             self.ref_cnt,
@@ -609,7 +609,7 @@ class OffloadingManager:
     def _discard(self, batch: Keys, slots: Slots) -> int:
         index, ctx = self.index, self._context(None)
         positions = ctx.see(batch)
-        found = steps.discard(
+        found = kernels.discard(
             index.table,
             index.keys,
             self.ref_cnt,

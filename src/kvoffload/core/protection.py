@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvoffload.core.index import ABSENT, Index, find, find_one, hash_row
-from kvoffload.core.jit import I32s, U64s, inline
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import PREV
 from kvoffload.core.request import RequestContext
+from kvoffload.structures.index import ABSENT, Index, find, find_one, hash_row
+from kvoffload.structures.jit import I32s, U64s, inline
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import PREV
 
 FREE = -2
 WRITING = -1

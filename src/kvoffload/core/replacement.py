@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import I32s
-from kvoffload.core.keys import Keys
+from kvoffload.core.policy import REFUSED, EvictionPolicy
 from kvoffload.core.protection import Protected
 from kvoffload.core.victim import VictimTier
 from kvoffload.errors import PolicyError
-from kvoffload.policies import REFUSED, EvictionPolicy
+from kvoffload.structures.jit import I32s
+from kvoffload.structures.keys import Keys
 
 _NONE = np.empty(0, np.int32)
 

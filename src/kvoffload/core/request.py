@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvoffload.core.index import (
+from kvoffload.structures.index import (
     ABSENT,
     Index,
     bucket_of,
@@ -22,7 +22,7 @@ from kvoffload.core.index import (
     same_key,
     word_of,
 )
-from kvoffload.core.jit import (
+from kvoffload.structures.jit import (
     BYTES,
     I32_ARRAY,
     I64,
@@ -34,7 +34,7 @@ from kvoffload.core.jit import (
     inline,
     kernel,
 )
-from kvoffload.core.keys import Keys, joined_keys
+from kvoffload.structures.keys import Keys, joined_keys
 
 HASH, HINT, FLAGS = 0, 1, 2
 """Columns of `notes`. The hint is where the block was last seen: ``generation << 32 | slot + 1``, or 0. It

@@ -12,12 +12,12 @@ from collections.abc import Collection
 import numpy as np
 
 from kvoffload.core.duplicates import Duplicates
-from kvoffload.core.index import ABSENT, Index
-from kvoffload.core.jit import I32s
-from kvoffload.core.keys import Keys
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected
 from kvoffload.core.request import RequestContext
-from kvoffload.policies import EvictionPolicy
+from kvoffload.structures.index import ABSENT, Index
+from kvoffload.structures.jit import I32s
+from kvoffload.structures.keys import Keys
 
 
 class VictimTier:

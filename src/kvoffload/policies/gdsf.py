@@ -11,9 +11,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvoffload.core.heap import CLOCK, SIZE, Heap, push, sift_down, sift_up, take_out
-from kvoffload.core.index import Index, find, hash_row
-from kvoffload.core.jit import (
+from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.structures.heap import CLOCK, SIZE, Heap, push, sift_down, sift_up, take_out
+from kvoffload.structures.index import Index, find, hash_row
+from kvoffload.structures.jit import (
     F64,
     F64_ARRAY,
     I32_ARRAY,
@@ -31,9 +33,7 @@ from kvoffload.core.jit import (
     U64s,
     kernel,
 )
-from kvoffload.core.keys import Keys
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+from kvoffload.structures.keys import Keys
 
 
 class GDSF(EvictionPolicy):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvoffload.core.index import Index
-from kvoffload.core.jit import (
+from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.structures.index import Index
+from kvoffload.structures.jit import (
     I32_ARRAY,
     I32_MATRIX,
     I64,
@@ -23,10 +25,8 @@ from kvoffload.core.jit import (
     U64s,
     kernel,
 )
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
 
 
 class LFU(EvictionPolicy):

@@ -11,8 +11,10 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.index import ABSENT, Index, find, hash_row, home_bucket
-from kvoffload.core.jit import (
+from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
+from kvoffload.structures.jit import (
     I32_ARRAY,
     I32_MATRIX,
     I64,
@@ -29,11 +31,9 @@ from kvoffload.core.jit import (
     kernel,
     prefetch,
 )
-from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
 
 U8s: TypeAlias = npt.NDArray[np.uint8]
 

@@ -10,8 +10,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvoffload.core.index import ABSENT, Index
-from kvoffload.core.jit import (
+from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.protection import Protected, evictable
+from kvoffload.structures.index import ABSENT, Index
+from kvoffload.structures.jit import (
     BOOL_ARRAY,
     I32_ARRAY,
     I32_MATRIX,
@@ -25,10 +27,8 @@ from kvoffload.core.jit import (
     U64s,
     kernel,
 )
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import PREV, Lists, push_head, unlink
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import PREV, Lists, push_head, unlink
 
 HAND, VISITED = 0, 1
 """Of `SIEVE._state`: slot where the hand rests, or ABSENT for the oldest block; number of visited blocks."""

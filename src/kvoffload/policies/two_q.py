@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.index import ABSENT, Index, find, hash_row, home_bucket
-from kvoffload.core.jit import (
+from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.protection import Protected, coldest_evictable
+from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
+from kvoffload.structures.jit import (
     BOOL_ARRAY,
     I32_ARRAY,
     I32_MATRIX,
@@ -26,11 +28,9 @@ from kvoffload.core.jit import (
     kernel,
     prefetch,
 )
-from kvoffload.core.keylists import KeyLists, forget, forget_coldest, remember
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
-from kvoffload.core.protection import Protected, coldest_evictable
-from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
 
 A1IN, AM = 0, 1
 A1OUT = 0

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.index import Index, hash_row
-from kvoffload.core.jit import (
+from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.protection import Protected, coldest_evictable
+from kvoffload.structures.index import Index, hash_row
+from kvoffload.structures.jit import (
     I32_ARRAY,
     I32_MATRIX,
     I64,
@@ -27,11 +29,9 @@ from kvoffload.core.jit import (
     kernel,
     prefetch,
 )
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
-from kvoffload.core.protection import Protected, coldest_evictable
-from kvoffload.core.sketch import FrequencySketch, add, estimate, line_of
-from kvoffload.policies.base import EvictionPolicy, Reused, Slots
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.structures.sketch import FrequencySketch, add, estimate, line_of
 
 WINDOW, PROBATION, PROTECTED = 0, 1, 2
 
@@ -43,7 +43,7 @@ class WTinyLFU(EvictionPolicy):
     the main cache: the one that was seen less often of late leaves, and the newcomer if they are equal. A
     winner enters the main cache on probation; a block that is used again there is protected, and the
     coldest of too many protected blocks goes back on probation. Frequencies are those of a sketch that
-    ages (`core.sketch`): every use counts, and every store, which is the use that missed.
+    ages (`structures.sketch`): every use counts, and every store, which is the use that missed.
 
     Where the paper is silent, because it knows neither batches, pins nor failures:
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import (
+from kvoffload.structures.jit import (
     BOOL_ARRAY,
     I64,
     I64_ARRAY,
@@ -28,7 +28,7 @@ from kvoffload.core.jit import (
     inline,
     kernel,
 )
-from kvoffload.core.keys import Keys
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import ODD, Checksums, Mask, key_digests, mix
 from kvoffload.transfer import Blocks, Rows, check_rows
 

@@ -11,11 +11,11 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.keys import Keys
+from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.replay import content
-from kvoffload.testing.faults import Injection
+from kvoffload.replay.faults import Injection
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.types import LoadPlan, StorePlan
 
 _DEVICE_BYTES = 32 << 20
 

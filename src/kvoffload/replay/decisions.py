@@ -25,7 +25,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import BYTES, I64, READONLY_I64_ARRAY, U8_ARRAY, inline, kernel
+from kvoffload.structures.jit import BYTES, I64, READONLY_I64_ARRAY, U8_ARRAY, inline, kernel
 
 _MAX_DIGITS = 21
 _BUFFER_BYTES = 1 << 16

@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import I32_MATRIX, I64, I64_ARRAY, READONLY_I32_ARRAY, READONLY_I64_ARRAY, kernel
-from kvoffload.core.lists import LIST, PREV, UNLISTED, Lists, push_head, unlink
-from kvoffload.replay.trace import Trace
+from kvoffload.structures.jit import (
+    I32_MATRIX,
+    I64,
+    I64_ARRAY,
+    READONLY_I32_ARRAY,
+    READONLY_I64_ARRAY,
+    kernel,
+)
+from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, push_head, unlink
+from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.keys import Keys, KeyWords
-from kvoffload.replay.trace import Trace
+from kvoffload.structures.keys import Keys, KeyWords
+from kvoffload.traces.trace import Trace
 
 KEY_BYTES = 32
 """As long as the SHA-256 block hashes of an engine."""

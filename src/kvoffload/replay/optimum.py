@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import BOOL_ARRAY, I64, I64_ARRAY, READONLY_I64_ARRAY, U64_ARRAY, inline, kernel
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.errors import ConfigError
 from kvoffload.replay.device import DeviceRun, run_device
-from kvoffload.replay.trace import Trace
-from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
+from kvoffload.structures.jit import BOOL_ARRAY, I64, I64_ARRAY, READONLY_I64_ARRAY, U64_ARRAY, inline, kernel
+from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
 

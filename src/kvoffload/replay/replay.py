@@ -16,22 +16,22 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload import __version__
-from kvoffload.core.keys import Keys
+from kvoffload._version import __version__
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult, StorePlan
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, TierError
-from kvoffload.policies import EvictionPolicy
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.keys import KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.report import ReplayReport, TierReport
-from kvoffload.replay.simulated import NoMemory
 from kvoffload.replay.tiers import TierConfig
-from kvoffload.replay.trace import Trace
-from kvoffload.tiering import TieredManager
-from kvoffload.types import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult, StorePlan
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.simulated import NoMemory
+from kvoffload.traces.trace import Trace
 
 _SETTLE_S = 600.0
 

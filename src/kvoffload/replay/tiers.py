@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvoffload.config import parse_capacity, split_tier
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.errors import ConfigError
-from kvoffload.policies import EvictionPolicy
 from kvoffload.replay.keys import KEY_BYTES
-from kvoffload.replay.simulated import SimulatedTier
 from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.simulated import SimulatedTier
 
 FINGERPRINT = "kvoffload replay, contents from keys, 1"
 """The producer of a replay's blocks: any replay may read what another one has left on a disk."""

@@ -17,8 +17,8 @@ from typing import ClassVar
 import numpy as np
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvoffload.admission import Admission
-from kvoffload.core.keys import Keys
+from kvoffload.core.admission import Admission
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import state_of
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Step, key_of, random_script

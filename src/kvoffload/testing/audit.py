@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.admission import ReuseAdmission
+from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core import protection
-from kvoffload.core.index import ABSENT, Index, find_bytes, find_one
-from kvoffload.core.keylists import KeyLists
-from kvoffload.core.keys import Keys
-from kvoffload.core.lists import LIST, NEXT, PREV, UNLISTED, Lists
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import WRITING
-from kvoffload.core.runs import FREE, LENGTH, RUN_OF, TAIL, Runs
-from kvoffload.policies import EvictionPolicy
 from kvoffload.policies.arc import ARC
-from kvoffload.policies.hazard import Hazard
+from kvoffload.policies.hazard.path_runs import FREE, LENGTH, RUN_OF, TAIL, Runs
+from kvoffload.policies.hazard.policy import Hazard
+from kvoffload.structures.index import ABSENT, Index, find_bytes, find_one
+from kvoffload.structures.keylists import KeyLists
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
 from kvoffload.testing.naive.arc import NaiveARC
 
 

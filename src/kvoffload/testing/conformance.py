@@ -27,16 +27,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import PolicyError
-from kvoffload.policies import POLICIES, EvictionPolicy
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.trace import Trace
-from kvoffload.replay.workloads import builtin, generate
 from kvoffload.testing.audit import audit, state_of
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
-from kvoffload.types import LoadPlan, StorePlan
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import builtin
 
 PolicyLike: TypeAlias = str | type[EvictionPolicy]
 SEEDS = range(4)

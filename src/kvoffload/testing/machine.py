@@ -27,15 +27,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvoffload.admission import Admission
-from kvoffload.core.keys import Keys
+from kvoffload.core.admission import Admission
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import ON_COMPUTE, LoadPlan, LookupResult, ManagerStats, PrefixLookup, StorePlan
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import MisuseError
-from kvoffload.policies import EvictionPolicy
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, duplicate_slots, snapshot
 from kvoffload.testing.scripts import colliding_keys
-from kvoffload.types import ON_COMPUTE, LoadPlan, LookupResult, ManagerStats, PrefixLookup, StorePlan
 
 NUM_KEYS = 16
 WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT

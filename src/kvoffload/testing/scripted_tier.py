@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.keys import Keys
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats
 from kvoffload.transfer import Blocks, Rows
 

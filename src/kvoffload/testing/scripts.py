@@ -14,11 +14,11 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from hypothesis import strategies as st
 
-from kvoffload.core.index import Index, insert_one
-from kvoffload.core.keys import Keys
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.types import LoadPlan, StorePlan
+from kvoffload.structures.index import Index, insert_one
+from kvoffload.structures.keys import Keys
 
 T = TypeVar("T")
 

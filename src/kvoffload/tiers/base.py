@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.jit import I64, READONLY_U64_MATRIX, U64_ARRAY, inline, kernel
-from kvoffload.core.keys import Keys
+from kvoffload.structures.jit import I64, READONLY_U64_MATRIX, U64_ARRAY, inline, kernel
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.checksum import checksums
 from kvoffload.transfer import Blocks, CopyEngine, Rows
 from kvoffload.transfer.engine import DeviceArray

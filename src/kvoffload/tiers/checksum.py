@@ -21,7 +21,7 @@ from numba import types as nb
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvoffload.core.jit import I64, READONLY_I64_ARRAY, U64_ARRAY, I64s, U64s, inline, kernel
+from kvoffload.structures.jit import I64, READONLY_I64_ARRAY, U64_ARRAY, I64s, U64s, inline, kernel
 
 # As mypy should see them.
 _intrinsic: Callable[[Any], Any] = intrinsic

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_CHECKSUM, Checksums, Mask, block_checksums, key_digests
 from kvoffload.transfer import Blocks, CopyEngine, Rows, check_rows, copy_engine_for
 from kvoffload.transfer.copies import address_of

@@ -6,7 +6,8 @@ all devices, `cuda` its form for CUDA tensors. Nothing here decides what to move
 """
 
 from kvoffload.transfer.copies import Blocks, Rows, check_rows, copy_blocks
-from kvoffload.transfer.engine import CopyEngine, HostEngine, Transfer, as_blocks, copy_engine_for
+from kvoffload.transfer.device import copy_engine_for
+from kvoffload.transfer.engine import CopyEngine, HostEngine, Transfer, as_blocks
 
 __all__ = [
     "Blocks",

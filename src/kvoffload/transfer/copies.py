@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types as nb
 
-from kvoffload.core.jit import BOOL, I64, kernel
+from kvoffload.structures.jit import BOOL, I64, kernel
 from kvoffload.transfer.streaming import fence, memcpy, stream
 
 Blocks: TypeAlias = npt.NDArray[np.uint8]

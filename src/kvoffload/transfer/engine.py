@@ -1,7 +1,7 @@
 """One interface over every device: store rows of a device into slots of a pool, load them back.
 
-Owns what a device is (an array whose first dimension is blocks) and the choice of the engine that moves
-its bytes. Does not know what the bytes mean, which slot is whose, or how a copy is done.
+Owns what a device is: an array whose first dimension is blocks. `device` chooses its engine. Does not know
+what the bytes mean, which slot is whose, or how a copy is done.
 """
 
 from __future__ import annotations
@@ -102,21 +102,6 @@ class _Done:
 _DONE = _Done()
 
 
-def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
-    """Answer the engine for a device: a numpy array, a torch tensor, or an engine, which is passed through.
-
-    Cost: small on the host; on CUDA it creates streams, so make one engine for each device and keep it.
-    Raises: `TypeError` for anything else, `ValueError` as `as_blocks`.
-    """
-    if isinstance(device, CopyEngine):
-        return device
-    if _is_tensor(device) and device.device.type == "cuda":
-        from kvoffload.transfer.cuda import CudaEngine
-
-        return CudaEngine(device)
-    return HostEngine(device)
-
-
 def as_blocks(device: DeviceArray, block_bytes: int | None = None) -> Blocks:
     """View a device in host memory as ``(num_blocks, block_bytes)`` of uint8. Nothing is copied.
 
@@ -129,7 +114,7 @@ def as_blocks(device: DeviceArray, block_bytes: int | None = None) -> Blocks:
     Raises: `TypeError` for other objects or devices; `ValueError` when a block is not contiguous or has
     another size than `block_bytes`.
     """
-    if _is_tensor(device):
+    if is_tensor(device):
         if device.device.type != "cpu":
             raise TypeError(f"a tensor on {device.device} has no bytes in host memory: use copy_engine_for")
         blocks: Blocks = byte_rows(device).numpy()
@@ -177,7 +162,7 @@ def cpu_capability() -> str:
     return "" if torch is None else str(torch.backends.cpu.get_cpu_capability())
 
 
-def _is_tensor(candidate: object) -> bool:
+def is_tensor(candidate: object) -> bool:
     """Whether this is a torch tensor. A program that has one has imported torch: we never do."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(candidate, torch.Tensor)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types as nb
 from numba.extending import intrinsic
 
-from kvoffload.core.jit import inline
+from kvoffload.structures.jit import inline
 
 # The decorator as mypy should see it: what it makes is called without the first parameter.
 _intrinsic: Callable[[Any], Any] = intrinsic

@@ -10,13 +10,13 @@ from typing import Any
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.options import parse_options
 from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEviction
 from kvoffload.integrations.vllm.spec import OFFERS_DROPPED
 from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
-from kvoffload.types import ON_DEVICE_EVICTION
 
 _ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, as the GPU drops them"
 

@@ -1,6 +1,6 @@
 """Copies between an engine's tensors and the pool: in host memory by our own engine, in a thread.
 
-Owns how bytes are moved on the CPU platform, and the choice between that and a device (`cuda`). Does not know
+Owns the interface of both, and how bytes are moved on the CPU platform; `cuda` is for devices. Does not know
 keys or checksums, nor what follows when a copy fails.
 """
 
@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 from kvoffload.integrations.vllm.layout import Layout
-from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.specs import SlotsSpec
 from kvoffload.transfer import Blocks, copy_blocks
 from kvoffload.transfer.engine import as_blocks
@@ -52,15 +51,6 @@ class Copies(Protocol):
     def close(self) -> None:
         """Wait for what is under way, and let go of the tensors and the pool."""
         ...
-
-
-def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> Copies:
-    """The copies for the tensors of this worker, wherever they are."""
-    if all(tensor.tensor.device.type == "cpu" for tensor in kv_caches.tensors):
-        return HostCopies(kv_caches, layout, pool.part(part))
-    from kvoffload.integrations.vllm.cuda import DeviceCopies
-
-    return DeviceCopies(kv_caches, layout, pool, part)
 
 
 class HostCopies:

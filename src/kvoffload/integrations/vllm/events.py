@@ -7,8 +7,8 @@ from typing import Any
 from vllm.v1.kv_offload import base
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LookupResult
 from kvoffload.integrations.vllm.versions import event as vllm_event
-from kvoffload.types import LookupResult
 
 
 class Events:

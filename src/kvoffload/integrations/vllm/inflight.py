@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
-from kvoffload.types import LoadPlan, StorePlan
+from kvoffload.core.plans import LoadPlan, StorePlan
 
 P = TypeVar("P", LoadPlan, StorePlan)
 

@@ -13,9 +13,9 @@ from typing import Any
 from vllm.v1.kv_offload.base import LookupResult as VLLMResult
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.verification import Checks, Verifier
-from kvoffload.types import LookupResult
 
 _FIRST_REACH, _LONGEST_REACH = 16, 4096
 

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult as VLLMResult
 from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
 
 from kvoffload.core import manager as core
-from kvoffload.core.keys import Keys
+from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.integrations.vllm.events import Events
 from kvoffload.integrations.vllm.inflight import InFlight
 from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
@@ -28,9 +28,9 @@ from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.specs import SlotsSpec, slots_per_group
 from kvoffload.integrations.vllm.tiers import PoolMemory, tier_counts
 from kvoffload.integrations.vllm.verification import Checks, Verifier
-from kvoffload.tiering import TieredManager
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import SecondaryTier, key_digests
-from kvoffload.types import LoadPlan, StorePlan
 
 T = TypeVar("T")
 Method = Callable[..., T]

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvoffload.types import ManagerStats
+from kvoffload.core.plans import ManagerStats
 
 PREFIX = "vllm:kvoffload_"
 """vLLM takes what has its name in it out of the registry when an engine ends, and nothing else."""

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvoffload import admission as admissions
-from kvoffload.admission import Admission, ReuseAdmission
+from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.config import parse_size
+from kvoffload.core.admission import Admission
+from kvoffload.core.plans import ON_COMPUTE, STORES
+from kvoffload.core.policy import DEFAULT, POLICIES
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.tiers import TierOptions, parse_tiers
-from kvoffload.policies import DEFAULT, POLICIES
-from kvoffload.types import ON_COMPUTE, STORES
 
 T = TypeVar("T")
 

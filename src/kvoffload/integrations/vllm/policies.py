@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.core.policy import POLICIES
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import PolicyError
 from kvoffload.integrations.vllm.logs import logger
-from kvoffload.policies import POLICIES
-from kvoffload.types import LoadPlan, StorePlan
 
 PREFIX = "kvoffload-"
 _MAX_ABSENT = 100_000

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.index import MAX_POSITIONS
 from kvoffload.errors import ConfigError
+from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.tiers.base import Checksums, Mask, block_checksums
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.transfer import Blocks

@@ -19,12 +19,12 @@ from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvoffload.core.keys import Keys
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.lookups import path_of
 from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.tiers import fingerprint, parse_tiers
 from kvoffload.integrations.vllm.versions import engine_facts
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB
 
 _DRAIN_TIMEOUT_S = 30.0

@@ -12,8 +12,9 @@ from typing import Any
 from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.vllm.copies import copies_for
+from kvoffload.integrations.vllm.copies import Copies, HostCopies
 from kvoffload.integrations.vllm.failures import name_failed_loads
 from kvoffload.integrations.vllm.layout import Layout
 from kvoffload.integrations.vllm.logs import logger
@@ -24,7 +25,6 @@ from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.tiers import TierOptions, open_tiers
 from kvoffload.integrations.vllm.versions import check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
-from kvoffload.types import ON_DEVICE_EVICTION
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
 """Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
@@ -125,3 +125,12 @@ def _connector() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+
+def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> Copies:
+    """The copies for the tensors of this worker, wherever they are."""
+    if all(tensor.tensor.device.type == "cpu" for tensor in kv_caches.tensors):
+        return HostCopies(kv_caches, layout, pool.part(part))
+    from kvoffload.integrations.vllm.cuda import DeviceCopies
+
+    return DeviceCopies(kv_caches, layout, pool, part)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvoffload.core.keys import Keys
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Checksums
 
 Slots = npt.NDArray[np.int32]

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload import __version__
 from kvoffload import admission as admissions
+from kvoffload._version import __version__
 from kvoffload.config import parse_size
-from kvoffload.core.keys import Keys
+from kvoffload.core.policy import DEFAULT, POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.versions import EngineFacts
-from kvoffload.policies import DEFAULT, POLICIES
-from kvoffload.tiering import TieredManager
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import Mask, SecondaryTier, key_digests
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.transfer import Blocks

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.tiers.base import Checksums, key_digests
-from kvoffload.types import LoadPlan, LookupResult
 
 
 @dataclass(eq=False)

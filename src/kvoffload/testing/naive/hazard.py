@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass
 from itertools import islice
 
-from kvoffload.core.ages import NUM_AGES, age_bounds
-from kvoffload.core.index import Index
-from kvoffload.core.keys import Keys
+from kvoffload.core.policy import REFUSED, EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected
 from kvoffload.errors import PolicyError
-from kvoffload.policies import REFUSED, EvictionPolicy, hazard, history, lifetimes
-from kvoffload.policies.base import Reused, Slots
-from kvoffload.policies.hazard import Hazard
+from kvoffload.policies.hazard import history, lifetimes
+from kvoffload.policies.hazard import policy as hazard
+from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds
+from kvoffload.policies.hazard.policy import Hazard
+from kvoffload.structures.index import Index
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.choice import first_unprotected
 from kvoffload.testing.naive.shadow import NaiveShadow, hash_of
 

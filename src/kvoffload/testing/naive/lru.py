@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvoffload.core.index import Index
+from kvoffload.core.policy import BlockwisePolicy
 from kvoffload.core.protection import Protected
 from kvoffload.errors import PolicyError
-from kvoffload.policies import BlockwisePolicy
+from kvoffload.structures.index import Index
 from kvoffload.testing.naive.choice import first_unprotected
 
 

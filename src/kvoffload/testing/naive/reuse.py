@@ -6,9 +6,9 @@ from itertools import islice
 
 import numpy as np
 
-from kvoffload.admission import Admission
-from kvoffload.core.jit import Bools
-from kvoffload.core.keys import Keys
+from kvoffload.core.admission import Admission
+from kvoffload.structures.jit import Bools
+from kvoffload.structures.keys import Keys
 
 
 class NaiveReuse(Admission):

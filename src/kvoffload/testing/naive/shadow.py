@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from kvoffload.policies import shadow
+from kvoffload.policies.hazard import shadow
 
 _WORD = (1 << 64) - 1
 
 
 class NaiveShadow:
-    """Twin of `policies.shadow.ShadowLRU`: a list of keys, the coldest first.
+    """Twin of `policies.hazard.shadow.ShadowLRU`: a list of keys, the coldest first.
 
     Attributes:
         sampled, own_hits, shadow_hits: what is counted.
@@ -58,7 +58,7 @@ class NaiveShadow:
 
 
 def hash_of(key: bytes) -> int:
-    """`core.index.hash_row`."""
+    """`structures.index.hash_row`."""
     h = 0x9E3779B97F4A7C15
     for start in range(0, len(key), 8):
         h = (h ^ int.from_bytes(key[start : start + 8], "little")) * 0xFF51AFD7ED558CCD & _WORD

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from kvoffload.core.index import Index
-from kvoffload.core.keys import Keys
+from kvoffload.core.policy import BlockwisePolicy, Slots
 from kvoffload.core.protection import Protected
 from kvoffload.errors import PolicyError
-from kvoffload.policies import BlockwisePolicy
-from kvoffload.policies.base import Slots
 from kvoffload.policies.sieve import SIEVE
+from kvoffload.structures.index import Index
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.choice import first_unprotected
 
 

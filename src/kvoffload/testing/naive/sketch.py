@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvoffload.core.sketch import COUNTERS_PER_KEY, MAX_COUNT, ROWS, SAMPLE_PER_KEY
+from kvoffload.structures.sketch import COUNTERS_PER_KEY, MAX_COUNT, ROWS, SAMPLE_PER_KEY
 
 COUNTERS_PER_LINE = 128
 COUNTERS_PER_ROW = COUNTERS_PER_LINE // ROWS
@@ -12,7 +12,7 @@ _64_BITS = 2**64 - 1
 
 
 class NaiveSketch:
-    """Twin of `core.sketch.FrequencySketch`: four rows of counters in every line, as Python ints.
+    """Twin of `structures.sketch.FrequencySketch`: four rows of counters in every line, as Python ints.
 
     Attributes:
         lines: ``lines[line][row][counter]``.
@@ -59,7 +59,7 @@ class NaiveSketch:
 
 
 def hash_of(key: bytes) -> int:
-    """Twin of `core.index.hash_row`."""
+    """Twin of `structures.index.hash_row`."""
     h = 0x9E3779B97F4A7C15
     for start in range(0, len(key), 8):
         word = int.from_bytes(key[start : start + 8].ljust(8, b"\0"), sys.byteorder)

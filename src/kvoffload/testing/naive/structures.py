@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvoffload.core.index import ABSENT
+from kvoffload.structures.index import ABSENT
 
 
 class NaiveIndex:
-    """Twin of `core.index.Index` and its kernels: a dict."""
+    """Twin of `structures.index.Index` and its kernels: a dict."""
 
     def __init__(self) -> None:
         self.positions: dict[bytes, int] = {}
@@ -28,7 +28,7 @@ class NaiveIndex:
 
 
 class NaiveLists:
-    """Twin of `core.lists.Lists` and its helpers: Python lists, most recent first."""
+    """Twin of `structures.lists.Lists` and its helpers: Python lists, most recent first."""
 
     def __init__(self, num_lists: int) -> None:
         self.lists: list[list[int]] = [[] for _ in range(num_lists)]

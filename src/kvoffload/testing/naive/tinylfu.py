@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.admission import Admission
-from kvoffload.core.jit import Bools
-from kvoffload.core.keys import Keys
+from kvoffload.core.admission import Admission
+from kvoffload.structures.jit import Bools
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.sketch import NaiveSketch
 
 

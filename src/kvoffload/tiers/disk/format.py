@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload.core.keys import Keys
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.layout import (
     ACCESS,

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.core.keys import MAX_KEY_BYTES, words_per_key
 from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import MAX_KEY_BYTES, words_per_key
 from kvoffload.tiers.disk.files import PAGE_BYTES
 
 MAX_BLOCK_BYTES = 1 << 30

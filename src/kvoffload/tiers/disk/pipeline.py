@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.keys import Keys
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk.format import Records, Slots
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import ACCESS, entry_dtype

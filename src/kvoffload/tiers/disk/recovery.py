@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.keys import Keys, words_per_key
+from kvoffload.structures.keys import Keys, words_per_key
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.format import (
     CHECKPOINT,

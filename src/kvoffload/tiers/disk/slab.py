@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.keys import Keys
 from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Mask
 from kvoffload.tiers.checksum import checksums
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files, aligned

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.admission import Admission
-from kvoffload.core.keys import Keys
+from kvoffload.core.admission import Admission
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, MisuseError
-from kvoffload.policies import EvictionPolicy
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats, key_digests
 from kvoffload.tiers.disk.endurance import EnduranceBudget
 from kvoffload.tiers.disk.files import Files

@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.admission import Admission
-from kvoffload.core.keys import Keys
+from kvoffload.core.admission import Admission
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
-from kvoffload.policies import EvictionPolicy
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Mask
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.format import REUSE
@@ -31,7 +32,6 @@ from kvoffload.tiers.disk.pipeline import Chunk, Pipeline
 from kvoffload.tiers.disk.recovery import Contents, Progress, recover
 from kvoffload.tiers.disk.slab import MISMATCH, SOUND, UNREADABLE, Checksums, Outcomes
 from kvoffload.transfer import Blocks
-from kvoffload.types import LoadPlan, StorePlan
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 """After a write that failed: how long nothing is written. It doubles while writes go on failing."""

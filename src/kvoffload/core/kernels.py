@@ -1,0 +1,397 @@
+"""The loops of the manager's life-cycle: each is one step on one batch of a request's path.
+
+A batch is an array of positions on the path, whose keys are hashed already. Nothing here decides
+anything: `manager` says which step is taken when.
+
+Arguments of one name mean one thing: `table`, `keys` the manager's index; `ref_cnt`, `generation` the
+state of its slots; `path_table`, `path_keys`, `notes` the request's path; `positions` the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.protection import FREE, WRITING, evictable
+from kvoffload.core.request import ACCESSED, FLAGS, HASH, HINT, SCRATCH
+from kvoffload.structures.index import (
+    ABSENT,
+    copy_key,
+    find,
+    find_bytes,
+    hash_row,
+    home_bucket,
+    insert,
+    position_in,
+    remove,
+)
+from kvoffload.structures.jit import (
+    BOOL,
+    BOOL_ARRAY,
+    BYTES,
+    I32_ARRAY,
+    I64,
+    READONLY_I32_ARRAY,
+    U32_ARRAY,
+    U64_ARRAY,
+    U64_MATRIX,
+    Bools,
+    I32s,
+    U32s,
+    U64s,
+    inline,
+    kernel,
+    prefetch,
+)
+
+_CLAIMED = -3
+_CHUNK = 128
+
+
+@inline
+def _hinted(generation: U32s, notes: U64s, position: int) -> int:
+    """Slot of a key that was found before and has not moved since, or ABSENT."""
+    hint = notes[position, HINT]
+    if hint != 0:
+        slot = position_in(hint)
+        if np.uint64(generation[slot]) == hint >> np.uint64(32):
+            return slot
+    return np.int64(ABSENT)
+
+
+@inline
+def _note(generation: U32s, notes: U64s, position: int, slot: int) -> None:
+    notes[position, HINT] = (np.uint64(generation[slot]) << np.uint64(32)) | np.uint64(slot + 1)
+
+
+@inline
+def _resolve(table: U64s, keys: U64s, generation: U32s, path_keys: U64s, notes: U64s, position: int) -> int:
+    """Slot of the key at `position`, or ABSENT."""
+    slot = _hinted(generation, notes, position)
+    if slot == ABSENT:
+        slot = find(table, keys, path_keys, position, notes[position, HASH])
+        if slot != ABSENT:
+            _note(generation, notes, position, slot)
+    return slot
+
+
+@inline
+def _prefetch(table: U64s, keys: U64s, notes: U64s, positions: I32s, start: int) -> None:
+    """Ask for the cache lines that resolving the next chunk will need."""
+    stop = min(start + _CHUNK, positions.shape[0])
+    for row in range(start, stop):
+        prefetch(table, home_bucket(table, notes[positions[row], HASH]))
+    for row in range(start, stop):
+        h = notes[positions[row], HASH]
+        entry = table[home_bucket(table, h)]
+        if entry >> np.uint64(32) == h >> np.uint64(32):
+            prefetch(keys, position_in(entry))
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY))
+def leading_ready(
+    table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, path_keys: U64s, notes: U64s, positions: I32s
+) -> int:
+    """Length of the leading run of ready blocks; its complement (``~n``) if a block in flight ends it."""
+    for row in range(positions.shape[0]):
+        if row % _CHUNK == 0:
+            _prefetch(table, keys, notes, positions, row)
+        slot = _resolve(table, keys, generation, path_keys, notes, positions[row])
+        if slot == ABSENT:
+            return row
+        if ref_cnt[slot] == WRITING:
+            return ~row
+    return positions.shape[0]
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, BYTES))
+def state_of_key(table: U64s, keys: U64s, ref_cnt: I32s, key: bytes) -> int:
+    """What one key, not packed, is: 0 absent, 1 ready, 2 in flight."""
+    slot = find_bytes(table, keys, key)
+    if slot == ABSENT:
+        return 0
+    return 2 if ref_cnt[slot] == WRITING else 1
+
+
+@kernel(
+    I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY, I32_ARRAY)
+)
+def pin(
+    table: U64s,
+    keys: U64s,
+    ref_cnt: I32s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    slots: I32s,
+) -> int:
+    """Pin a batch; returns how many blocks had no pin before, or ``~row`` of one that is not ready."""
+    for row in range(positions.shape[0]):
+        slot = _resolve(table, keys, generation, path_keys, notes, positions[row])
+        if slot == ABSENT or ref_cnt[slot] == WRITING:
+            return ~row
+        slots[row] = slot
+    newly_pinned = 0
+    for row in range(positions.shape[0]):
+        newly_pinned += ref_cnt[slots[row]] == 0
+        ref_cnt[slots[row]] += 1
+    return newly_pinned
+
+
+@kernel(I64(I32_ARRAY, READONLY_I32_ARRAY))
+def unpin(ref_cnt: I32s, slots: I32s) -> int:
+    """Take one pin from each slot; returns how many have none left."""
+    released = 0
+    for i in range(slots.shape[0]):
+        ref_cnt[slots[i]] -= 1
+        released += ref_cnt[slots[i]] == 0
+    return released
+
+
+@kernel(
+    I64(
+        U64_ARRAY,
+        U64_MATRIX,
+        U32_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+        READONLY_I32_ARRAY,
+        BOOL,
+        I32_ARRAY,
+        BOOL_ARRAY,
+    )
+)
+def access(
+    table: U64s,
+    keys: U64s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    whole_path: bool,
+    slots: I32s,
+    reused: Bools,
+) -> int:
+    """Mark a batch as accessed by its request; collects the slots of those that are here.
+
+    `reused` tells which of them were not accessed before. The others are left out, unless `whole_path`.
+    """
+    found = 0
+    for row in range(positions.shape[0]):
+        position = positions[row]
+        first = notes[position, FLAGS] & np.uint64(ACCESSED) == 0
+        if not (first or whole_path):
+            continue
+        notes[position, FLAGS] |= np.uint64(ACCESSED)
+        slot = _resolve(table, keys, generation, path_keys, notes, position)
+        if slot != ABSENT:
+            slots[found] = slot
+            reused[found] = first
+            found += 1
+    return found
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY, I32_ARRAY))
+def resolve(
+    table: U64s,
+    keys: U64s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    slots: I32s,
+) -> int:
+    """The slot of each block of a batch, in flight or ready, or ABSENT; returns how many are here."""
+    found = 0
+    for row in range(positions.shape[0]):
+        if row % _CHUNK == 0:
+            _prefetch(table, keys, notes, positions, row)
+        slots[row] = _resolve(table, keys, generation, path_keys, notes, positions[row])
+        found += slots[row] != ABSENT
+    return found
+
+
+@kernel(
+    I64(
+        U64_ARRAY,
+        U64_MATRIX,
+        U32_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+        READONLY_I32_ARRAY,
+        U64_MATRIX,
+        I32_ARRAY,
+    )
+)
+def missing(
+    table: U64s,
+    keys: U64s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    fresh: U64s,
+    rows: I32s,
+) -> int:
+    """Collect the keys of a batch that are not here, each once, and their rows in the batch."""
+    found = 0
+    for row in range(positions.shape[0]):
+        if row % _CHUNK == 0:
+            _prefetch(table, keys, notes, positions, row)
+        position = positions[row]
+        if notes[position, FLAGS] & np.uint64(SCRATCH):
+            continue
+        if _resolve(table, keys, generation, path_keys, notes, position) == ABSENT:
+            notes[position, FLAGS] |= np.uint64(SCRATCH)
+            copy_key(fresh, found, path_keys, position)
+            rows[found] = row
+            found += 1
+    for i in range(found):
+        notes[positions[rows[i]], FLAGS] &= ~np.uint64(SCRATCH)
+    return found
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, I64))
+def own_evictable(
+    table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, path_keys: U64s, notes: U64s, length: int
+) -> int:
+    """How many blocks of a request's path are here without a pin."""
+    found = 0
+    for position in range(length):
+        slot = _resolve(table, keys, generation, path_keys, notes, position)
+        found += slot != ABSENT and ref_cnt[slot] == 0
+    return found
+
+
+@inline
+def _first_wrong_victim(
+    ref_cnt: I32s, path_table: U64s, path_keys: U64s, keys: U64s, slots: I32s, num_free: int
+) -> int:
+    """Row of the first victim that may not leave or is named twice, or -1: a policy is not trusted."""
+    wrong = -1
+    checked = slots.shape[0]
+    for i in range(num_free, slots.shape[0]):
+        slot = slots[i]
+        if not (0 <= slot < keys.shape[0] and evictable(ref_cnt, path_table, path_keys, keys, slot)):
+            wrong = i
+            checked = i
+            break
+        ref_cnt[slot] = _CLAIMED
+    for i in range(num_free, checked):
+        ref_cnt[slots[i]] = 0
+    return wrong
+
+
+@kernel(
+    I64(
+        U64_ARRAY,
+        U64_MATRIX,
+        I32_ARRAY,
+        U32_ARRAY,
+        U64_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+        READONLY_I32_ARRAY,
+        READONLY_I32_ARRAY,
+        READONLY_I32_ARRAY,
+        I64,
+        U64_MATRIX,
+    )
+)
+def enter(
+    table: U64s,
+    keys: U64s,
+    ref_cnt: I32s,
+    generation: U32s,
+    path_table: U64s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    rows: I32s,
+    slots: I32s,
+    num_free: int,
+    evicted: U64s,
+) -> int:
+    """Put some rows of a batch into `slots`, in flight; collects the keys of the blocks that leave.
+
+    The slots from `num_free` on are the policy's victims. If one of them is wrong, its index is returned
+    and nothing is changed; otherwise -1.
+    """
+    wrong = _first_wrong_victim(ref_cnt, path_table, path_keys, keys, slots, num_free)
+    if wrong >= 0:
+        return wrong
+    for i in range(slots.shape[0]):
+        prefetch(keys, slots[i])
+        prefetch(table, home_bucket(table, notes[positions[rows[i]], HASH]))
+    for i in range(num_free, slots.shape[0]):
+        prefetch(table, home_bucket(table, hash_row(keys, slots[i])))
+    for i in range(num_free, slots.shape[0]):
+        slot = slots[i]
+        copy_key(evicted, i - num_free, keys, slot)
+        remove(table, keys, slot)
+        generation[slot] += np.uint32(1)
+    for i in range(slots.shape[0]):
+        slot, position = slots[i], positions[rows[i]]
+        insert(table, keys, path_keys, position, notes[position, HASH], slot)
+        ref_cnt[slot] = WRITING
+        _note(generation, notes, position, slot)
+        # The store is the request's access: `finish_request` must not count a second one.
+        notes[position, FLAGS] |= np.uint64(ACCESSED)
+    return -1
+
+
+@kernel(I64(I32_ARRAY, READONLY_I32_ARRAY))
+def become_ready(ref_cnt: I32s, slots: I32s) -> int:
+    """Blocks in flight can be read from now on."""
+    for i in range(slots.shape[0]):
+        ref_cnt[slots[i]] = 0
+    return slots.shape[0]
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, READONLY_I32_ARRAY))
+def abandon(table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, slots: I32s) -> int:
+    """Blocks in flight are forgotten: their keys leave the index and their slots are free."""
+    for i in range(slots.shape[0]):
+        remove(table, keys, slots[i])
+        generation[slots[i]] += np.uint32(1)
+        ref_cnt[slots[i]] = FREE
+    return slots.shape[0]
+
+
+@kernel(
+    I64(
+        U64_ARRAY,
+        U64_MATRIX,
+        I32_ARRAY,
+        U32_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+        READONLY_I32_ARRAY,
+        I32_ARRAY,
+    )
+)
+def discard(
+    table: U64s,
+    keys: U64s,
+    ref_cnt: I32s,
+    generation: U32s,
+    path_keys: U64s,
+    notes: U64s,
+    positions: I32s,
+    slots: I32s,
+) -> int:
+    """Take the ready blocks of a batch out of the index; collects their slots.
+
+    An entry of `slots` that is not negative restricts its row to the block in that slot: a key that was
+    stored again since lives in another slot, and stays.
+    """
+    found = 0
+    for row in range(positions.shape[0]):
+        slot = _resolve(table, keys, generation, path_keys, notes, positions[row])
+        wanted = slots[row] < 0 or slots[row] == slot
+        if slot != ABSENT and ref_cnt[slot] >= 0 and wanted:
+            remove(table, keys, slot)
+            generation[slot] += np.uint32(1)
+            slots[found] = slot
+            found += 1
+    return found

@@ -1,0 +1,180 @@
+"""What the manager answers: outcomes, plans, events, statistics. Plain values, no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.request import RequestContext
+from kvoffload.structures.keys import Keys
+
+Slots = npt.NDArray[np.int32]
+Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
+"""Rows of a plan, in parts: each row in one of them."""
+
+ON_COMPUTE, ON_DEVICE_EVICTION = "on-compute", "on-device-eviction"
+STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
+"""When a block is offered to a tier: as soon as it is computed, or when the device drops it."""
+
+
+class LookupResult(Enum):
+    """What the manager knows of one block; the names are vLLM's."""
+
+    MISS = auto()
+    """Not here: compute it."""
+    HIT = auto()
+    """Ready. A promise: `prepare_load` will succeed in this step."""
+    HIT_PENDING = auto()
+    """Being stored by another request: ask again in the next step, or compute it."""
+    RETRY = auto()
+    """Being brought up from a lower tier: ask again in the next step."""
+
+
+class PrefixLookup(NamedTuple):
+    """How much of a prefix is ready.
+
+    `num_ready` leading blocks are ready; `stopped_by` says what the block after them is (`HIT` if there
+    is none).
+    """
+
+    num_ready: int
+    stopped_by: LookupResult
+
+
+@dataclass(eq=False)
+class LoadPlan:
+    """Blocks that are pinned until `complete_load`: copy `slots[i]` to where `keys[i]` belongs.
+
+    `slots` has shape ``(len(keys),)``, int32.
+    """
+
+    request: RequestContext = field(repr=False)
+    keys: Keys
+    slots: Slots
+    owner: object = field(repr=False)
+    epoch: int
+    completed: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """Of the request that it was made for; empty if it was made for none."""
+        return self.request.request_id
+
+    def split(self, parts: Parts = None) -> list[LoadPlan]:
+        """Plans to be completed in place of this one: one for each part of its rows, or for each block."""
+        self.completed = True
+        return [
+            LoadPlan(self.request, self.keys.take(rows), self.slots[rows], self.owner, self.epoch)
+            for rows in _parts(parts, len(self.slots))
+        ]
+
+
+@dataclass(eq=False)
+class StorePlan:
+    """Blocks to copy: ``keys[i]`` into ``slots[i]``; in flight until `complete_store`.
+
+    Attributes:
+        keys: the offered keys that are to be stored, in the order in which they were offered. Empty if
+            all are here already, or none was admitted.
+        slots: shape ``(len(keys),)``, int32. The last ``len(evicted)`` are those of the evicted blocks,
+            in that order.
+        missing_rows: int32; the rows of the offered batch that were not here: first those that are
+            stored, then those that were dropped, then those that were refused.
+        evicted: keys that left. Their slots are reused at once: whoever reads them holds a pin, and a
+            pinned block is never evicted.
+        num_dropped: offered keys that were admitted and found no room.
+        num_refused: offered keys that the admission rule or the policy refused.
+    """
+
+    request: RequestContext = field(repr=False)
+    keys: Keys
+    slots: Slots
+    missing_rows: npt.NDArray[np.int32]
+    evicted: Keys
+    num_dropped: int
+    num_refused: int
+    owner: object = field(repr=False)
+    epoch: int
+    completed: bool = False
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """Shape ``(len(keys),)``, int32; the row of each key in the batch that was offered."""
+        return self.missing_rows[: len(self.slots)]
+
+    @property
+    def request_id(self) -> str:
+        """Of the request that it was made for; empty if it was made for none."""
+        return self.request.request_id
+
+    def split(self, parts: Parts = None) -> list[StorePlan]:
+        """Plans to be completed in place of this one: one for each part of its rows, or for each block."""
+        self.completed = True
+        return [
+            StorePlan(
+                self.request,
+                self.keys.take(rows),
+                self.slots[rows],
+                self.missing_rows[rows],
+                self.evicted[:0],
+                0,
+                0,
+                self.owner,
+                self.epoch,
+            )
+            for rows in _parts(parts, len(self.slots))
+        ]
+
+
+def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
+    return np.arange(count)[:, np.newaxis] if parts is None else parts
+
+
+@dataclass(frozen=True)
+class OffloadingEvent:
+    """Blocks became readable in a medium (`removed` is False), or left it.
+
+    `block_size` is the number of tokens in a block, 0 where the manager was not told.
+    """
+
+    keys: Keys
+    block_size: int
+    medium: str
+    removed: bool
+
+
+@dataclass
+class ManagerStats:
+    """Counters since the manager was made, and how its slots are used now. All in blocks.
+
+    At all times ``free + writing + ready + condemned == capacity`` and
+    ``stored == ready + evicted + discarded``.
+    """
+
+    capacity: int = 0
+    free: int = 0
+    writing: int = 0
+    ready: int = 0
+    evictable: int = 0
+    duplicates: int = 0
+    """Of a victim tier: ready blocks that the device holds as well. They leave first."""
+    condemned: int = 0
+    """Slots whose block is forgotten and which a transfer still uses: free when it ends."""
+    stored: int = 0
+    store_failed: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    refused: int = 0
+    """Not admitted, or not worth who would have left."""
+    dropped: int = 0
+    """Admitted, but without room: everything else was pinned, in flight, or the request's own."""
+    kept: int = 0
+    """Of a victim tier: offered while still here as duplicates, so kept without being copied."""
+    discarded: int = 0
+    """Left without being evicted: damaged, or forgotten by `reset`."""
+    policy: dict[str, float] = field(default_factory=dict)

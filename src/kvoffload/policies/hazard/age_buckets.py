@@ -1,0 +1,44 @@
+"""Ages in buckets: how tables over the time since a block's last use are indexed.
+
+Time is counted in block references that a policy has seen; it owns no clock.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.structures.jit import F64s, I64s, inline
+
+NUM_AGES = 48
+
+
+def age_bounds() -> npt.NDArray[np.int64]:
+    """Where each bucket begins, and where the last one ends: 0, 8, 11, 16, 22, ... (two an octave)."""
+    octaves = [8 << octave for octave in range(NUM_AGES // 2 + 1)]
+    return np.array([0, *(b for o in octaves for b in (o, math.isqrt(2 * o * o)))][: NUM_AGES + 1], np.int64)
+
+
+@inline
+def bucket_of_age(bounds: I64s, age: int) -> int:
+    """The bucket of an age."""
+    low, high = 0, NUM_AGES
+    while high - low > 1:
+        middle = (low + high) // 2
+        if age < bounds[middle]:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+@inline
+def at_age(table: F64s, bounds: I64s, row: int, age: int) -> float:
+    """The value of a row of `table` at an age: linear between the starts of two buckets."""
+    bucket = bucket_of_age(bounds, age)
+    if bucket == NUM_AGES - 1:
+        return table[row, bucket]
+    part = (age - bounds[bucket]) / (bounds[bucket + 1] - bounds[bucket])
+    return table[row, bucket] * (1.0 - part) + table[row, bucket + 1] * part

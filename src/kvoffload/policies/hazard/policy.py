@@ -1,0 +1,398 @@
+"""Hazard: a block stays as long as its chance to be used again is worth its slot.
+
+Our own policy. See `Hazard` for the idea, `history` and `lifetimes` for what it learns from.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from kvoffload.core.policy import REFUSED, EvictionPolicy, Reused, Slots
+from kvoffload.core.protection import Protected, coldest_evictable, evictable
+from kvoffload.policies.hazard.age_buckets import at_age
+from kvoffload.policies.hazard.history import NUM_CLASSES, NUM_GAP_CLASSES, History
+from kvoffload.policies.hazard.lifetimes import Lifetimes
+from kvoffload.policies.hazard.path_runs import LENGTH, Runs, deepest_of_run, join, leave, new_run
+from kvoffload.policies.hazard.shadow import ShadowLRU
+from kvoffload.structures.index import ABSENT, Index
+from kvoffload.structures.jit import (
+    BOOL_ARRAY,
+    F64,
+    F64_ARRAY,
+    F64_MATRIX,
+    I32_ARRAY,
+    I32_MATRIX,
+    I64,
+    I64_ARRAY,
+    READONLY_I32_ARRAY,
+    U64_ARRAY,
+    U64_MATRIX,
+    Bools,
+    F64s,
+    I32s,
+    I64s,
+    U64s,
+    inline,
+    kernel,
+)
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
+
+_VICTIM_WRITE_COST = -0.2
+_NO_REFUSAL = -2.0
+"""A write cost below -1: no block is worth less than that of what leaves."""
+_SHADOW_LEAD = 0.005
+_MAX_PENALTY = 16
+
+
+class Hazard(EvictionPolicy):
+    """Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new one below that.
+
+    Blocks fall into 50 classes by how often and at what gaps they were used (`History`). How likely a
+    block of a class is used again, given how long it has not been, is learnt on-line from sampled keys of
+    all traffic, resident or not (`Lifetimes`); it makes each block worth a Gittins index. Each class is an
+    LRU list, so its last block is its candidate. The lowest candidate of all marks a request; of what is
+    left of that request's path the *deepest* block leaves, since no block is of use without those before
+    it. A new block that is worth less than that is refused, and its write saved.
+
+    Two guards, for the promise that it is never much worse than LRU:
+
+    - Until it has seen three times the age at which LRU evicts, it *is* LRU: it knows too little yet of
+      the ages that matter.
+    - A shadow LRU (`ShadowLRU`) runs beside it. If the shadow hits 0.5 points more, LRU decides for a
+      while, and for longer each time (set duelling: Qureshi et al., ISCA 2007).
+
+    `write_cost` (the admission rule ``bypass:F``) is the dial between hits and writes: a new block must be
+    worth ``1 + F`` times the block that leaves. By default 0, and -0.2 in a victim tier, where writes stay
+    in the host.
+
+    Time is counted in block references. Cost per block: three index probes and a scan of 50 classes for a
+    victim. Memory: 44 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
+    capacity, if that is more), and 3 MB.
+
+    Attributes:
+        history_capacity: keys of history, if that is more than twice the capacity.
+        sample_capacity, half_life: as in `Lifetimes`.
+        duel_window: references between two verdicts of the duel; at most twenty times the capacity, at
+            least the capacity.
+        warm_up: how many times the age at which LRU evicts must have passed.
+    """
+
+    history_capacity: ClassVar[int] = 1 << 16
+    sample_capacity: ClassVar[int] = 1 << 15
+    half_life: ClassVar[int] = 200_000
+    duel_window: ClassVar[int] = 20_000
+    warm_up: ClassVar[int] = 3
+
+    name = "hazard"
+    good_for = "caches smaller than the live working set: more hits than LRU for a fraction of its writes"
+    paper = "ours; the index is Gittins, J. Royal Stat. Soc. B 41, 1979"
+    refuses = True
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        capacity = self.capacity_blocks
+        self.history = History(
+            max(self.history_capacity, 2 * capacity), index.key_bytes, max(1, capacity // 4)
+        )
+        self.lifetimes = Lifetimes(
+            NUM_CLASSES, NUM_GAP_CLASSES, capacity, index.key_bytes, self.sample_capacity, self.half_life
+        )
+        self._lists = Lists(capacity, NUM_CLASSES)
+        self._last = np.zeros(capacity, np.int64)
+        self._runs = Runs(capacity)
+        self._shadow = ShadowLRU(capacity, index.key_bytes)
+        self._oldest = np.zeros(1, np.int64)
+        self._cursors = np.zeros(NUM_CLASSES, np.int32)
+        # Row of the batch whose block has just entered a slot; ABSENT between calls.
+        self._entered = np.full(capacity, ABSENT, np.int32)
+        self._scores = np.zeros(NUM_CLASSES, np.float64)
+        self._start()
+
+    def _start(self) -> None:
+        self._now = self._references = 0
+        self._is_victim_tier = False
+        self._lead, self._penalty, self._next_penalty = 0.0, 0, 1
+        self._next_duel = 0
+
+    def observe(self, path: Keys, slots: Slots, start: int) -> None:
+        now = self._now = self._references
+        count = len(slots)
+        places, classes = np.empty(count, np.int32), np.empty(count, np.int32)
+        self.history.observe(path, start, now, places, classes)
+        self.lifetimes.observe(path, start, now, classes)
+        held = np.empty(count, np.bool_)
+        _reclassify(slots, classes, now, self._lists.links, self._last, held)
+        self._shadow.observe(path, start, held, self._is_victim_tier)
+        self._references += count
+        if self._references >= self._next_duel:
+            self._judge()
+
+    def access(self, slots: Slots, reused: Reused) -> None:
+        # In a victim tier blocks of several requests are put in order together: each keeps its run.
+        _access(
+            self._lists.links,
+            self._last,
+            self._runs.order.links,
+            self._runs.runs,
+            self._is_victim_tier,
+            slots,
+        )
+
+    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+        count = len(slots)
+        self._is_victim_tier = not protected.one_prefix
+        classes, last = np.empty(count, np.int32), np.empty(count, np.int64)
+        self.history.classify(keys, self._now, classes, last)
+        write_cost = self.write_cost
+        if write_cost is None:
+            write_cost = 0.0 if protected.one_prefix else _VICTIM_WRITE_COST
+        if protected.admitted:
+            write_cost = _NO_REFUSAL
+        if self._is_victim_tier:
+            self._shadow.store(keys)
+        _replace(
+            slots,
+            num_free,
+            self._now,
+            classes,
+            last,
+            self._lists.links,
+            self._last,
+            self._runs.order.links,
+            self._runs.runs,
+            self.lifetimes.worth,
+            self.lifetimes.bounds,
+            self._cursors,
+            self._entered,
+            self._scores,
+            self._oldest,
+            1.0 + write_cost,
+            self.is_lru,
+            protected.one_prefix or protected.admitted,
+            protected.ref_cnt,
+            protected.path_table,
+            protected.path_keys,
+            protected.index_keys,
+        )
+
+    def remove(self, slots: Slots) -> None:
+        _remove(self._lists.links, self._runs.order.links, self._runs.runs, slots)
+
+    def reset(self) -> None:
+        self.history.clear()
+        self.lifetimes.clear()
+        for part in (self._lists, self._runs, self._shadow):
+            part.clear()
+        self._oldest.fill(0)
+        self._start()
+
+    @property
+    def is_lru(self) -> bool:
+        """Whether LRU decides at the moment."""
+        oldest = int(self._oldest[0])
+        return oldest == 0 or self._references < self.warm_up * oldest or self._penalty > 0
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "is_lru": float(self.is_lru),
+            "shadow_lead": self._lead,
+            "history_keys": self.history.keys.lists.size(0),
+            "references": self._references,
+        }
+
+    def order(self) -> list[int]:
+        return self._runs.order.members(0)[::-1]
+
+    def _judge(self) -> None:
+        """The end of a window of the duel: does LRU decide for the next ones?"""
+        sampled, own, shadow = self._shadow.counts.tolist()
+        self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
+        self._shadow.counts.fill(0)
+        window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks)
+        self._next_duel = self._references + window
+        if self._penalty > 0:
+            self._penalty -= 1
+            self._lead = 0.0
+        elif self._lead > _SHADOW_LEAD:
+            self._penalty = self._next_penalty
+            self._next_penalty = min(2 * self._next_penalty, _MAX_PENALTY)
+        elif self._lead < 0 and self._next_penalty > 1:
+            self._next_penalty -= 1
+
+
+@kernel(I64(I32_MATRIX, I64_ARRAY, I32_MATRIX, I32_MATRIX, I64, READONLY_I32_ARRAY))
+def _access(links: I32s, last: I64s, order: I32s, runs: I32s, by_time: int, slots: I32s) -> int:
+    run = -1
+    for i in range(slots.shape[0] - 1, -1, -1):
+        leave(order, runs, slots[i])
+        if run < 0 or (by_time and last[slots[i]] != last[slots[i + 1]]):
+            run = new_run(runs)
+        join(order, runs, run, slots[i])
+        move_to_head(links, links[slots[i], LIST], slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(I32_MATRIX, I32_MATRIX, I32_MATRIX, READONLY_I32_ARRAY))
+def _remove(links: I32s, order: I32s, runs: I32s, slots: I32s) -> int:
+    for i in range(slots.shape[0]):
+        unlink(links, slots[i])
+        leave(order, runs, slots[i])
+    return slots.shape[0]
+
+
+@kernel(I64(READONLY_I32_ARRAY, I32_ARRAY, I64, I32_MATRIX, I64_ARRAY, BOOL_ARRAY))
+def _reclassify(slots: I32s, classes: I32s, now: int, links: I32s, last: I64s, held: Bools) -> int:
+    """Put the blocks of a request into the lists of their classes; `held` are those that are in one."""
+    for i in range(slots.shape[0] - 1, -1, -1):
+        slot = slots[i]
+        held[i] = slot >= 0 and links[slot, LIST] != UNLISTED
+        if held[i]:
+            unlink(links, slot)
+            push_head(links, last.shape[0] + classes[i], slot)
+            last[slot] = now
+    return slots.shape[0]
+
+
+@inline
+def _score(slot: int, block_class: int, now: int, last: I64s, worth: F64s, bounds: I64s) -> float:
+    """What a candidate is worth now; infinite for none."""
+    if slot >= last.shape[0]:
+        return np.inf
+    return at_age(worth, bounds, block_class, now - last[slot])
+
+
+@kernel(
+    I64(
+        I32_ARRAY,
+        I64,
+        I64,
+        I32_ARRAY,
+        I64_ARRAY,
+        I32_MATRIX,
+        I64_ARRAY,
+        I32_MATRIX,
+        I32_MATRIX,
+        F64_MATRIX,
+        I64_ARRAY,
+        I32_ARRAY,
+        I32_ARRAY,
+        F64_ARRAY,
+        I64_ARRAY,
+        F64,
+        I64,
+        I64,
+        I32_ARRAY,
+        U64_ARRAY,
+        U64_MATRIX,
+        U64_MATRIX,
+    )
+)
+def _replace(
+    slots: I32s,
+    num_free: int,
+    now: int,
+    classes: I32s,
+    last_used: I64s,
+    links: I32s,
+    last: I64s,
+    order: I32s,
+    runs: I32s,
+    worth: F64s,
+    bounds: I64s,
+    cursors: I32s,
+    entered: I32s,
+    scores: F64s,
+    oldest_victim: I64s,
+    threshold: float,
+    is_lru: int,
+    one_prefix: int,
+    ref_cnt: I32s,
+    path_table: U64s,
+    path_keys: U64s,
+    index_keys: U64s,
+) -> int:
+    c = last.shape[0]
+    count = slots.shape[0]
+    oldest = order[order.shape[0] - 1, PREV]
+    if num_free < count and not is_lru:
+        for each in range(NUM_CLASSES):
+            cursors[each] = coldest_evictable(
+                links, links[c + each, PREV], c + each, ref_cnt, path_table, path_keys, index_keys
+            )
+            scores[each] = _score(cursors[each], each, now, last, worth, bounds)
+    run, run_time = -1, -1
+    for step in range(num_free, count):
+        # A prefix asks for room from its head on. What a device drops enters tail first: a block of it may
+        # give way to one that is nearer to the root.
+        i = step if one_prefix else count - 1 - (step - num_free)
+        if is_lru:
+            oldest = coldest_evictable(order, oldest, c, ref_cnt, path_table, path_keys, index_keys)
+            if oldest >= c:
+                return i
+            slots[i] = oldest
+            oldest_victim[0] = max(oldest_victim[0], now - last[oldest])
+            oldest = order[oldest, PREV]
+            unlink(links, slots[i])
+            leave(order, runs, slots[i])
+            continue
+        lowest = 0
+        for each in range(1, NUM_CLASSES):
+            if scores[each] < scores[lowest] or (
+                scores[each] == scores[lowest]
+                and cursors[each] < c
+                and last[cursors[each]] < last[cursors[lowest]]
+            ):
+                lowest = each
+        victim = cursors[lowest]
+        if victim >= c:
+            return i
+        own = at_age(worth, bounds, classes[i], now - last_used[i])
+        if own < scores[lowest] * threshold or (
+            threshold >= 0.0 and own == scores[lowest] and last_used[i] < last[victim]
+        ):
+            slots[i] = REFUSED
+            if one_prefix:
+                slots[i:] = REFUSED
+                count = i
+                break
+            continue
+        deepest = deepest_of_run(runs, victim)
+        if evictable(ref_cnt, path_table, path_keys, index_keys, deepest):
+            victim = deepest
+        each = links[victim, LIST] - c
+        warmer = links[victim, PREV]
+        unlink(links, victim)
+        leave(order, runs, victim)
+        if cursors[each] == victim:
+            cursors[each] = coldest_evictable(
+                links, warmer, c + each, ref_cnt, path_table, path_keys, index_keys
+            )
+            scores[each] = _score(cursors[each], each, now, last, worth, bounds)
+        slots[i] = victim
+        if one_prefix:
+            continue
+        if entered[victim] != ABSENT:
+            slots[entered[victim]] = REFUSED
+        entered[victim] = i
+        if run < 0 or last_used[i] != run_time or runs[run, LENGTH] == 0:
+            run, run_time = new_run(runs), last_used[i]
+        last[victim] = last_used[i]
+        push_head(links, c + classes[i], victim)
+        join(order, runs, run, victim)
+        if cursors[classes[i]] >= c:
+            cursors[classes[i]], scores[classes[i]] = victim, own
+    first_left = count if one_prefix or is_lru else num_free
+    for i in range(first_left - 1, -1, -1):
+        slot = slots[i]
+        if run < 0 or last_used[i] != run_time:
+            run, run_time = new_run(runs), last_used[i]
+        last[slot] = last_used[i]
+        push_head(links, c + classes[i], slot)
+        join(order, runs, run, slot)
+    for i in range(num_free, slots.shape[0]):
+        if slots[i] != REFUSED:
+            entered[slots[i]] = ABSENT
+    return count

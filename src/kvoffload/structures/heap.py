@@ -1,0 +1,105 @@
+"""A heap over positions that can be found, moved and taken out: what policies of priorities are made of.
+
+Owns the arrays of an indexed binary heap, the least first, equals in the order of their stamps. Knows
+neither keys nor where a rank comes from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.structures.jit import F64s, I32s, I64s, inline
+
+OUTSIDE = -1
+SIZE, CLOCK = 0, 1
+
+
+class Heap:
+    """An empty heap over `num_positions` positions. Memory: 24 bytes a position.
+
+    Attributes:
+        heap: positions in heap order; the first ``state[SIZE]`` entries count.
+        place: where each position is in `heap`, or OUTSIDE.
+        rank, stamp: what positions are ordered by.
+        state: int64: how many positions are inside, and the last stamp that was given.
+    """
+
+    __slots__ = ("heap", "place", "rank", "stamp", "state")
+
+    def __init__(self, num_positions: int) -> None:
+        self.heap = np.full(num_positions, 0, np.int32)
+        self.place = np.full(num_positions, OUTSIDE, np.int32)
+        self.rank = np.full(num_positions, 0.0, np.float64)
+        self.stamp = np.full(num_positions, 0, np.int64)
+        self.state = np.zeros(2, np.int64)
+
+    def clear(self) -> None:
+        """Empty the heap. Cost: O(positions)."""
+        self.place.fill(OUTSIDE)
+        self.state.fill(0)
+
+    def members(self) -> list[int]:
+        """Positions inside, the least first. Cost: O(n log n), for tests and reports."""
+        inside = self.heap[: self.state[SIZE]]
+        in_order: list[int] = inside[np.lexsort((self.stamp[inside], self.rank[inside]))].tolist()
+        return in_order
+
+
+@inline
+def _precedes(rank: F64s, stamp: I64s, a: int, b: int) -> bool:
+    return rank[a] < rank[b] or (rank[a] == rank[b] and stamp[a] < stamp[b])
+
+
+@inline
+def sift_up(heap: I32s, place: I32s, rank: F64s, stamp: I64s, at: int) -> None:
+    """Bring the position at `at` of the heap up to where it belongs."""
+    position = heap[at]
+    while at > 0:
+        parent = (at - 1) >> 1
+        if not _precedes(rank, stamp, position, heap[parent]):
+            break
+        heap[at] = heap[parent]
+        place[heap[at]] = at
+        at = parent
+    heap[at] = position
+    place[position] = at
+
+
+@inline
+def sift_down(heap: I32s, place: I32s, rank: F64s, stamp: I64s, size: int, at: int) -> None:
+    """Bring the position at `at` of a heap of `size` down to where it belongs."""
+    position = heap[at]
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size and _precedes(rank, stamp, heap[child + 1], heap[child]):
+            child += 1
+        if not _precedes(rank, stamp, heap[child], position):
+            break
+        heap[at] = heap[child]
+        place[heap[at]] = at
+        at = child
+    heap[at] = position
+    place[position] = at
+
+
+@inline
+def push(heap: I32s, place: I32s, rank: F64s, stamp: I64s, state: I64s, position: int) -> None:
+    """Put in a position whose rank and stamp are set."""
+    heap[state[SIZE]] = position
+    state[SIZE] += 1
+    sift_up(heap, place, rank, stamp, state[SIZE] - 1)
+
+
+@inline
+def take_out(heap: I32s, place: I32s, rank: F64s, stamp: I64s, state: I64s, position: int) -> None:
+    """Take out a position, wherever it is. What the heap's last entry was is then free."""
+    at = place[position]
+    place[position] = OUTSIDE
+    state[SIZE] -= 1
+    last = heap[state[SIZE]]
+    if last != position:
+        heap[at] = last
+        sift_down(heap, place, rank, stamp, state[SIZE], at)
+        sift_up(heap, place, rank, stamp, place[last])

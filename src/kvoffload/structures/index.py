@@ -1,0 +1,243 @@
+"""Key -> position, over flat arrays: the index of a manager, a ghost directory, the path of a request.
+
+Owns two arrays. `table` is an open-addressing hash table with linear probing: an entry is 0 (empty) or
+``tag << 32 | position + 1``, where the tag is the upper half of the key's hash. `keys` holds the key of
+each position. Who gets which position is decided by the caller; nothing here knows what it stands for.
+
+The home bucket of a key is ``tag * buckets >> 32``: any number of buckets will do, an entry's home is
+known without its key, and so a removal closes the gap (backward shift) without touching `keys`. Both
+arrays have their final size from the start: no rehash, no tombstones, no pause.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.structures.jit import (
+    BYTES,
+    I64,
+    READONLY_U64_MATRIX,
+    U64_ARRAY,
+    U64_MATRIX,
+    U64s,
+    inline,
+    kernel,
+    load_word,
+)
+from kvoffload.structures.keys import Keys, words_per_key
+
+ABSENT = -1
+
+MAX_POSITIONS = 2**31 - 2
+"""A position and its links are 32-bit numbers."""
+
+
+class Index:
+    """A map from keys to positions `0 <= position < num_positions`.
+
+    Memory: 16 bytes a position, and the key's words. Lookups, inserts and removals are
+    kernels over `table` and `keys` and cost one or two cache misses (15-50 ns at a million positions).
+    """
+
+    __slots__ = ("key_bytes", "keys", "table")
+
+    def __init__(self, num_positions: int, key_bytes: int) -> None:
+        self.key_bytes = key_bytes
+        # At most half of the buckets are taken: 1.5 probes for a hit, 2.5 for a miss, on average.
+        self.table = np.zeros(2 * num_positions + 1, np.uint64)
+        self.keys = np.zeros((num_positions, words_per_key(key_bytes)), np.uint64)
+
+    def populate(self) -> Index:
+        """Touch all memory now: a page that is first touched inside a request stops it for up to 1 ms."""
+        self.table.fill(0)
+        self.keys.fill(0)
+        return self
+
+    def clear(self) -> None:
+        """Forget every key. Cost: O(positions)."""
+        self.table.fill(0)
+
+    def keys_at(self, positions: np.ndarray) -> Keys:
+        """Copy of the keys at `positions`."""
+        return Keys(self.keys.take(positions, axis=0), self.key_bytes)
+
+    def key_at(self, position: int) -> bytes:
+        """The key at `position`."""
+        row: bytes = self.keys[position].tobytes()
+        return row[: self.key_bytes]
+
+
+@inline
+def _mix(h: np.uint64, word: np.uint64) -> np.uint64:
+    h = (h ^ word) * np.uint64(0xFF51AFD7ED558CCD)
+    return h ^ (h >> np.uint64(32))
+
+
+@inline
+def _finish(h: np.uint64) -> np.uint64:
+    h *= np.uint64(0xC4CEB9FE1A85EC53)
+    return h ^ (h >> np.uint64(29))
+
+
+@inline
+def hash_row(keys: U64s, row: int) -> np.uint64:
+    """64-bit hash of a packed key: a multiply and a shift a word, and murmur3's finisher."""
+    h = np.uint64(0x9E3779B97F4A7C15)
+    for word in range(keys.shape[1]):
+        h = _mix(h, keys[row, word])
+    return _finish(h)
+
+
+@inline
+def same_key(a: U64s, i: int, b: U64s, j: int) -> bool:
+    """Whether the rows `a[i]` and `b[j]` are one key."""
+    for word in range(a.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
+        if a[i, word] != b[j, word]:
+            return False
+    return True
+
+
+@inline
+def copy_key(to: U64s, i: int, source: U64s, j: int) -> None:
+    """``to[i] = source[j]``."""
+    for word in range(to.shape[1]):
+        to[i, word] = source[j, word]
+
+
+@inline
+def home_bucket(table: U64s, h: np.uint64) -> int:
+    """Where the search for a key with hash `h` begins."""
+    return np.int64(((h >> np.uint64(32)) * np.uint64(table.shape[0])) >> np.uint64(32))
+
+
+@inline
+def bucket_of(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64) -> int:
+    """Bucket of the key `batch[row]`, whose hash is `h`; the empty one where it belongs if it is absent."""
+    tag = h >> np.uint64(32)
+    bucket = home_bucket(table, h)
+    while True:
+        entry = table[bucket]
+        if entry == 0 or (entry >> np.uint64(32) == tag and same_key(keys, position_in(entry), batch, row)):
+            return bucket
+        bucket += 1
+        if bucket == table.shape[0]:
+            bucket = 0
+
+
+@inline
+def position_in(entry: np.uint64) -> int:
+    """Position that a bucket's entry stands for; ABSENT for an empty bucket."""
+    return np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
+
+
+@inline
+def find(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64) -> int:
+    """Position of the key `batch[row]`, whose hash is `h`, or ABSENT."""
+    return position_in(table[bucket_of(table, keys, batch, row, h)])
+
+
+@inline
+def fill_bucket(
+    table: U64s, bucket: int, keys: U64s, batch: U64s, row: int, h: np.uint64, position: int
+) -> None:
+    """Put the key `batch[row]` at `position`; `bucket` is the empty one that `bucket_of` gave."""
+    copy_key(keys, position, batch, row)
+    table[bucket] = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
+
+
+@inline
+def insert(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64, position: int) -> None:
+    """Put the key `batch[row]`, which must be absent, at `position`."""
+    bucket = home_bucket(table, h)
+    while table[bucket] != 0:
+        bucket += 1
+        if bucket == table.shape[0]:
+            bucket = 0
+    fill_bucket(table, bucket, keys, batch, row, h, position)
+
+
+@inline
+def remove(table: U64s, keys: U64s, position: int) -> None:
+    """Take the key at `position` out of the table and close the gap. The key's row stays readable."""
+    size = table.shape[0]
+    h = hash_row(keys, position)
+    entry = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
+    bucket = home_bucket(table, h)
+    while table[bucket] != entry:
+        bucket += 1
+        if bucket == size:
+            bucket = 0
+    hole = bucket
+    while True:
+        bucket += 1
+        if bucket == size:
+            bucket = 0
+        entry = table[bucket]
+        if entry == 0:
+            break
+        home = home_bucket(table, entry)
+        from_home = bucket - home if bucket >= home else bucket - home + size
+        from_hole = bucket - hole if bucket >= hole else bucket - hole + size
+        # The entry may move into the hole only if its probe sequence passes there.
+        if from_home >= from_hole:
+            table[hole] = entry
+            hole = bucket
+    table[hole] = 0
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, READONLY_U64_MATRIX, I64))
+def find_one(table: U64s, keys: U64s, batch: U64s, row: int) -> int:
+    """`find`, for callers in Python."""
+    return find(table, keys, batch, row, hash_row(batch, row))
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, READONLY_U64_MATRIX, I64, I64))
+def insert_one(table: U64s, keys: U64s, batch: U64s, row: int, position: int) -> int:
+    """`insert`, for callers in Python."""
+    insert(table, keys, batch, row, hash_row(batch, row), position)
+    return position
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, I64))
+def remove_one(table: U64s, keys: U64s, position: int) -> int:
+    """`remove`, for callers in Python."""
+    remove(table, keys, position)
+    return position
+
+
+@inline
+def word_of(data: bytes, start: int, stop: int) -> np.uint64:
+    """The word of a key that begins at `start` of `data`, as `Keys.pack` makes it; the key ends at `stop`."""
+    if start + 8 <= stop:
+        return load_word(data, start)
+    packed = np.uint64(0)
+    for byte in range(stop - start):
+        packed |= np.uint64(data[start + byte]) << np.uint64(8 * byte)
+    return packed
+
+
+@kernel(I64(U64_ARRAY, U64_MATRIX, BYTES))
+def find_bytes(table: U64s, keys: U64s, key: bytes) -> int:
+    """`find` for one key as bytes, without packing it first: the path of engines that ask key by key."""
+    h = np.uint64(0x9E3779B97F4A7C15)
+    for word in range(keys.shape[1]):
+        h = _mix(h, word_of(key, 8 * word, len(key)))
+    h = _finish(h)
+    tag = h >> np.uint64(32)
+    bucket = home_bucket(table, h)
+    while True:
+        entry = table[bucket]
+        if entry == 0:
+            return np.int64(ABSENT)
+        if entry >> np.uint64(32) == tag:
+            position = position_in(entry)
+            equal = True
+            for word in range(keys.shape[1]):
+                if keys[position, word] != word_of(key, 8 * word, len(key)):
+                    equal = False
+                    break
+            if equal:
+                return position
+        bucket += 1
+        if bucket == table.shape[0]:
+            bucket = 0

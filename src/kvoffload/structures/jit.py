@@ -1,0 +1,138 @@
+"""How a loop over flat arrays becomes machine code: the only place that says how numba is used.
+
+A kernel has one explicit signature. It is therefore compiled when its module is imported (from numba's
+on-disk cache in milliseconds, the first time in about a second), never inside a request, and a call with
+other types fails instead of compiling in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types as nb
+from numba.extending import intrinsic
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+F64s: TypeAlias = npt.NDArray[np.float64]
+I32s: TypeAlias = npt.NDArray[np.int32]
+I64s: TypeAlias = npt.NDArray[np.int64]
+U32s: TypeAlias = npt.NDArray[np.uint32]
+U64s: TypeAlias = npt.NDArray[np.uint64]
+
+I64 = nb.int64
+F64 = nb.float64
+U64 = nb.uint64
+BOOL = nb.boolean
+BOOL_ARRAY = nb.Array(nb.boolean, 1, "C")
+U8_ARRAY = nb.Array(nb.uint8, 1, "C")
+I32_ARRAY = nb.Array(nb.int32, 1, "C")
+I64_ARRAY = nb.Array(nb.int64, 1, "C")
+F64_ARRAY = nb.Array(nb.float64, 1, "C")
+U32_ARRAY = nb.Array(nb.uint32, 1, "C")
+U64_ARRAY = nb.Array(nb.uint64, 1, "C")
+F64_MATRIX = nb.Array(nb.float64, 2, "C")
+I32_MATRIX = nb.Array(nb.int32, 2, "C")
+U64_MATRIX = nb.Array(nb.uint64, 2, "C")
+READONLY_I32_ARRAY = nb.Array(nb.int32, 1, "C", readonly=True)
+READONLY_BOOL_ARRAY = nb.Array(nb.boolean, 1, "C", readonly=True)
+READONLY_I64_ARRAY = nb.Array(nb.int64, 1, "C", readonly=True)
+READONLY_U64_MATRIX = nb.Array(nb.uint64, 2, "C", readonly=True)
+"""Arguments that a kernel only reads are declared read-only: those types accept both kinds of arrays."""
+BYTES = nb.Bytes(nb.uint8, 1, "C", readonly=True)
+
+
+# numba counts references to arrays with atomic instructions, also in inner loops, wherever a helper is
+# called: up to six times the cost of what the loop does. A kernel gets all of its arrays from its caller, who
+# holds them, and makes none; so it counts none (`_nrt`), and `np.empty` in a kernel is refused.
+
+
+def kernel(signature: Any) -> Callable[[F], F]:
+    """Compile a function for exactly `signature`, now, through numba's on-disk cache."""
+    options: Any = {"cache": True, "nogil": True, "_nrt": False}
+    compiled: Callable[[F], F] = numba.njit(signature, **options)
+    return compiled
+
+
+def inline(function: F) -> F:
+    """Mark a helper that kernels call: compiled into each of them, never called from Python."""
+    options: Any = {"forceinline": True, "_nrt": False}
+    compiled: F = numba.njit(**options)(function)
+    return compiled
+
+
+def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
+    """Ask the processor to fetch the first bytes of ``array[row]``; a kernel goes on meanwhile.
+
+    Most of what the control plane costs at a million blocks is waiting for memory, one cache line after
+    the other. A loop that first asks for all its lines waits about once.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array_type = signature.args[0]
+        view = context.make_array(array_type)(context, builder, arguments[0])
+        stride = builder.extract_value(view.strides, 0)
+        byte = ir.IntType(8).as_pointer()
+        address = builder.gep(builder.bitcast(view.data, byte), [builder.mul(arguments[1], stride)])
+        i32 = ir.IntType(32)
+        hint = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+        )
+        builder.call(hint, [address, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return nb.void(array, nb.int64), generate
+
+
+prefetch: Any = intrinsic(_prefetch)
+
+
+def _load_word(typing_context: Any, buffer: Any, offset: Any) -> Any:
+    """Eight bytes of a ``bytes`` object from `offset` on, as an unsigned integer of this machine's order."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = builder.gep(view.data, [arguments[1]])
+        word = builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()))
+        word.align = 1
+        return word
+
+    return nb.uint64(buffer, nb.int64), generate
+
+
+load_word: Any = intrinsic(_load_word)
+
+
+def _drop_stale_kernels() -> None:
+    """Delete cached kernels when a source file of the package that has kernels or helpers has changed.
+
+    numba checks only the file in which a kernel stands, not those of the helpers compiled into it: after
+    an edit of `lists.py` a policy would go on running the old code.
+    """
+    package = Path(__file__).resolve().parent.parent
+    sources = sorted(path for path in package.rglob("*.py") if b"structures.jit" in path.read_bytes())
+    state = "\n".join(f"{path.relative_to(package)} {path.stat().st_mtime_ns}" for path in sources)
+    digest = hashlib.sha256(state.encode()).hexdigest()
+    stamp = package / "structures" / "__pycache__" / "kernels.stamp"
+    try:
+        if stamp.exists() and stamp.read_text() == digest:
+            return
+        for cached in package.rglob("__pycache__/*.nb[ic]"):
+            cached.unlink(missing_ok=True)
+        stamp.parent.mkdir(exist_ok=True)
+        stamp.write_text(digest)
+    except OSError:
+        # An installed package that we may not write to does not change either: an upgrade gives its
+        # files new times, which numba does see.
+        pass
+
+
+_drop_stale_kernels()

@@ -1,0 +1,113 @@
+"""How often keys were seen lately, in a few bits a key: a count-min sketch that ages.
+
+Owns a table of 4-bit counters, and how many references it has counted. Knows hashes, not keys, and not
+what a count is good for.
+
+Source: Cormode and Muthukrishnan, "An Improved Data Stream Summary: The Count-Min Sketch and its
+Applications", J. Algorithms 55(1), 2005; with the aging of Einziger, Friedman and Manes, "TinyLFU: A Highly
+Efficient Cache Admission Policy", ACM Transactions on Storage 13(4), 2017.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.structures.jit import I64s, U64s, inline
+
+MAX_COUNT = 15
+LINE_WORDS = 8
+ROWS = 4
+ADDITIONS, SWEEP, SAMPLE = 0, 1, 2
+COUNTERS_PER_KEY = 16
+SAMPLE_PER_KEY = 10
+
+
+class FrequencySketch:
+    """Counts references to keys, up to 15; an estimate is never too low, until counts age.
+
+    After `sample` references every count is halved, and again each time when half as many have followed:
+    what was popular is forgotten, and an estimate is about the references in the last `sample`. Halving is
+    spread over the references that follow, one cache line each, so that no call pays for the whole table;
+    while that goes on, some keys are halved and others not yet.
+
+    All four counters of a key are in one cache line, so a key costs one cache miss. A reference raises
+    only the lowest of its four counters (conservative update), which other keys then overestimate less.
+    There is no doorkeeper: what it can gain is what the collisions of keys that come once cost, and that
+    is little. With four times the counters W-TinyLFU hits 0.4 to 0.6 points more of a recorded chat's
+    blocks (caches of 5,000 and 10,000), while a doorkeeper for a sample would need more memory than the
+    counters have.
+
+    Kernels get `table` and `state`. Memory: 64 bits a key of `capacity`.
+
+    Attributes:
+        table: uint64, sixteen 4-bit counters a word, eight words a line, a key's four in one line.
+        state: int64: references since the last halving, the next line to halve, `sample`.
+    """
+
+    __slots__ = ("state", "table")
+
+    def __init__(self, capacity: int) -> None:
+        num_lines = -(-capacity * COUNTERS_PER_KEY // (16 * LINE_WORDS))
+        raw = np.zeros((num_lines + 1) * LINE_WORDS, np.uint64)
+        start = -raw.ctypes.data % 64 // 8
+        self.table = raw[start : start + num_lines * LINE_WORDS]
+        self.state = np.array([0, num_lines, SAMPLE_PER_KEY * capacity], np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every count. Cost: O(capacity)."""
+        self.table.fill(0)
+        self.state[ADDITIONS] = 0
+        self.state[SWEEP] = len(self.table) // LINE_WORDS
+
+
+@inline
+def line_of(table: U64s, h: np.uint64) -> int:
+    """First word of the line in which the counters of a key with hash `h` are."""
+    lines = np.uint64(table.shape[0] // LINE_WORDS)
+    return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
+
+
+@inline
+def _word(line: int, h: np.uint64, row: int) -> int:
+    """Index of the word that holds the key's counter of a row."""
+    return line + 2 * row + np.int64((h >> np.uint64(5 * row + 4)) & np.uint64(1))
+
+
+@inline
+def _shift(h: np.uint64, row: int) -> np.uint64:
+    """Where in its word the key's counter of a row begins."""
+    return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
+
+
+@inline
+def estimate(table: U64s, h: np.uint64) -> int:
+    """How often the key with hash `h` was seen lately, 0 to 15; other keys may make it too high."""
+    line = line_of(table, h)
+    lowest = MAX_COUNT
+    for row in range(ROWS):
+        count = np.int64((table[_word(line, h, row)] >> _shift(h, row)) & np.uint64(MAX_COUNT))
+        lowest = min(lowest, count)
+    return lowest
+
+
+@inline
+def add(table: U64s, state: I64s, h: np.uint64) -> None:
+    """Count a reference to the key with hash `h`."""
+    line = line_of(table, h)
+    lowest = estimate(table, h)
+    if lowest < MAX_COUNT:
+        for row in range(ROWS):
+            word, shift = _word(line, h, row), _shift(h, row)
+            if np.int64((table[word] >> shift) & np.uint64(MAX_COUNT)) == lowest:
+                table[word] += np.uint64(1) << shift
+    state[ADDITIONS] += 1
+    if state[ADDITIONS] >= state[SAMPLE]:
+        state[ADDITIONS] //= 2
+        state[SWEEP] = 0
+    first = state[SWEEP] * LINE_WORDS
+    if first < table.shape[0]:
+        # A shift brings a bit of each counter into its neighbour; the mask takes it out again.
+        for word in range(first, first + LINE_WORDS):
+            table[word] = (table[word] >> np.uint64(1)) & np.uint64(0x7777777777777777)
+        state[SWEEP] += 1

@@ -1,0 +1,241 @@
+"""What a sweep replays: every combination of policies, admission rules, moments to store and sizes.
+
+Owns the grammar of the axes and the order of the combinations. Replays nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffload import admission as admissions
+from kvoffload.config import parse_capacity, parse_size
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
+from kvoffload.core.policy import POLICIES, EvictionPolicy
+from kvoffload.errors import ConfigError
+from kvoffload.replay.keys import KEY_BYTES
+from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.tiers import TierConfig
+from kvoffload.traces.trace import Trace
+
+NEEDS_DEVICE = {ON_DEVICE_EVICTION: "to store on device eviction takes a device cache"}
+"""Of these, what makes no sense without a device cache, and why."""
+
+NO_TIERS = "none"
+
+_TIMES = re.compile(r"(\d+)(?:\.(\d+))?x")
+_DEVICE_ALLOWED = (
+    "allowed: 0 (none), a number of blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
+    "part of the tier's capacity (0.5x)"
+)
+_ANY_TRACE = 10**15
+_A_FEW_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination on one trace: one row of a sweep.
+
+    Attributes:
+        trace: position among the traces of the sweep.
+        capacity, device: sizes as the user typed them; the same in blocks beside them.
+        tiers: what is behind RAM, as typed; tier_configs: the same.
+    """
+
+    trace: int
+    policy: str
+    admission: str
+    store: str
+    capacity: str
+    capacity_blocks: int
+    device: str
+    device_blocks: int
+    tiers: str = NO_TIERS
+    tier_configs: tuple[TierConfig, ...] = ()
+
+    def config(self) -> ReplayConfig:
+        """What is replayed."""
+        return ReplayConfig(
+            self.capacity_blocks,
+            self.policy,
+            self.admission,
+            self.device_blocks,
+            self.store,
+            self.tier_configs,
+        )
+
+    def __str__(self) -> str:
+        device = f", device {self.device}" if self.device_blocks else ""
+        behind = f", tiers {self.tiers}" if self.tier_configs else ""
+        return f"{self.policy}, {self.admission}, {self.store}, capacity {self.capacity}{device}{behind}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The axes of a sweep, as the user typed them. What cannot be is a `ConfigError` at construction.
+
+    Attributes:
+        policies: names, or ``module:Class``.
+        admissions: ``all``, ``reuse:2``, ...
+        capacities: of the tier: ``5000``, ``5%`` (of a trace's unique blocks), ``4GiB``.
+        devices: of the LRU device cache in front: as capacities, or ``0`` for none, or ``0.5x``: a part of
+            the tier's capacity.
+        stores: when to store; of `STORES`.
+        tiers: what is behind RAM: ``none``, ``10%``, ``10%:hazard``, ``10%:lru:reuse:2``; several behind
+            one another with a ``+``. Tiers keep account of blocks, as in production, and keep none.
+        block_bytes: what a size is divided by.
+    """
+
+    policies: tuple[str, ...]
+    admissions: tuple[str, ...] = ("all",)
+    capacities: tuple[str, ...] = ("5%",)
+    devices: tuple[str, ...] = ("0",)
+    stores: tuple[str, ...] = (ON_COMPUTE,)
+    block_bytes: int = 65_536
+    tiers: tuple[str, ...] = (NO_TIERS,)
+
+    def __post_init__(self) -> None:
+        for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers"):
+            if not getattr(self, axis):
+                raise ConfigError(axis, "", "at least one")
+        for policy in self.policies:
+            POLICIES.find(policy)
+        for admission in self.admissions:
+            admissions.create(admission, KEY_BYTES, 1)
+        for policy in self.policies:
+            self._needs_one([why_not(policy, admission) for admission in self.admissions])
+        for admission in self.admissions:
+            self._needs_one([why_not(policy, admission) for policy in self.policies])
+        for store in self.stores:
+            if store not in STORES:
+                raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
+        # Whether it can be understood is known before a trace is read.
+        self._sizes(_ANY_TRACE)
+        for tiers in self.tiers:
+            for tier in _tier_configs(tiers, self.block_bytes, _ANY_TRACE):
+                if reason := why_not(tier.policy, tier.admission):
+                    raise ConfigError("tiers", tiers, reason.args[0])
+
+    def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
+        """Every combination on one trace that makes sense, and for each that makes none the reason.
+
+        In the order of the axes: device, capacity, tiers, store, policy, rule. Raises `ConfigError` for a
+        size that is no block of this trace.
+        """
+        points, left_out = [], []
+        for device, capacity, capacity_blocks, device_blocks in self._sizes(unique_blocks):
+            for tiers, store, policy, admission in itertools.product(
+                self.tiers, self.stores, self.policies, self.admissions
+            ):
+                impossible = why_not(policy, admission)
+                if store in NEEDS_DEVICE and device_blocks == 0:
+                    left_out.append(NEEDS_DEVICE[store])
+                elif impossible is not None:
+                    left_out.append(str(impossible))
+                else:
+                    points.append(
+                        Point(
+                            trace,
+                            policy,
+                            admission,
+                            store,
+                            capacity,
+                            capacity_blocks,
+                            device,
+                            device_blocks,
+                            tiers,
+                            _tier_configs(tiers, self.block_bytes, unique_blocks),
+                        )
+                    )
+        return points, left_out
+
+    def _needs_one(self, reasons: list[ConfigError | None]) -> None:
+        """Refuse what goes together with nothing in this grid."""
+        if reasons[0] is not None and all(reasons):
+            raise reasons[0]
+
+    def _sizes(self, unique_blocks: int) -> list[tuple[str, str, int, int]]:
+        """Device and capacity as typed, capacity and device in blocks."""
+        sizes = []
+        for device in self.devices:
+            for capacity in self.capacities:
+                blocks = parse_capacity("capacities", capacity, self.block_bytes, unique_blocks)
+                device_blocks = _device_blocks(device, blocks, self.block_bytes, unique_blocks)
+                sizes.append((device, capacity, blocks, device_blocks))
+        return sizes
+
+
+@functools.cache
+def why_not(policy: str | type[EvictionPolicy], admission: str) -> ConfigError | None:
+    """Why a policy and an admission rule do not go together; None if they do."""
+    try:
+        OffloadingManager(_A_FEW_BLOCKS, key_bytes=KEY_BYTES, policy=policy, admission=admission)
+    except ConfigError as error:
+        return error
+    except Exception as error:
+        # Somebody else's class, which nothing can be made of.
+        return ConfigError("policy", policy, f"it cannot be used: {type(error).__name__}: {error}")
+    return None
+
+
+def axis(field: str, text: str) -> tuple[str, ...]:
+    """What a list like ``lru,arc`` names, each once, in its order. Raises `ConfigError`."""
+    values = [value.strip() for value in text.split(",")]
+    if "" in values:
+        raise ConfigError(field, text, "values with commas between them, none of them empty")
+    return tuple(dict.fromkeys(values))
+
+
+def block_size(text: str) -> int:
+    """Bytes of a block, to divide sizes by. Raises `ConfigError`."""
+    size = parse_size("block-bytes", text)
+    if size < 1:
+        raise ConfigError("block-bytes", text, "allowed: at least one byte")
+    return size
+
+
+def content_digest(trace: Trace) -> str:
+    """SHA-256 of everything in a trace that a replay can see; its name is not in it."""
+    digest = hashlib.sha256(f"{trace.block_tokens} {trace.skipped_lines}".encode())
+    arrays = (trace.block_ids, trace.refs, trace.offsets, trace.timestamps_ms, trace.output_tokens)
+    for array in arrays:
+        digest.update(f"\n{array.dtype} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _tier_configs(text: str, block_bytes: int, unique_blocks: int) -> tuple[TierConfig, ...]:
+    """What ``none``, ``10%``, ``10%:arc`` or ``1%:lru:reuse:2+50%`` mean."""
+    if text == NO_TIERS:
+        return ()
+    configs = []
+    for tier in text.split("+"):
+        capacity, policy, admission = [*tier.split(":", 2), "", ""][:3]
+        blocks = parse_capacity("tiers", capacity, block_bytes, unique_blocks)
+        configs.append(TierConfig(blocks, policy or "lru", admission or "all"))
+    return tuple(configs)
+
+
+def _device_blocks(text: str, capacity_blocks: int, block_bytes: int, unique_blocks: int) -> int:
+    if text == "0":
+        return 0
+    if times := _TIMES.fullmatch(text):
+        # In exact arithmetic, as `parse_capacity`.
+        fraction = times[2] or ""
+        blocks: int = int(times[1] + fraction) * capacity_blocks // 10 ** len(fraction)
+        if blocks < 1:
+            raise ConfigError(
+                "device-blocks", text, f"it is no block of a tier of {capacity_blocks:,}; {_DEVICE_ALLOWED}"
+            )
+        return blocks
+    try:
+        return parse_capacity("device-blocks", text, block_bytes, unique_blocks)
+    except ConfigError as error:
+        reason = error.allowed.partition("allowed:")[0]
+        raise ConfigError("device-blocks", text, reason + _DEVICE_ALLOWED) from None

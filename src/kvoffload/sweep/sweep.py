@@ -1,0 +1,237 @@
+"""Many replays at once: every combination of a grid on some traces, in parallel, resumable.
+
+Owns the order of things: what is checked before any work, what is kept when the work is interrupted, and
+that the result depends on neither the number of workers nor the interruptions. The grid is `sweep.grid`,
+the columns `sweep.table`, the workers `sweep.workers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvoffload.errors import ConfigError, SweepError
+from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Resamples, window_sums
+from kvoffload.sweep.grid import Grid, Point
+from kvoffload.sweep.journal import Journal, journal_path
+from kvoffload.sweep.outputs import RowsFile
+from kvoffload.sweep.table import Row, SweptTrace, rows_of, violations
+from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_digest, identified, load
+from kvoffload.sweep.workers import LocalWorkers, Workers
+
+_FORMAT = 1
+"""Of a line in the journal."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a sweep is.
+
+    Attributes:
+        rows_done, rows: combinations with a result, and all of them.
+        refs_done, refs: block references replayed by this run, and those it has to replay.
+    """
+
+    rows_done: int
+    rows: int
+    refs_done: int
+    refs: int
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What came of a sweep.
+
+    Attributes:
+        rows: one for each combination, in the order of the traces and axes.
+        left_out: for each combination that makes no sense, why; each reason with how often it was given.
+        from_journal: combinations whose replay an earlier run had finished.
+        violations: one line for each row above the optimum; anything but none is a bug.
+    """
+
+    rows: list[Row]
+    left_out: Counter[str]
+    from_journal: int
+    violations: list[str]
+
+
+class Sweep:
+    """One sweep. Use once: construct, `run`. What is impossible is a `ConfigError` before any work.
+
+    With an output, each finished replay is kept in a journal beside it, ``OUTPUT.journal``: a sweep with
+    the same output that was interrupted, by whatever, goes on where it stopped. A replay is known by
+    everything that determines it: the trace's content, the configuration, version and code of this package,
+    code of the policy. When the output is written, the journal is removed.
+
+    Args:
+        traces: files, or names of built-in workloads.
+        grid: the axes.
+        block_tokens, skip_bad_lines: as `load_trace` takes them.
+        output: ``.csv``, ``.json`` or ``.parquet``; None keeps nothing.
+        force: replace an output that exists.
+        jobs: processes; None for one per CPU.
+        scheduler: address of a Dask scheduler that does the work instead.
+        seed, resamples: of the confidence intervals.
+        timings: a column of seconds, which differ from run to run.
+
+    Attributes:
+        progress: how far it is; also when it was interrupted.
+    """
+
+    def __init__(
+        self,
+        traces: Sequence[str],
+        grid: Grid,
+        *,
+        block_tokens: int = 512,
+        skip_bad_lines: bool = False,
+        output: Path | None = None,
+        force: bool = False,
+        jobs: int | None = None,
+        scheduler: str | None = None,
+        seed: int = 0,
+        resamples: int = RESAMPLES,
+        timings: bool = False,
+    ) -> None:
+        if not traces:
+            raise ConfigError("trace", "", "at least one")
+        if jobs is not None and jobs < 1:
+            raise ConfigError("jobs", jobs, "at least 1")
+        if jobs is not None and scheduler is not None:
+            raise ConfigError("jobs", jobs, "with a scheduler, the cluster decides")
+        Resamples(np.zeros(1, np.int64), resamples, seed)
+        self._sources = [TraceSource(trace, block_tokens, skip_bad_lines) for trace in dict.fromkeys(traces)]
+        self._grid, self._timings = grid, timings
+        self._jobs, self._scheduler = jobs or _available_cpus(), scheduler
+        self._seed, self._resamples = seed, resamples
+        self._output = RowsFile(output) if output is not None else None
+        if output is not None and output.exists() and not force and not journal_path(output).exists():
+            raise ConfigError("output", str(output), "a file that does not exist yet, or --force")
+        self.progress = Progress(0, 0, 0, 0)
+
+    @property
+    def journal_path(self) -> Path | None:
+        """Where finished replays are kept meanwhile."""
+        return journal_path(self._output.path) if self._output else None
+
+    def run(self, on_progress: Callable[[Progress], None] = lambda progress: None) -> SweepResult:
+        """Do what is not done yet, write the output, and say what came of it.
+
+        Raises: `ConfigError` for an output that cannot be written, a size that is no block of a trace, a
+        scheduler that does not answer; `TraceError`; `SweepError` if a replay failed. What had been
+        finished until then is kept.
+        """
+        with contextlib.ExitStack() as stack:
+            journal = None
+            if self._output is not None:
+                journal = Journal(self._output.path)
+                stack.callback(journal.close)
+            workers = self._workers()
+            stack.callback(workers.close)
+            traces = [_swept(source) for source in self._sources]
+            points, left_out = [], Counter[str]()
+            for number, trace in enumerate(traces):
+                of_trace, reasons = self._grid.points(number, trace.unique_blocks)
+                points += of_trace
+                left_out.update(reasons)
+            if not points:
+                raise ConfigError("stores", ",".join(self._grid.stores), "; ".join(left_out))
+            measured, from_journal = self._measure(traces, points, workers, journal, on_progress)
+            rows = rows_of(
+                traces, points, measured, seed=self._seed, resamples=self._resamples, timings=self._timings
+            )
+            if self._output is not None and journal is not None:
+                self._output.write(rows)
+                journal.remove()
+        return SweepResult(rows, left_out, from_journal, violations(rows))
+
+    def _workers(self) -> Workers:
+        if self._scheduler is None:
+            return LocalWorkers(self._jobs)
+        from kvoffload.sweep.cluster import ClusterWorkers
+
+        return ClusterWorkers(self._scheduler)
+
+    def _measure(
+        self,
+        traces: list[SweptTrace],
+        points: list[Point],
+        workers: Workers,
+        journal: Journal | None,
+        on_progress: Callable[[Progress], None],
+    ) -> tuple[list[Measurement], int]:
+        """A measurement for each point, and for how many of them the journal had it."""
+        keys = [_key(traces[point.trace], point) for point in points]
+        known = {} if journal is None else {key: journal.found[key] for key in keys if key in journal.found}
+        from_journal = sum(key in known for key in keys)
+        # Two sizes that are typed differently may be the same number of blocks: one replay.
+        todo = {key: number for number, key in reversed(list(enumerate(keys))) if key not in known}
+        tasks = [
+            Task(
+                number, traces[points[number].trace].source, points[number].config(),
+                traces[points[number].trace].block_refs,
+            )
+            for number in sorted(todo.values())
+        ]  # fmt: skip
+        rows_of_key = Counter(keys)
+        self._tell(
+            Progress(from_journal, len(points), 0, sum(task.block_refs for task in tasks)), on_progress
+        )
+        with contextlib.closing(workers.results(tasks)) as results:
+            for task, outcome in results:
+                key = keys[task.number]
+                if isinstance(outcome, Failure):
+                    where = f"{traces[points[task.number].trace].name}: {points[task.number]}"
+                    raise SweepError(f"{where}: {outcome.reason}")
+                known[key] = outcome
+                if journal is not None:
+                    journal.add(key, outcome)
+                before = self.progress
+                self._tell(
+                    replace(
+                        before,
+                        rows_done=before.rows_done + rows_of_key[key],
+                        refs_done=before.refs_done + task.block_refs,
+                    ),
+                    on_progress,
+                )
+        return [known[key] for key in keys], from_journal
+
+    def _tell(self, progress: Progress, on_progress: Callable[[Progress], None]) -> None:
+        self.progress = progress
+        on_progress(progress)
+
+
+def _swept(source: TraceSource) -> SweptTrace:
+    trace = load(source)
+    if trace.block_refs == 0:
+        raise ConfigError(
+            "trace", source.name_or_path,
+            f"it must have a request of at least one block ({source.block_tokens} tokens)",
+        )  # fmt: skip
+    refs = window_sums(np.diff(trace.offsets), WINDOWS)
+    return SweptTrace(
+        identified(source), trace.name, trace.requests, trace.block_refs, trace.unique_blocks, refs
+    )
+
+
+def _key(trace: SweptTrace, point: Point) -> str:
+    """What a measurement is known by: all that it depends on."""
+    parts = [_FORMAT, WINDOWS, trace.source.digest, code_digest(point.policy), point.policy,
+             point.admission, point.store, point.capacity_blocks, point.device_blocks,
+             [(tier.capacity_blocks, tier.policy, tier.admission, code_digest(tier.policy))
+              for tier in point.tier_configs]]  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def _available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,142 @@
+"""One row of a sweep, replayed: what every kind of worker runs, and what it brings back.
+
+Runs in the process of the sweep, in one beside it, or on another machine, so it takes and gives plain
+values, failures included. Does not know which.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from kvoffload._version import __version__
+from kvoffload.core.policy import POLICIES
+from kvoffload.errors import TraceError
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.report import ReplayReport
+from kvoffload.sweep.bootstrap import window_sums
+from kvoffload.sweep.grid import content_digest
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_NO_PART_OF_A_RESULT = {"cli", "testing"}
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """What a replay found.
+
+    Attributes:
+        report: its report.
+        window_hits: prefix hits in each window (`bootstrap.window_sums`).
+    """
+
+    report: ReplayReport
+    window_hits: list[int]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no measurement."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class TraceSource:
+    """Where a worker finds a trace, and how it knows that it is the right one.
+
+    Attributes:
+        name_or_path, block_tokens, skip_bad_lines: as `load_trace` takes them.
+        digest: its `content_digest`; empty if nobody has read it yet.
+    """
+
+    name_or_path: str
+    block_tokens: int
+    skip_bad_lines: bool
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A replay to be done.
+
+    Attributes:
+        number: what the result is filed under.
+        block_refs: how much work it is.
+    """
+
+    number: int
+    source: TraceSource
+    config: ReplayConfig
+    block_refs: int
+
+
+def load(source: TraceSource) -> Trace:
+    """The trace; the last two are kept, because the next task is mostly of the same one.
+
+    Raises as `load_trace` does, and `TraceError` if it is not the one that was expected.
+    """
+    trace, digest = _read(source.name_or_path, source.block_tokens, source.skip_bad_lines)
+    if source.digest not in ("", digest):
+        raise TraceError(f"{source.name_or_path}: it has changed since the sweep began")
+    return trace
+
+
+def identified(source: TraceSource) -> TraceSource:
+    """`source` with the digest of the trace that is there now."""
+    _, digest = _read(source.name_or_path, source.block_tokens, source.skip_bad_lines)
+    return replace(source, digest=digest)
+
+
+@functools.lru_cache(maxsize=2)
+def _read(name_or_path: str, block_tokens: int, skip_bad_lines: bool) -> tuple[Trace, str]:
+    trace = load_trace(name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
+    return trace, content_digest(trace)
+
+
+def attempt(task: Task) -> Measurement | Failure:
+    """Do a task with a trace that is read here."""
+    return attempt_with(None, task)
+
+
+def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
+    """Do a task with a trace that was sent, if it was.
+
+    Raises nothing: exceptions of other people's policies need not survive the way back, and must not end
+    a worker.
+    """
+    try:
+        run = Replay(trace or load(task.source), task.config)
+        report = run.run()
+    except Exception as error:
+        return Failure(f"{type(error).__name__}: {error}")
+    # What a policy says of itself is in no row.
+    report = msgspec.structs.replace(report, policy_state={})
+    return Measurement(report, window_sums(run.hits_per_request).tolist())
+
+
+@functools.cache
+def code_digest(policy: str = "") -> str:
+    """SHA-256 of the code that a result depends on: this package, and the file of a policy not in it.
+
+    While somebody works on a policy the version stays and the results change.
+    """
+    digest = hashlib.sha256(__version__.encode())
+    files = [
+        path
+        for path in sorted(_PACKAGE.rglob("*.py"))
+        if path.relative_to(_PACKAGE).parts[0] not in _NO_PART_OF_A_RESULT
+    ]
+    if policy:
+        # A class typed into an interpreter has no file.
+        source = inspect.getsourcefile(POLICIES.find(policy))
+        files += [Path(source)] if source else []
+    for path in files:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

@@ -1,0 +1,65 @@
+"""What a tiered manager knows of each tier behind RAM: its jobs, how fast it reads, whether it answers.
+
+Owns no policy: what is done about a slow tier is decided in `tiering`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.tiering.speed import ReadSpeed
+from kvoffload.tiers.base import SecondaryTier
+
+_STALLED_AFTER_DEADLINES = 4
+_PROBE_EVERY_S = 10.0
+
+
+@dataclass
+class TieringCounts:
+    """What happened between RAM and the tiers behind it. Blocks, unless it says otherwise."""
+
+    promoted: int = 0
+    lost: int = 0
+    """Wanted, and could not be read, or were not what was stored."""
+    no_room: int = 0
+    """Found in a tier, and RAM had no room for them."""
+    not_worth: int = 0
+    """Found in a tier, and computing them was expected to take less time."""
+    not_offered: int = 0
+    """Not offered to a tier, because too much of RAM was pinned for writes, or the tier did not answer."""
+    gave_up: int = 0
+    """Requests that waited for as long as they may."""
+
+
+@dataclass
+class Job:
+    plan: LoadPlan | StorePlan
+    since: float
+
+
+class Behind:
+    """A tier, the jobs that it has to do, and how fast it reads."""
+
+    def __init__(self, tier: SecondaryTier) -> None:
+        self.tier = tier
+        self.jobs: dict[int, Job] = {}
+        self.speed = ReadSpeed()
+        self._next_probe = 0.0
+        self.num_writing = 0
+
+    def is_stalled(self, now: float, deadline_s: float) -> bool:
+        """Whether its oldest job is so late that nothing more is given to it."""
+        if not self.jobs:
+            return False
+        oldest = next(iter(self.jobs.values()))
+        return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
+
+    def is_worth(self, num_blocks: int, compute_s: float, now: float) -> bool:
+        """Whether so many blocks are read sooner than they are computed. Now and then a probe is worth it."""
+        if self.speed.seconds_for(num_blocks) <= compute_s:
+            return True
+        if now < self._next_probe:
+            return False
+        self._next_probe = now + _PROBE_EVERY_S
+        return True

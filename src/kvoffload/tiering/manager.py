@@ -1,0 +1,395 @@
+"""Tiers behind RAM: what is stored there as well, and what is brought up when a request asks for it.
+
+Owns the jobs between RAM and the tiers, and which requests wait for them. Decides neither who leaves RAM
+(the manager's policy) nor what a tier keeps (its own policy and admission rule).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, Slots, StorePlan
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError
+from kvoffload.structures.index import ABSENT
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.lane import Behind, Job, TieringCounts
+from kvoffload.tiering.wait import Waiting
+from kvoffload.tiers.base import NO_JOB, Mask, Memory, SecondaryTier, TierStats
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+
+
+class TieredManager(OffloadingManager):
+    """An `OffloadingManager` of RAM with tiers behind it; the same calls, and `poll` once a step.
+
+    **Down.** A block is offered to every tier when its store is complete, and again when a request that
+    used it finishes, while it is in RAM: each tier's own admission rule decides. It is pinned in RAM while
+    it is written. A tier that is busy drops the offer; nobody waits. RAM is the tiers' door: what its
+    admission rule refuses reaches none of them, and its policy refuses nothing, unless told to (``bypass``).
+
+    **Up.** When a request asks for a prefix that goes on in a tier, room is reserved for as much of it as
+    fits, the blocks are read into it and verified, and meanwhile the answer is RETRY. Blocks that arrive
+    are HIT from then on; those that cannot be read are MISS. Requests that want the same blocks wait for
+    the same read. Blocks on their way up enter whatever the admission rule and the policy of RAM think of
+    them.
+
+    **Do no harm.** A read that is expected to take longer than computing the blocks is not begun, except
+    for one every 10 s, to learn whether that still holds. Who has waited longer than computing would have
+    taken, or `deadline_s`, gets MISS instead of RETRY from then on. A tier whose oldest read is late by
+    four deadlines is left alone until it answers.
+
+    Args:
+        capacity_blocks, and all keywords that are not below: as for `OffloadingManager`.
+        ram: the memory of RAM's slots: a `MemoryTier`, with checksums or without.
+        tiers: from the fastest to the slowest. They are the manager's from now on: `close` closes them.
+        deadline_s: how long a request waits for tiers at the longest.
+        recompute_s_per_block: what computing one block takes; None while it is not known. May be set at
+            any time.
+        max_in_flight: the share of RAM's slots that may be pinned for the writes of each tier, and as much
+            again that may be reserved for reads.
+        clock: monotonic seconds.
+
+    Attributes:
+        hit_blocks: blocks that were loaded, by where they came from: RAM, then each tier. Of a load with
+            damaged blocks those before the first of them.
+        counts: what happened between the tiers.
+
+    Thread: as `OffloadingManager`. No call waits for a tier, except `settle` and `close`.
+    Cost: while no tier is asked, a dictionary lookup a call more than an `OffloadingManager`.
+    """
+
+    def __init__(
+        self,
+        capacity_blocks: int,
+        *,
+        ram: Memory,
+        tiers: Sequence[SecondaryTier],
+        deadline_s: float = 2.0,
+        recompute_s_per_block: float | None = None,
+        max_in_flight: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
+        **manager: Any,
+    ) -> None:
+        super().__init__(capacity_blocks, **manager)
+        num_slots, block_bytes = ram.pool.shape
+        if num_slots < self.capacity_blocks:
+            raise ConfigError("ram", f"{num_slots} slots", f"allowed: {self.capacity_blocks} or more")
+        if not deadline_s > 0:
+            raise ConfigError("deadline_s", deadline_s, "allowed: more than 0 seconds")
+        if not 0 < max_in_flight <= 1:
+            raise ConfigError("max_in_flight", max_in_flight, "allowed: a share, more than 0 and up to 1")
+        for tier in tiers:
+            if tier.block_bytes != block_bytes:
+                raise ConfigError(
+                    f"tier {tier.name}",
+                    f"blocks of {tier.block_bytes} bytes",
+                    f"those of RAM have {block_bytes}",
+                )
+        # What RAM's policy refuses would reach no tier: RAM is their door. Unless the user says so.
+        self._policy_may_refuse = not tiers or self.policy.write_cost is not None
+        self._ram = ram
+        self._behind = [Behind(tier) for tier in tiers]
+        self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
+        self._clock = clock
+        self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
+        self._num_reading = 0
+        # Blocks on their way up, and the number of the tier (from 1) that they come from.
+        self._rising: dict[bytes, int] = {}
+        self._requests: dict[RequestContext, Waiting] = {}
+        self._asking: dict[RequestContext, Waiting] = {}
+        self.hit_blocks = [0] * (1 + len(tiers))
+        self.counts = TieringCounts()
+
+    # ---- requests
+
+    def begin_request(self, request_id: str, keys: Sequence[bytes] = ()) -> RequestContext:
+        """As `OffloadingManager.begin_request`."""
+        ctx = super().begin_request(request_id, keys)
+        self._requests[ctx] = Waiting([behind.tier.begin_request(request_id) for behind in self._behind])
+        return ctx
+
+    def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
+        """As `OffloadingManager.finish_request`. Tiers hear of the request when its stores are complete."""
+        super().finish_request(ctx, path)
+        request = self._requests.get(ctx)
+        if request is not None:
+            request.finished = True
+            self._end(ctx, request)
+
+    # ---- up
+
+    def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
+        """As `OffloadingManager.lookup`; RETRY where the prefix goes on with blocks on their way up.
+
+        Asking is what begins their way. Without a request only RAM is asked.
+        """
+        found = super().lookup(keys, ctx)
+        if found.stopped_by is HIT or ctx is None or not self._behind:
+            return found
+        request = self._requests[ctx]
+        rest = self._pack(keys[found.num_ready :])
+        self._bring_up(rest, ctx, request)
+        if rest[0] not in self._rising:
+            return found
+        return PrefixLookup(found.num_ready, self._wait(rest, request))
+
+    def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
+        """As `OffloadingManager.lookup_key`. A block that a tier has is RETRY; `poll` begins to read it."""
+        result = super().lookup_key(key, ctx)
+        if result is HIT or ctx is None or not self._behind:
+            return result
+        request = self._requests[ctx]
+        if result is MISS and key not in request.hopeless:
+            if not self._below(self._pack([key]), request)[1].any():
+                return MISS
+            request.wanted.append(key)
+            self._asking[ctx] = request
+        elif key not in self._rising:
+            return result
+        return self._wait([key], request)
+
+    def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
+        """As `OffloadingManager.complete_load`; counts what the request has from where."""
+        super().complete_load(plan, damaged)
+        num_usable = min(damaged) if len(damaged) else len(plan.keys)
+        request = self._requests.get(plan.request)
+        self.hit_blocks[0] += num_usable
+        if request is not None and request.came_from:
+            for key in plan.keys[:num_usable]:
+                came_from = request.came_from.pop(key, 0)
+                self.hit_blocks[0] -= 1
+                self.hit_blocks[came_from] += 1
+
+    # ---- down
+
+    def prepare_store(
+        self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
+    ) -> StorePlan | None:
+        """As `OffloadingManager.prepare_store`."""
+        plan = super().prepare_store(keys, ctx, admitted=admitted)
+        request = self._requests.get(ctx) if ctx is not None else None
+        if plan is not None and request is not None:
+            request.num_storing += len(plan.keys)
+        return plan
+
+    def complete_store(self, plan: StorePlan, success: bool = True) -> None:
+        """As `OffloadingManager.complete_store`; offers what is stored to the tiers."""
+        super().complete_store(plan, success)
+        request = self._requests.get(plan.request)
+        if success and plan.epoch == self._epoch:
+            for row in range(len(self._behind)):
+                self._write_down(row, plan.keys, request)
+        if request is not None:
+            request.num_storing -= len(plan.keys)
+            self._end(plan.request, request)
+
+    # ---- jobs
+
+    def poll(self) -> bool:
+        """Take in what the tiers have finished, begin what was asked for; whether jobs are under way.
+
+        Call it once a step. Cost: O(1) while nothing is.
+        """
+        for number, behind in enumerate(self._behind, 1):
+            if behind.jobs:
+                for result in behind.tier.finished():
+                    self._take_in(number, behind, behind.jobs.pop(result.job), result.ok, result.seconds)
+        asking, self._asking = self._asking, {}
+        for ctx, request in asking.items():
+            wanted, request.wanted = request.wanted, []
+            if not request.finished:
+                self._bring_up(self._pack([*dict.fromkeys(wanted)]), ctx, request)
+        return self.has_jobs
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a tier has been given something to do, or is about to be."""
+        return bool(self._asking) or any(behind.jobs for behind in self._behind)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no job is under way; False if that takes longer. For tests, replays and shutdown."""
+        until = time.monotonic() + timeout_s
+        while self.poll():
+            for behind in self._behind:
+                if not behind.tier.drain(max(0.0, until - time.monotonic())):
+                    return False
+        return True
+
+    def reset(self, *, drop_in_flight: bool = False) -> None:
+        """As `OffloadingManager.reset`; tiers forget everything as well.
+
+        With `drop_in_flight` it waits for the tiers' own jobs first, `deadline_s` at the longest: nobody
+        can vouch for those. If one still runs then, slots in flight stay reserved. Then it waits in any case,
+        as long again at the most, until the tiers would not remember after a crash either.
+        """
+        nothing_runs = drop_in_flight and self.settle(self.deadline_s)
+        super().reset(drop_in_flight=nothing_runs)
+        self._rising.clear()
+        for behind in self._behind:
+            behind.tier.clear()
+        if drop_in_flight:
+            until = time.monotonic() + self.deadline_s
+            # Every tier is asked, also when one hangs.
+            for behind in self._behind:
+                behind.tier.drain(max(0.0, until - time.monotonic()))
+        self._asking.clear()
+        for ctx, request in [*self._requests.items()]:
+            request.came_from.clear()
+            request.wanted.clear()
+            if nothing_runs:
+                request.num_storing = 0
+                self._end(ctx, request)
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The name of each tier behind RAM."""
+        return [behind.tier.name for behind in self._behind]
+
+    def tier_stats(self) -> list[TierStats]:
+        """The counters of each tier behind RAM."""
+        return [behind.tier.stats() for behind in self._behind]
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Let jobs end, for so long at the most, and close the tiers."""
+        self.settle(timeout_s)
+        for behind in self._behind:
+            behind.tier.close()
+
+    # ---- inside
+
+    def _below(self, keys: Keys, request: Waiting) -> tuple[list[Mask], Mask]:
+        """Which blocks each tier has, and which are in any; stalled tiers have none."""
+        found = []
+        for behind, record in zip(self._behind, request.records, strict=True):
+            is_stalled = behind.is_stalled(self._clock(), self.deadline_s)
+            found.append(np.zeros(len(keys), np.bool_) if is_stalled else behind.tier.contains(keys, record))
+        return found, np.logical_or.reduce(found)
+
+    def _bring_up(self, keys: Keys, ctx: RequestContext, request: Waiting) -> None:
+        """Begin to read what of this run is in tiers and not in RAM, if there is room and it is worth it."""
+        here = self.contains(keys, ctx)
+        in_tiers, below = self._below(keys, request)
+        reachable = here | below
+        if request.hopeless:
+            reachable &= here | np.array([key not in request.hopeless for key in keys], np.bool_)
+        length = len(keys) if reachable.all() else int(reachable.argmin())
+        request.may_wait_s = self.deadline_s
+        if self.recompute_s_per_block is not None:
+            request.may_wait_s = min(self.deadline_s, length * self.recompute_s_per_block)
+        wanted = np.flatnonzero(~here[:length])
+        if len(wanted) == 0:
+            return
+        missing = keys.take(wanted)
+        come_from = np.array([mask[wanted] for mask in in_tiers]).argmax(axis=0)
+        if not self._is_worth(come_from, length * (self.recompute_s_per_block or math.inf)):
+            self.counts.not_worth += len(wanted)
+            request.hopeless.update(missing)
+            return
+        room = self._max_in_flight - self._num_reading
+        plan = super().prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
+        num_taken = 0 if plan is None else len(plan.keys)
+        if num_taken < len(missing):
+            # Asked again at every step, blocks that find no room now would drive out those that did.
+            self.counts.no_room += len(missing) - num_taken
+            request.hopeless.update(missing[num_taken:])
+        if plan is None or num_taken == 0:
+            return
+        self._num_reading += num_taken
+        come_from = come_from[:num_taken]
+        numbers = np.unique(come_from).tolist()
+        for number, part in zip(
+            numbers, plan.split([np.flatnonzero(come_from == n) for n in numbers]), strict=True
+        ):
+            behind = self._behind[number]
+            job = behind.tier.submit_read(part.keys, self._ram.pool, part.slots)
+            behind.jobs[job] = Job(part, self._clock())
+            self._rising.update(dict.fromkeys(part.keys, number + 1))
+
+    def _is_worth(self, come_from: Slots, compute_s: float) -> bool:
+        """Whether reading these blocks takes less time than computing what they make reachable."""
+        counts = np.bincount(come_from, minlength=len(self._behind)).tolist()
+        now = self._clock()
+        return all(
+            count == 0 or behind.is_worth(count, compute_s, now)
+            for behind, count in zip(self._behind, counts, strict=True)
+        )
+
+    def _wait(self, keys: Sequence[bytes], request: Waiting) -> LookupResult:
+        """RETRY, until the request has waited long enough for these blocks."""
+        had_given_up = request.gave_up
+        if not request.goes_on(self._clock(), self.deadline_s):
+            self.counts.gave_up += not had_given_up
+            return MISS
+        for key in keys:
+            if key in self._rising:
+                request.came_from[key] = self._rising[key]
+        return RETRY
+
+    def _take_in(self, number: int, behind: Behind, job: Job, ok: Mask, seconds: float) -> None:
+        """A job has ended: blocks that were read are ready, blocks that were written are let go."""
+        plan = job.plan
+        if isinstance(plan, LoadPlan):
+            behind.num_writing -= len(plan.keys)
+            self.unpin(plan)
+            return
+        self._num_reading -= len(plan.keys)
+        behind.speed.learn(len(plan.keys), seconds)
+        for key in plan.keys:
+            self._rising.pop(key, None)
+        read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
+        if len(read.keys):
+            self._ram.seal(read.keys, read.slots)
+            self.counts.promoted += len(read.keys)
+        self.counts.lost += len(lost.keys)
+        super().complete_store(read)
+        super().complete_store(lost, success=False)
+
+    def _write_down(self, row: int, keys: Keys, request: Waiting | None) -> None:
+        """Offer ready blocks to a tier; those that it takes stay pinned while they are written."""
+        behind = self._behind[row]
+        room = self._max_in_flight - behind.num_writing
+        if behind.is_stalled(self._clock(), self.deadline_s):
+            room = 0
+        self.counts.not_offered += max(0, len(keys) - room)
+        if room <= 0 or len(keys) == 0:
+            return
+        offered = self.pin(keys[:room])
+        # A tier takes its own checksum of what it is given: damage must not get a good one.
+        sound = self._ram.verify_slots(offered.keys, offered.slots)
+        offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
+        self.unpin(damaged, damaged=range(len(damaged.keys)))
+        record = request.records[row] if request is not None else None
+        job, taken = behind.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
+        kept, others = offered.split([np.flatnonzero(taken), np.flatnonzero(~taken)])
+        self.unpin(others)
+        if job == NO_JOB:
+            self.unpin(kept)
+            return
+        behind.jobs[job] = Job(kept, self._clock())
+        behind.num_writing += len(kept.keys)
+
+    def _end(self, ctx: RequestContext, request: Waiting) -> None:
+        """The request has finished and nothing of it is being stored any more: tiers learn what it used."""
+        if not request.finished or request.num_storing:
+            return
+        del self._requests[ctx]
+        path = ctx.keys()
+        in_tiers, _ = self._below(path, request)
+        for row, behind in enumerate(self._behind):
+            self._write_down(row, path.take(self._ready(path) & ~in_tiers[row]), request)
+            behind.tier.finish_request(request.records[row], path)
+
+    def _ready(self, keys: Keys) -> Mask:
+        """Which blocks are in RAM and can be read."""
+        nameless = self._context(None)
+        slots = self._resolve(nameless, nameless.see(keys))
+        ready: Mask = (slots != ABSENT) & (self.ref_cnt[slots] >= 0)
+        return ready

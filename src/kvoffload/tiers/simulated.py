@@ -1,0 +1,123 @@
+"""A tier without bytes: what a replay without data, a sweep or a plan puts behind RAM.
+
+Decides by the same manager, policy and admission objects as a tier on a disk; its jobs end at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.admission import Admission
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import Slots
+from kvoffload.core.policy import EvictionPolicy
+from kvoffload.core.request import RequestContext
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats
+from kvoffload.transfer import Blocks, Rows
+
+
+class SimulatedTier:
+    """A `SecondaryTier` that keeps account of blocks, and keeps none.
+
+    Args:
+        capacity_blocks, policy, admission, key_bytes: as for `OffloadingManager`.
+        block_bytes: what blocks would have, for `TierStats`; RAM's too.
+    """
+
+    name, medium = "simulated", "STORAGE"
+
+    def __init__(
+        self,
+        capacity_blocks: int,
+        *,
+        key_bytes: int,
+        block_bytes: int = 0,
+        policy: str | type[EvictionPolicy] = "lru",
+        admission: str | Admission = "all",
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._manager = OffloadingManager(
+            capacity_blocks, key_bytes=key_bytes, policy=policy, admission=admission
+        )
+        self._ended: list[JobResult] = []
+        self._next_job = 0
+        self._read = 0
+
+    def begin_request(self, request_id: str) -> RequestContext:
+        return self._manager.begin_request(request_id)
+
+    def finish_request(self, request: object, path: Keys) -> None:
+        assert isinstance(request, RequestContext)
+        # RAM asks for what it lacks first: its order of first sight is not that of the prefix.
+        self._manager.finish_request(request, path)
+
+    def contains(self, keys: Keys, request: object | None = None) -> Mask:
+        assert request is None or isinstance(request, RequestContext)
+        return self._manager.contains(keys, request)
+
+    def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
+        ok = self._manager.contains(keys)
+        self._read += int(np.count_nonzero(ok))
+        return self._end(ok)
+
+    def submit_write(
+        self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
+    ) -> tuple[int, Mask]:
+        assert request is None or isinstance(request, RequestContext)
+        taken = np.zeros(len(keys), np.bool_)
+        plan = self._manager.prepare_store(keys, request)
+        if plan is None or len(plan.keys) == 0:
+            return NO_JOB, taken
+        taken[plan.rows] = True
+        self._manager.complete_store(plan)
+        return self._end(np.ones(len(plan.keys), np.bool_)), taken
+
+    def finished(self) -> list[JobResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def delete(self, keys: Keys) -> int:
+        return self._manager.discard(keys)
+
+    def clear(self) -> None:
+        self._manager.reset()
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def stats(self) -> TierStats:
+        stats = self._manager.stats()
+        return TierStats(
+            capacity=stats.capacity,
+            ready=stats.ready,
+            free=stats.free,
+            written=stats.stored,
+            read=self._read,
+            evicted=stats.evicted,
+            refused=stats.refused,
+            dropped=stats.dropped,
+            bytes_written=stats.stored * self.block_bytes,
+            bytes_read=self._read * self.block_bytes,
+        )
+
+    def close(self) -> None:
+        pass
+
+    def _end(self, ok: Mask) -> int:
+        self._next_job += 1
+        self._ended.append(JobResult(self._next_job, ok, 0.0))
+        return self._next_job
+
+
+class NoMemory:
+    """RAM of a replay without bytes: every slot is there, none has any."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.pool: Blocks = np.empty((num_slots, 0), np.uint8)
+
+    def seal(self, keys: Keys, slots: Slots) -> None:
+        pass
+
+    def verify_slots(self, keys: Keys, slots: Slots) -> Mask:
+        return np.ones(len(keys), np.bool_)

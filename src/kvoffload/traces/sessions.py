@@ -1,0 +1,190 @@
+"""Plays the sessions of a `Workload` and writes down what the server would have been asked.
+
+Determinism is the point of this module: the dice are `random.Random.random`, whose stream Python
+guarantees, and all that follows is ``+ - * /`` on floats, which IEEE 754 fixes to the last bit. Nothing
+comes from libm or numpy's generators, both of which differ between machines and versions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+from typing import TypeAlias
+
+import numpy as np
+
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import LogNormal, Workload
+
+_Segment: TypeAlias = "int | tuple[str, int]"
+"""A piece of text: a number of its own if it occurs once, a kind and a number if many may use it."""
+
+_EMPTY = 0
+
+
+@dataclass(frozen=True)
+class _Context:
+    """A text so far: the ids of its full blocks, its length, and an identity that equal texts share."""
+
+    blocks: tuple[int, ...] = ()
+    tokens: int = 0
+    identity: int = _EMPTY
+
+
+@dataclass(frozen=True)
+class _Request:
+    time_ms: int
+    lap: int
+    session: int
+    blocks: tuple[int, ...]
+    output_tokens: int
+
+
+def generate(workload: Workload) -> Trace:
+    """Play all sessions and merge their requests by time.
+
+    The clock goes in a circle, for a server that was busy before the recording and stays so: what a
+    session would do after the end happens at the beginning, as the rest of a session that nobody saw
+    begin. So there is no rush hour, no quiet end, and the load does not change the number of requests.
+
+    Cost: about 0.7 s per million block references.
+    """
+    server = _Server(workload)
+    requests = [request for session in range(workload.sessions) for request in server.play(session)]
+    # The sort is stable: requests of one session and millisecond stay in order.
+    requests.sort(key=lambda request: (request.time_ms, request.session))
+    codes: dict[tuple[int, int], int] = {}
+    refs = [
+        codes.setdefault((block, 0 if block in server.shared_blocks else request.lap), len(codes))
+        for request in requests
+        for block in request.blocks
+    ]
+    return Trace(
+        name=workload.name,
+        block_tokens=workload.block_tokens,
+        block_ids=np.arange(len(codes), dtype=np.int64),
+        refs=np.array(refs, np.int32),
+        offsets=np.array([0, *accumulate(len(request.blocks) for request in requests)], np.int64),
+        timestamps_ms=np.array([request.time_ms for request in requests], np.int64),
+        output_tokens=np.array([request.output_tokens for request in requests], np.int64),
+    )
+
+
+class _Server:
+    """The sessions' common ground: dice, texts that many share, and one block id per different prefix."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.shared_blocks: set[int] = set()
+        self._workload = workload
+        self._window_ms = 1 + int(60_000 * workload.sessions / workload.sessions_per_minute)
+        self._random = Random(workload.seed).random
+        self._identities: dict[tuple[int, _Segment], int] = {}
+        self._blocks: dict[tuple[int, _Segment, int], int] = {}
+        self._unique_segments = 0
+        self._prompt_shares = _zipf(workload.shared_prompts)
+        self._document_shares = _zipf(workload.documents)
+        self._document_tokens = [self._draw(workload.document_tokens) for _ in range(workload.documents)]
+
+    def play(self, session: int) -> list[_Request]:
+        """All requests of one session and its sub-agents."""
+        workload = self._workload
+        start_ms = int(self._random() * self._window_ms)
+        prompt = self._choose(self._prompt_shares)
+        context = self._opening(prompt)
+        for _ in range(workload.documents_per_session):
+            document = self._choose(self._document_shares)
+            context = self._append(context, ("document", document), self._document_tokens[document])
+        requests: list[_Request] = []
+        self._converse(session, requests, start_ms, prompt, context)
+        return requests
+
+    def _converse(
+        self,
+        session: int,
+        requests: list[_Request],
+        time_ms: int,
+        prompt: int,
+        context: _Context,
+        *,
+        is_sub_agent: bool = False,
+    ) -> int:
+        """Append the requests of one conversation, and of its sub-agents; returns when it ends."""
+        workload = self._workload
+        mean_turns = workload.sub_agent_turns if is_sub_agent else workload.turns
+        asked: list[_Context] = []
+        message = workload.first_tokens
+        while True:
+            if asked and self._random() < workload.fork_share:
+                context = asked[int(self._random() * len(asked))]
+            context = self._write(context, prompt, self._draw(message))
+            asked.append(context)
+            answer_tokens = self._draw(workload.answer_tokens)
+            lap, time_in_lap_ms = divmod(time_ms, self._window_ms)
+            requests.append(_Request(time_in_lap_ms, lap, session, context.blocks, answer_tokens))
+            time_ms += self._draw(workload.think_time_s, unit=1000)
+            if not self._goes_on(len(asked), mean_turns):
+                return time_ms
+            context = self._write(context, prompt, answer_tokens)
+            message = workload.turn_tokens
+            if not is_sub_agent and self._random() < workload.sub_agent_share:
+                task = self._choose(self._prompt_shares)
+                opening = self._opening(task)
+                time_ms = self._converse(session, requests, time_ms, task, opening, is_sub_agent=True)
+
+    def _goes_on(self, turns: int, mean_turns: float) -> bool:
+        """Whether another turn follows: a beta-geometric number, sessions that lasted tend to go on."""
+        a, b = (mean_turns - 1) * (self._workload.turns_shape - 1), self._workload.turns_shape
+        return self._random() * (a + b + turns - 1) < a + turns - 1
+
+    def _opening(self, prompt: int) -> _Context:
+        return self._append(_Context(), ("prompt", prompt), self._workload.shared_prompt_tokens)
+
+    def _write(self, context: _Context, prompt: int, tokens: int) -> _Context:
+        """Append a text that occurs once, and compact the context first if it would become too long."""
+        workload = self._workload
+        if context.tokens + tokens > workload.context_limit_tokens:
+            context = self._append_once(self._opening(prompt), self._draw(workload.summary_tokens))
+        # One text may be longer than all that fits: its end is cut off.
+        room = max(0, workload.context_limit_tokens - context.tokens)
+        return self._append_once(context, min(tokens, room))
+
+    def _append_once(self, context: _Context, tokens: int) -> _Context:
+        self._unique_segments += 1
+        return self._append(context, self._unique_segments, tokens)
+
+    def _append(self, context: _Context, segment: _Segment, tokens: int) -> _Context:
+        """The context with `tokens` of `segment` behind it; equal appends to equal contexts are equal."""
+        before, total = context.identity, context.tokens + tokens
+        completed = range(len(context.blocks), total // self._workload.block_tokens)
+        blocks = [self._blocks.setdefault((before, segment, i), len(self._blocks)) for i in completed]
+        if isinstance(segment, tuple):
+            self.shared_blocks.update(blocks)
+        identity = self._identities.setdefault((before, segment), len(self._identities) + 1)
+        return _Context((*context.blocks, *blocks), total, identity)
+
+    def _choose(self, shares: list[float]) -> int:
+        return bisect_right(shares, self._random() * shares[-1])
+
+    def _draw(self, quantity: LogNormal, unit: int = 1) -> int:
+        """A whole number of 1/`unit`, at least 1."""
+        # Twelve dice are as good as normal up to three sigma, and need no logarithm. They are added one
+        # by one, because `sum` rounds differently since Python 3.12.
+        normal = -6.0
+        for _ in range(12):
+            normal += self._random()
+        return max(1, int(quantity.median * unit * _exp(quantity.sigma * normal) + 0.5))
+
+
+def _exp(x: float) -> float:
+    """``e**x`` for ``abs(x) < 24``, as ``(1 + x/4096)**4096``: 0.1 % low at 3, and equal on every machine."""
+    power = 1 + x / 4096
+    for _ in range(12):
+        power *= power
+    return power
+
+
+def _zipf(count: int) -> list[float]:
+    """Cumulated weights 1, 1/2, 1/3, ..."""
+    return list(accumulate(1 / rank for rank in range(1, count + 1)))

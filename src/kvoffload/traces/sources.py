@@ -1,0 +1,34 @@
+"""Where a trace comes from: the one place that turns what a user typed into a `Trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvoffload.errors import ConfigError
+from kvoffload.traces.readers import read_trace
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import BUILTIN, builtin
+
+
+def load_trace(
+    name_or_path: str | Path,
+    *,
+    block_tokens: int = 512,
+    skip_bad_lines: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> Trace:
+    """Generate a built-in workload, or read a file. A name of the former wins; ``./chat`` is a file.
+
+    The arguments are those of `read_trace`; a built-in is cut into blocks of `block_tokens`.
+
+    Raises: `ConfigError` if there is neither, `TraceError` as `read_trace` does.
+    """
+    if str(name_or_path) in BUILTIN:
+        return generate(builtin(str(name_or_path), block_tokens=block_tokens))
+    if not Path(name_or_path).exists():
+        raise ConfigError("trace", str(name_or_path), f"a file, or one of: {', '.join(BUILTIN)}")
+    return read_trace(
+        name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, progress=progress
+    )

@@ -1,0 +1,202 @@
+"""What a trace is like, seen from its block ids: lengths, turns, and how soon blocks return.
+
+Says nothing about caches; hits are the business of `replay.optimum` and of the replay itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.structures.jit import I64_ARRAY, READONLY_I32_ARRAY, READONLY_I64_ARRAY, inline, kernel
+from kvoffload.traces.trace import Trace
+
+_Int64s = npt.NDArray[np.int64]
+
+_NONE = -1
+_SHARED_PROMPT_FAN_OUT = 8
+
+
+class Percentiles(NamedTuple):
+    """A distribution in six numbers; all 0 if there is nothing to count."""
+
+    p10: float
+    p25: float
+    p50: float
+    p75: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class TraceStatistics:
+    """See `describe`. A *session* is inferred: a request that begins with all blocks of an earlier one is
+    taken for its next turn, unless these blocks are a shared prompt (more than eight different
+    continuations). Sessions that forked count as several, equal questions about one document as one.
+
+    Attributes:
+        duration_s: from the first arrival to the last.
+        blocks_per_request: full blocks, the shared prefix included.
+        output_tokens: generated per request.
+        sessions: inferred, sub-agents and forks included.
+        turns_per_session, mean_turns: requests of a session.
+        turn_gap_s: from a turn to the next.
+        new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no request had before.
+        concurrent_sessions: sessions between their first and last request, average over the duration.
+        reuse_time_s: from a block's use to its next use.
+        reuse_distance_blocks: different blocks used in between, where a request uses its blocks tail
+            first: an LRU with more blocks than that still has it.
+    """
+
+    requests: int
+    block_refs: int
+    unique_blocks: int
+    block_tokens: int
+    skipped_lines: int
+    duration_s: float
+    blocks_per_request: Percentiles
+    output_tokens: Percentiles
+    sessions: int
+    turns_per_session: Percentiles
+    mean_turns: float
+    turn_gap_s: Percentiles
+    new_blocks_first_turn: Percentiles
+    new_blocks_next_turn: Percentiles
+    concurrent_sessions: float
+    reuse_time_s: Percentiles
+    reuse_distance_blocks: Percentiles
+
+
+def describe(trace: Trace) -> TraceStatistics:
+    """All statistics of `trace`. Cost: about 0.15 s per million block references."""
+    lengths = np.diff(trace.offsets)
+    request_of = np.repeat(np.arange(trace.requests), lengths)
+    first_seen = _first_positions(trace)
+    new_blocks = np.bincount(request_of[first_seen], minlength=trace.requests)
+    previous_turn = _previous_turns(trace, request_of, first_seen, lengths - new_blocks)
+    session_of = _sessions(previous_turn)
+    is_next = previous_turn != _NONE
+    turns = np.bincount(session_of)
+    times_ms = trace.timestamps_ms
+    duration_ms = int(times_ms.max(initial=0) - times_ms.min(initial=2**62)) if trace.requests else 0
+    span_ms = _spans(session_of, times_ms)
+    used_before, reuse_distance = _reuses(trace)
+    return TraceStatistics(
+        requests=trace.requests,
+        block_refs=trace.block_refs,
+        unique_blocks=trace.unique_blocks,
+        block_tokens=trace.block_tokens,
+        skipped_lines=trace.skipped_lines,
+        duration_s=duration_ms / 1000,
+        blocks_per_request=_percentiles(lengths),
+        output_tokens=_percentiles(trace.output_tokens),
+        sessions=len(turns),
+        turns_per_session=_percentiles(turns),
+        mean_turns=trace.requests / max(len(turns), 1),
+        turn_gap_s=_percentiles((times_ms - times_ms[previous_turn])[is_next], unit=1000),
+        new_blocks_first_turn=_percentiles(new_blocks[~is_next]),
+        new_blocks_next_turn=_percentiles(new_blocks[is_next]),
+        concurrent_sessions=int(span_ms.sum()) / duration_ms if duration_ms else float(len(turns)),
+        reuse_time_s=_percentiles(
+            (times_ms[request_of] - times_ms[used_before])[used_before != _NONE], unit=1000
+        ),
+        reuse_distance_blocks=_percentiles(reuse_distance[reuse_distance != _NONE]),
+    )
+
+
+def _percentiles(values: _Int64s, unit: int = 1) -> Percentiles:
+    """Of the values in `unit`; each of them is a value that occurs."""
+    if len(values) == 0:
+        return Percentiles(0, 0, 0, 0, 0, 0)
+    found = np.percentile(values, (10, 25, 50, 75, 90, 99), method="inverted_cdf").tolist()
+    return Percentiles(*(value / unit if unit > 1 else value for value in found))
+
+
+def _first_positions(trace: Trace) -> _Int64s:
+    """Position in `refs` of the first use of each code."""
+    first = np.empty(trace.unique_blocks, np.int64)
+    first[trace.refs[::-1]] = np.arange(trace.block_refs - 1, -1, -1)
+    return first
+
+
+def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s) -> _Int64s:
+    """For each request, the one that it continues, or `_NONE`; `shared` is how many blocks it found known."""
+    starts, is_head = trace.offsets[:-1], np.zeros(trace.block_refs + 1, np.bool_)
+    is_head[starts] = True
+    parents = trace.refs[first_seen[~is_head[first_seen]] - 1]
+    fan_out = np.bincount(parents, minlength=trace.unique_blocks)
+    previous = np.full(trace.requests, _NONE, np.int64)
+    candidates = np.flatnonzero(shared > 0)
+    deepest_known = trace.refs[starts[candidates] + shared[candidates] - 1]
+    origin = request_of[first_seen[deepest_known]]
+    # The request that brought the deepest known block is continued if that block was its last one.
+    continues = first_seen[deepest_known] == trace.offsets[origin + 1] - 1
+    continues &= fan_out[deepest_known] <= _SHARED_PROMPT_FAN_OUT
+    previous[candidates[continues]] = origin[continues]
+    return previous
+
+
+def _sessions(previous_turn: _Int64s) -> _Int64s:
+    """Number the sessions from 0 by their first request; returns the session of each request."""
+    session_of: list[int] = []
+    sessions = 0
+    for previous in previous_turn.tolist():
+        session_of.append(sessions if previous == _NONE else session_of[previous])
+        sessions += previous == _NONE
+    return np.array(session_of, np.int64)
+
+
+def _spans(session_of: _Int64s, times_ms: _Int64s) -> _Int64s:
+    """Time from the first to the last request of each session."""
+    sessions = int(session_of.max(initial=_NONE)) + 1
+    first, last = np.full(sessions, 2**62), np.zeros(sessions, np.int64)
+    np.minimum.at(first, session_of, times_ms)
+    np.maximum.at(last, session_of, times_ms)
+    span_ms: _Int64s = last - first
+    return span_ms
+
+
+def _reuses(trace: Trace) -> tuple[_Int64s, _Int64s]:
+    """For each reference, the request that used the block before, and the reuse distance; else `_NONE`."""
+    used_before = np.full(trace.block_refs, _NONE, np.int64)
+    distance = np.full(trace.block_refs, _NONE, np.int64)
+    last_request = np.full(trace.unique_blocks, _NONE, np.int64)
+    last_access = np.zeros(trace.unique_blocks, np.int64)
+    counts = np.zeros(trace.block_refs + 1, np.int64)
+    _measure_reuses(trace.refs, trace.offsets, last_request, last_access, counts, used_before, distance)
+    return used_before, distance
+
+
+@inline
+def _add(counts: Any, access: int, amount: int) -> None:
+    while access < len(counts):
+        counts[access] += amount
+        access += access & -access
+
+
+# Each block is marked at its last access; accesses are numbered from 1. The marks behind a block's own are
+# the blocks used since. `counts` is a Fenwick tree over the marks (Fenwick, Software 24(3), 1994).
+@kernel((READONLY_I32_ARRAY, READONLY_I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY))
+def _measure_reuses(
+    refs: Any, offsets: Any, last_request: Any, last_access: Any, counts: Any, used_before: Any, distance: Any
+) -> None:
+    access = marked = 0
+    for request in range(len(offsets) - 1):
+        for position in range(offsets[request + 1] - 1, offsets[request] - 1, -1):
+            code = refs[position]
+            access += 1
+            if last_request[code] == _NONE:
+                marked += 1
+            else:
+                up_to_own, node = 0, last_access[code]
+                while node > 0:
+                    up_to_own += counts[node]
+                    node -= node & -node
+                used_before[position] = last_request[code]
+                distance[position] = marked - up_to_own
+                _add(counts, last_access[code], -1)
+            _add(counts, access, 1)
+            last_request[code], last_access[code] = request, access

@@ -1,0 +1,60 @@
+"""A trace in memory: what an LLM server was asked, as chained block ids.
+
+Owns the in-memory form only. Reading files is `traces.readers`, making traces is `traces.workloads`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in arrival order, each a chain of block ids. Immutable; arrays are shared, never copied.
+
+    An id stands for the whole prefix that ends in its block: equal ids in two requests mean equal
+    prefixes. Ids are renumbered to dense *codes* in order of first appearance, so that everything that
+    is known of a block is an array indexed by its code.
+
+    Attributes:
+        name: what reports call it (a file name without its suffixes, or a workload).
+        block_tokens: tokens in one block.
+        block_ids: shape ``(unique_blocks,)``, int64; code -> id in the file.
+        refs: shape ``(block_refs,)``, int32; codes of all requests, one request after the other.
+        offsets: shape ``(requests + 1,)``, int64; request `i` is ``refs[offsets[i]:offsets[i + 1]]``.
+        timestamps_ms: shape ``(requests,)``, int64; arrival.
+        output_tokens: shape ``(requests,)``, int64; tokens generated.
+        skipped_lines: bad lines that were left out on request.
+    """
+
+    name: str
+    block_tokens: int
+    block_ids: npt.NDArray[np.int64]
+    refs: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    timestamps_ms: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
+    skipped_lines: int = 0
+
+    @property
+    def requests(self) -> int:
+        """Number of requests."""
+        return len(self.offsets) - 1
+
+    @property
+    def block_refs(self) -> int:
+        """Number of block references, all requests summed."""
+        return len(self.refs)
+
+    @property
+    def unique_blocks(self) -> int:
+        """Number of different blocks."""
+        return len(self.block_ids)
+
+    @property
+    def longest_request(self) -> int:
+        """Blocks of the longest request; 0 for an empty trace."""
+        return int(np.diff(self.offsets).max(initial=0))

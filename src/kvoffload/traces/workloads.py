@@ -1,0 +1,167 @@
+"""Built-in workloads: requests that nobody recorded, shaped like those that somebody did.
+
+Owns the parameters and the presets; `traces.sessions` plays them. What the presets share with the
+recordings, and what not, is measured in docs/workloads.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from kvoffload.errors import ConfigError
+
+
+class LogNormal(NamedTuple):
+    """A positive quantity: half of the draws are below `median`, two thirds within a factor ``e**sigma``."""
+
+    median: float
+    sigma: float
+
+
+_ONE_TOKEN = LogNormal(1, 0)
+_AT_LEAST_ONE = {"sessions", "turns", "shared_prompts", "sub_agent_turns", "block_tokens"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the users of one imaginary LLM server do. Equal parameters give equal traces, everywhere.
+
+    A *session* opens with a shared prompt, documents (if any) and a first message; each further turn
+    appends the answer and a new message to everything before. Sessions start at random, evenly over
+    ``sessions / sessions_per_minute`` minutes, and all run to their end.
+
+    Attributes:
+        name: what reports call the trace.
+        sessions: conversations, sub-agents not counted.
+        sessions_per_minute: load. Twice the load is the same sessions in half the time.
+        turns: requests of a session on average, sub-agents not counted.
+        turns_shape: above 1. How alike sessions are: at 2 a few are very long, at 1000 each turn is the
+            last one with equal probability.
+        think_time_s: from a request to the next one of its session: answer, tools, the user.
+        shared_prompts: different system prompts; the i-th is chosen in proportion to 1/i.
+        shared_prompt_tokens: length of each of them.
+        first_tokens: what else stands in the first request, documents not counted.
+        turn_tokens: what a turn adds besides the answer before it: message, tool output.
+        answer_tokens: what the model generates.
+        documents: size of the collection; the i-th is chosen in proportion to 1/i.
+        documents_per_session: documents in the first request, between shared prompt and first message.
+        document_tokens: length of a document.
+        fork_share: share of the turns that go back to an earlier turn (edit, retry) and drop the rest.
+        sub_agent_share: share of the turns that wait for a sub-agent, a session of its own that begins
+            with a shared prompt.
+        sub_agent_turns: requests of a sub-agent on average.
+        context_limit_tokens: a context that would be longer is *compacted*: shared prompt and summary.
+        summary_tokens: length of that summary.
+        block_tokens: tokens in one block.
+        seed: other dice, same workload.
+    """
+
+    name: str
+    sessions: int
+    sessions_per_minute: float
+    turns: float
+    turns_shape: float
+    think_time_s: LogNormal
+    shared_prompts: int
+    shared_prompt_tokens: int
+    first_tokens: LogNormal
+    turn_tokens: LogNormal
+    answer_tokens: LogNormal
+    documents: int = 0
+    documents_per_session: int = 0
+    document_tokens: LogNormal = _ONE_TOKEN
+    fork_share: float = 0.0
+    sub_agent_share: float = 0.0
+    sub_agent_turns: float = 1.0
+    context_limit_tokens: int = 128_000
+    summary_tokens: LogNormal = _ONE_TOKEN
+    block_tokens: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse, with a `ConfigError`, what describes no server."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, LogNormal):
+                if not (0 < value.median < 1e9 and 0 <= value.sigma <= 4):
+                    raise ConfigError(field.name, tuple(value), "median above 0, sigma from 0 to 4")
+            elif field.name.endswith("_share") and not 0 <= value <= 0.5:
+                raise ConfigError(field.name, value, "0 to 0.5")
+            elif field.name in _AT_LEAST_ONE and not 1 <= value < 1e9:
+                raise ConfigError(field.name, value, "at least 1 and below 1e9")
+            elif not isinstance(value, str) and not 0 <= value < 1e9:
+                raise ConfigError(field.name, value, "at least 0 and below 1e9")
+        if self.sessions_per_minute == 0:
+            raise ConfigError("sessions_per_minute", 0, "above 0")
+        if self.turns_shape <= 1:
+            raise ConfigError("turns_shape", self.turns_shape, "above 1")
+        if self.documents_per_session > self.documents:
+            raise ConfigError("documents_per_session", self.documents_per_session, "at most `documents`")
+
+
+_CHAT = Workload(
+    name="chat",
+    sessions=1_300,
+    sessions_per_minute=37,
+    turns=1.55,
+    turns_shape=4,
+    think_time_s=LogNormal(140, 1.0),
+    shared_prompts=1,
+    shared_prompt_tokens=850,
+    first_tokens=LogNormal(5_500, 1.15),
+    turn_tokens=LogNormal(180, 2.0),
+    answer_tokens=LogNormal(280, 0.7),
+    summary_tokens=LogNormal(4_000, 0.5),
+)
+
+_AGENT = Workload(
+    name="agent",
+    sessions=40,
+    sessions_per_minute=0.22,
+    turns=55,
+    turns_shape=1000,
+    think_time_s=LogNormal(14, 1.6),
+    shared_prompts=6,
+    shared_prompt_tokens=6_000,
+    first_tokens=LogNormal(2_000, 1.5),
+    turn_tokens=LogNormal(250, 1.5),
+    answer_tokens=LogNormal(100, 0.8),
+    fork_share=0.02,
+    sub_agent_share=0.02,
+    sub_agent_turns=8,
+    context_limit_tokens=60_000,
+    summary_tokens=LogNormal(16_000, 0.5),
+)
+
+_RAG = Workload(
+    name="rag",
+    sessions=2_000,
+    sessions_per_minute=60,
+    turns=1.25,
+    turns_shape=1000,
+    think_time_s=LogNormal(45, 1.0),
+    shared_prompts=4,
+    shared_prompt_tokens=1_600,
+    first_tokens=LogNormal(120, 0.8),
+    turn_tokens=LogNormal(80, 0.8),
+    answer_tokens=LogNormal(250, 0.6),
+    documents=600,
+    documents_per_session=2,
+    document_tokens=LogNormal(4_000, 0.7),
+    summary_tokens=LogNormal(4_000, 0.5),
+)
+
+BUILTIN = {workload.name: workload for workload in (_AGENT, _CHAT, _RAG)}
+"""The presets by name, sorted."""
+
+
+def builtin(name: str, **overrides: Any) -> Workload:
+    """The preset `name` with some parameters replaced. Raises `ConfigError` for an unknown one of either."""
+    if name not in BUILTIN:
+        raise ConfigError("workload", name, f"one of: {', '.join(BUILTIN)}")
+    known = [field.name for field in fields(Workload) if field.name != "name"]
+    for key in overrides:
+        if key not in known:
+            raise ConfigError("workload parameter", key, f"one of: {', '.join(known)}")
+    return replace(BUILTIN[name], **overrides)
