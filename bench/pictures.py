@@ -50,7 +50,7 @@ KINDS = (
     ("never used again", "#8b949e66"),
 )
 SOON, LATER, CUT_OFF, NEVER = range(len(KINDS))
-BYPASS = (-0.5, -0.2, 0, 0.25, 0.5, 1, 2, 3)
+WRITE_COSTS = (-0.5, -0.2, 0, 0.25, 0.5, 1, 2, 3)
 GATES = ("all", "reuse:2", "tinylfu")
 
 _DECIMALS = re.compile(r"-?\d+\.\d{2,}")
@@ -200,11 +200,11 @@ def draw_hits_and_writes(trace: Trace, capacity_blocks: int) -> Figure:
         report = Replay(trace, ReplayConfig(capacity_blocks, policy, admission)).run()
         return report.writes_per_ref, report.prefix_hit_ratio
 
-    dial = np.array([measure("hazard", f"bypass:{cost}") for cost in BYPASS])
+    dial = np.array([measure(f"hazard,write_cost={cost}", "all") for cost in WRITE_COSTS])
     axes.plot(
-        *dial.T, color=KINDS[SOON][1], marker="o", markersize=4, linewidth=1.8, label="hazard, bypass:F"
+        *dial.T, color=KINDS[SOON][1], marker="o", markersize=4, linewidth=1.8, label="hazard, write_cost=F"
     )
-    for cost, (writes, hits) in zip(BYPASS, dial, strict=True):
+    for cost, (writes, hits) in zip(WRITE_COSTS, dial, strict=True):
         axes.annotate(
             f"F={cost:g}",
             (writes, hits),

@@ -15,7 +15,8 @@ chat="$1/mooncake_conversation/conversation_first60.jsonl"
 agents="$1/agentic_coding/agentic_12h.jsonl.xz $1/agentic_coding/agentic_3h.jsonl.xz"
 capacities=1%,2%,5%,10%,20%
 everyone=lru,fifo,slru,lfu,2q,arc,lirs,sieve,s3fifo,wtinylfu,gdsf,hazard
-rules=all,reuse:2,tinylfu,bypass:0.3,bypass:1
+rules=all,reuse:2,tinylfu
+dial=hazard,write_cost=0.3,hazard,write_cost=1
 
 sweep() {
     part=$1
@@ -29,9 +30,11 @@ sweep victim $chat $agents --capacities $capacities --device-blocks 0.25x,0.5x,1
     --stores on-device-eviction --policies lru,hazard
 sweep policies $chat --capacities $capacities --policies $everyone
 sweep rules $chat --capacities $capacities --policies lru,hazard --admissions $rules
+sweep dial $chat --capacities $capacities --policies lru,$dial
 sweep agents $agents --capacities 1%,5% --policies $everyone
 sweep agents_rules $agents --capacities 1%,5% --policies lru,hazard --admissions $rules
+sweep agents_dial $agents --capacities 1%,5% --policies lru,$dial
 
-# One header, and each combination once: the first twelve columns say which it is.
-awk -F, 'FNR == 1 && NR > 1 { next } !seen[$1,$2,$3,$4,$5,$6,$7,$8,$9,$10,$11,$12]++' "$output".*.csv > "$output"
+# One header, and each combination once: the first twelve columns say which it is, thirteen where a policy has a parameter.
+awk -F, 'FNR == 1 && NR > 1 { next } !seen[$1,$2,$3,$4,$5,$6,$7,$8,$9,$10,$11,$12,$13]++' "$output".*.csv > "$output"
 rm "$output".*.csv

@@ -74,9 +74,12 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
                                        "No module named 'nomodule'"),
         (["--policy", "json:loads"], "policy: 'json:loads' is not possible; it must be a subclass of "
                                      "EvictionPolicy"),
-        (["--admission", "reuse:0"], "admission: 'reuse:0' is not possible; allowed: all, reuse:N with "
-                                     "N >= 1 (reuse:1 is all), bypass, bypass:F with F from -1 to "
-                                     "1000, tinylfu"),
+        (["--admission", "reuse:0"], "admission: 'reuse:0' is not possible; store_threshold: allowed: a "
+                                     "whole number, 1 or more"),
+        (["--policy", "s3fifo,small_share=2"], "policy: 's3fifo,small_share=2' is not possible; "
+                                               "small_share: allowed: a number above 0 and below 1"),
+        (["--policy", "s3fifo,share=2"], "policy: 's3fifo,share=2' is not possible; 'share' is no parameter, "
+                                         "or twice; allowed: small_share=0.1, patience=8192"),
         (["--capacity", "0"], "capacity: '0' is not possible; it is no block; allowed: a number of blocks "
                               "(5000), a share of the unique blocks (5%), or a size (4GiB)"),
         (["--capacity", "10B"], "capacity: '10B' is not possible; it is less than one block (65,536 B); "

@@ -275,17 +275,18 @@ def test_behind_a_block_that_is_refused_all_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "admission", "is_taken"),
+    ("store", "write_cost", "is_taken"),
     [
-        (ON_COMPUTE, "all", False),
-        (ON_DEVICE_EVICTION, "all", True),
-        (ON_COMPUTE, "bypass:-0.2", True),
-        (ON_DEVICE_EVICTION, "bypass:0", False),
-        (ON_COMPUTE, "bypass:-0.1", False),
+        (ON_COMPUTE, None, False),
+        (ON_DEVICE_EVICTION, None, True),
+        (ON_COMPUTE, -0.2, True),
+        (ON_DEVICE_EVICTION, 0.0, False),
+        (ON_COMPUTE, -0.1, False),
     ],
 )
-def test_the_write_cost_is_a_dial(store: str, admission: str, is_taken: bool) -> None:
-    manager = learnt(1, 0.85, 1.0, store=store, admission=admission)
+def test_the_write_cost_is_a_dial(store: str, write_cost: float | None, is_taken: bool) -> None:
+    manager = learnt(1, 0.85, 1.0, store=store)
+    manager.policy.write_cost = write_cost
     if store == ON_DEVICE_EVICTION:  # there an offer is no use
         manager.touch(keys("ax"))
     manager.touch(keys("a"))
@@ -343,7 +344,8 @@ def use_on_device(manager: OffloadingManager, letters: str, times: int) -> None:
 
 
 def test_in_a_victim_tier_each_block_is_weighed_on_its_own() -> None:
-    manager = learnt(4, 0.3, 0.4, 2.0, 9.0, store=ON_DEVICE_EVICTION, admission="bypass:0")
+    manager = learnt(4, 0.3, 0.4, 2.0, 9.0, store=ON_DEVICE_EVICTION)
+    manager.policy.write_cost = 0.0
     for letters, times in (("xy", 2), ("mn", 5)):
         use_on_device(manager, letters, times)
         store(manager, letters)
@@ -441,7 +443,7 @@ def test_windows_are_counted_in_references() -> None:
     assert (policy._penalty, policy._shadow.counts.tolist()) == (1, [0, 0, 0])
 
 
-def test_bypass_and_stats_are_told() -> None:
+def test_stats_are_told() -> None:
     manager = make(Hazard, 4)
     use(manager, "ab")
     assert manager.stats().policy == {
@@ -506,11 +508,18 @@ def state(manager: OffloadingManager) -> Any:
     scripts(num_keys=16, max_steps=60),
     st.integers(1, 6),
     sizes,
-    st.sampled_from(["all", "gated", "bypass:0.3"]),
+    st.sampled_from(["all", "gated"]),
+    st.sampled_from([None, 0.3]),
 )
 def test_decides_as_its_naive_twin(
-    store: str, script: list[Step], capacity_blocks: int, attributes: dict[str, int], admission: str
+    store: str,
+    script: list[Step],
+    capacity_blocks: int,
+    attributes: dict[str, Any],
+    admission: str,
+    write_cost: float | None,
 ) -> None:
+    attributes = {**attributes, "write_cost": write_cost}
     fast, naive = both(attributes, capacity_blocks, store=store, admission=admission)
     for seen, expected in zip(play(fast, script, state), play(naive, script, state), strict=True):
         assert seen == expected

@@ -125,11 +125,17 @@ def test_the_oldest_policies_for_longer(policy: str) -> None:
     lives(policy, store=ON_DEVICE_EVICTION, capacity_blocks=1, key_bytes=5, share=0.2)
 
 
-@pytest.mark.parametrize("admission", ["reuse:2", "bypass", "bypass:-1", "tinylfu"])
+@pytest.mark.parametrize("admission", ["reuse:2", "tinylfu"])
 def test_a_rule_by_name(admission: str) -> None:
-    policy = SmallHazard if admission.startswith("bypass") else "lru"
-    lives(policy, admission, share=0.03)  # An audit of `reuse:2` reads its 64,000 places.
-    lives(policy, admission, store=ON_DEVICE_EVICTION, share=0.03)
+    lives("lru", admission, share=0.03)  # An audit of `reuse:2` reads its 64,000 places.
+    lives("lru", admission, store=ON_DEVICE_EVICTION, share=0.03)
+
+
+@pytest.mark.parametrize("write_cost", [0.0, -1.0])
+def test_a_write_cost(write_cost: float) -> None:
+    policy = type("Dialled", (SmallHazard,), {"write_cost": write_cost})
+    lives(policy, share=0.03)
+    lives(policy, store=ON_DEVICE_EVICTION, share=0.03)
 
 
 @pytest.mark.parametrize("store", [ON_COMPUTE, ON_DEVICE_EVICTION])

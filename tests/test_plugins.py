@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvoffload import policies
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.admission import ADMISSIONS, create_admission
+from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.policies.lru import LRU
@@ -18,6 +23,10 @@ from kvoffload.testing.naive.lru import NaiveLRU
 
 class Mine(NaiveLRU):
     name = "mine"
+    rounds: int = 3
+    share: float = 0.5
+    label = "no parameter: no annotation"
+    _hidden: int = 1
 
 class Another:
     pass
@@ -99,3 +108,59 @@ def test_a_file_that_cannot_be_run_is_forgotten(tmp_path: Path, text: str, messa
         POLICIES.find(f"{path}:Mine")
     path.write_text(POLICY)  # mended: the failure is not remembered
     assert POLICIES.find(f"{path}:Mine").name == "mine"
+
+
+def test_parameters_are_annotated_attributes_with_defaults(file: Path) -> None:
+    found = POLICIES.find(f"{file}:Mine,share=0.25,rounds=7")
+    assert issubclass(found, POLICIES.find(f"{file}:Mine"))
+    assert (vars(found)["rounds"], vars(found)["share"], found.name) == (7, 0.25, "mine")
+    listed = POLICIES.parameters(POLICIES.find(f"{file}:Mine"))
+    assert [(one.name, one.default, one.allowed) for one in listed] == [
+        ("rounds", 3, "a whole number"),
+        ("share", 0.5, "a number"),
+    ]
+    assert POLICIES.parameters(LRU) == []
+
+
+def test_the_first_parameter_may_follow_a_name() -> None:
+    found = ADMISSIONS.find("reuse:3,max_tracker_size=10")
+    rule = found.for_cache(key_bytes=8, capacity_blocks=4)
+    assert isinstance(rule, ReuseAdmission)
+    assert (rule.store_threshold, rule.max_tracker_size) == (3, 10)
+    assert create_admission("reuse:1", 8, 4) is create_admission("all", 8, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "s3fifo,small_share=1",
+            "small_share=1' is not possible; small_share: allowed: a number above 0 and below 1",
+        ),
+        ("s3fifo,patience=1.5", "patience: allowed: a whole number, 0 or more"),
+        (
+            "hazard,write_cost=nan",
+            "write_cost: allowed: a number from -1 to 1000",
+        ),
+        ("s3fifo,shar=1", "'shar' is no parameter, or twice; allowed: small_share=0.1, patience=8192"),
+        ("s3fifo,patience=1,patience=2", "'patience' is no parameter, or twice"),
+        ("s3fifo,patience", "'patience' is no parameter, or twice"),
+        ("lru,a=1", "'a' is no parameter, or twice; allowed: none"),
+        ("lru:5", "lru has no parameters"),
+    ],
+)
+def test_wrong_parameters(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        POLICIES.find(text)
+
+
+def test_a_new_file_is_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file in the room, nothing else: there is no list to add it to."""
+    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
+    assert "toy" not in POLICIES.names()
+    (tmp_path / "toy.py").write_text(POLICY.replace('"mine"', '"toy"'))
+    assert "toy" in POLICIES.names()
+    assert OffloadingManager(4, key_bytes=8, policy="toy,rounds=5").policy.name == "toy"
+    (tmp_path / "toy.py").unlink()
+    monkeypatch.delitem(sys.modules, "kvoffload.policies.toy")
+    assert "toy" not in POLICIES.names()

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvoffload import admission
 from kvoffload.cli.policies import policies as command
 from kvoffload.core import policy as contract
+from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
 from kvoffload.core.policy import POLICIES
 
-KEYS = ["name", "summary", "good_for", "paper", "default", "flagship", "kind"]
+KEYS = ["name", "summary", "good_for", "paper", "parameters", "kind", "default", "flagship"]
 
 
 def listed() -> list[dict[str, object]]:
@@ -28,7 +28,7 @@ def test_every_policy_and_rule_is_described() -> None:
     entries = listed()
     assert [entry["name"] for entry in entries if entry["kind"] == "policy"] == POLICIES.names()
     rules = [entry["name"] for entry in entries if entry["kind"] == "admission"]
-    assert rules == [rule.form for rule in admission.RULES]
+    assert rules == ADMISSIONS.names()
     for entry in entries:
         assert list(entry) == KEYS
         assert entry["summary"], entry
@@ -38,7 +38,7 @@ def test_every_policy_and_rule_is_described() -> None:
 
 def test_marks() -> None:
     entries = listed()
-    for kind, default in (("policy", contract.DEFAULT), ("admission", admission.DEFAULT)):
+    for kind, default in (("policy", contract.DEFAULT_POLICY), ("admission", DEFAULT_ADMISSION)):
         marked = [entry["name"] for entry in entries if entry["kind"] == kind and entry["default"]]
         assert marked == [default]
     assert [entry["name"] for entry in entries if entry["flagship"]] == [contract.FLAGSHIP]
@@ -47,8 +47,8 @@ def test_marks() -> None:
 def test_the_table_says_the_same() -> None:
     done = CliRunner().invoke(command, env={"COLUMNS": "200"})
     assert done.exit_code == 0
-    for words in ("policies (who leaves)", "admission rules (who may enter)", "reuse:N", "FAST 2003",
-                  "(default"):  # fmt: skip
+    for words in ("policies (who leaves)", "admission rules (who may enter)", "FAST 2003",
+                  "store_threshold=2", "write_cost=None", "(default"):  # fmt: skip
         assert words in done.stdout, words
 
 
@@ -68,7 +68,9 @@ def third_parties(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         EntryPoint("x-broken", "broken_policy:Policy", "kvoffload.policies"),
         EntryPoint("x-other", "json:JSONDecoder", "kvoffload.policies"),
     ]
-    monkeypatch.setattr("kvoffload.plugins.entry_points", lambda group: points)
+    monkeypatch.setattr(
+        "kvoffload.plugins.entry_points", lambda group: [point for point in points if point.group == group]
+    )
 
 
 @pytest.mark.usefixtures("third_parties")

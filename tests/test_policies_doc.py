@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from kvoffload.admission import RULES
+from kvoffload.core.admission import ADMISSIONS
 from kvoffload.core.plans import STORES
 from kvoffload.core.policy import POLICIES
 
@@ -53,7 +53,7 @@ def test_every_policy_has_a_section_and_its_picture(policy: str) -> None:
     assert "Cost:" in section
 
 
-@pytest.mark.parametrize("name", [*(rule.form for rule in RULES), *STORES])
+@pytest.mark.parametrize("name", [*ADMISSIONS.names(), *STORES])
 def test_every_rule_and_store_mode_has_a_section(name: str) -> None:
     assert f"\n### `{name}`\n" in DOCUMENT
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.admission import create
 from kvoffload.admission.reuse import ReuseAdmission
-from kvoffload.core.admission import Admission
+from kvoffload.core.admission import Admission, create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
@@ -158,17 +157,15 @@ def test_a_refusal_for_want_of_room_counts_nothing() -> None:
 
 @pytest.mark.parametrize("spec", ["reuse:1", "all"])
 def test_one_request_is_enough_is_no_gate_at_all(spec: str) -> None:
-    assert create(spec, 8, 10) is None
+    assert create_admission(spec, 8, 10) is None
     manager = gated(spec)
     assert offer(manager, "abc") == "abc"
     assert manager.stats().refused == 0
 
 
-@pytest.mark.parametrize(
-    "spec", ["reuse", "reuse:", "reuse:0", "reuse:-1", "reuse:x", "reuse:1.5", "al", "all:2"]
-)
+@pytest.mark.parametrize("spec", ["reuse:", "reuse:0", "reuse:-1", "reuse:x", "reuse:1.5", "al", "all:2"])
 def test_what_cannot_be_understood_is_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match=r"admission: .*allowed: all, reuse:N"):
+    with pytest.raises(ConfigError, match=r"admission: .*(allowed: |no parameters)"):
         gated(spec)
 
 

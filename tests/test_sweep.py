@@ -529,8 +529,8 @@ def test_a_worker_that_is_killed_ends_the_sweep(
                                                       "is not possible; it cannot be used: "),
         (["--policies", "lru,,arc"], "policies: 'lru,,arc' is not possible; values with commas between them, "
                                      "none of them empty"),
-        (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is not possible; allowed: all, reuse:N with "
-                                          "N >= 1 (reuse:1 is all)"),
+        (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is not possible; store_threshold: allowed: a "
+                                          "whole number, 1 or more"),
         (["--stores", "sometimes"], "stores: 'sometimes' is not possible; allowed: "),
         (["--capacities", "5%,0"], "capacities: '0' is not possible; it is no block; allowed: a number of "
                                    "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "errors": set(),
     "_version": set(),
     "config": {"errors"},
-    "plugins": {"errors"},
+    "plugins": {"config", "errors"},
     "structures": {"errors"},
     "core": {"structures", "plugins", "errors"},
     "policies": {"core", "structures", "errors"},
@@ -50,8 +50,21 @@ MAY_IMPORT = {
         "errors",
     },
     "compat": {"admission", "core", "structures", "errors"},
-    "integrations": {"tiering", "tiers", "transfer", "core", "structures", "config", "errors", "_version"},
-    "cli": {"integrations", "sweep", "replay", "traces", "tiers", "core", "config", "errors", "_version"},
+    "integrations": {
+        *("tiering", "tiers", "transfer", "core", "structures", "plugins", "config", "errors", "_version"),
+    },
+    "cli": {
+        "integrations",
+        "plugins",
+        "sweep",
+        "replay",
+        "traces",
+        "tiers",
+        "core",
+        "config",
+        "errors",
+        "_version",
+    },
 }
 """Room -> rooms that it may import, besides itself: from the ground to the roof, so that no arrow goes up."""
 
@@ -97,7 +110,7 @@ def test_rooms_import_what_is_below_them() -> None:
             continue  # the package itself names what is public, wherever it is
         rooms = {module.split(".")[1] for module in imports_of(path) if module.startswith("kvoffload.")}
         forbidden = (rooms & set(MAY_IMPORT)) - MAY_IMPORT[room] - {room}
-        wrong += [f"{path.relative_to(PACKAGE)}: {other}" for other in forbidden - {"admission"}]
+        wrong += [f"{path.relative_to(PACKAGE)}: {other}" for other in forbidden]
     assert not wrong
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import EvictionPolicy
-from kvoffload.policies.two_q import TwoQ
+from kvoffload.policies._2q import TwoQ
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.two_q import NaiveTwoQ
 from letters import begin_store, keys, letters_at, load, make, store, text, use

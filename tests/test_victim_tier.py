@@ -338,15 +338,14 @@ def test_a_kept_block_is_not_asked_whether_it_may_enter() -> None:
     assert (manager.stats().kept, manager.stats().refused) == (1, 0)
 
 
-def test_bypass_is_a_dial_of_the_policy() -> None:
+def test_the_write_cost_is_a_parameter_of_the_policy() -> None:
     assert victim_tier("hazard").policy.write_cost is None
-    assert victim_tier("hazard", admission="bypass").policy.write_cost == 0
-    assert victim_tier("hazard", admission="bypass:-0.5").policy.write_cost == -0.5
-    assert victim_tier("lru", admission="bypass:0.5").admission is None
-    with pytest.raises(ConfigError, match="bypass:F"):
-        victim_tier(admission="bypass:x")
-    with pytest.raises(ConfigError, match="F from -1 to 1000"):
-        victim_tier(admission="bypass:-2")
+    assert victim_tier("hazard:-0.5").policy.write_cost == -0.5
+    assert victim_tier("hazard,write_cost=0").policy.write_cost == 0
+    with pytest.raises(ConfigError, match="'write_cost' is no parameter, or twice; allowed: none"):
+        victim_tier("lru,write_cost=1")
+    with pytest.raises(ConfigError, match="write_cost: allowed: a number from -1 to 1000"):
+        victim_tier("hazard,write_cost=-2")
 
 
 @pytest.mark.parametrize("mode", ["", "victim", "on-eviction"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload.admission import RULES
 from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.admission import ADMISSIONS, create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import CombinedConfigError, ConfigError
@@ -73,7 +73,7 @@ def test_two_names_of_one_thing(ours: str, vllms: str, one: Any, other: Any, fie
 @pytest.mark.parametrize("policy", [*POLICIES.names(), "kvoffload.policies.arc:ARC", f"{EXAMPLE}:MyPolicy"])
 def test_every_policy(policy: str) -> None:
     options = parse_options({"ram": 4096, "eviction_policy": policy})
-    OffloadingManager(4, key_bytes=36, policy=options.policy, admission=options.admission_rule(36))
+    OffloadingManager(4, key_bytes=36, policy=options.policy, admission=options.admission)
 
 
 @pytest.mark.parametrize("name", ["policy", "eviction_policy"])
@@ -83,24 +83,26 @@ def test_unknown_policy_names_the_nearest(name: str) -> None:
     assert "did you mean hazard?" in found
 
 
-@pytest.mark.parametrize("rule", [rule.form.replace(":F", ":0.5").replace(":N", ":3") for rule in RULES])
+@pytest.mark.parametrize("rule", [*ADMISSIONS.names(), "reuse:3"])
 def test_every_admission_rule(rule: str) -> None:
-    assert parse_options({"ram": 1, "admission": rule}).admission_rule(36) == rule
+    assert parse_options({"ram": 1, "admission": rule}).admission == rule
 
 
 def test_vllms_threshold_is_reuse() -> None:
     assert parse_options({"ram": 1, "store_threshold": 0}).admission == "all"
-    assert parse_options({"ram": 1, "store_threshold": 1, "max_tracker_size": 9}).admission_rule(36) == "all"
+    assert parse_options({"ram": 1, "store_threshold": 1, "max_tracker_size": 9}).admission == "all"
     assert parse_options({"ram": 1, "store_threshold": "3"}).admission == "reuse:3"
     assert parse_options({"ram": 1, "store_threshold": 3, "admission": "reuse:3"}).admission == "reuse:3"
     assert "admission is 'all'" in message(ram=1, store_threshold=3, admission="all")
 
 
 def test_size_of_the_tracker() -> None:
-    rule = parse_options({"ram": 1, "store_threshold": 2, "max_tracker_size": 7}).admission_rule(36)
+    text = parse_options({"ram": 1, "store_threshold": 2, "max_tracker_size": 7}).admission
+    assert text == "reuse:2,max_tracker_size=7"
+    rule = create_admission(text, 36, 100)
     assert isinstance(rule, ReuseAdmission)
     assert len(rule._counts) == 7
-    assert "belongs to reuse:N" in message(ram=1, admission="tinylfu", max_tracker_size=7)
+    assert "belongs to reuse" in message(ram=1, admission="tinylfu", max_tracker_size=7)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
+import types
+import typing
+from typing import Any
+
+import msgspec
 
 from kvoffload.errors import ConfigError
 
@@ -76,3 +82,35 @@ def parse_capacity(field: str, text: str, block_bytes: int, unique_blocks: int) 
     if blocks < 1:
         raise ConfigError(field, text, f"{what}; {allowed}")
     return blocks
+
+
+def convert(field: str, value: object, kind: Any) -> Any:
+    """`value`, which may be text, as a `kind`: a type, with bounds where it is ``Annotated`` with
+    `msgspec.Meta`. Raises `ConfigError` that says what is allowed."""
+    try:
+        found = msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError:
+        found = math.nan
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ConfigError(field, value, f"allowed: {possible_values(kind)}")
+    return found
+
+
+def possible_values(kind: Any) -> str:
+    """What `convert` takes, in words: ``a whole number, 1 or more``."""
+    if typing.get_origin(kind) is typing.Annotated:
+        plain, *metas = typing.get_args(kind)
+        return possible_values(plain) + "".join(_bounds(meta) for meta in metas)
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(possible_values(one) for one in typing.get_args(kind) if one is not type(None))
+    words = {int: "a whole number", float: "a number", bool: "true, false", str: "a text"}
+    return words.get(kind, str(kind))
+
+
+def _bounds(meta: msgspec.Meta) -> str:
+    if meta.ge is not None:
+        return f" from {meta.ge} to {meta.le}" if meta.le is not None else f", {meta.ge} or more"
+    words = (("above", meta.gt), ("below", meta.lt), ("up to", meta.le))
+    return " and".join(f" {word} {bound}" for word, bound in words if bound is not None)

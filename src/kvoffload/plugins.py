@@ -1,4 +1,4 @@
-"""How a policy or an admission rule is found by what the user typed."""
+"""How a class is found by what the user typed, with its parameters."""
 
 from __future__ import annotations
 
@@ -6,74 +6,162 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import pkgutil
 import sys
-from collections.abc import Mapping
-from importlib.metadata import entry_points
+import typing
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from kvoffload.config import convert, possible_values
 from kvoffload.errors import ConfigError
 
 T = TypeVar("T")
 
 
-class Registry(Generic[T]):
-    """Classes by name: built in, from an installed package's entry points, ``module:Class``, or
-    ``path/to/file.py:Class``.
+class Parameter(NamedTuple):
+    """One parameter of a class, as lists show it.
 
-    A class is imported when it is asked for, once in a process. A file need not be on the path of Python's
-    imports. Its module gets a name that follows from where the file is, so that the class can be pickled,
-    and unpickled wherever the same text was looked up before: send the text to other processes.
+    Attributes:
+        default: its value where the user says nothing.
+        kind: its type, with bounds.
+        allowed: the same in words.
     """
 
-    def __init__(self, field: str, base: type[Any], group: str, builtin: Mapping[str, str]) -> None:
-        self._field, self._base, self._group, self._builtin = field, base, group, dict(builtin)
+    name: str
+    default: object
+    kind: Any
+    allowed: str
+
+
+class Registry(Generic[T]):
+    """The classes that implement one contract, by name, and how they are created from text.
+
+    A class is known by its name if its module stands in `package`, in a file of that name (with a leading
+    underscore where the name begins with a digit), or if an installed package has an entry point of that name
+    in the group that is called like `package`. Any other is ``module:Class`` or ``path/to/file.py:Class``.
+
+    Parameters follow behind commas: ``s3fifo,small_share=0.2``. A parameter is a public attribute of the
+    class with an annotation and a default, which is not a ``ClassVar``. The value of the first one may follow
+    a name behind a colon: ``reuse:2``.
+
+    A class is imported when it is asked for. A file need not be on the path of Python's imports: its module
+    gets a name that follows from where the file is, so that the class can be pickled, and unpickled wherever
+    the same text was looked up before. Send the text to other processes.
+
+    Args:
+        field: what errors call it: ``policy``.
+        base: the class of the contract. Parameters are what is declared below it.
+        package: where those that come with us stand.
+    """
+
+    def __init__(self, field: str, base: type[Any], package: str) -> None:
+        self.field, self._base, self._package = field, base, package
 
     def names(self) -> list[str]:
         """Names that `find` knows, sorted."""
-        return sorted({*self._builtin, *(point.name for point in entry_points(group=self._group))})
+        return sorted({*self._built_in(), *(point.name for point in self._entry_points())})
 
-    def find(self, name: str | type[T]) -> type[T]:
-        """The class called `name`, or itself. Raises `ConfigError`: what is allowed, and what is near."""
-        if not isinstance(name, str):
-            return self._check(name, name)
-        for point in entry_points(group=self._group):
-            if point.name == name and name not in self._builtin:
-                return self._check(name, point.load())
-        home, _, attribute = self._builtin.get(name, name).rpartition(":")
+    def find(self, spec: str | type[T]) -> type[T]:
+        """The class that `spec` names; with parameters, a class derived from it that has them as defaults.
+
+        Raises: `ConfigError`, with what is allowed, and what is near.
+        """
+        if not isinstance(spec, str):
+            return self._check(spec, spec)
+        name, *settings = spec.split(",")
+        found, value = self._named(name)
+        if value is None and not settings:
+            return found
+        known = self.parameters(found)
+        given = [setting.partition("=") for setting in settings]
+        if value is not None and known:
+            given.insert(0, (known[0].name, "=", value))
+        elif value is not None:
+            raise ConfigError(self.field, spec, f"{name.partition(':')[0]} has no parameters")
+        values: dict[str, Any] = {}
+        for parameter, equals, text in given:
+            match = next((one for one in known if one.name == parameter), None)
+            if match is None or not equals or parameter in values:
+                names = ", ".join(f"{one.name}={one.default}" for one in known) or "none"
+                raise ConfigError(
+                    self.field, spec, f"{parameter!r} is no parameter, or twice; allowed: {names}"
+                )
+            try:
+                values[parameter] = convert(parameter, text, match.kind)
+            except ConfigError as problem:
+                raise ConfigError(self.field, spec, f"{parameter}: {problem.allowed}") from None
+        values |= {"__module__": found.__module__, "__doc__": found.__doc__}
+        return type(found.__name__, (found,), values)
+
+    def parameters(self, found: type[T]) -> list[Parameter]:
+        """What can be set of a class, in the order of declaration. Cost: evaluates annotations."""
+        listed: dict[str, Parameter] = {}
+        for owner in reversed(found.__mro__):
+            if not issubclass(owner, self._base) or owner.__module__ == self._base.__module__:
+                continue
+            hints = typing.get_type_hints(owner, include_extras=True)
+            for name in vars(owner).get("__annotations__", {}):
+                kind = hints[name]
+                if name[0] == "_" or typing.get_origin(kind) is ClassVar or not hasattr(found, name):
+                    continue
+                listed[name] = Parameter(name, getattr(found, name), kind, possible_values(kind))
+        return list(listed.values())
+
+    def _named(self, name: str) -> tuple[type[T], str | None]:
+        """The class without parameters, and the text behind the colon of a known name."""
+        known, colon, text = name.partition(":")
+        value = text if colon else None
+        for point in self._entry_points():
+            if point.name == known and known not in self._built_in():
+                return self._check(known, point.load()), value
+        if known in self._built_in():
+            module = self._import(known, self._built_in()[known])
+            return next(found for found in self._own(module) if found.name == known), value  # type: ignore[attr-defined]
+        home, _, attribute = name.rpartition(":")
         if not (home and attribute):
             near = difflib.get_close_matches(name, self.names(), 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             others = "module:Class, or path/to/file.py:Class"
-            raise ConfigError(self._field, name, f"allowed: {', '.join(self.names())}, {others}{hint}")
+            raise ConfigError(self.field, name, f"allowed: {', '.join(self.names())}, {others}{hint}")
+        module = self._import(name, home)
+        if not hasattr(module, attribute):
+            own = ", ".join(found.__name__ for found in self._own(module))
+            raise ConfigError(self.field, name, f"{home} has no {attribute}{own and f'; it has {own}'}")
+        return self._check(name, getattr(module, attribute)), None
+
+    def _built_in(self) -> dict[str, str]:
+        folder = importlib.import_module(self._package).__path__
+        return {one.name.lstrip("_"): f"{self._package}.{one.name}" for one in pkgutil.iter_modules(folder)}
+
+    def _entry_points(self) -> list[EntryPoint]:
+        return list(entry_points(group=self._package))
+
+    def _import(self, name: str, home: str) -> ModuleType:
         if home.endswith(".py") and not Path(home).is_file():
-            raise ConfigError(self._field, name, f"there is no file {home}")
+            raise ConfigError(self.field, name, f"there is no file {home}")
         try:
-            module = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+            return _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
         except (ImportError, SyntaxError) as error:
-            raise ConfigError(self._field, name, f"it cannot be imported: {error}") from error
+            raise ConfigError(self.field, name, f"it cannot be imported: {error}") from error
         except Exception as error:
             kind = type(error).__name__
-            raise ConfigError(self._field, name, f"it cannot be imported: {kind}: {error}") from error
-        if not hasattr(module, attribute):
-            raise ConfigError(self._field, name, f"{home} has no {attribute}{self._hint(module)}")
-        return self._check(name, getattr(module, attribute))
+            raise ConfigError(self.field, name, f"it cannot be imported: {kind}: {error}") from error
 
-    def _hint(self, module: ModuleType) -> str:
-        """What a module does have, of its own."""
-        own = [
-            key
-            for key, value in vars(module).items()
-            if isinstance(value, type)
-            and issubclass(value, self._base)
-            and value.__module__ == module.__name__
+    def _own(self, module: ModuleType) -> list[type[T]]:
+        """The classes of the contract that stand in a module, or in a part of its package."""
+        return [
+            found
+            for found in vars(module).values()
+            if isinstance(found, type)
+            and issubclass(found, self._base)
+            and f"{found.__module__}.".startswith(f"{module.__name__}.")
         ]
-        return f"; it has {', '.join(own)}" if own else ""
 
     def _check(self, name: object, found: object) -> type[T]:
         if not (isinstance(found, type) and issubclass(found, self._base)):
-            raise ConfigError(self._field, name, f"it must be a subclass of {self._base.__name__}")
+            raise ConfigError(self.field, name, f"it must be a subclass of {self._base.__name__}")
         return found
 
 

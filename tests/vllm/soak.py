@@ -41,7 +41,7 @@ def soak(seconds: float, seed: int) -> bool:
             options: dict[str, Any] = {
                 "ram": rng.choice(["4MiB", "6MiB", "12MiB"]),
                 "policy": rng.choice(POLICIES.names()),
-                "admission": rng.choice(["all", "all", "reuse:2", "bypass", "tinylfu"]),
+                "admission": rng.choice(["all", "all", "reuse:2", "tinylfu"]),
                 "verify": rng.choice(["always", "tiers"]),
                 "blocks_per_chunk": rng.choice([1, 1, 3]),
                 "prompt_only": rng.choice([True, False]),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
 import numpy as np
 
 from kvoffload.core.admission import Admission
@@ -37,6 +40,9 @@ class ReuseAdmission(Admission):
     Cost: one index probe a key, and a few writes. Memory: 32 bytes and the key for each tracked key.
     """
 
+    store_threshold: Annotated[int, msgspec.Meta(ge=1)] = 2
+    max_tracker_size: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_TRACKER_SIZE
+
     name = "reuse"
     good_for = "few writes: a tier whose writes are dear, with room to spare; the first reuse is lost"
 
@@ -48,9 +54,16 @@ class ReuseAdmission(Admission):
         if max_tracker_size < 1:
             raise ConfigError("max_tracker_size", max_tracker_size, "it must be 1 or more")
         self.key_bytes = key_bytes
-        self.store_threshold = store_threshold
+        self.store_threshold, self.max_tracker_size = store_threshold, max_tracker_size
         self._tracker = KeyLists(max_tracker_size, key_bytes, 1)
         self._counts = np.full(max_tracker_size, 0, np.int32)
+
+    @classmethod
+    def for_cache(cls, key_bytes: int, capacity_blocks: int) -> ReuseAdmission | None:
+        """None for a threshold of 1, which every block reaches."""
+        if cls.store_threshold == 1:
+            return None
+        return cls(key_bytes, cls.store_threshold, cls.max_tracker_size)
 
     def count(self, keys: Keys) -> None:
         index, links = self._tracker.index, self._tracker.lists.links

@@ -58,6 +58,11 @@ class TinyLFUAdmission(Admission):
         self._capacity_blocks = self._num_unseen = capacity_blocks
         self._sketch = FrequencySketch(capacity_blocks)
 
+    @classmethod
+    def for_cache(cls, key_bytes: int, capacity_blocks: int) -> TinyLFUAdmission:
+        """Of any length of keys."""
+        return cls(capacity_blocks)
+
     def count(self, keys: Keys) -> None:
         _count(self._sketch.table, self._sketch.state, keys.words)
 

@@ -10,8 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload import admission
-from kvoffload.core.policy import DEFAULT, FLAGSHIP, POLICIES
+from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
+from kvoffload.core.policy import DEFAULT_POLICY, FLAGSHIP, POLICIES
+from kvoffload.plugins import Registry
 
 
 @click.command()
@@ -23,7 +24,8 @@ def policies(form: str) -> None:
 
     Policies of other installed packages are listed too; one that cannot be imported with its error.
     """
-    listed = [_policy(name) for name in POLICIES.names()] + [_rule(rule) for rule in admission.RULES]
+    listed = [_described("policy", POLICIES, name) for name in POLICIES.names()]
+    listed += [_described("admission", ADMISSIONS, name) for name in ADMISSIONS.names()]
     if form == "json":
         click.echo(json.dumps(listed, indent=2))
         return
@@ -32,33 +34,29 @@ def policies(form: str) -> None:
     console.print(_table("admission rules (who may enter)", "admission", listed))
 
 
-def _policy(name: str) -> dict[str, Any]:
-    marks = {"default": name == DEFAULT, "flagship": name == FLAGSHIP, "kind": "policy"}
+def _described(kind: str, registry: Registry[Any], name: str) -> dict[str, Any]:
+    default = name == (DEFAULT_POLICY if kind == "policy" else DEFAULT_ADMISSION)
+    marks = {"kind": kind, "default": default, "flagship": kind == "policy" and name == FLAGSHIP}
     try:
-        found = POLICIES.find(name)
+        found = registry.find(name)
+        parameters = [
+            {"name": one.name, "default": one.default, "allowed": one.allowed}
+            for one in registry.parameters(found)
+        ]
     except Exception as error:
         # Somebody else's module may fail in any way when it is imported.
         reason = " ".join(str(error).split())
-        return {"name": name, "summary": "", "good_for": "", "paper": "", **marks,
+        return {"name": name, "summary": "", "good_for": "", "paper": "", "parameters": [], **marks,
                 "error": f"{type(error).__name__}: {reason}"}  # fmt: skip
     summary = (found.__doc__ or "").strip().partition("\n")[0]
-    return {"name": name, "summary": summary, "good_for": found.good_for, "paper": found.paper, **marks}
-
-
-def _rule(rule: admission.Description) -> dict[str, Any]:
-    marks = {"default": rule.form == admission.DEFAULT, "flagship": False, "kind": "admission"}
-    return {
-        "name": rule.form,
-        "summary": rule.summary,
-        "good_for": rule.good_for,
-        "paper": rule.paper,
-    } | marks
+    return {"name": name, "summary": summary, "good_for": found.good_for, "paper": found.paper,
+            "parameters": parameters, **marks}  # fmt: skip
 
 
 def _table(title: str, kind: str, listed: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("name", no_wrap=True)
-    for heading in ("what it is", "good for", "paper"):
+    for heading in ("what it is", "good for", "parameters", "paper"):
         table.add_column(heading)
     for entry in listed:
         if entry["kind"] != kind:
@@ -66,5 +64,6 @@ def _table(title: str, kind: str, listed: list[dict[str, Any]]) -> Table:
         marks = [mark for mark in ("default", "flagship") if entry[mark]]
         name = entry["name"] + (f" ({', '.join(marks)})" if marks else "")
         summary = f"cannot be imported: {entry['error']}" if "error" in entry else entry["summary"]
-        table.add_row(name, summary, entry["good_for"], entry["paper"])
+        parameters = "\n".join(f"{one['name']}={one['default']}" for one in entry["parameters"])
+        table.add_row(name, summary, entry["good_for"], parameters, entry["paper"])
     return table

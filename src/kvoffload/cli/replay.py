@@ -30,7 +30,7 @@ from kvoffload.traces.trace import Trace
 @click.option(
     "--policy", default="lru", show_default=True, help="A name (a wrong one lists all), or module:Class."
 )
-@click.option("--admission", default="all", show_default=True, help="all, reuse:N, bypass:F or tinylfu.")
+@click.option("--admission", default="all", show_default=True, help="all, reuse:N or tinylfu.")
 @click.option(
     "--capacity",
     default="5%",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from kvoffload.plugins import Registry
 from kvoffload.structures.jit import Bools
 from kvoffload.structures.keys import Keys
 
@@ -17,7 +18,7 @@ class Admission(ABC):
     a store.
 
     Attributes:
-        name: what users type, before the colon.
+        name: what users type.
         good_for: where it is worth trying, in a line.
         paper: where it was published.
         key_bytes: the one length of keys that it understands; None for any.
@@ -27,6 +28,16 @@ class Admission(ABC):
     good_for: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     key_bytes: int | None = None
+
+    @classmethod
+    def for_cache(cls, key_bytes: int, capacity_blocks: int) -> Admission | None:
+        """The rule for one cache, with the parameters of the class; None where it would admit every block.
+
+        Args:
+            key_bytes: length of the cache's keys.
+            capacity_blocks: its slots, for rules whose memory grows with the cache.
+        """
+        return cls()
 
     @abstractmethod
     def count(self, keys: Keys) -> None:
@@ -53,3 +64,21 @@ class Admission(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget everything that was counted."""
+
+
+ADMISSIONS: Registry[Admission] = Registry("admission", Admission, "kvoffload.admission")
+
+DEFAULT_ADMISSION = "all"
+"""What is used if the user says nothing."""
+
+
+def create_admission(
+    rule: str | type[Admission] | Admission | None, key_bytes: int, capacity_blocks: int
+) -> Admission | None:
+    """The rule for one cache: a name with parameters, a class, or a rule, which is passed through.
+
+    None: every block is admitted. Raises `ConfigError`.
+    """
+    if rule is None or isinstance(rule, Admission):
+        return rule
+    return ADMISSIONS.find(rule).for_cache(key_bytes, capacity_blocks)

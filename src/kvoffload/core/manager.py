@@ -13,10 +13,8 @@ from copy import copy
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload import admission as admissions
-from kvoffload.admission.bypass import BypassAdmission
 from kvoffload.core import kernels
-from kvoffload.core.admission import Admission
+from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
 from kvoffload.core.plans import (
     ON_COMPUTE,
     ON_DEVICE_EVICTION,
@@ -29,7 +27,7 @@ from kvoffload.core.plans import (
     Slots,
     StorePlan,
 )
-from kvoffload.core.policy import POLICIES, EvictionPolicy
+from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from kvoffload.core.protection import FREE, WRITING, Protected
 from kvoffload.core.replacement import replace_blocks
 from kvoffload.core.request import RequestContext
@@ -61,8 +59,9 @@ class OffloadingManager:
     Args:
         capacity_blocks: number of slots.
         key_bytes: length of every key. vLLM's are a block hash and 4 bytes more.
-        policy: who leaves: a name, ``module:Class``, or a subclass of `EvictionPolicy`.
-        admission: who may enter: ``all``, ``reuse:N``, or an `Admission`.
+        policy: which blocks leave: a name, ``module:Class``, or a subclass of `EvictionPolicy`. Parameters
+            follow a name: ``s3fifo,small_share=0.2``.
+        admission: which blocks may enter: ``all``, ``reuse:2``, ..., or an `Admission`.
         store: when blocks are offered: ``on-compute`` (as soon as the device has computed them; the tier
             then holds what the device holds, and more) or ``on-device-eviction`` (when the device drops
             them: a *victim* tier, which holds what the device does not).
@@ -81,8 +80,8 @@ class OffloadingManager:
         capacity_blocks: int,
         *,
         key_bytes: int = 32,
-        policy: str | type[EvictionPolicy] = "lru",
-        admission: str | Admission | None = "all",
+        policy: str | type[EvictionPolicy] = DEFAULT_POLICY,
+        admission: str | Admission | None = DEFAULT_ADMISSION,
         store: str = ON_COMPUTE,
         enable_events: bool = False,
         medium: str = "CPU",
@@ -96,10 +95,7 @@ class OffloadingManager:
         self.block_size = block_size
         self.index = Index(capacity_blocks, key_bytes).populate()
         self.policy = POLICIES.find(policy)(self.index)
-        self.admission = admissions.create(admission, key_bytes, capacity_blocks)
-        if isinstance(self.admission, BypassAdmission):
-            self.policy.write_cost = self.admission.write_cost
-            self.admission = None
+        self.admission = create_admission(admission, key_bytes, capacity_blocks)
         if self.admission is not None and self.admission.key_bytes not in (None, key_bytes):
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         if store not in STORES:

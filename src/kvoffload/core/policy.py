@@ -40,9 +40,11 @@ class EvictionPolicy(ABC):
             `replace` until it returns.
         capacity_blocks: number of slots.
         refuses: whether `replace` may refuse new blocks.
-        write_cost: how much better than the block that would leave a new one must be to be worth its
-            write, as a fraction; set by the admission rule ``bypass:F``, for policies that refuse. None:
-            the policy's own choice.
+        write_cost: of a policy that weighs blocks: how much better than the block that would leave a new one
+            must be to be worth its write, as a fraction. None: the policy's own choice.
+
+    Every other public attribute with an annotation and a default, which is not a ``ClassVar``, is a parameter
+    that users may set: ``s3fifo,small_share=0.2`` (see `Registry`).
     """
 
     name: ClassVar[str]
@@ -176,28 +178,10 @@ class BlockwisePolicy(EvictionPolicy):
             self.forget(slot)
 
 
-POLICIES: Registry[EvictionPolicy] = Registry(
-    "policy",
-    EvictionPolicy,
-    "kvoffload.policies",
-    {
-        "2q": "kvoffload.policies.two_q:TwoQ",
-        "arc": "kvoffload.policies.arc:ARC",
-        "fifo": "kvoffload.policies.fifo:FIFO",
-        "gdsf": "kvoffload.policies.gdsf:GDSF",
-        "hazard": "kvoffload.policies.hazard.policy:Hazard",
-        "lfu": "kvoffload.policies.lfu:LFU",
-        "lirs": "kvoffload.policies.lirs:LIRS",
-        "lru": "kvoffload.policies.lru:LRU",
-        "s3fifo": "kvoffload.policies.s3fifo:S3FIFO",
-        "sieve": "kvoffload.policies.sieve:SIEVE",
-        "slru": "kvoffload.policies.slru:SLRU",
-        "wtinylfu": "kvoffload.policies.wtinylfu:WTinyLFU",
-    },
-)
+POLICIES: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvoffload.policies")
 
-DEFAULT = "lru"
-"""What is used if nobody says otherwise."""
+DEFAULT_POLICY = "lru"
+"""What is used if the user says nothing."""
 
 FLAGSHIP = "hazard"
 """What we would use ourselves."""

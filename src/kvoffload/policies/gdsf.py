@@ -7,8 +7,9 @@ Algorithms", USITS 1997.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from kvoffload.core.policy import EvictionPolicy, Reused, Slots
@@ -79,7 +80,7 @@ class GDSF(EvictionPolicy):
         "Cherkasova, Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy, "
         "HP Laboratories HPL-98-69R1, 1998"
     )
-    block_attention_ratio: ClassVar[float] = 0.0005
+    block_attention_ratio: Annotated[float, msgspec.Meta(ge=0)] = 0.0005
     """Attention over one block of context, by the linear work on a block."""
 
     def __init__(self, index: Index) -> None:

@@ -7,7 +7,9 @@ eviction scheme", 2010.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated
+
+import msgspec
 
 from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, evictable
@@ -53,7 +55,7 @@ class LFU(EvictionPolicy):
     name = "lfu"
     good_for = "a fixed set of shared prompts; conversations, which end, it keeps long after"
     paper = "Aho, Denning and Ullman, Principles of Optimal Page Replacement, Journal of the ACM 18(1), 1971"
-    max_count: ClassVar[int] = 256
+    max_count: Annotated[int, msgspec.Meta(ge=1)] = 256
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

@@ -6,8 +6,9 @@ algorithm 1.
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeAlias
+from typing import Annotated, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -79,8 +80,8 @@ class S3FIFO(EvictionPolicy):
     name = "s3fifo"
     good_for = "caches much smaller than what is live: chat or agents under pressure; with room LRU is better"
     paper = "Yang, Zhang, Qiu, Yue and Rashmi, FIFO queues are all you need for cache eviction, SOSP 2023"
-    small_share: ClassVar[float] = 0.1
-    patience: ClassVar[int] = 8_192
+    small_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.1
+    patience: Annotated[int, msgspec.Meta(ge=0)] = 8_192
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

@@ -6,8 +6,9 @@ Algorithm for Web Caches", NSDI 2024, algorithm 1.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from kvoffload.core.policy import EvictionPolicy, Reused, Slots
@@ -65,7 +66,7 @@ class SIEVE(EvictionPolicy):
         "Zhang, Yang, Yue, Vigfusson and Rashmi, SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction "
         "Algorithm for Web Caches, NSDI 2024"
     )
-    patience: ClassVar[int] = 8_192
+    patience: Annotated[int, msgspec.Meta(ge=0)] = 8_192
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

@@ -6,7 +6,9 @@ Source: Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Per
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated
+
+import msgspec
 
 from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, evictable
@@ -60,7 +62,7 @@ class SLRU(EvictionPolicy):
         "Karedla, Love and Wherry, Caching Strategies to Improve Disk System Performance, "
         "IEEE Computer 27(3), 1994"
     )
-    proven_share: ClassVar[float] = 0.2
+    proven_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.2
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

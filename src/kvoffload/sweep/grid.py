@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload import admission as admissions
 from kvoffload.config import parse_capacity, parse_size
+from kvoffload.core.admission import create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES, EvictionPolicy
@@ -107,7 +107,7 @@ class Grid:
         for policy in self.policies:
             POLICIES.find(policy)
         for admission in self.admissions:
-            admissions.create(admission, KEY_BYTES, 1)
+            create_admission(admission, KEY_BYTES, 1)
         for policy in self.policies:
             self._needs_one([why_not(policy, admission) for admission in self.admissions])
         for admission in self.admissions:
@@ -185,8 +185,16 @@ def why_not(policy: str | type[EvictionPolicy], admission: str) -> ConfigError |
 
 
 def axis(field: str, text: str) -> tuple[str, ...]:
-    """What a list like ``lru,arc`` names, each once, in its order. Raises `ConfigError`."""
-    values = [value.strip() for value in text.split(",")]
+    """What a list like ``lru,arc`` names, each once, in its order. Raises `ConfigError`.
+
+    What has a ``=`` is a parameter of what stands before it: ``lru,s3fifo,small_share=0.2`` are two.
+    """
+    values: list[str] = []
+    for value in text.split(","):
+        if "=" in value and values:
+            values[-1] += f",{value.strip()}"
+        else:
+            values.append(value.strip())
     if "" in values:
         raise ConfigError(field, text, "values with commas between them, none of them empty")
     return tuple(dict.fromkeys(values))

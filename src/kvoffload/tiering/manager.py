@@ -33,7 +33,8 @@ class TieredManager(OffloadingManager):
     **Down.** A block is offered to every tier when its store is complete, and again when a request that
     used it finishes, while it is in RAM: each tier's own admission rule decides. It is pinned in RAM while
     it is written. A tier that is busy drops the offer; nobody waits. RAM is the tiers' door: what its
-    admission rule refuses reaches none of them, and its policy refuses nothing, unless told to (``bypass``).
+    admission rule refuses reaches none of them, and its policy refuses nothing, unless its ``write_cost`` is
+    set.
 
     **Up.** When a request asks for a prefix that goes on in a tier, room is reserved for as much of it as
     fits, the blocks are read into it and verified, and meanwhile the answer is RETRY. Blocks that arrive

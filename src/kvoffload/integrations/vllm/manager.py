@@ -114,7 +114,7 @@ class KVOffloadManager(OffloadingManager):
         given: dict[str, Any] = {
             "key_bytes": key_bytes,
             "policy": options.policy,
-            "admission": options.admission_rule(key_bytes),
+            "admission": options.admission,
             "store": options.store,
             "enable_events": self._enable_events,
             "block_size": self._tokens_per_block,

@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvoffload import admission as admissions
-from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.config import parse_size
-from kvoffload.core.admission import Admission
+from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
 from kvoffload.core.plans import ON_COMPUTE, STORES
-from kvoffload.core.policy import DEFAULT, POLICIES
+from kvoffload.core.policy import DEFAULT_POLICY, POLICIES
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.tiers import TierOptions, parse_tiers
+from kvoffload.plugins import Registry
 
 T = TypeVar("T")
 
@@ -68,7 +67,6 @@ class VLLMOptions:
         ram_bytes: of all workers of the engine together, as vLLM counts them.
         policy: a name, ``module:Class`` or ``path/to/file.py:Class``; it can be imported.
         admission: a rule in the form of `kvoffload.admission`.
-        max_tracker_size: keys that ``reuse:N`` counts; None for its default.
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``.
         prompt_only: leave out blocks computed after the prompt. True is vLLM's default, too.
@@ -83,9 +81,8 @@ class VLLMOptions:
     """
 
     ram_bytes: int
-    policy: str = DEFAULT
-    admission: str = admissions.DEFAULT
-    max_tracker_size: int | None = None
+    policy: str = DEFAULT_POLICY
+    admission: str = DEFAULT_ADMISSION
     store: str = ON_COMPUTE
     verify: str = TIERS
     prompt_only: bool = True
@@ -95,13 +92,6 @@ class VLLMOptions:
     tiers: tuple[TierOptions, ...] = ()
     tier_deadline_s: float = 2.0
     recompute_tokens_per_s: float | None = None
-
-    def admission_rule(self, key_bytes: int) -> str | Admission:
-        """What the manager takes for ``admission``."""
-        name, _, threshold = self.admission.partition(":")
-        if self.max_tracker_size is None or name != "reuse" or int(threshold) < 2:
-            return self.admission
-        return ReuseAdmission(key_bytes, int(threshold), self.max_tracker_size)
 
 
 def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
@@ -131,16 +121,14 @@ class _Reader:
         ram = self._either("ram", "cpu_bytes_to_use", _size)
         if self.given.get("ram") is None and self.given.get("cpu_bytes_to_use") is None:
             self._wrong("ram", "it must be given: bytes, or a size such as 64GiB")
-        admission, tracker = self._admission()
         blocks, tokens = self._one("blocks_per_chunk", _count), self._one("block_size", _count)
         if blocks is not None and tokens is not None:
             self._wrong("block_size", "blocks_per_chunk is given as well, which says the same; give one")
         self._only_ours()
         options = VLLMOptions(
             ram_bytes=ram or 0,
-            policy=self._either("policy", "eviction_policy", _policy) or DEFAULT,
-            admission=admission,
-            max_tracker_size=tracker,
+            policy=self._either("policy", "eviction_policy", _policy) or DEFAULT_POLICY,
+            admission=self._admission(),
             store=self._one("store", _choice(STORES)) or ON_COMPUTE,
             verify=self._one("verify", _choice(VERIFY)) or TIERS,
             prompt_only=self._either("prompt_only", "offload_prompt_only", _switch) is not False,
@@ -155,20 +143,22 @@ class _Reader:
             raise CombinedConfigError(WHERE, self.problems)
         return options
 
-    def _admission(self) -> tuple[str, int | None]:
-        """The rule, and the size of its tracker; vLLM's threshold is the same as ``reuse:N``."""
+    def _admission(self) -> str:
+        """The rule; vLLM's threshold and the size of its tracker are parameters of ``reuse``."""
         rule = self._one("admission", _admission)
         threshold = self._one("store_threshold", _not_negative)
         tracker = self._one("max_tracker_size", _count)
         if threshold is not None:
-            native = f"reuse:{threshold}" if threshold >= 2 else admissions.DEFAULT
+            native = f"reuse:{threshold}" if threshold >= 2 else DEFAULT_ADMISSION
             if rule is not None and rule != native:
                 self._wrong("store_threshold", f"admission is {rule!r}, which says otherwise; give one")
             rule = native
-        rule = rule or admissions.DEFAULT
-        if tracker is not None and rule not in (admissions.DEFAULT, "reuse:1") and rule[:6] != "reuse:":
-            self._wrong("max_tracker_size", f"it belongs to reuse:N, and admission is {rule!r}")
-        return rule, tracker
+        rule = rule or DEFAULT_ADMISSION
+        if tracker is not None and rule[:5] == "reuse":
+            return f"{rule},max_tracker_size={tracker}"
+        if tracker is not None and rule != DEFAULT_ADMISSION:
+            self._wrong("max_tracker_size", f"it belongs to reuse, and admission is {rule!r}")
+        return rule
 
     def _only_ours(self) -> None:
         """What vLLM's own specs understand, and this one can only have in one way."""
@@ -261,17 +251,18 @@ def _choice(allowed: tuple[str, ...]) -> Callable[[str, Any], str]:
 
 
 def _policy(name: str, value: Any) -> str:
+    return _named(POLICIES, name, value)
+
+
+def _named(registry: Registry[Any], name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ConfigError(name, value, "allowed: the name of a policy")
+        raise ConfigError(name, value, f"allowed: the name of one ({', '.join(registry.names())})")
     try:
-        POLICIES.find(value)
+        registry.find(value)
     except ConfigError as problem:
         raise ConfigError(name, value, problem.allowed) from None
     return value
 
 
 def _admission(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(name, value, admissions.ALLOWED)
-    admissions.create(value, key_bytes=1, capacity_blocks=1)
-    return value
+    return _named(ADMISSIONS, name, value)

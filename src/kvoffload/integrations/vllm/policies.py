@@ -178,11 +178,7 @@ class VLLMPolicy(CachePolicy):
     def _manager_for(self, key: bytes) -> OffloadingManager:
         """Our manager, made when the first key tells how long keys are."""
         if self._manager is None:
-            manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
-            # Nobody can refuse here: what vLLM wants to store, somebody makes room for.
-            manager.policy.write_cost = -1
-            manager.policy.refuses = False  # type: ignore[misc]
-            self._manager = manager
+            self._manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
         return self._manager
 
     def _request(self, req_context: Any, keys: list[bytes]) -> _Request:
@@ -207,7 +203,8 @@ class VLLMPolicy(CachePolicy):
 
     def _enter(self, entering: list[bytes], ctx: RequestContext | None) -> list[bytes]:
         """Give slots to blocks that vLLM will insert one by one; who left for them."""
-        plan = self._manager_for(entering[0]).prepare_store(entering, ctx)
+        # vLLM asks for room, and takes no refusal.
+        plan = self._manager_for(entering[0]).prepare_store(entering, ctx, admitted=True)
         assert plan is not None, f"no room for {entering[0].hex()}"
         evicted = list(plan.evicted)
         self._expected = set(plan.keys)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload import admission as admissions
 from kvoffload._version import __version__
 from kvoffload.config import parse_size
-from kvoffload.core.policy import DEFAULT, POLICIES
+from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
+from kvoffload.core.policy import DEFAULT_POLICY, POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.versions import EngineFacts
@@ -50,8 +50,8 @@ class TierOptions:
 
     paths: tuple[str, ...]
     capacity_bytes: int
-    policy: str = DEFAULT
-    admission: str = admissions.DEFAULT
+    policy: str = DEFAULT_POLICY
+    admission: str = DEFAULT_ADMISSION
     max_write_bytes_per_day: int | None = None
     salt: str = ""
 
@@ -113,13 +113,13 @@ def _parse(name: str, tier: Any) -> TierOptions:
     options = TierOptions(
         tuple(paths),
         _bytes(f"{name}.capacity", tier["capacity"]),
-        str(tier.get("policy", DEFAULT)),
-        str(tier.get("admission", admissions.DEFAULT)),
+        str(tier.get("policy", DEFAULT_POLICY)),
+        str(tier.get("admission", DEFAULT_ADMISSION)),
         None if budget is None else _bytes(f"{name}.max_write_bytes_per_day", budget),
         str(tier.get("salt", "")),
     )
     POLICIES.find(options.policy)
-    admissions.create(options.admission, key_bytes=1, capacity_blocks=1)
+    ADMISSIONS.find(options.admission)
     return options
 
 

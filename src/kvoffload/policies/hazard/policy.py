@@ -5,8 +5,9 @@ Our own policy. See `Hazard` for the idea, `history` and `lifetimes` for what it
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from kvoffload.core.policy import REFUSED, EvictionPolicy, Reused, Slots
@@ -64,15 +65,15 @@ class Hazard(EvictionPolicy):
     - A shadow LRU (`ShadowLRU`) runs beside it. If the shadow hits 0.5 points more, LRU decides for a
       while, and for longer each time (set duelling: Qureshi et al., ISCA 2007).
 
-    `write_cost` (the admission rule ``bypass:F``) is the dial between hits and writes: a new block must be
-    worth ``1 + F`` times the block that leaves. By default 0, and -0.2 in a victim tier, where writes stay
-    in the host.
+    `write_cost` is the dial between hits and writes: a new block must be worth ``1 + write_cost`` times the
+    block that leaves. By default 0, and -0.2 in a victim tier, where writes stay in the host.
 
     Time is counted in block references. Cost per block: three index probes and a scan of 50 classes for a
     victim. Memory: 44 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
     capacity, if that is more), and 3 MB.
 
     Attributes:
+        write_cost: see above.
         history_capacity: keys of history, if that is more than twice the capacity.
         sample_capacity, half_life: as in `Lifetimes`.
         duel_window: references between two verdicts of the duel; at most twenty times the capacity, at
@@ -80,11 +81,12 @@ class Hazard(EvictionPolicy):
         warm_up: how many times the age at which LRU evicts must have passed.
     """
 
-    history_capacity: ClassVar[int] = 1 << 16
-    sample_capacity: ClassVar[int] = 1 << 15
-    half_life: ClassVar[int] = 200_000
-    duel_window: ClassVar[int] = 20_000
-    warm_up: ClassVar[int] = 3
+    write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
+    history_capacity: Annotated[int, msgspec.Meta(ge=1)] = 1 << 16
+    sample_capacity: Annotated[int, msgspec.Meta(ge=1)] = 1 << 15
+    half_life: Annotated[int, msgspec.Meta(ge=1)] = 200_000
+    duel_window: Annotated[int, msgspec.Meta(ge=1)] = 20_000
+    warm_up: Annotated[int, msgspec.Meta(ge=1)] = 3
 
     name = "hazard"
     good_for = "caches smaller than the live working set: more hits than LRU for a fraction of its writes"

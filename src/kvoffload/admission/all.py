@@ -1,0 +1,29 @@
+"""Admit every block."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.admission import Admission
+from kvoffload.structures.jit import Bools
+from kvoffload.structures.keys import Keys
+
+
+class AdmitAll(Admission):
+    """Admit every block: no gate, no cost."""
+
+    name = "all"
+    good_for = "tiers whose writes are cheap; the default"
+
+    @classmethod
+    def for_cache(cls, key_bytes: int, capacity_blocks: int) -> None:
+        """None: a cache without a gate does not ask."""
+
+    def count(self, keys: Keys) -> None:
+        """Nothing to count."""
+
+    def admit(self, keys: Keys) -> Bools:
+        return np.ones(len(keys), np.bool_)
+
+    def reset(self) -> None:
+        """Nothing to forget."""
