@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.admission import Admission
-from kvoffload.structures.jit import Bools
+from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.admission_conformance import AdmissionConformance
 from kvoffload.testing.naive.reuse import NaiveReuse
@@ -38,14 +38,14 @@ class Faulty(NaiveReuse):
 
 
 class CountsQuestions(Faulty):
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         allowed = super().admit(keys)
         self.count(keys)
         return allowed
 
 
 class AnswersForAll(Faulty):
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         return super().admit(keys).all(keepdims=True)
 
 
@@ -79,7 +79,7 @@ class SharesItsCounts(Faulty):
 
 
 class IsOffByOne(Faulty):
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         return np.array([self.counts.get(key, 0) > self.store_threshold for key in keys], np.bool_)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.core.admission import Admission
-from kvoffload.structures.jit import Bools
+from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 
 
@@ -22,7 +22,7 @@ class AdmitAll(Admission):
     def count(self, keys: Keys) -> None:
         """Nothing to count."""
 
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         return np.ones(len(keys), np.bool_)
 
     def reset(self) -> None:

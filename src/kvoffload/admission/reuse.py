@@ -11,16 +11,12 @@ from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
 from kvoffload.structures.index import ABSENT, find, hash_row
 from kvoffload.structures.jit import (
-    BOOL_ARRAY,
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    U64s,
+    BoolArray,
+    I32Array,
+    I32Matrix,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     kernel,
 )
 from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
@@ -73,7 +69,7 @@ class ReuseAdmission(Admission):
         index, links = self._tracker.index, self._tracker.lists.links
         _refresh(index.table, index.keys, links, keys.words)
 
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         index, allowed = self._tracker.index, np.empty(len(keys), np.bool_)
         _admit(index.table, index.keys, self._counts, keys.words, self.store_threshold, allowed)
         return allowed
@@ -87,8 +83,8 @@ class ReuseAdmission(Admission):
         return {self._tracker.index.key_at(p): int(self._counts[p]) for p in positions}
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_MATRIX, I32_ARRAY, READONLY_U64_MATRIX))
-def _count(table: U64s, keys: U64s, links: I32s, counts: I32s, batch: U64s) -> int:
+@kernel
+def _count(table: U64Array, keys: U64Matrix, links: I32Matrix, counts: I32Array, batch: ReadU64Matrix) -> int:
     tracked, spare = links.shape[0] - 2, links.shape[0] - 1
     # Of a request longer than the tracker only the head can be remembered.
     length = min(batch.shape[0], keys.shape[0])
@@ -110,8 +106,8 @@ def _count(table: U64s, keys: U64s, links: I32s, counts: I32s, batch: U64s) -> i
     return length
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_MATRIX, READONLY_U64_MATRIX))
-def _refresh(table: U64s, keys: U64s, links: I32s, batch: U64s) -> int:
+@kernel
+def _refresh(table: U64Array, keys: U64Matrix, links: I32Matrix, batch: ReadU64Matrix) -> int:
     for row in range(batch.shape[0] - 1, -1, -1):
         position = find(table, keys, batch, row, hash_row(batch, row))
         if position != ABSENT:
@@ -119,8 +115,15 @@ def _refresh(table: U64s, keys: U64s, links: I32s, batch: U64s) -> int:
     return batch.shape[0]
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, READONLY_U64_MATRIX, I64, BOOL_ARRAY))
-def _admit(table: U64s, keys: U64s, counts: I32s, batch: U64s, threshold: int, allowed: Bools) -> int:
+@kernel
+def _admit(
+    table: U64Array,
+    keys: U64Matrix,
+    counts: I32Array,
+    batch: ReadU64Matrix,
+    threshold: int,
+    allowed: BoolArray,
+) -> int:
     for row in range(batch.shape[0]):
         position = find(table, keys, batch, row, hash_row(batch, row))
         allowed[row] = position != ABSENT and counts[position] >= threshold

@@ -7,18 +7,7 @@ import numpy as np
 from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
 from kvoffload.structures.index import hash_row
-from kvoffload.structures.jit import (
-    BOOL_ARRAY,
-    I64,
-    I64_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    Bools,
-    I64s,
-    U64s,
-    kernel,
-    prefetch,
-)
+from kvoffload.structures.jit import BoolArray, I64Array, ReadU64Matrix, U64Array, kernel, prefetch
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.sketch import FrequencySketch, add, estimate, line_of
 
@@ -66,7 +55,7 @@ class TinyLFUAdmission(Admission):
     def count(self, keys: Keys) -> None:
         _count(self._sketch.table, self._sketch.state, keys.words)
 
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         allowed = np.empty(len(keys), np.bool_)
         _admit(self._sketch.table, keys.words, self._num_unseen, allowed)
         self._num_unseen -= min(self._num_unseen, len(keys))
@@ -77,8 +66,8 @@ class TinyLFUAdmission(Admission):
         self._num_unseen = self._capacity_blocks
 
 
-@kernel(I64(U64_ARRAY, I64_ARRAY, READONLY_U64_MATRIX))
-def _count(table: U64s, state: I64s, batch: U64s) -> int:
+@kernel
+def _count(table: U64Array, state: I64Array, batch: ReadU64Matrix) -> int:
     for row in range(batch.shape[0]):
         prefetch(table, line_of(table, hash_row(batch, row)))
     for row in range(batch.shape[0]):
@@ -86,8 +75,8 @@ def _count(table: U64s, state: I64s, batch: U64s) -> int:
     return batch.shape[0]
 
 
-@kernel(I64(U64_ARRAY, READONLY_U64_MATRIX, I64, BOOL_ARRAY))
-def _admit(table: U64s, batch: U64s, num_unseen: int, allowed: Bools) -> int:
+@kernel
+def _admit(table: U64Array, batch: ReadU64Matrix, num_unseen: int, allowed: BoolArray) -> int:
     for row in range(batch.shape[0]):
         allowed[row] = row < num_unseen or estimate(table, hash_row(batch, row)) >= THRESHOLD
     return batch.shape[0]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from kvoffload.plugins import Registry
-from kvoffload.structures.jit import Bools
+from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 
 
@@ -50,7 +50,7 @@ class Admission(ABC):
         """
 
     @abstractmethod
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         """Which of the absent blocks `keys` may enter: shape ``(len(keys),)``, bool."""
 
     def leading(self, keys: Keys) -> int:

@@ -9,17 +9,7 @@ import numpy as np
 
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.structures.index import Index
-from kvoffload.structures.jit import (
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    READONLY_I32_ARRAY,
-    U64_ARRAY,
-    U64_MATRIX,
-    I32s,
-    U64s,
-    kernel,
-)
+from kvoffload.structures.jit import I32Array, I32Matrix, ReadI32Array, U64Array, U64Matrix, kernel
 from kvoffload.structures.lists import LIST, NEXT, UNLISTED, Lists, move_to_head, push_head, unlink
 
 
@@ -41,22 +31,22 @@ class Duplicates:
         """Every duplicate, the first to go first. Cost: O(duplicates), for audits."""
         return self._order.members(0)
 
-    def add(self, slots: I32s, ref_cnt: I32s) -> I32s:
+    def add(self, slots: I32Array, ref_cnt: I32Array) -> I32Array:
         """The device holds these blocks too. Returns those that were no duplicates, in flight left out."""
         added = np.empty(len(slots), np.int32)
         return added[: _add(self._order.links, slots, ref_cnt, added)]
 
-    def drop(self, slots: I32s) -> tuple[I32s, I32s]:
+    def drop(self, slots: I32Array) -> tuple[I32Array, I32Array]:
         """These are duplicates no more. Returns rows of `slots`: those that were, and the others."""
         rows = np.empty(len(slots), np.int32)
         found = _drop(self._order.links, slots, rows)
         return rows[:found], rows[found:][::-1]
 
-    def holds_any(self, slots: I32s) -> bool:
+    def holds_any(self, slots: I32Array) -> bool:
         """Whether one of `slots` is a duplicate's."""
         return bool((self._order.links[slots, LIST] != UNLISTED).any())
 
-    def choose(self, wanted: int, index: Index, protected: Protected) -> I32s:
+    def choose(self, wanted: int, index: Index, protected: Protected) -> I32Array:
         """Up to `wanted` duplicates that may leave, in their order; `drop` them when they do."""
         chosen = np.empty(min(wanted, len(self)), np.int32)
         found = _choose(
@@ -74,8 +64,8 @@ class Duplicates:
         self._order.clear()
 
 
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, I32_ARRAY, I32_ARRAY))
-def _add(links: I32s, slots: I32s, ref_cnt: I32s, added: I32s) -> int:
+@kernel
+def _add(links: I32Matrix, slots: ReadI32Array, ref_cnt: I32Array, added: I32Array) -> int:
     sentinel = links.shape[0] - 1
     found = 0
     for i in range(slots.shape[0] - 1, -1, -1):
@@ -91,8 +81,8 @@ def _add(links: I32s, slots: I32s, ref_cnt: I32s, added: I32s) -> int:
     return found
 
 
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, I32_ARRAY))
-def _drop(links: I32s, slots: I32s, rows: I32s) -> int:
+@kernel
+def _drop(links: I32Matrix, slots: ReadI32Array, rows: I32Array) -> int:
     found, others = 0, slots.shape[0]
     for i in range(slots.shape[0]):
         if links[slots[i], LIST] == UNLISTED:
@@ -105,9 +95,14 @@ def _drop(links: I32s, slots: I32s, rows: I32s) -> int:
     return found
 
 
-@kernel(I64(I32_MATRIX, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX, I32_ARRAY))
+@kernel
 def _choose(
-    links: I32s, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s, chosen: I32s
+    links: I32Matrix,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
+    chosen: I32Array,
 ) -> int:
     sentinel = links.shape[0] - 1
     found = 0

@@ -25,19 +25,12 @@ from kvoffload.structures.index import (
     remove,
 )
 from kvoffload.structures.jit import (
-    BOOL,
-    BOOL_ARRAY,
-    BYTES,
-    I32_ARRAY,
-    I64,
-    READONLY_I32_ARRAY,
-    U32_ARRAY,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    U32s,
-    U64s,
+    BoolArray,
+    I32Array,
+    ReadI32Array,
+    U32Array,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
     prefetch,
@@ -48,7 +41,7 @@ _CHUNK = 128
 
 
 @inline
-def _hinted(generation: U32s, notes: U64s, position: int) -> int:
+def _hinted(generation: U32Array, notes: U64Matrix, position: int) -> int:
     """Slot of a key that was found before and has not moved since, or ABSENT."""
     hint = notes[position, HINT]
     if hint != 0:
@@ -59,12 +52,19 @@ def _hinted(generation: U32s, notes: U64s, position: int) -> int:
 
 
 @inline
-def _note(generation: U32s, notes: U64s, position: int, slot: int) -> None:
+def _note(generation: U32Array, notes: U64Matrix, position: int, slot: int) -> None:
     notes[position, HINT] = (np.uint64(generation[slot]) << np.uint64(32)) | np.uint64(slot + 1)
 
 
 @inline
-def _resolve(table: U64s, keys: U64s, generation: U32s, path_keys: U64s, notes: U64s, position: int) -> int:
+def _resolve(
+    table: U64Array,
+    keys: U64Matrix,
+    generation: U32Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    position: int,
+) -> int:
     """Slot of the key at `position`, or ABSENT."""
     slot = _hinted(generation, notes, position)
     if slot == ABSENT:
@@ -75,7 +75,7 @@ def _resolve(table: U64s, keys: U64s, generation: U32s, path_keys: U64s, notes: 
 
 
 @inline
-def _prefetch(table: U64s, keys: U64s, notes: U64s, positions: I32s, start: int) -> None:
+def _prefetch(table: U64Array, keys: U64Matrix, notes: U64Matrix, positions: I32Array, start: int) -> None:
     """Ask for the cache lines that resolving the next chunk will need."""
     stop = min(start + _CHUNK, positions.shape[0])
     for row in range(start, stop):
@@ -87,9 +87,15 @@ def _prefetch(table: U64s, keys: U64s, notes: U64s, positions: I32s, start: int)
             prefetch(keys, position_in(entry))
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY))
+@kernel
 def leading_ready(
-    table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, path_keys: U64s, notes: U64s, positions: I32s
+    table: U64Array,
+    keys: U64Matrix,
+    ref_cnt: I32Array,
+    generation: U32Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    positions: ReadI32Array,
 ) -> int:
     """Length of the leading run of ready blocks; its complement (``~n``) if a block in flight ends it."""
     for row in range(positions.shape[0]):
@@ -103,8 +109,8 @@ def leading_ready(
     return positions.shape[0]
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, BYTES))
-def state_of_key(table: U64s, keys: U64s, ref_cnt: I32s, key: bytes) -> int:
+@kernel
+def state_of_key(table: U64Array, keys: U64Matrix, ref_cnt: I32Array, key: bytes) -> int:
     """What one key, not packed, is: 0 absent, 1 ready, 2 in flight."""
     slot = find_bytes(table, keys, key)
     if slot == ABSENT:
@@ -112,18 +118,16 @@ def state_of_key(table: U64s, keys: U64s, ref_cnt: I32s, key: bytes) -> int:
     return 2 if ref_cnt[slot] == WRITING else 1
 
 
-@kernel(
-    I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY, I32_ARRAY)
-)
+@kernel
 def pin(
-    table: U64s,
-    keys: U64s,
-    ref_cnt: I32s,
-    generation: U32s,
-    path_keys: U64s,
-    notes: U64s,
-    positions: I32s,
-    slots: I32s,
+    table: U64Array,
+    keys: U64Matrix,
+    ref_cnt: I32Array,
+    generation: U32Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    positions: ReadI32Array,
+    slots: I32Array,
 ) -> int:
     """Pin a batch; returns how many blocks had no pin before, or ``~row`` of one that is not ready."""
     for row in range(positions.shape[0]):
@@ -138,8 +142,8 @@ def pin(
     return newly_pinned
 
 
-@kernel(I64(I32_ARRAY, READONLY_I32_ARRAY))
-def unpin(ref_cnt: I32s, slots: I32s) -> int:
+@kernel
+def unpin(ref_cnt: I32Array, slots: ReadI32Array) -> int:
     """Take one pin from each slot; returns how many have none left."""
     released = 0
     for i in range(slots.shape[0]):
@@ -148,29 +152,17 @@ def unpin(ref_cnt: I32s, slots: I32s) -> int:
     return released
 
 
-@kernel(
-    I64(
-        U64_ARRAY,
-        U64_MATRIX,
-        U32_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-        READONLY_I32_ARRAY,
-        BOOL,
-        I32_ARRAY,
-        BOOL_ARRAY,
-    )
-)
+@kernel
 def access(
-    table: U64s,
-    keys: U64s,
-    generation: U32s,
-    path_keys: U64s,
-    notes: U64s,
-    positions: I32s,
+    table: U64Array,
+    keys: U64Matrix,
+    generation: U32Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    positions: ReadI32Array,
     whole_path: bool,
-    slots: I32s,
-    reused: Bools,
+    slots: I32Array,
+    reused: BoolArray,
 ) -> int:
     """Mark a batch as accessed by its request; collects the slots of those that are here.
 
@@ -191,15 +183,15 @@ def access(
     return found
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, U32_ARRAY, U64_MATRIX, U64_MATRIX, READONLY_I32_ARRAY, I32_ARRAY))
+@kernel
 def resolve(
-    table: U64s,
-    keys: U64s,
-    generation: U32s,
-    path_keys: U64s,
-    notes: U64s,
-    positions: I32s,
-    slots: I32s,
+    table: U64Array,
+    keys: U64Matrix,
+    generation: U32Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    positions: ReadI32Array,
+    slots: I32Array,
 ) -> int:
     """The slot of each block of a batch, in flight or ready, or ABSENT; returns how many are here."""
     found = 0
@@ -211,27 +203,16 @@ def resolve(
     return found
 
 
-@kernel(
-    I64(
-        U64_ARRAY,
-        U64_MATRIX,
-        U32_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-        READONLY_I32_ARRAY,
-        U64_MATRIX,
-        I32_ARRAY,
-    )
-)
+@kernel
 def missing(
-    table: U64s,
-    keys: U64s,
-    generation: U32s,
-    path_keys: U64s,
-    notes: U64s,
-    positions: I32s,
-    fresh: U64s,
-    rows: I32s,
+    table: U64Array,
+    keys: U64Matrix,
+    generation: U32Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    positions: ReadI32Array,
+    fresh: U64Matrix,
+    rows: I32Array,
 ) -> int:
     """Collect the keys of a batch that are not here, each once, and their rows in the batch."""
     found = 0
@@ -251,9 +232,15 @@ def missing(
     return found
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, U64_MATRIX, U64_MATRIX, I64))
+@kernel
 def own_evictable(
-    table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, path_keys: U64s, notes: U64s, length: int
+    table: U64Array,
+    keys: U64Matrix,
+    ref_cnt: I32Array,
+    generation: U32Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    length: int,
 ) -> int:
     """How many blocks of a request's path are here without a pin."""
     found = 0
@@ -265,7 +252,12 @@ def own_evictable(
 
 @inline
 def _first_wrong_victim(
-    ref_cnt: I32s, path_table: U64s, path_keys: U64s, keys: U64s, slots: I32s, num_free: int
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    keys: U64Matrix,
+    slots: I32Array,
+    num_free: int,
 ) -> int:
     """Row of the first victim that may not leave or is named twice, or -1: a policy is not trusted."""
     wrong = -1
@@ -282,35 +274,20 @@ def _first_wrong_victim(
     return wrong
 
 
-@kernel(
-    I64(
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_ARRAY,
-        U32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-        READONLY_I32_ARRAY,
-        READONLY_I32_ARRAY,
-        READONLY_I32_ARRAY,
-        I64,
-        U64_MATRIX,
-    )
-)
+@kernel
 def enter(
-    table: U64s,
-    keys: U64s,
-    ref_cnt: I32s,
-    generation: U32s,
-    path_table: U64s,
-    path_keys: U64s,
-    notes: U64s,
-    positions: I32s,
-    rows: I32s,
-    slots: I32s,
+    table: U64Array,
+    keys: U64Matrix,
+    ref_cnt: I32Array,
+    generation: U32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    positions: ReadI32Array,
+    rows: ReadI32Array,
+    slots: ReadI32Array,
     num_free: int,
-    evicted: U64s,
+    evicted: U64Matrix,
 ) -> int:
     """Put some rows of a batch into `slots`, in flight; collects the keys of the blocks that leave.
 
@@ -340,16 +317,18 @@ def enter(
     return -1
 
 
-@kernel(I64(I32_ARRAY, READONLY_I32_ARRAY))
-def become_ready(ref_cnt: I32s, slots: I32s) -> int:
+@kernel
+def become_ready(ref_cnt: I32Array, slots: ReadI32Array) -> int:
     """Blocks in flight can be read from now on."""
     for i in range(slots.shape[0]):
         ref_cnt[slots[i]] = 0
     return slots.shape[0]
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I32_ARRAY, U32_ARRAY, READONLY_I32_ARRAY))
-def abandon(table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, slots: I32s) -> int:
+@kernel
+def abandon(
+    table: U64Array, keys: U64Matrix, ref_cnt: I32Array, generation: U32Array, slots: ReadI32Array
+) -> int:
     """Blocks in flight are forgotten: their keys leave the index and their slots are free."""
     for i in range(slots.shape[0]):
         remove(table, keys, slots[i])
@@ -358,27 +337,16 @@ def abandon(table: U64s, keys: U64s, ref_cnt: I32s, generation: U32s, slots: I32
     return slots.shape[0]
 
 
-@kernel(
-    I64(
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_ARRAY,
-        U32_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-        READONLY_I32_ARRAY,
-        I32_ARRAY,
-    )
-)
+@kernel
 def discard(
-    table: U64s,
-    keys: U64s,
-    ref_cnt: I32s,
-    generation: U32s,
-    path_keys: U64s,
-    notes: U64s,
-    positions: I32s,
-    slots: I32s,
+    table: U64Array,
+    keys: U64Matrix,
+    ref_cnt: I32Array,
+    generation: U32Array,
+    path_keys: U64Matrix,
+    notes: U64Matrix,
+    positions: ReadI32Array,
+    slots: I32Array,
 ) -> int:
     """Take the ready blocks of a batch out of the index; collects their slots.
 

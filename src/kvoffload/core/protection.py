@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload.core.request import RequestContext
 from kvoffload.structures.index import ABSENT, Index, find, find_one, hash_row
-from kvoffload.structures.jit import I32s, U64s, inline
+from kvoffload.structures.jit import I32Array, I32Matrix, U64Array, U64Matrix, inline
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import PREV
 
@@ -40,7 +40,7 @@ class Protected:
 
     def __init__(
         self,
-        ref_cnt: I32s,
+        ref_cnt: I32Array,
         index: Index,
         ctx: RequestContext,
         one_prefix: bool = True,
@@ -60,7 +60,9 @@ class Protected:
 
 
 @inline
-def evictable(ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s, slot: int) -> bool:
+def evictable(
+    ref_cnt: I32Array, path_table: U64Array, path_keys: U64Matrix, index_keys: U64Matrix, slot: int
+) -> bool:
     """Whether the block in `slot` may leave."""
     if ref_cnt[slot] != 0:
         return False
@@ -70,7 +72,13 @@ def evictable(ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
 
 @inline
 def coldest_evictable(
-    links: I32s, slot: int, sentinel: int, ref_cnt: I32s, path_table: U64s, path_keys: U64s, index_keys: U64s
+    links: I32Matrix,
+    slot: int,
+    sentinel: int,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     """The coldest block of a list, from `slot` on, that may leave; the sentinel if there is none."""
     while slot != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):

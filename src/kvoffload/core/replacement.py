@@ -12,7 +12,7 @@ from kvoffload.core.policy import REFUSED, EvictionPolicy
 from kvoffload.core.protection import Protected
 from kvoffload.core.victim import VictimTier
 from kvoffload.errors import PolicyError
-from kvoffload.structures.jit import I32s
+from kvoffload.structures.jit import I32Array
 from kvoffload.structures.keys import Keys
 
 _NONE = np.empty(0, np.int32)
@@ -21,9 +21,9 @@ _NONE = np.empty(0, np.int32)
 def replace_blocks(
     policy: EvictionPolicy,
     victim: VictimTier | None,
-    rows: I32s,
+    rows: I32Array,
     fresh: npt.NDArray[np.uint64],
-    slots: I32s,
+    slots: I32Array,
     num_given: int,
     protected: Protected,
 ) -> int:

@@ -22,18 +22,7 @@ from kvoffload.structures.index import (
     same_key,
     word_of,
 )
-from kvoffload.structures.jit import (
-    BYTES,
-    I32_ARRAY,
-    I64,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    I32s,
-    U64s,
-    inline,
-    kernel,
-)
+from kvoffload.structures.jit import I32Array, ReadU64Matrix, U64Array, U64Matrix, inline, kernel
 from kvoffload.structures.keys import Keys, joined_keys
 
 HASH, HINT, FLAGS = 0, 1, 2
@@ -102,7 +91,7 @@ class RequestContext:
             asked, self.asked = self.asked, []
             self.see(asked)
 
-    def see(self, keys: Sequence[bytes]) -> I32s:
+    def see(self, keys: Sequence[bytes]) -> I32Array:
         """Add `keys` to the path; returns the position of each on it. Cost: O(keys).
 
         Raises `ValueError` that names the first key of a wrong length.
@@ -148,7 +137,9 @@ class RequestContext:
 
 
 @inline
-def _take_place(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, row: int) -> int:
+def _take_place(
+    table: U64Array, keys: U64Matrix, notes: U64Matrix, length: int, batch: U64Matrix, row: int
+) -> int:
     """Position of the key `batch[row]`, which becomes `length` if it is new; ABSENT if there is no room."""
     h = hash_row(batch, row)
     bucket = bucket_of(table, keys, batch, row, h)
@@ -160,8 +151,10 @@ def _take_place(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, 
     return position
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, U64_MATRIX, I64, READONLY_U64_MATRIX, I32_ARRAY))
-def _see(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, positions: I32s) -> int:
+@kernel
+def _see(
+    table: U64Array, keys: U64Matrix, notes: U64Matrix, length: int, batch: ReadU64Matrix, positions: I32Array
+) -> int:
     """Note the position of each key on the path; returns its new length, or ``~length`` when it is full."""
     following = 0
     for row in range(batch.shape[0]):
@@ -178,8 +171,10 @@ def _see(table: U64s, keys: U64s, notes: U64s, length: int, batch: U64s, positio
     return length
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, U64_MATRIX, I64, BYTES, I32_ARRAY))
-def _see_bytes(table: U64s, keys: U64s, notes: U64s, length: int, joined: bytes, positions: I32s) -> int:
+@kernel
+def _see_bytes(
+    table: U64Array, keys: U64Matrix, notes: U64Matrix, length: int, joined: bytes, positions: I32Array
+) -> int:
     """`_see` for keys that are not packed: each is written behind the last one of the path, to be read."""
     count = positions.shape[0]
     following = 0

@@ -16,7 +16,7 @@ from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected
 from kvoffload.core.request import RequestContext
 from kvoffload.structures.index import ABSENT, Index
-from kvoffload.structures.jit import I32s
+from kvoffload.structures.jit import I32Array
 from kvoffload.structures.keys import Keys
 
 
@@ -30,11 +30,11 @@ class VictimTier:
 
     __slots__ = ("_index", "_ref_cnt", "duplicates", "policy")
 
-    def __init__(self, policy: EvictionPolicy, index: Index, ref_cnt: I32s) -> None:
+    def __init__(self, policy: EvictionPolicy, index: Index, ref_cnt: I32Array) -> None:
         self.duplicates = Duplicates(len(ref_cnt))
         self.policy, self._index, self._ref_cnt = policy, index, ref_cnt
 
-    def duplicate(self, slots: I32s, condemned: Collection[int]) -> None:
+    def duplicate(self, slots: I32Array, condemned: Collection[int]) -> None:
         """The device holds these blocks as well; `condemned` slots hold none any more."""
         if condemned:
             slots = slots[[slot not in condemned for slot in slots.tolist()]]
@@ -42,7 +42,7 @@ class VictimTier:
         if len(added):
             self.policy.remove(added)
 
-    def keep(self, ctx: RequestContext, positions: I32s, slots: I32s, stored: I32s) -> int:
+    def keep(self, ctx: RequestContext, positions: I32Array, slots: I32Array, stored: I32Array) -> int:
         """Of the blocks that the device drops, take those back that are here already: nothing is copied.
 
         Args:

@@ -12,18 +12,14 @@ from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
 from kvoffload.structures.jit import (
-    BOOL_ARRAY,
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    U64s,
+    BoolArray,
+    I32Array,
+    I32Matrix,
+    ReadBoolArray,
+    ReadI32Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
     prefetch,
@@ -117,8 +113,8 @@ class TwoQ(EvictionPolicy):
         return self._lists.members(A1IN), self._lists.members(AM), self._a1out.members(A1OUT)
 
 
-@kernel(I64(I32_MATRIX, BOOL_ARRAY, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
-def _access(links: I32s, arriving: Bools, slots: I32s, reused: Bools) -> int:
+@kernel
+def _access(links: I32Matrix, arriving: BoolArray, slots: ReadI32Array, reused: ReadBoolArray) -> int:
     am = links.shape[0] - 1
     for i in range(slots.shape[0] - 1, -1, -1):
         slot = slots[i]
@@ -133,7 +129,12 @@ def _access(links: I32s, arriving: Bools, slots: I32s, reused: Bools) -> int:
 
 @inline
 def _prefetch(
-    batch: U64s, num_evicted: int, links: I32s, tail: int, index_keys: U64s, ghost_table: U64s
+    batch: U64Matrix,
+    num_evicted: int,
+    links: I32Matrix,
+    tail: int,
+    index_keys: U64Matrix,
+    ghost_table: U64Array,
 ) -> None:
     """Ask for the cache lines of a batch: what is likely to leave, as things stand."""
     for i in range(batch.shape[0]):
@@ -149,37 +150,21 @@ def _prefetch(
         slot = links[slot, PREV]
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I32_ARRAY,
-        I64,
-        I32_MATRIX,
-        BOOL_ARRAY,
-        I64,
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_MATRIX,
-        I32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-    )
-)
+@kernel
 def _replace(
-    batch: U64s,
-    slots: I32s,
+    batch: ReadU64Matrix,
+    slots: I32Array,
     num_free: int,
-    links: I32s,
-    arriving: Bools,
+    links: I32Matrix,
+    arriving: BoolArray,
     max_a1in: int,
-    ghost_table: U64s,
-    ghost_keys: U64s,
-    ghost_links: I32s,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    ghost_table: U64Array,
+    ghost_keys: U64Matrix,
+    ghost_links: I32Matrix,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     a1in, am = links.shape[0] - 2, links.shape[0] - 1
     a1out, spare = ghost_links.shape[0] - 2, ghost_links.shape[0] - 1

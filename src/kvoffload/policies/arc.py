@@ -11,19 +11,14 @@ from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
 from kvoffload.structures.jit import (
-    F64_ARRAY,
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    F64s,
-    I32s,
-    U64s,
+    F64Array,
+    I32Array,
+    I32Matrix,
+    ReadBoolArray,
+    ReadI32Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
     prefetch,
@@ -121,8 +116,8 @@ class ARC(EvictionPolicy):
         )
 
 
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
-def _access(links: I32s, slots: I32s, reused: Bools) -> int:
+@kernel
+def _access(links: I32Matrix, slots: ReadI32Array, reused: ReadBoolArray) -> int:
     """Case I: a hit makes the block the most recent of T2."""
     t2 = links.shape[0] - 1
     for i in range(slots.shape[0] - 1, -1, -1):
@@ -132,14 +127,14 @@ def _access(links: I32s, slots: I32s, reused: Bools) -> int:
 
 @inline
 def _prefetch(
-    batch: U64s,
+    batch: U64Matrix,
     num_evicted: int,
-    links: I32s,
+    links: I32Matrix,
     tail: int,
-    index_keys: U64s,
-    ghost_table: U64s,
-    ghost_keys: U64s,
-    ghost_links: I32s,
+    index_keys: U64Matrix,
+    ghost_table: U64Array,
+    ghost_keys: U64Array,
+    ghost_links: I32Array,
     ghost_tail: int,
 ) -> None:
     """Ask for the cache lines of a batch: what is likely to be evicted, and forgotten, as things stand.
@@ -163,35 +158,20 @@ def _prefetch(
         slot, ghost = links[slot, PREV], ghost_links[ghost, PREV]
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I32_ARRAY,
-        I64,
-        I32_MATRIX,
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_MATRIX,
-        F64_ARRAY,
-        I32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-    )
-)
+@kernel
 def _replace(
-    batch: U64s,
-    slots: I32s,
+    batch: ReadU64Matrix,
+    slots: I32Array,
     num_free: int,
-    links: I32s,
-    ghost_table: U64s,
-    ghost_keys: U64s,
-    ghost_links: I32s,
-    target: F64s,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    links: I32Matrix,
+    ghost_table: U64Array,
+    ghost_keys: U64Matrix,
+    ghost_links: I32Matrix,
+    target: F64Array,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     c = index_keys.shape[0]
     t1, t2 = links.shape[0] - 2, links.shape[0] - 1

@@ -5,16 +5,7 @@ from __future__ import annotations
 from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.structures.index import Index
-from kvoffload.structures.jit import (
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    U64_ARRAY,
-    U64_MATRIX,
-    I32s,
-    U64s,
-    kernel,
-)
+from kvoffload.structures.jit import I32Array, I32Matrix, U64Array, U64Matrix, kernel
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink, unlink_all
 
@@ -71,15 +62,15 @@ class FIFO(EvictionPolicy):
         return self._queue.members(0)[::-1]
 
 
-@kernel(I64(I32_MATRIX, I32_ARRAY, I64, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX))
+@kernel
 def _replace(
-    links: I32s,
-    slots: I32s,
+    links: I32Matrix,
+    slots: I32Array,
     num_free: int,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     sentinel = links.shape[0] - 1
     candidate = links[sentinel, PREV]

@@ -17,21 +17,14 @@ from kvoffload.core.protection import Protected, evictable
 from kvoffload.structures.heap import CLOCK, SIZE, Heap, push, sift_down, sift_up, take_out
 from kvoffload.structures.index import Index, find, hash_row
 from kvoffload.structures.jit import (
-    F64,
-    F64_ARRAY,
-    I32_ARRAY,
-    I64,
-    I64_ARRAY,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    F64s,
-    I32s,
-    I64s,
-    U64s,
+    F64Array,
+    I32Array,
+    I64Array,
+    ReadBoolArray,
+    ReadI32Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     kernel,
 )
 from kvoffload.structures.keys import Keys
@@ -145,31 +138,18 @@ class GDSF(EvictionPolicy):
         return [(s, float(self._frequency[s]), float(self._heap.rank[s])) for s in self._heap.members()]
 
 
-@kernel(
-    I64(
-        I32_ARRAY,
-        I32_ARRAY,
-        F64_ARRAY,
-        I64_ARRAY,
-        I64_ARRAY,
-        F64_ARRAY,
-        F64_ARRAY,
-        F64_ARRAY,
-        READONLY_I32_ARRAY,
-        READONLY_BOOL_ARRAY,
-    )
-)
+@kernel
 def _access(
-    heap: I32s,
-    place: I32s,
-    rank: F64s,
-    stamp: I64s,
-    state: I64s,
-    frequency: F64s,
-    cost: F64s,
-    inflation: F64s,
-    slots: I32s,
-    reused: Bools,
+    heap: I32Array,
+    place: I32Array,
+    rank: F64Array,
+    stamp: I64Array,
+    state: I64Array,
+    frequency: F64Array,
+    cost: F64Array,
+    inflation: F64Array,
+    slots: ReadI32Array,
+    reused: ReadBoolArray,
 ) -> int:
     for i in range(slots.shape[0] - 1, -1, -1):
         slot = slots[i]
@@ -182,52 +162,34 @@ def _access(
     return slots.shape[0]
 
 
-@kernel(I64(I32_ARRAY, I32_ARRAY, F64_ARRAY, I64_ARRAY, I64_ARRAY, READONLY_I32_ARRAY))
-def _remove(heap: I32s, place: I32s, rank: F64s, stamp: I64s, state: I64s, slots: I32s) -> int:
+@kernel
+def _remove(
+    heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, state: I64Array, slots: ReadI32Array
+) -> int:
     for i in range(slots.shape[0]):
         take_out(heap, place, rank, stamp, state, slots[i])
     return slots.shape[0]
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I32_ARRAY,
-        I64,
-        I32_ARRAY,
-        I32_ARRAY,
-        F64_ARRAY,
-        I64_ARRAY,
-        I64_ARRAY,
-        F64_ARRAY,
-        F64_ARRAY,
-        F64_ARRAY,
-        F64,
-        I32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-    )
-)
+@kernel
 def _replace(
-    batch: U64s,
-    slots: I32s,
+    batch: ReadU64Matrix,
+    slots: I32Array,
     num_free: int,
-    heap: I32s,
-    place: I32s,
-    rank: F64s,
-    stamp: I64s,
-    state: I64s,
-    frequency: F64s,
-    cost: F64s,
-    inflation: F64s,
+    heap: I32Array,
+    place: I32Array,
+    rank: F64Array,
+    stamp: I64Array,
+    state: I64Array,
+    frequency: F64Array,
+    cost: F64Array,
+    inflation: F64Array,
     block_attention_ratio: float,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
-    # Protected blocks are parked behind the heap, in its own array, until every victim is chosen.
     parked = 0
     for i in range(num_free, slots.shape[0]):
         while state[SIZE] > 0 and not evictable(ref_cnt, path_table, path_keys, index_keys, heap[0]):

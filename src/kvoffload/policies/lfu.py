@@ -15,16 +15,12 @@ from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.structures.index import Index
 from kvoffload.structures.jit import (
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    U64s,
+    I32Array,
+    I32Matrix,
+    ReadBoolArray,
+    ReadI32Array,
+    U64Array,
+    U64Matrix,
     kernel,
 )
 from kvoffload.structures.keys import Keys
@@ -92,8 +88,8 @@ class LFU(EvictionPolicy):
         return [slot for number in lists for slot in reversed(self._by_count.members(number))]
 
 
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
-def _access(links: I32s, slots: I32s, reused: Bools) -> int:
+@kernel
+def _access(links: I32Matrix, slots: ReadI32Array, reused: ReadBoolArray) -> int:
     highest = links.shape[0] - 1
     for i in range(slots.shape[0] - 1, -1, -1):
         count = links[slots[i], LIST]
@@ -101,15 +97,15 @@ def _access(links: I32s, slots: I32s, reused: Bools) -> int:
     return slots.shape[0]
 
 
-@kernel(I64(I32_MATRIX, I32_ARRAY, I64, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX))
+@kernel
 def _replace(
-    links: I32s,
-    slots: I32s,
+    links: I32Matrix,
+    slots: I32Array,
     num_free: int,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     lowest = index_keys.shape[0]
     count = lowest

@@ -12,19 +12,14 @@ from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
 from kvoffload.structures.jit import (
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    I64_ARRAY,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    I64s,
-    U64s,
+    I32Array,
+    I32Matrix,
+    I64Array,
+    ReadBoolArray,
+    ReadI32Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
     prefetch,
@@ -143,14 +138,21 @@ class LIRS(EvictionPolicy):
 
 
 @inline
-def _bottom(links: I32s, used_at: I64s, lir: int) -> int:
+def _bottom(links: I32Matrix, used_at: I64Array, lir: int) -> int:
     """When the coldest LIR block was used: whoever was used later is in S. Never goes back."""
     coldest = links[lir, PREV]
     return np.int64(NO_BOTTOM) if coldest == lir else used_at[coldest]
 
 
-@kernel(I64(I32_MATRIX, I64_ARRAY, I64_ARRAY, I64, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
-def _access(links: I32s, used_at: I64s, clock: I64s, max_lir: int, slots: I32s, reused: Bools) -> int:
+@kernel
+def _access(
+    links: I32Matrix,
+    used_at: I64Array,
+    clock: I64Array,
+    max_lir: int,
+    slots: ReadI32Array,
+    reused: ReadBoolArray,
+) -> int:
     lir, queue = links.shape[0] - 2, links.shape[0] - 1
     for i in range(slots.shape[0] - 1, -1, -1):
         slot = slots[i]
@@ -170,7 +172,13 @@ def _access(links: I32s, used_at: I64s, clock: I64s, max_lir: int, slots: I32s, 
 
 @inline
 def _prefetch(
-    batch: U64s, num_evicted: int, links: I32s, lir: int, queue: int, index_keys: U64s, gone_table: U64s
+    batch: U64Matrix,
+    num_evicted: int,
+    links: I32Matrix,
+    lir: int,
+    queue: int,
+    index_keys: U64Matrix,
+    gone_table: U64Array,
 ) -> None:
     """Ask for the cache lines of a batch: those of Q leave, then the coldest LIR blocks."""
     for i in range(batch.shape[0]):
@@ -190,41 +198,23 @@ def _prefetch(
         slot = links[slot, PREV]
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I32_ARRAY,
-        I64,
-        I32_MATRIX,
-        I64_ARRAY,
-        I64_ARRAY,
-        I64,
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_MATRIX,
-        I64_ARRAY,
-        I32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-    )
-)
+@kernel
 def _replace(
-    batch: U64s,
-    slots: I32s,
+    batch: ReadU64Matrix,
+    slots: I32Array,
     num_free: int,
-    links: I32s,
-    used_at: I64s,
-    clock: I64s,
+    links: I32Matrix,
+    used_at: I64Array,
+    clock: I64Array,
     max_lir: int,
-    gone_table: U64s,
-    gone_keys: U64s,
-    gone_links: I32s,
-    gone_used_at: I64s,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    gone_table: U64Array,
+    gone_keys: U64Matrix,
+    gone_links: I32Matrix,
+    gone_used_at: I64Array,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     lir, queue = links.shape[0] - 2, links.shape[0] - 1
     gone, spare = gone_links.shape[0] - 2, gone_links.shape[0] - 1

@@ -16,18 +16,14 @@ from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
 from kvoffload.structures.jit import (
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    READONLY_U64_MATRIX,
-    U8_ARRAY,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    U64s,
+    I32Array,
+    I32Matrix,
+    ReadBoolArray,
+    ReadI32Array,
+    ReadU64Matrix,
+    U8Array,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
     prefetch,
@@ -135,8 +131,8 @@ class S3FIFO(EvictionPolicy):
         return small, main, self._ghosts.members(0), counts
 
 
-@kernel(I64(U8_ARRAY, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
-def _access(counts: U8s, slots: I32s, reused: Bools) -> int:
+@kernel
+def _access(counts: U8Array, slots: ReadI32Array, reused: ReadBoolArray) -> int:
     for i in range(slots.shape[0]):
         if reused[i] and counts[slots[i]] < MAX_COUNT:
             counts[slots[i]] += 1
@@ -145,14 +141,14 @@ def _access(counts: U8s, slots: I32s, reused: Bools) -> int:
 
 @inline
 def _prefetch(
-    batch: U64s,
+    batch: U64Matrix,
     num_evicted: int,
-    links: I32s,
+    links: I32Matrix,
     tail: int,
-    index_keys: U64s,
-    ghost_table: U64s,
-    ghost_keys: U64s,
-    ghost_links: I32s,
+    index_keys: U64Matrix,
+    ghost_table: U64Array,
+    ghost_keys: U64Array,
+    ghost_links: I32Array,
     ghost_tail: int,
 ) -> None:
     """Ask for the cache lines of a batch: what is likely to be evicted, and forgotten, as things stand.
@@ -176,39 +172,22 @@ def _prefetch(
         slot, ghost = links[slot, PREV], ghost_links[ghost, PREV]
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I32_ARRAY,
-        I64,
-        I64,
-        I64,
-        I32_MATRIX,
-        U8_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_MATRIX,
-        I32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-    )
-)
+@kernel
 def _replace(
-    batch: U64s,
-    slots: I32s,
+    batch: ReadU64Matrix,
+    slots: I32Array,
     num_free: int,
     small_blocks: int,
     patience: int,
-    links: I32s,
-    counts: U8s,
-    ghost_table: U64s,
-    ghost_keys: U64s,
-    ghost_links: I32s,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    links: I32Matrix,
+    counts: U8Array,
+    ghost_table: U64Array,
+    ghost_keys: U64Matrix,
+    ghost_links: I32Matrix,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     small, main = links.shape[0] - 2, links.shape[0] - 1
     ghosts, spare = ghost_links.shape[0] - 2, ghost_links.shape[0] - 1

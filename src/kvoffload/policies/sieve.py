@@ -15,17 +15,13 @@ from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.jit import (
-    BOOL_ARRAY,
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    U64s,
+    BoolArray,
+    I32Array,
+    I32Matrix,
+    ReadBoolArray,
+    ReadI32Array,
+    U64Array,
+    U64Matrix,
     kernel,
 )
 from kvoffload.structures.keys import Keys
@@ -111,8 +107,8 @@ class SIEVE(EvictionPolicy):
         return None if hand == ABSENT else hand, np.flatnonzero(self._visited).tolist()
 
 
-@kernel(I64(BOOL_ARRAY, I32_ARRAY, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
-def _access(visited: Bools, state: I32s, slots: I32s, reused: Bools) -> int:
+@kernel
+def _access(visited: BoolArray, state: I32Array, slots: ReadI32Array, reused: ReadBoolArray) -> int:
     for i in range(slots.shape[0]):
         if reused[i] and not visited[slots[i]]:
             visited[slots[i]] = True
@@ -120,31 +116,18 @@ def _access(visited: Bools, state: I32s, slots: I32s, reused: Bools) -> int:
     return slots.shape[0]
 
 
-@kernel(
-    I64(
-        I32_MATRIX,
-        BOOL_ARRAY,
-        I32_ARRAY,
-        I64,
-        I32_ARRAY,
-        I64,
-        I32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-    )
-)
+@kernel
 def _replace(
-    links: I32s,
-    visited: Bools,
-    state: I32s,
+    links: I32Matrix,
+    visited: BoolArray,
+    state: I32Array,
     patience: int,
-    slots: I32s,
+    slots: I32Array,
     num_free: int,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     sentinel = links.shape[0] - 1
     hand = sentinel if state[HAND] == ABSENT else np.int64(state[HAND])
@@ -175,8 +158,8 @@ def _replace(
     return slots.shape[0]
 
 
-@kernel(I64(I32_MATRIX, BOOL_ARRAY, I32_ARRAY, READONLY_I32_ARRAY))
-def _remove(links: I32s, visited: Bools, state: I32s, slots: I32s) -> int:
+@kernel
+def _remove(links: I32Matrix, visited: BoolArray, state: I32Array, slots: ReadI32Array) -> int:
     sentinel = links.shape[0] - 1
     for i in range(slots.shape[0]):
         slot = slots[i]

@@ -14,16 +14,12 @@ from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, evictable
 from kvoffload.structures.index import Index
 from kvoffload.structures.jit import (
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    U64s,
+    I32Array,
+    I32Matrix,
+    ReadBoolArray,
+    ReadI32Array,
+    U64Array,
+    U64Matrix,
     kernel,
 )
 from kvoffload.structures.keys import Keys
@@ -99,8 +95,8 @@ class SLRU(EvictionPolicy):
         return self._segments.members(PROBATION)[::-1] + self._segments.members(PROVEN)[::-1]
 
 
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY, I64))
-def _access(links: I32s, slots: I32s, reused: Bools, most_proven: int) -> int:
+@kernel
+def _access(links: I32Matrix, slots: ReadI32Array, reused: ReadBoolArray, most_proven: int) -> int:
     probation, proven = links.shape[0] - 2, links.shape[0] - 1
     for i in range(slots.shape[0] - 1, -1, -1):
         move_to_head(links, proven if reused[i] else links[slots[i], LIST], slots[i])
@@ -109,15 +105,15 @@ def _access(links: I32s, slots: I32s, reused: Bools, most_proven: int) -> int:
     return slots.shape[0]
 
 
-@kernel(I64(I32_MATRIX, I32_ARRAY, I64, I32_ARRAY, U64_ARRAY, U64_MATRIX, U64_MATRIX))
+@kernel
 def _replace(
-    links: I32s,
-    slots: I32s,
+    links: I32Matrix,
+    slots: I32Array,
     num_free: int,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     probation, proven = links.shape[0] - 2, links.shape[0] - 1
     segment = probation

@@ -12,19 +12,14 @@ from kvoffload.core.policy import EvictionPolicy, Reused, Slots
 from kvoffload.core.protection import Protected, coldest_evictable
 from kvoffload.structures.index import Index, hash_row
 from kvoffload.structures.jit import (
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    I64_ARRAY,
-    READONLY_BOOL_ARRAY,
-    READONLY_I32_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    I64s,
-    U64s,
+    I32Array,
+    I32Matrix,
+    I64Array,
+    ReadBoolArray,
+    ReadI32Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
     prefetch,
@@ -130,15 +125,15 @@ class WTinyLFU(EvictionPolicy):
         return lists.members(WINDOW), lists.members(PROBATION), lists.members(PROTECTED)
 
 
-@kernel(I64(I32_MATRIX, I64, U64_ARRAY, I64_ARRAY, U64_MATRIX, READONLY_I32_ARRAY, READONLY_BOOL_ARRAY))
+@kernel
 def _access(
-    links: I32s,
+    links: I32Matrix,
     max_protected: int,
-    table: U64s,
-    state: I64s,
-    index_keys: U64s,
-    slots: I32s,
-    reused: Bools,
+    table: U64Array,
+    state: I64Array,
+    index_keys: U64Matrix,
+    slots: ReadI32Array,
+    reused: ReadBoolArray,
 ) -> int:
     probation, protected = links.shape[0] - 2, links.shape[0] - 1
     for i in range(slots.shape[0]):
@@ -162,13 +157,19 @@ def _access(
 
 
 @inline
-def _seen(table: U64s, index_keys: U64s, slot: int) -> int:
+def _seen(table: U64Array, index_keys: U64Matrix, slot: int) -> int:
     return estimate(table, hash_row(index_keys, slot))
 
 
 @inline
 def _prefetch(
-    batch: U64s, num_evicted: int, links: I32s, window: int, probation: int, index_keys: U64s, table: U64s
+    batch: U64Matrix,
+    num_evicted: int,
+    links: I32Matrix,
+    window: int,
+    probation: int,
+    index_keys: U64Matrix,
+    table: U64Array,
 ) -> None:
     """Ask for the cache lines of a batch: who is likely to duel, as things stand."""
     for i in range(batch.shape[0]):
@@ -189,33 +190,19 @@ def _prefetch(
         slot = links[slot, PREV]
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I32_ARRAY,
-        I64,
-        I32_MATRIX,
-        I64,
-        U64_ARRAY,
-        I64_ARRAY,
-        I32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-    )
-)
+@kernel
 def _replace(
-    batch: U64s,
-    slots: I32s,
+    batch: ReadU64Matrix,
+    slots: I32Array,
     num_free: int,
-    links: I32s,
+    links: I32Matrix,
     max_window: int,
-    table: U64s,
-    state: I64s,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    table: U64Array,
+    state: I64Array,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     c = index_keys.shape[0]
     window, probation, protected = c, c + 1, c + 2

@@ -18,16 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import (
-    BOOL_ARRAY,
-    I64,
-    I64_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    inline,
-    kernel,
-)
+from kvoffload.structures.jit import BoolArray, I64Array, ReadU64Matrix, U64Array, U64Matrix, inline, kernel
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import ODD, Checksums, Mask, key_digests, mix
 from kvoffload.transfer import Blocks, Rows, check_rows
@@ -84,8 +75,8 @@ def _word(digest: np.uint64, position: int) -> Any:
     return mix(digest + np.uint64(position) * ODD)
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I64_ARRAY))
-def _fill(digests: Checksums, words: Words, rows: npt.NDArray[np.int64]) -> int:
+@kernel
+def _fill(digests: U64Array, words: U64Matrix, rows: I64Array) -> int:
     for i in range(len(rows)):
         block = words[rows[i]]
         for j in range(len(block)):
@@ -93,8 +84,8 @@ def _fill(digests: Checksums, words: Words, rows: npt.NDArray[np.int64]) -> int:
     return len(rows)
 
 
-@kernel(I64(U64_ARRAY, READONLY_U64_MATRIX, I64_ARRAY, BOOL_ARRAY))
-def _compare(digests: Checksums, words: Words, rows: npt.NDArray[np.int64], equal: Mask) -> int:
+@kernel
+def _compare(digests: U64Array, words: ReadU64Matrix, rows: I64Array, equal: BoolArray) -> int:
     for i in range(len(rows)):
         block = words[rows[i]]
         # No early exit: without a branch the loop becomes vector instructions, and damage is rare.

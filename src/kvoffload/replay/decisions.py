@@ -25,7 +25,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import BYTES, I64, READONLY_I64_ARRAY, U8_ARRAY, inline, kernel
+from kvoffload.structures.jit import ReadI64Array, U8Array, inline, kernel
 
 _MAX_DIGITS = 21
 _BUFFER_BYTES = 1 << 16
@@ -110,8 +110,8 @@ def _begin(out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes) -> in
     return at + len(kind)
 
 
-@kernel(I64(U8_ARRAY, I64, I64, BYTES, I64, I64))
-def _numbers(out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes, first: int, second: int) -> int:
+@kernel
+def _numbers(out: U8Array, at: int, request: int, kind: bytes, first: int, second: int) -> int:
     at = _begin(out, at, request, kind)
     out[at] = 32
     at = _put(out, at + 1, first)
@@ -122,10 +122,8 @@ def _numbers(out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes, fir
     return at + 1
 
 
-@kernel(I64(U8_ARRAY, I64, I64, BYTES, READONLY_I64_ARRAY))
-def _blocks(
-    out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes, ids: npt.NDArray[np.int64]
-) -> int:
+@kernel
+def _blocks(out: U8Array, at: int, request: int, kind: bytes, ids: ReadI64Array) -> int:
     at = _begin(out, at, request, kind)
     for i in range(ids.shape[0]):
         out[at] = 32

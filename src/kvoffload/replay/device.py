@@ -8,19 +8,11 @@ manager that `replay.replay` puts in front of a tier, without a manager, in a fr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import (
-    I32_MATRIX,
-    I64,
-    I64_ARRAY,
-    READONLY_I32_ARRAY,
-    READONLY_I64_ARRAY,
-    kernel,
-)
+from kvoffload.structures.jit import I32Matrix, I64Array, ReadI32Array, ReadI64Array, kernel
 from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, push_head, unlink
 from kvoffload.traces.trace import Trace
 
@@ -64,11 +56,16 @@ def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
     return DeviceRun(served, dropped[: offsets[-1]], offsets)
 
 
-@kernel(
-    I64(READONLY_I32_ARRAY, READONLY_I64_ARRAY, I32_MATRIX, I64_ARRAY, I64, I64_ARRAY, I64_ARRAY, I64_ARRAY)
-)
+@kernel
 def _run(
-    refs: Any, offsets: Any, links: Any, last_use: Any, capacity: int, served: Any, dropped: Any, ends: Any
+    refs: ReadI32Array,
+    offsets: ReadI64Array,
+    links: I32Matrix,
+    last_use: I64Array,
+    capacity: int,
+    served: I64Array,
+    dropped: I64Array,
+    ends: I64Array,
 ) -> int:
     sentinel = links.shape[0] - 1
     num_dropped = 0

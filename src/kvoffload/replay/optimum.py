@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.errors import ConfigError
 from kvoffload.replay.device import DeviceRun, run_device
-from kvoffload.structures.jit import BOOL_ARRAY, I64, I64_ARRAY, READONLY_I64_ARRAY, U64_ARRAY, inline, kernel
+from kvoffload.structures.jit import BoolArray, I64Array, ReadI64Array, U64Array, inline, kernel
 from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
@@ -178,28 +178,16 @@ def _highest(bits: Any, starts: Any) -> int:
     return position
 
 
-@kernel(
-    (
-        READONLY_I64_ARRAY,
-        I64_ARRAY,
-        I64_ARRAY,
-        READONLY_I64_ARRAY,
-        I64_ARRAY,
-        U64_ARRAY,
-        I64_ARRAY,
-        BOOL_ARRAY,
-        I64,
-    )
-)
+@kernel
 def _min_with_bypass(
-    offsets: Any,
-    served: Any,
-    offered: Any,
-    ends: Any,
-    next_place: Any,
-    bits: Any,
-    starts: Any,
-    was_here: Any,
+    offsets: ReadI64Array,
+    served: I64Array,
+    offered: I64Array,
+    ends: ReadI64Array,
+    next_place: I64Array,
+    bits: U64Array,
+    starts: I64Array,
+    was_here: BoolArray,
     capacity: int,
 ) -> tuple[int, int]:
     idle = len(next_place)

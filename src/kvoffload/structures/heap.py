@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import F64s, I32s, I64s, inline
+from kvoffload.structures.jit import F64Array, I32Array, I64Array, inline
 
 OUTSIDE = -1
 SIZE, CLOCK = 0, 1
@@ -46,12 +46,12 @@ class Heap:
 
 
 @inline
-def _precedes(rank: F64s, stamp: I64s, a: int, b: int) -> bool:
+def _precedes(rank: F64Array, stamp: I64Array, a: int, b: int) -> bool:
     return rank[a] < rank[b] or (rank[a] == rank[b] and stamp[a] < stamp[b])
 
 
 @inline
-def sift_up(heap: I32s, place: I32s, rank: F64s, stamp: I64s, at: int) -> None:
+def sift_up(heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, at: int) -> None:
     """Bring the position at `at` of the heap up to where it belongs."""
     position = heap[at]
     while at > 0:
@@ -66,7 +66,7 @@ def sift_up(heap: I32s, place: I32s, rank: F64s, stamp: I64s, at: int) -> None:
 
 
 @inline
-def sift_down(heap: I32s, place: I32s, rank: F64s, stamp: I64s, size: int, at: int) -> None:
+def sift_down(heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, size: int, at: int) -> None:
     """Bring the position at `at` of a heap of `size` down to where it belongs."""
     position = heap[at]
     while True:
@@ -85,7 +85,9 @@ def sift_down(heap: I32s, place: I32s, rank: F64s, stamp: I64s, size: int, at: i
 
 
 @inline
-def push(heap: I32s, place: I32s, rank: F64s, stamp: I64s, state: I64s, position: int) -> None:
+def push(
+    heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, state: I64Array, position: int
+) -> None:
     """Put in a position whose rank and stamp are set."""
     heap[state[SIZE]] = position
     state[SIZE] += 1
@@ -93,7 +95,9 @@ def push(heap: I32s, place: I32s, rank: F64s, stamp: I64s, state: I64s, position
 
 
 @inline
-def take_out(heap: I32s, place: I32s, rank: F64s, stamp: I64s, state: I64s, position: int) -> None:
+def take_out(
+    heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, state: I64Array, position: int
+) -> None:
     """Take out a position, wherever it is. What the heap's last entry was is then free."""
     at = place[position]
     place[position] = OUTSIDE

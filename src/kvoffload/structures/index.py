@@ -13,17 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import (
-    BYTES,
-    I64,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    U64s,
-    inline,
-    kernel,
-    load_word,
-)
+from kvoffload.structures.jit import ReadU64Matrix, U64Array, U64Matrix, inline, kernel, load_word
 from kvoffload.structures.keys import Keys, words_per_key
 
 ABSENT = -1
@@ -80,7 +70,7 @@ def _finish(h: np.uint64) -> np.uint64:
 
 
 @inline
-def hash_row(keys: U64s, row: int) -> np.uint64:
+def hash_row(keys: U64Matrix, row: int) -> np.uint64:
     """64-bit hash of a packed key: a multiply and a shift a word, and murmur3's finisher."""
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):
@@ -89,7 +79,7 @@ def hash_row(keys: U64s, row: int) -> np.uint64:
 
 
 @inline
-def same_key(a: U64s, i: int, b: U64s, j: int) -> bool:
+def same_key(a: U64Array, i: int, b: U64Array, j: int) -> bool:
     """Whether the rows `a[i]` and `b[j]` are one key."""
     for word in range(a.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if a[i, word] != b[j, word]:
@@ -98,20 +88,20 @@ def same_key(a: U64s, i: int, b: U64s, j: int) -> bool:
 
 
 @inline
-def copy_key(to: U64s, i: int, source: U64s, j: int) -> None:
+def copy_key(to: U64Array, i: int, source: U64Array, j: int) -> None:
     """``to[i] = source[j]``."""
     for word in range(to.shape[1]):
         to[i, word] = source[j, word]
 
 
 @inline
-def home_bucket(table: U64s, h: np.uint64) -> int:
+def home_bucket(table: U64Array, h: np.uint64) -> int:
     """Where the search for a key with hash `h` begins."""
     return np.int64(((h >> np.uint64(32)) * np.uint64(table.shape[0])) >> np.uint64(32))
 
 
 @inline
-def bucket_of(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64) -> int:
+def bucket_of(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64) -> int:
     """Bucket of the key `batch[row]`, whose hash is `h`; the empty one where it belongs if it is absent."""
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -131,14 +121,14 @@ def position_in(entry: np.uint64) -> int:
 
 
 @inline
-def find(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64) -> int:
+def find(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64) -> int:
     """Position of the key `batch[row]`, whose hash is `h`, or ABSENT."""
     return position_in(table[bucket_of(table, keys, batch, row, h)])
 
 
 @inline
 def fill_bucket(
-    table: U64s, bucket: int, keys: U64s, batch: U64s, row: int, h: np.uint64, position: int
+    table: U64Array, bucket: int, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64, position: int
 ) -> None:
     """Put the key `batch[row]` at `position`; `bucket` is the empty one that `bucket_of` gave."""
     copy_key(keys, position, batch, row)
@@ -146,7 +136,7 @@ def fill_bucket(
 
 
 @inline
-def insert(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64, position: int) -> None:
+def insert(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64, position: int) -> None:
     """Put the key `batch[row]`, which must be absent, at `position`."""
     bucket = home_bucket(table, h)
     while table[bucket] != 0:
@@ -157,7 +147,7 @@ def insert(table: U64s, keys: U64s, batch: U64s, row: int, h: np.uint64, positio
 
 
 @inline
-def remove(table: U64s, keys: U64s, position: int) -> None:
+def remove(table: U64Array, keys: U64Matrix, position: int) -> None:
     """Take the key at `position` out of the table and close the gap. The key's row stays readable."""
     size = table.shape[0]
     h = hash_row(keys, position)
@@ -185,21 +175,21 @@ def remove(table: U64s, keys: U64s, position: int) -> None:
     table[hole] = 0
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, READONLY_U64_MATRIX, I64))
-def find_one(table: U64s, keys: U64s, batch: U64s, row: int) -> int:
+@kernel
+def find_one(table: U64Array, keys: U64Matrix, batch: ReadU64Matrix, row: int) -> int:
     """`find`, for callers in Python."""
     return find(table, keys, batch, row, hash_row(batch, row))
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, READONLY_U64_MATRIX, I64, I64))
-def insert_one(table: U64s, keys: U64s, batch: U64s, row: int, position: int) -> int:
+@kernel
+def insert_one(table: U64Array, keys: U64Matrix, batch: ReadU64Matrix, row: int, position: int) -> int:
     """`insert`, for callers in Python."""
     insert(table, keys, batch, row, hash_row(batch, row), position)
     return position
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, I64))
-def remove_one(table: U64s, keys: U64s, position: int) -> int:
+@kernel
+def remove_one(table: U64Array, keys: U64Matrix, position: int) -> int:
     """`remove`, for callers in Python."""
     remove(table, keys, position)
     return position
@@ -216,8 +206,8 @@ def word_of(data: bytes, start: int, stop: int) -> np.uint64:
     return packed
 
 
-@kernel(I64(U64_ARRAY, U64_MATRIX, BYTES))
-def find_bytes(table: U64s, keys: U64s, key: bytes) -> int:
+@kernel
+def find_bytes(table: U64Array, keys: U64Matrix, key: bytes) -> int:
     """`find` for one key as bytes, without packing it first: the path of engines that ask key by key."""
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):

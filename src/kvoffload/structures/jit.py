@@ -1,8 +1,8 @@
 """How a loop over flat arrays becomes machine code: the only place that says how numba is used.
 
-A kernel has one explicit signature. It is therefore compiled when its module is imported (from numba's
-on-disk cache in milliseconds, the first time in about a second), never inside a request, and a call with
-other types fails instead of compiling in silence.
+A kernel has one signature, its annotations. It is therefore compiled when its module is imported (from
+numba's on-disk cache in milliseconds, the first time in about a second), never inside a request, and a call
+with other types fails instead of compiling in silence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import numba
 import numpy as np
@@ -21,33 +21,31 @@ from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Bools: TypeAlias = npt.NDArray[np.bool_]
-F64s: TypeAlias = npt.NDArray[np.float64]
-I32s: TypeAlias = npt.NDArray[np.int32]
-I64s: TypeAlias = npt.NDArray[np.int64]
-U32s: TypeAlias = npt.NDArray[np.uint32]
-U64s: TypeAlias = npt.NDArray[np.uint64]
-
-I64 = nb.int64
-F64 = nb.float64
-U64 = nb.uint64
-BOOL = nb.boolean
-BOOL_ARRAY = nb.Array(nb.boolean, 1, "C")
-U8_ARRAY = nb.Array(nb.uint8, 1, "C")
-I32_ARRAY = nb.Array(nb.int32, 1, "C")
-I64_ARRAY = nb.Array(nb.int64, 1, "C")
-F64_ARRAY = nb.Array(nb.float64, 1, "C")
-U32_ARRAY = nb.Array(nb.uint32, 1, "C")
-U64_ARRAY = nb.Array(nb.uint64, 1, "C")
-F64_MATRIX = nb.Array(nb.float64, 2, "C")
-I32_MATRIX = nb.Array(nb.int32, 2, "C")
-U64_MATRIX = nb.Array(nb.uint64, 2, "C")
-READONLY_I32_ARRAY = nb.Array(nb.int32, 1, "C", readonly=True)
-READONLY_BOOL_ARRAY = nb.Array(nb.boolean, 1, "C", readonly=True)
-READONLY_I64_ARRAY = nb.Array(nb.int64, 1, "C", readonly=True)
-READONLY_U64_MATRIX = nb.Array(nb.uint64, 2, "C", readonly=True)
-"""Arguments that a kernel only reads are declared read-only: those types accept both kinds of arrays."""
-BYTES = nb.Bytes(nb.uint8, 1, "C", readonly=True)
+# What a kernel takes, as annotations: the type for Python's checker, and the one that numba compiles for.
+# Arrays that a kernel only reads are read-only for it: those types accept both kinds of arrays.
+BoolArray: TypeAlias = Annotated[npt.NDArray[np.bool_], nb.Array(nb.boolean, 1, "C")]
+U8Array: TypeAlias = Annotated[npt.NDArray[np.uint8], nb.Array(nb.uint8, 1, "C")]
+I32Array: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 1, "C")]
+I64Array: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 1, "C")]
+F64Array: TypeAlias = Annotated[npt.NDArray[np.float64], nb.Array(nb.float64, 1, "C")]
+U32Array: TypeAlias = Annotated[npt.NDArray[np.uint32], nb.Array(nb.uint32, 1, "C")]
+U64Array: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 1, "C")]
+F64Matrix: TypeAlias = Annotated[npt.NDArray[np.float64], nb.Array(nb.float64, 2, "C")]
+I32Matrix: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 2, "C")]
+U64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, "C")]
+ReadI32Array: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 1, "C", readonly=True)]
+ReadI64Array: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 1, "C", readonly=True)]
+ReadU64Array: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 1, "C", readonly=True)]
+ReadBoolArray: TypeAlias = Annotated[npt.NDArray[np.bool_], nb.Array(nb.boolean, 1, "C", readonly=True)]
+ReadU64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, "C", readonly=True)]
+UInt64: TypeAlias = Annotated[int, nb.uint64]
+_PLAIN = {
+    int: nb.int64,
+    float: nb.float64,
+    bool: nb.boolean,
+    bytes: nb.Bytes(nb.uint8, 1, "C", readonly=True),
+    type(None): nb.void,
+}
 
 
 # numba counts references to arrays with atomic instructions, also in inner loops, wherever a helper is
@@ -55,11 +53,20 @@ BYTES = nb.Bytes(nb.uint8, 1, "C", readonly=True)
 # holds them, and makes none; so it counts none (`_nrt`), and `np.empty` in a kernel is refused.
 
 
-def kernel(signature: Any) -> Callable[[F], F]:
-    """Compile a function for exactly `signature`, now, through numba's on-disk cache."""
+def kernel(function: F) -> F:
+    """Compile a function for exactly the types of its annotations, now, through numba's on-disk cache."""
+    hints = get_type_hints(function, include_extras=True)
+    result, arguments = _compiled_type(hints.pop("return")), [_compiled_type(hint) for hint in hints.values()]
     options: Any = {"cache": True, "nogil": True, "_nrt": False}
-    compiled: Callable[[F], F] = numba.njit(signature, **options)
+    compiled: F = numba.njit(result(*arguments), **options)(function)
     return compiled
+
+
+def _compiled_type(hint: Any) -> Any:
+    if get_origin(hint) is tuple:
+        make_tuple: Any = nb.Tuple
+        return make_tuple([_compiled_type(part) for part in get_args(hint)])
+    return _PLAIN[hint] if hint in _PLAIN else hint.__metadata__[0]
 
 
 def inline(function: F) -> F:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.structures.index import Index, insert, remove
-from kvoffload.structures.jit import I32s, U64s, inline
+from kvoffload.structures.jit import I32Matrix, U64Array, U64Matrix, inline
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink
 
 
@@ -50,7 +50,15 @@ class KeyLists:
 
 
 @inline
-def remember(table: U64s, keys: U64s, links: I32s, sentinel: int, batch: U64s, row: int, h: np.uint64) -> int:
+def remember(
+    table: U64Array,
+    keys: U64Matrix,
+    links: I32Matrix,
+    sentinel: int,
+    batch: U64Matrix,
+    row: int,
+    h: np.uint64,
+) -> int:
     """Put the absent key `batch[row]` at the head of a list; a spare position must be left."""
     spare = links.shape[0] - 1
     position = links[spare, PREV]
@@ -61,7 +69,7 @@ def remember(table: U64s, keys: U64s, links: I32s, sentinel: int, batch: U64s, r
 
 
 @inline
-def forget(table: U64s, keys: U64s, links: I32s, position: int) -> None:
+def forget(table: U64Array, keys: U64Matrix, links: I32Matrix, position: int) -> None:
     """Forget the key at `position`, which becomes spare."""
     remove(table, keys, position)
     unlink(links, position)
@@ -69,6 +77,6 @@ def forget(table: U64s, keys: U64s, links: I32s, position: int) -> None:
 
 
 @inline
-def forget_coldest(table: U64s, keys: U64s, links: I32s, sentinel: int) -> None:
+def forget_coldest(table: U64Array, keys: U64Matrix, links: I32Matrix, sentinel: int) -> None:
     """Forget the last key of a list that is not empty."""
     forget(table, keys, links, links[sentinel, PREV])

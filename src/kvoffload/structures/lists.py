@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import I32_MATRIX, I64, READONLY_I32_ARRAY, I32s, inline, kernel
+from kvoffload.structures.jit import I32Matrix, ReadI32Array, inline, kernel
 
 PREV, NEXT, LIST = 0, 1, 2
 UNLISTED = -1
@@ -53,7 +53,7 @@ class Lists:
 
 
 @inline
-def push_head(links: I32s, sentinel: int, position: int) -> None:
+def push_head(links: I32Matrix, sentinel: int, position: int) -> None:
     """Make `position`, which is in no list, the head."""
     head = links[sentinel, NEXT]
     links[position, PREV] = sentinel
@@ -65,7 +65,7 @@ def push_head(links: I32s, sentinel: int, position: int) -> None:
 
 
 @inline
-def unlink(links: I32s, position: int) -> None:
+def unlink(links: I32Matrix, position: int) -> None:
     """Take `position` out of its list."""
     before, after = links[position, PREV], links[position, NEXT]
     links[before, NEXT] = after
@@ -75,14 +75,14 @@ def unlink(links: I32s, position: int) -> None:
 
 
 @inline
-def move_to_head(links: I32s, sentinel: int, position: int) -> None:
+def move_to_head(links: I32Matrix, sentinel: int, position: int) -> None:
     """Make `position`, wherever it is, the head of the list."""
     unlink(links, position)
     push_head(links, sentinel, position)
 
 
-@kernel(I64(I32_MATRIX, READONLY_I32_ARRAY))
-def unlink_all(links: I32s, positions: I32s) -> int:
+@kernel
+def unlink_all(links: I32Matrix, positions: ReadI32Array) -> int:
     """Take each of `positions` out of its list."""
     for i in range(positions.shape[0]):
         unlink(links, positions[i])

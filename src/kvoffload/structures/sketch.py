@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import I64s, U64s, inline
+from kvoffload.structures.jit import I64Array, U64Array, inline
 
 MAX_COUNT = 15
 LINE_WORDS = 8
@@ -62,7 +62,7 @@ class FrequencySketch:
 
 
 @inline
-def line_of(table: U64s, h: np.uint64) -> int:
+def line_of(table: U64Array, h: np.uint64) -> int:
     """First word of the line in which the counters of a key with hash `h` are."""
     lines = np.uint64(table.shape[0] // LINE_WORDS)
     return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
@@ -81,7 +81,7 @@ def _shift(h: np.uint64, row: int) -> np.uint64:
 
 
 @inline
-def estimate(table: U64s, h: np.uint64) -> int:
+def estimate(table: U64Array, h: np.uint64) -> int:
     """How often the key with hash `h` was seen lately, 0 to 15; other keys may make it too high."""
     line = line_of(table, h)
     lowest = MAX_COUNT
@@ -92,7 +92,7 @@ def estimate(table: U64s, h: np.uint64) -> int:
 
 
 @inline
-def add(table: U64s, state: I64s, h: np.uint64) -> None:
+def add(table: U64Array, state: I64Array, h: np.uint64) -> None:
     """Count a reference to the key with hash `h`."""
     line = line_of(table, h)
     lowest = estimate(table, h)

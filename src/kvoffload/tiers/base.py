@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import I64, READONLY_U64_MATRIX, U64_ARRAY, inline, kernel
+from kvoffload.structures.jit import ReadU64Matrix, U64Array, inline, kernel
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.checksum import checksums
 from kvoffload.transfer import Blocks, CopyEngine, Rows
@@ -219,8 +219,8 @@ def mix(word: Any) -> Any:
     return word ^ (word >> np.uint64(31))
 
 
-@kernel(I64(READONLY_U64_MATRIX, I64, U64_ARRAY))
-def _digest(words: npt.NDArray[np.uint64], key_bytes: int, digests: Checksums) -> int:
+@kernel
+def _digest(words: ReadU64Matrix, key_bytes: int, digests: U64Array) -> int:
     for row in range(words.shape[0]):
         digest = np.uint64(key_bytes)
         # Not `words.shape[1]`: how far a batch pads its keys is no property of the key.

@@ -21,7 +21,7 @@ from numba import types as nb
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvoffload.structures.jit import I64, READONLY_I64_ARRAY, U64_ARRAY, I64s, U64s, inline, kernel
+from kvoffload.structures.jit import I64Array, ReadI64Array, ReadU64Array, U64Array, inline, kernel
 
 # As mypy should see them.
 _intrinsic: Callable[[Any], Any] = intrinsic
@@ -48,10 +48,8 @@ _P64_3, _P64_4 = np.uint64(0x165667B19E3779F9), np.uint64(0x85EBCA77C2B2AE63)
 _P64_5, _MIX = np.uint64(0x27D4EB2F165667C5), np.uint64(0x165667919E3779F9)
 _LOW = np.uint64(0xFFFFFFFF)
 
-_READONLY_U64_ARRAY = nb.Array(nb.uint64, 1, "C", readonly=True)
 
-
-def checksums(addresses: I64s, num_bytes: int, seeds: U64s) -> U64s:
+def checksums(addresses: I64Array, num_bytes: int, seeds: U64Array) -> U64Array:
     """xxh3_64 of the `num_bytes` at each of these addresses, each with its own seed.
 
     Who calls holds the memory. Cost: 3 µs a call, then memory speed. Thread: any; several run at a time.
@@ -114,9 +112,15 @@ def _fold(a: Any, b: Any) -> Any:
     return upper ^ ((other << np.uint64(32)) | (low & _LOW))
 
 
-@kernel(nb.void(READONLY_I64_ARRAY, I64, _READONLY_U64_ARRAY, _READONLY_U64_ARRAY, U64_ARRAY, I64, U64_ARRAY))
+@kernel
 def _xxh3(
-    addresses: I64s, num_bytes: int, seeds: U64s, default: U64s, work: U64s, secret: int, sums: U64s
+    addresses: ReadI64Array,
+    num_bytes: int,
+    seeds: ReadU64Array,
+    default: ReadU64Array,
+    work: U64Array,
+    secret: int,
+    sums: U64Array,
 ) -> None:
     """`work` is 32 words at the address `secret`: the secret for the seed, then the lanes."""
     lanes, stride = secret + 192, _STRIPE * _STRIPES

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import I64_ARRAY, READONLY_I32_ARRAY, READONLY_I64_ARRAY, inline, kernel
+from kvoffload.structures.jit import I64Array, ReadI32Array, ReadI64Array, inline, kernel
 from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
@@ -179,9 +179,15 @@ def _add(counts: Any, access: int, amount: int) -> None:
 
 # Each block is marked at its last access; accesses are numbered from 1. The marks behind a block's own are
 # the blocks used since. `counts` is a Fenwick tree over the marks (Fenwick, Software 24(3), 1994).
-@kernel((READONLY_I32_ARRAY, READONLY_I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY, I64_ARRAY))
+@kernel
 def _measure_reuses(
-    refs: Any, offsets: Any, last_request: Any, last_access: Any, counts: Any, used_before: Any, distance: Any
+    refs: ReadI32Array,
+    offsets: ReadI64Array,
+    last_request: I64Array,
+    last_access: I64Array,
+    counts: I64Array,
+    used_before: I64Array,
+    distance: I64Array,
 ) -> None:
     access = marked = 0
     for request in range(len(offsets) - 1):

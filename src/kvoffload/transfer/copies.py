@@ -13,9 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import types as nb
 
-from kvoffload.structures.jit import BOOL, I64, kernel
+from kvoffload.structures.jit import ReadI64Array, kernel
 from kvoffload.transfer.streaming import fence, memcpy, stream
 
 Blocks: TypeAlias = npt.NDArray[np.uint8]
@@ -26,8 +25,6 @@ Rows: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 STREAM_FROM_BYTES = 16 * 1024
 """A smaller call is copied through the caches: its reader is probably the next to run."""
-
-_READONLY_ROWS = nb.Array(nb.int64, 1, "C", readonly=True)
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -100,14 +97,14 @@ def address_of(array: npt.NDArray[np.uint8]) -> int:
     return address
 
 
-@kernel(nb.void(I64, I64, _READONLY_ROWS, I64, I64, _READONLY_ROWS, I64, BOOL))
+@kernel
 def _copy(
     src: int,
     src_stride: int,
-    src_rows: Rows,
+    src_rows: ReadI64Array,
     dst: int,
     dst_stride: int,
-    dst_rows: Rows,
+    dst_rows: ReadI64Array,
     block_bytes: int,
     streaming: bool,
 ) -> None:
@@ -133,8 +130,8 @@ def _copy(
         fence()
 
 
-@kernel(I64(_READONLY_ROWS, I64))
-def _first_outside(rows: Rows, num_rows: int) -> int:
+@kernel
+def _first_outside(rows: ReadI64Array, num_rows: int) -> int:
     """Position of the first row outside ``[0, num_rows)``; ``len(rows)`` when there is none."""
     for position in range(len(rows)):
         if rows[position] < 0 or rows[position] >= num_rows:

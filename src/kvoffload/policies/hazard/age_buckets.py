@@ -10,7 +10,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import F64s, I64s, inline
+from kvoffload.structures.jit import F64Array, I64Array, inline
 
 NUM_AGES = 48
 
@@ -22,7 +22,7 @@ def age_bounds() -> npt.NDArray[np.int64]:
 
 
 @inline
-def bucket_of_age(bounds: I64s, age: int) -> int:
+def bucket_of_age(bounds: I64Array, age: int) -> int:
     """The bucket of an age."""
     low, high = 0, NUM_AGES
     while high - low > 1:
@@ -35,7 +35,7 @@ def bucket_of_age(bounds: I64s, age: int) -> int:
 
 
 @inline
-def at_age(table: F64s, bounds: I64s, row: int, age: int) -> float:
+def at_age(table: F64Array, bounds: I64Array, row: int, age: int) -> float:
     """The value of a row of `table` at an age: linear between the starts of two buckets."""
     bucket = bucket_of_age(bounds, age)
     if bucket == NUM_AGES - 1:

@@ -9,18 +9,13 @@ import numpy as np
 
 from kvoffload.structures.index import ABSENT, find, hash_row
 from kvoffload.structures.jit import (
-    F64_ARRAY,
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    I64_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    F64s,
-    I32s,
-    I64s,
-    U64s,
+    F64Array,
+    I32Array,
+    I32Matrix,
+    I64Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
 )
@@ -54,7 +49,7 @@ class History:
         self._gaps = np.zeros(capacity, np.float64)
         self._last = np.zeros(capacity, np.int64)
 
-    def observe(self, path: Keys, start: int, now: int, places: I32s, classes: I32s) -> None:
+    def observe(self, path: Keys, start: int, now: int, places: I32Array, classes: I32Array) -> None:
         """A request uses the blocks of `path` from `start` on, at `now`; fills in the class of each.
 
         `places` is scratch; both have shape ``(len(path) - start,)``, int32.
@@ -75,7 +70,7 @@ class History:
             classes,
         )
 
-    def classify(self, keys: Keys, now: int, classes: I32s, last: I64s) -> None:
+    def classify(self, keys: Keys, now: int, classes: I32Array, last: I64Array) -> None:
         """Fill in the class and the time of the last use of each key; an unknown one is new, used now."""
         index = self.keys.index
         _classify(
@@ -123,35 +118,20 @@ def _mean_gap(count: int, gap: float, age: int, unit: int) -> float:
     return 0.5 * gap + 0.5 * octaves
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I64,
-        I64,
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_MATRIX,
-        I32_ARRAY,
-        F64_ARRAY,
-        I64_ARRAY,
-        I64,
-        I32_ARRAY,
-        I32_ARRAY,
-    )
-)
+@kernel
 def _observe(
-    path: U64s,
+    path: ReadU64Matrix,
     start: int,
     now: int,
-    table: U64s,
-    keys: U64s,
-    links: I32s,
-    counts: I32s,
-    gaps: F64s,
-    last: I64s,
+    table: U64Array,
+    keys: U64Matrix,
+    links: I32Matrix,
+    counts: I32Array,
+    gaps: F64Array,
+    last: I64Array,
     unit: int,
-    places: I32s,
-    classes: I32s,
+    places: I32Array,
+    classes: I32Array,
 ) -> int:
     known_list, spare = links.shape[0] - 2, links.shape[0] - 1
     # Of a request longer than the history only the head can be remembered.
@@ -193,29 +173,17 @@ def _observe(
     return length
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I64,
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_ARRAY,
-        F64_ARRAY,
-        I64_ARRAY,
-        I32_ARRAY,
-        I64_ARRAY,
-    )
-)
+@kernel
 def _classify(
-    batch: U64s,
+    batch: ReadU64Matrix,
     now: int,
-    table: U64s,
-    keys: U64s,
-    counts: I32s,
-    gaps: F64s,
-    last: I64s,
-    classes: I32s,
-    last_used: I64s,
+    table: U64Array,
+    keys: U64Matrix,
+    counts: I32Array,
+    gaps: F64Array,
+    last: I64Array,
+    classes: I32Array,
+    last_used: I64Array,
 ) -> int:
     for row in range(batch.shape[0]):
         place = find(table, keys, batch, row, hash_row(batch, row))

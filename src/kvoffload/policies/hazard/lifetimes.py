@@ -12,18 +12,13 @@ import numpy as np
 from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds, bucket_of_age
 from kvoffload.structures.index import ABSENT, find, hash_row
 from kvoffload.structures.jit import (
-    F64_MATRIX,
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    I64_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    F64s,
-    I32s,
-    I64s,
-    U64s,
+    F64Matrix,
+    I32Array,
+    I32Matrix,
+    I64Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     kernel,
 )
 from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
@@ -80,7 +75,7 @@ class Lifetimes:
         self._evaluated = self._next = 0
         self._evaluate(0)
 
-    def observe(self, path: Keys, start: int, now: int, classes: I32s) -> None:
+    def observe(self, path: Keys, start: int, now: int, classes: I32Array) -> None:
         """The blocks of `path` from `start` on are used at `now`, and are of these classes from then on."""
         index, links = self.sample.index, self.sample.lists.links
         _observe(
@@ -118,37 +113,21 @@ class Lifetimes:
         self._evaluated, self._next = now, now + min(max(now // 8, 64), 16384)
 
 
-@kernel(
-    I64(
-        READONLY_U64_MATRIX,
-        I64,
-        I64,
-        I64,
-        U64_ARRAY,
-        U64_MATRIX,
-        I32_MATRIX,
-        I32_ARRAY,
-        I64_ARRAY,
-        I32_ARRAY,
-        I64_ARRAY,
-        F64_MATRIX,
-        F64_MATRIX,
-    )
-)
+@kernel
 def _observe(
-    path: U64s,
+    path: ReadU64Matrix,
     start: int,
     now: int,
     one_in: int,
-    table: U64s,
-    keys: U64s,
-    links: I32s,
-    class_of: I32s,
-    last: I64s,
-    classes: I32s,
-    bounds: I64s,
-    reused: F64s,
-    exposed: F64s,
+    table: U64Array,
+    keys: U64Matrix,
+    links: I32Matrix,
+    class_of: I32Array,
+    last: I64Array,
+    classes: I32Array,
+    bounds: I64Array,
+    reused: F64Matrix,
+    exposed: F64Matrix,
 ) -> int:
     youngest, spare = keys.shape[0], links.shape[0] - 1
     # Each list is a bucket of ages, in order of time: who is old enough is at its end.
@@ -181,8 +160,15 @@ def _observe(
     return sampled
 
 
-@kernel(I64(F64_MATRIX, F64_MATRIX, I64, I64_ARRAY, F64_MATRIX, F64_MATRIX))
-def _evaluate(reused: F64s, exposed: F64s, group_size: int, bounds: I64s, hazard: F64s, worth: F64s) -> int:
+@kernel
+def _evaluate(
+    reused: F64Matrix,
+    exposed: F64Matrix,
+    group_size: int,
+    bounds: I64Array,
+    hazard: F64Matrix,
+    worth: F64Matrix,
+) -> int:
     num_classes = reused.shape[0]
     for age in range(NUM_AGES):
         all_reused, all_exposed = 0.5, 1.5

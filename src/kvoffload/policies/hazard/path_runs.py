@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import I32_MATRIX, I64, I32s, inline, kernel
+from kvoffload.structures.jit import I32Matrix, inline, kernel
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink
 
 TAIL, LENGTH, RUN_OF, FREE = 0, 1, 2, 3
@@ -47,8 +47,8 @@ class Runs:
         return found
 
 
-@kernel(I64(I32_MATRIX))
-def _clear(runs: I32s) -> int:
+@kernel
+def _clear(runs: I32Matrix) -> int:
     spare = runs.shape[0] - 1
     for run in range(spare):
         runs[run, LENGTH] = 0
@@ -58,7 +58,7 @@ def _clear(runs: I32s) -> int:
 
 
 @inline
-def new_run(runs: I32s) -> int:
+def new_run(runs: I32Matrix) -> int:
     """An empty run; it must be joined, or its place is lost."""
     height = runs.shape[0] - 1
     runs[height, FREE] -= 1
@@ -68,7 +68,7 @@ def new_run(runs: I32s) -> int:
 
 
 @inline
-def join(order: I32s, runs: I32s, run: int, position: int) -> None:
+def join(order: I32Matrix, runs: I32Matrix, run: int, position: int) -> None:
     """Make `position` the head of the order, and of `run`, which is at the head or empty."""
     push_head(order, order.shape[0] - 1, position)
     if runs[run, LENGTH] == 0:
@@ -78,7 +78,7 @@ def join(order: I32s, runs: I32s, run: int, position: int) -> None:
 
 
 @inline
-def leave(order: I32s, runs: I32s, position: int) -> None:
+def leave(order: I32Matrix, runs: I32Matrix, position: int) -> None:
     """Take `position` out of the order and its run; a run that is empty is unused."""
     run = runs[position, RUN_OF]
     runs[run, LENGTH] -= 1
@@ -92,6 +92,6 @@ def leave(order: I32s, runs: I32s, position: int) -> None:
 
 
 @inline
-def deepest_of_run(runs: I32s, position: int) -> int:
+def deepest_of_run(runs: I32Matrix, position: int) -> int:
     """The last position of the run that `position` is in."""
     return runs[runs[position, RUN_OF], TAIL]

@@ -19,22 +19,15 @@ from kvoffload.policies.hazard.path_runs import LENGTH, Runs, deepest_of_run, jo
 from kvoffload.policies.hazard.shadow import ShadowLRU
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.jit import (
-    BOOL_ARRAY,
-    F64,
-    F64_ARRAY,
-    F64_MATRIX,
-    I32_ARRAY,
-    I32_MATRIX,
-    I64,
-    I64_ARRAY,
-    READONLY_I32_ARRAY,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    F64s,
-    I32s,
-    I64s,
-    U64s,
+    BoolArray,
+    F64Array,
+    F64Matrix,
+    I32Array,
+    I32Matrix,
+    I64Array,
+    ReadI32Array,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
 )
@@ -225,8 +218,10 @@ class Hazard(EvictionPolicy):
             self._next_penalty -= 1
 
 
-@kernel(I64(I32_MATRIX, I64_ARRAY, I32_MATRIX, I32_MATRIX, I64, READONLY_I32_ARRAY))
-def _access(links: I32s, last: I64s, order: I32s, runs: I32s, by_time: int, slots: I32s) -> int:
+@kernel
+def _access(
+    links: I32Matrix, last: I64Array, order: I32Matrix, runs: I32Matrix, by_time: int, slots: ReadI32Array
+) -> int:
     run = -1
     for i in range(slots.shape[0] - 1, -1, -1):
         leave(order, runs, slots[i])
@@ -237,16 +232,18 @@ def _access(links: I32s, last: I64s, order: I32s, runs: I32s, by_time: int, slot
     return slots.shape[0]
 
 
-@kernel(I64(I32_MATRIX, I32_MATRIX, I32_MATRIX, READONLY_I32_ARRAY))
-def _remove(links: I32s, order: I32s, runs: I32s, slots: I32s) -> int:
+@kernel
+def _remove(links: I32Matrix, order: I32Matrix, runs: I32Matrix, slots: ReadI32Array) -> int:
     for i in range(slots.shape[0]):
         unlink(links, slots[i])
         leave(order, runs, slots[i])
     return slots.shape[0]
 
 
-@kernel(I64(READONLY_I32_ARRAY, I32_ARRAY, I64, I32_MATRIX, I64_ARRAY, BOOL_ARRAY))
-def _reclassify(slots: I32s, classes: I32s, now: int, links: I32s, last: I64s, held: Bools) -> int:
+@kernel
+def _reclassify(
+    slots: ReadI32Array, classes: I32Array, now: int, links: I32Matrix, last: I64Array, held: BoolArray
+) -> int:
     """Put the blocks of a request into the lists of their classes; `held` are those that are in one."""
     for i in range(slots.shape[0] - 1, -1, -1):
         slot = slots[i]
@@ -259,62 +256,37 @@ def _reclassify(slots: I32s, classes: I32s, now: int, links: I32s, last: I64s, h
 
 
 @inline
-def _score(slot: int, block_class: int, now: int, last: I64s, worth: F64s, bounds: I64s) -> float:
+def _score(slot: int, block_class: int, now: int, last: I64Array, worth: F64Array, bounds: I64Array) -> float:
     """What a candidate is worth now; infinite for none."""
     if slot >= last.shape[0]:
         return np.inf
     return at_age(worth, bounds, block_class, now - last[slot])
 
 
-@kernel(
-    I64(
-        I32_ARRAY,
-        I64,
-        I64,
-        I32_ARRAY,
-        I64_ARRAY,
-        I32_MATRIX,
-        I64_ARRAY,
-        I32_MATRIX,
-        I32_MATRIX,
-        F64_MATRIX,
-        I64_ARRAY,
-        I32_ARRAY,
-        I32_ARRAY,
-        F64_ARRAY,
-        I64_ARRAY,
-        F64,
-        I64,
-        I64,
-        I32_ARRAY,
-        U64_ARRAY,
-        U64_MATRIX,
-        U64_MATRIX,
-    )
-)
+@kernel
 def _replace(
-    slots: I32s,
+    slots: I32Array,
     num_free: int,
     now: int,
-    classes: I32s,
-    last_used: I64s,
-    links: I32s,
-    last: I64s,
-    order: I32s,
-    runs: I32s,
-    worth: F64s,
-    bounds: I64s,
-    cursors: I32s,
-    entered: I32s,
-    scores: F64s,
-    oldest_victim: I64s,
+    classes: I32Array,
+    last_used: I64Array,
+    links: I32Matrix,
+    last: I64Array,
+    order: I32Matrix,
+    runs: I32Matrix,
+    worth: F64Matrix,
+    bounds: I64Array,
+    cursors: I32Array,
+    entered: I32Array,
+    scores: F64Array,
+    oldest_victim: I64Array,
     threshold: float,
     is_lru: int,
     one_prefix: int,
-    ref_cnt: I32s,
-    path_table: U64s,
-    path_keys: U64s,
-    index_keys: U64s,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
 ) -> int:
     c = last.shape[0]
     count = slots.shape[0]

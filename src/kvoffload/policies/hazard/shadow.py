@@ -9,17 +9,12 @@ import numpy as np
 
 from kvoffload.structures.index import ABSENT, find, hash_row
 from kvoffload.structures.jit import (
-    BOOL_ARRAY,
-    I32_MATRIX,
-    I64,
-    I64_ARRAY,
-    READONLY_U64_MATRIX,
-    U64_ARRAY,
-    U64_MATRIX,
-    Bools,
-    I32s,
-    I64s,
-    U64s,
+    BoolArray,
+    I32Matrix,
+    I64Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
     inline,
     kernel,
 )
@@ -54,7 +49,7 @@ class ShadowLRU:
         self.keys = KeyLists(max(1, capacity_blocks // self.one_in), key_bytes, 1)
         self.counts = np.zeros(3, np.int64)
 
-    def observe(self, path: Keys, start: int, held: Bools, is_victim_tier: bool) -> None:
+    def observe(self, path: Keys, start: int, held: BoolArray, is_victim_tier: bool) -> None:
         """A request uses the blocks of `path` from `start` on; `held` are those that the owner has.
 
         LRU takes in what it misses. In a victim tier what is hit goes back to the device, and leaves.
@@ -84,7 +79,9 @@ class ShadowLRU:
 
 
 @inline
-def _take_in(batch: U64s, start: int, one_in: int, table: U64s, keys: U64s, links: I32s) -> int:
+def _take_in(
+    batch: U64Matrix, start: int, one_in: int, table: U64Array, keys: U64Matrix, links: I32Matrix
+) -> int:
     """Make the blocks of a batch from `start` on the most recent, the first foremost.
 
     Of a batch longer than the cache only the head is taken in.
@@ -103,17 +100,17 @@ def _take_in(batch: U64s, start: int, one_in: int, table: U64s, keys: U64s, link
     return batch.shape[0]
 
 
-@kernel(I64(READONLY_U64_MATRIX, I64, BOOL_ARRAY, I64, I64, U64_ARRAY, U64_MATRIX, I32_MATRIX, I64_ARRAY))
+@kernel
 def _observe(
-    path: U64s,
+    path: ReadU64Matrix,
     start: int,
-    held: Bools,
+    held: BoolArray,
     is_victim_tier: int,
     one_in: int,
-    table: U64s,
-    keys: U64s,
-    links: I32s,
-    counts: I64s,
+    table: U64Array,
+    keys: U64Matrix,
+    links: I32Matrix,
+    counts: I64Array,
 ) -> int:
     own_run = 0
     while own_run < held.shape[0] and held[own_run]:
@@ -143,6 +140,6 @@ def _observe(
     return counts[SAMPLED]
 
 
-@kernel(I64(READONLY_U64_MATRIX, I64, U64_ARRAY, U64_MATRIX, I32_MATRIX))
-def _store(batch: U64s, one_in: int, table: U64s, keys: U64s, links: I32s) -> int:
+@kernel
+def _store(batch: ReadU64Matrix, one_in: int, table: U64Array, keys: U64Matrix, links: I32Matrix) -> int:
     return _take_in(batch, 0, one_in, table, keys, links)

@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 
 from kvoffload.core.admission import Admission
-from kvoffload.structures.jit import Bools
+from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 
 
@@ -32,7 +32,7 @@ class NaiveReuse(Admission):
         order = dict.fromkeys([*(key for key in keys if key in self.counts), *self.counts])
         self.counts = {key: self.counts[key] for key in order}
 
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         return np.array([self.counts.get(key, 0) >= self.store_threshold for key in keys], np.bool_)
 
     def reset(self) -> None:

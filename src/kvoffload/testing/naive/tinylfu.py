@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.core.admission import Admission
-from kvoffload.structures.jit import Bools
+from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.sketch import NaiveSketch
 
@@ -24,7 +24,7 @@ class NaiveTinyLFU(Admission):
         for key in keys:
             self.sketch.add(key)
 
-    def admit(self, keys: Keys) -> Bools:
+    def admit(self, keys: Keys) -> BoolArray:
         allowed = [
             number < self.capacity_blocks or self.sketch.estimate(key) >= 2
             for number, key in enumerate(keys, self.num_asked)
