@@ -190,7 +190,7 @@ def test_counting_at_the_end_of_a_request() -> None:
     for _ in range(5):
         manager.lookup(keys(1), ctx)
     assert manager.admission is not None
-    assert manager.admission.leading(manager._pack(keys(1))) == 0
+    assert manager.admission.leading(manager.pack(keys(1))) == 0
     manager.finish_request(ctx)
     assert manager.admission.tracked() == {key(1): 1}  # type: ignore[attr-defined]
 

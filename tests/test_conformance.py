@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 
-from kvoffload.core.policy import POLICIES, Slots
+from kvoffload.core.policy import POLICIES
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.policies.lru import LRU
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
@@ -87,25 +88,25 @@ class EvictsWhatIsWritten(NaiveLRU):
 
 
 class NamesASlotTwice(LRU):
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         super().replace(keys, slots, num_free, protected)
         slots[num_free:] = slots[num_free : num_free + 1]
 
 
 class NamesWhatIsNotThere(LRU):
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         super().replace(keys, slots, num_free, protected)
         slots[num_free:] = self.capacity_blocks
 
 
 class NamesNobody(LRU):
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         chosen = slots.copy()
         super().replace(keys, chosen, num_free, protected)
 
 
 class ChangesFreeSlots(LRU):
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         super().replace(keys, slots, num_free, protected)
         slots[:num_free] = slots[:num_free][::-1].copy()
 

@@ -13,8 +13,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.admission import Admission
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
-from kvoffload.core.policy import POLICIES, REFUSED, Slots
+from kvoffload.core.policy import POLICIES, REFUSED
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
@@ -55,7 +56,7 @@ class RefusesAtRandom(NaiveLRU):
         super().__init__(index)
         self.random = random.Random(5)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         refusing = False
         entering = []
         for row, key in enumerate(keys):

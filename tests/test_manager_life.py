@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.policy import Reused, Slots
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import Index
+from kvoffload.structures.jit import BoolArray
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.lru import NaiveLRU
 from letters import (
@@ -42,7 +43,7 @@ class Recorder(NaiveLRU):
         super().__init__(index)
         self.told = ""
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         for slot, is_reuse in zip(slots.tolist(), reused.tolist(), strict=True):
             letter = self.index.key_at(slot).decode()
             self.told += letter if is_reuse else f"({letter})"

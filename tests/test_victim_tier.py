@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_DEVICE_EVICTION
-from kvoffload.core.policy import REFUSED, Slots
+from kvoffload.core.policy import REFUSED
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, PolicyError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
@@ -364,7 +365,7 @@ class Choosy(NaiveLRU):
     refuses = True
     stops_at_the_first = True
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         refusing = False
         taken = []
         for row, key in enumerate(keys):

@@ -119,7 +119,7 @@ class World:
         for event in self.manager.take_events():
             (self.resident.difference_update if event.removed else self.resident.update)(event.keys)
         core = self.manager.core
-        ready = {core.index.key_at(slot) for slot in np.flatnonzero(core.ref_cnt >= 0).tolist()}
+        ready = {core.index.key_at(slot) for slot in np.flatnonzero(core.slots.ref_cnt >= 0).tolist()}
         assert self.resident == ready
 
     def close(self) -> None:

@@ -83,7 +83,9 @@ def test_events_tell_what_ram_holds(engine: Any, on_llama: Expected, monkeypatch
         if isinstance(event, BlockStored | BlockRemoved) and event.medium == "CPU":
             (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
     core = engine.manager.core
-    resident = [core.index.key_at(slot) for slot, state in enumerate(core.ref_cnt.tolist()) if state >= 0]
+    resident = [
+        core.index.key_at(slot) for slot, state in enumerate(core.slots.ref_cnt.tolist()) if state >= 0
+    ]
     assert core.stats().evicted > 0
     assert held == {maybe_convert_block_hash(key[:-4]) for key in resident}
 

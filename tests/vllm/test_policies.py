@@ -43,7 +43,9 @@ def agree(inside: Any) -> None:
     ours = policy._manager
     assert ours is not None
     audit(ours)
-    resident = {ours.index.key_at(slot) for slot in range(ours.capacity_blocks) if ours.ref_cnt[slot] >= -1}
+    resident = {
+        ours.index.key_at(slot) for slot in range(ours.capacity_blocks) if ours.slots.ref_cnt[slot] >= -1
+    }
     assert resident == set(policy.chunks)
     assert ours.stats().evictable == inside.manager._num_evictable_cache_chunks == len(policy._evictable)
     assert not policy._expected

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.protection import FREE, WRITING, evictable
+from kvoffload.core.protection import evictable
 from kvoffload.core.request import ACCESSED, FLAGS, HASH, HINT, SCRATCH
+from kvoffload.core.slots import WRITING
 from kvoffload.structures.index import (
     ABSENT,
     copy_key,
@@ -140,16 +141,6 @@ def pin(
         newly_pinned += ref_cnt[slots[row]] == 0
         ref_cnt[slots[row]] += 1
     return newly_pinned
-
-
-@kernel
-def unpin(ref_cnt: I32Array, slots: ReadI32Array) -> int:
-    """Take one pin from each slot; returns how many have none left."""
-    released = 0
-    for i in range(slots.shape[0]):
-        ref_cnt[slots[i]] -= 1
-        released += ref_cnt[slots[i]] == 0
-    return released
 
 
 @kernel
@@ -318,23 +309,11 @@ def enter(
 
 
 @kernel
-def become_ready(ref_cnt: I32Array, slots: ReadI32Array) -> int:
-    """Blocks in flight can be read from now on."""
-    for i in range(slots.shape[0]):
-        ref_cnt[slots[i]] = 0
-    return slots.shape[0]
-
-
-@kernel
-def abandon(
-    table: U64Array, keys: U64Matrix, ref_cnt: I32Array, generation: U32Array, slots: ReadI32Array
-) -> int:
-    """Blocks in flight are forgotten: their keys leave the index and their slots are free."""
+def abandon(table: U64Array, keys: U64Matrix, generation: U32Array, slots: ReadI32Array) -> None:
+    """Blocks in flight are forgotten: their keys leave the index."""
     for i in range(slots.shape[0]):
         remove(table, keys, slots[i])
         generation[slots[i]] += np.uint32(1)
-        ref_cnt[slots[i]] = FREE
-    return slots.shape[0]
 
 
 @kernel

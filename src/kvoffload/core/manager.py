@@ -1,8 +1,8 @@
 """The life-cycle of a block: the one place that decides what a cache of blocks holds.
 
-Owns the index, the state of every slot, the free slots, the events and the counters. Asks a policy who
-leaves and an admission rule who may enter. Moves no bytes and does no I/O: its plans say what is to be
-copied where, and whoever copies reports back.
+Owns the index, the slots, the events and the counters. Asks a policy which blocks leave and an admission rule
+which may enter. Moves no bytes and does no I/O: its plans say what is to be copied where, and the caller, who
+copies, reports back.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
+from kvoffload.core.on_compute import OnCompute
+from kvoffload.core.on_device_eviction import OnDeviceEviction
 from kvoffload.core.plans import (
     ON_COMPUTE,
     ON_DEVICE_EVICTION,
@@ -24,14 +26,12 @@ from kvoffload.core.plans import (
     ManagerStats,
     OffloadingEvent,
     PrefixLookup,
-    Slots,
     StorePlan,
 )
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
-from kvoffload.core.protection import FREE, WRITING, Protected
-from kvoffload.core.replacement import replace_blocks
+from kvoffload.core.protection import Protected
 from kvoffload.core.request import RequestContext
-from kvoffload.core.victim import VictimTier
+from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
@@ -69,6 +69,12 @@ class OffloadingManager:
         medium: what events call this tier.
         block_size: tokens in a block, for events.
 
+    Attributes:
+        index: key -> slot; slots: the state of each.
+        policy, admission: as given, for reports and audits.
+        store_mode: what is done at each moment of a block's life, by `store`.
+        policy_may_refuse: whether a policy that weighs blocks may keep a new one out.
+
     Raises:
         ConfigError: names the argument, its value and what is allowed.
         PolicyError: from `prepare_store`, when a policy breaks its contract. The manager is unchanged;
@@ -100,19 +106,11 @@ class OffloadingManager:
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         if store not in STORES:
             raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
-        self._policy_may_refuse = True
+        self.policy_may_refuse = True
         self._policy_observes = type(self.policy).observe is not EvictionPolicy.observe
-        self.ref_cnt = np.full(capacity_blocks, FREE, np.int32)
-        self._victim: VictimTier | None = None
-        if store == ON_DEVICE_EVICTION:
-            self._victim = VictimTier(self.policy, self.index, self.ref_cnt)
-        # Counts up when a block leaves its slot: what a request has noted of the block holds no longer.
-        self._generation = np.full(capacity_blocks, 0, np.uint32)
-        # Popped from the end: slots are first given out in ascending order, so neighbours stay together.
-        self._free = np.arange(capacity_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_free = capacity_blocks
-        self._num_evictable = 0
-        self._condemned: set[int] = set()
+        self.slots = Slots(capacity_blocks)
+        mode = OnDeviceEviction if store == ON_DEVICE_EVICTION else OnCompute
+        self.store_mode = mode(self.policy, self.slots)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._epoch = 0
         self._void_before = 0
@@ -171,7 +169,13 @@ class OffloadingManager:
         positions = ctx.see(keys)
         index, path = self.index, ctx.path
         ready = kernels.leading_ready(
-            index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions
+            index.table,
+            index.keys,
+            self.slots.ref_cnt,
+            self.slots.generation,
+            path.keys,
+            ctx.notes,
+            positions,
         )
         if ready < 0:
             return PrefixLookup(~ready, LookupResult.HIT_PENDING)
@@ -183,13 +187,19 @@ class OffloadingManager:
         found: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.see(keys)) != ABSENT
         return found
 
-    def slots_of(self, keys: Sequence[bytes]) -> Slots:
+    def slots_of(self, keys: Sequence[bytes]) -> SlotArray:
         """The slot of each block that is here, ready or in flight, and -1 for the others. Changes no order.
 
-        For tiers that keep the bytes elsewhere than in RAM: ``ref_cnt[slot] >= 0`` says that it is ready.
+        For tiers that keep the bytes elsewhere than in RAM; `ready` says which can be read.
         """
         ctx = self._context(None)
         return self._resolve(ctx, ctx.see(keys))
+
+    def ready(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which of these blocks can be read: shape ``(len(keys),)``. Changes no order."""
+        slots = self.slots_of(keys)
+        readable: npt.NDArray[np.bool_] = (slots != ABSENT) & (self.slots.ref_cnt[slots] >= 0)
+        return readable
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """What one block is, for engines that ask key by key. Cost: one index probe."""
@@ -202,7 +212,15 @@ class OffloadingManager:
             ctx.asked.append(key)
             if len(ctx.asked) >= 4096:
                 ctx.flush()
-        return _RESULTS[kernels.state_of_key(self.index.table, self.index.keys, self.ref_cnt, key)]
+        return _RESULTS[kernels.state_of_key(self.index.table, self.index.keys, self.slots.ref_cnt, key)]
+
+    def pack(self, keys: Sequence[bytes]) -> Keys:
+        """`keys` as this manager reads them. Raises `ValueError` for keys of another length."""
+        if isinstance(keys, Keys):
+            if keys.key_bytes != self.key_bytes:
+                raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {self.key_bytes}")
+            return keys
+        return Keys.pack(keys, self.key_bytes)
 
     # ---- load
 
@@ -214,9 +232,7 @@ class OffloadingManager:
         """
         ctx = self._context(ctx)
         plan = self._pin(keys, ctx, "prepare_load")
-        if self._victim is not None:
-            # When the load has ended the tier does not hold these blocks alone any more: what the policy
-            # is to learn from the hit, it learns now.
+        if self.store_mode.learns_at_load:
             self._observe(ctx)
         return plan
 
@@ -231,8 +247,8 @@ class OffloadingManager:
         num_damaged = self._unpin(plan, damaged, "complete_load")
         if plan.epoch >= self._void_before:
             self._counts.loaded += len(plan.slots) - num_damaged
-        if self._victim is not None and plan.epoch == self._epoch:
-            self._victim.duplicate(plan.slots, self._condemned)
+        if plan.epoch == self._epoch:
+            self.store_mode.loaded(plan.slots)
 
     def pin(self, keys: Sequence[bytes]) -> LoadPlan:
         """As `prepare_load`, for a reader that is not the device: nothing is learnt from it, or counted.
@@ -251,7 +267,7 @@ class OffloadingManager:
         A block that is being read leaves at once too: it becomes a miss, and its slot is reused when the
         last reader has gone.
         """
-        batch = self._pack(keys)
+        batch = self.pack(keys)
         return self._discard(batch, np.full(len(batch), ABSENT, np.int32))
 
     # ---- store
@@ -282,32 +298,36 @@ class OffloadingManager:
         fresh = np.empty((len(positions), index.keys.shape[1]), _UINT64)
         rows = np.empty(len(positions), _INT32)
         num_fresh = kernels.missing(
-            index.table, index.keys, self._generation, path.keys, ctx.notes, positions, fresh, rows
+            index.table, index.keys, self.slots.generation, path.keys, ctx.notes, positions, fresh, rows
         )
         room = self._room(num_fresh, ctx)
         if num_fresh and not room:
             self._counts.dropped += num_fresh
             return None
-        if self._victim is None:
+        if not self.store_mode.learns_at_load:
             self._observe(ctx)
-        num_admitted = num_fresh if admitted else self._admit(fresh[:num_fresh], rows[:num_fresh])
+        num_admitted = num_fresh
+        if num_fresh and self.admission is not None and not admitted:
+            num_admitted = self.store_mode.admit(self.admission, fresh[:num_fresh], rows[:num_fresh])
         count = min(num_admitted, room)
 
         slots = np.empty(count, _INT32)
-        evicted = np.empty((max(0, count - self._num_free), index.keys.shape[1]), _UINT64)
+        evicted = np.empty((max(0, count - self.slots.num_free), index.keys.shape[1]), _UINT64)
         num_refused = 0
         if count:
-            admitted = admitted or not self._policy_may_refuse
-            protected = Protected(self.ref_cnt, index, ctx, self._victim is None, admitted)
+            enters = admitted or not self.policy_may_refuse
+            protected = Protected(
+                self.slots.ref_cnt, index, ctx, one_prefix=self.store_mode.one_prefix, admitted=enters
+            )
             num_refused = self._enter(
                 ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted, protected
             )
             if num_refused:
                 slots, evicted = slots[:-num_refused], evicted[: len(evicted) - num_refused]
         num_stored = len(slots)
-        if self._victim is not None and num_fresh < len(positions):
+        if self.store_mode.takes_back and num_fresh < len(positions):
             held = self._resolve(ctx, positions)
-            self._counts.kept += self._victim.keep(ctx, positions, held, rows[:num_stored])
+            self._counts.kept += self.store_mode.keep(ctx, positions, held, rows[:num_stored])
         if num_refused and num_admitted > count:
             behind = rows[num_stored:num_admitted]
             behind[:] = np.roll(behind, -num_refused)
@@ -334,23 +354,21 @@ class OffloadingManager:
             return
         count = len(plan.slots)
         if plan.epoch != self._epoch:
-            self._release_condemned(plan.slots)
+            self.slots.release(plan.slots)
             return
-        self._counts.writing -= count
         if success:
-            kernels.become_ready(self.ref_cnt, plan.slots)
-            self._num_evictable += count
+            self.slots.become_ready(plan.slots)
             self._counts.stored += count
             if self._events is not None and count:
                 self._emit(plan.keys, removed=False)
         else:
             self.policy.remove(plan.slots)
             index = self.index
-            kernels.abandon(index.table, index.keys, self.ref_cnt, self._generation, plan.slots)
-            self._give_back(plan.slots)
+            kernels.abandon(index.table, index.keys, self.slots.generation, plan.slots)
+            self.slots.abandon(plan.slots)
             self._counts.store_failed += count
 
-    def restore_uses(self, slots: Slots, used: npt.NDArray[np.bool_]) -> None:
+    def restore_uses(self, slots: SlotArray, used: npt.NDArray[np.bool_]) -> None:
         """Tell the policy of the uses of blocks that were restored: for tiers that outlive their process.
 
         Args:
@@ -374,31 +392,16 @@ class OffloadingManager:
             drop_in_flight: the caller vouches that no transfer runs any more, and will complete none:
                 their slots are free at once, and completing an old plan does nothing.
         """
-        ready = np.flatnonzero(self.ref_cnt >= 0).astype(np.int32)
-        if self._condemned:
-            ready = np.setdiff1d(ready, np.fromiter(self._condemned, np.int32)).astype(np.int32)
+        ready = self.slots.ready()
         self._counts.discarded += len(ready)
         if len(ready) and self._events is not None:
             self._emit(self.index.keys_at(ready), removed=True)
         self._epoch += 1
         if drop_in_flight:
             self._void_before = self._epoch
-            self._condemned.clear()
-            self.ref_cnt.fill(FREE)
-        else:
-            busy = (self.ref_cnt > 0) | (self.ref_cnt == WRITING)
-            self._condemned = set(np.flatnonzero(busy).tolist())
-            self.ref_cnt[~busy] = FREE
-        free = np.flatnonzero(self.ref_cnt == FREE)[::-1]
-        self._num_free = len(free)
-        self._free[: len(free)] = free
-        self._num_evictable = 0
-        self._counts.writing = 0
+        self.slots.reset(drop_in_flight=drop_in_flight)
         self.index.clear()
-        self._generation += np.uint32(1)
-        if self._victim is not None:
-            self._victim.duplicates.clear()
-        self.policy.reset()
+        self.store_mode.reset()
         if self.admission is not None:
             self.admission.reset()
 
@@ -412,10 +415,10 @@ class OffloadingManager:
     def stats(self) -> ManagerStats:
         """A copy of the counters, and how the slots are used now. Cost: O(1)."""
         stats = copy(self._counts)
-        stats.free, stats.condemned = self._num_free, len(self._condemned)
-        stats.ready = self.capacity_blocks - stats.free - stats.writing - stats.condemned
-        stats.evictable = self._num_evictable
-        stats.duplicates = len(self._victim.duplicates) if self._victim is not None else 0
+        slots = self.slots
+        stats.free, stats.writing, stats.ready = slots.num_free, slots.num_writing, slots.num_ready
+        stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
+        stats.duplicates = self.store_mode.num_duplicates
         stats.policy = self.policy.stats()
         return stats
 
@@ -430,24 +433,24 @@ class OffloadingManager:
             raise MisuseError(f"request {ctx.request_id!r} has finished")
         return ctx
 
-    def _pack(self, keys: Sequence[bytes]) -> Keys:
-        if isinstance(keys, Keys):
-            if keys.key_bytes != self.key_bytes:
-                raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {self.key_bytes}")
-            return keys
-        return Keys.pack(keys, self.key_bytes)
-
     def _pin(self, keys: Sequence[bytes], ctx: RequestContext, call: str) -> LoadPlan:
-        batch = self._pack(keys)
+        batch = self.pack(keys)
         positions = ctx.see(batch)
         index, path = self.index, ctx.path
         slots = np.empty(len(batch), np.int32)
         pinned = kernels.pin(
-            index.table, index.keys, self.ref_cnt, self._generation, path.keys, ctx.notes, positions, slots
+            index.table,
+            index.keys,
+            self.slots.ref_cnt,
+            self.slots.generation,
+            path.keys,
+            ctx.notes,
+            positions,
+            slots,
         )
         if pinned < 0:
             raise MisuseError(f"{call} of a block that is not ready: key {batch[~pinned].hex()}")
-        self._num_evictable -= pinned
+        self.slots.num_evictable -= pinned
         return LoadPlan(ctx, batch, slots, self, self._epoch)
 
     def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> int:
@@ -456,9 +459,7 @@ class OffloadingManager:
         if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
             raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks")
         if self._close(plan, LoadPlan, call):
-            self._num_evictable += kernels.unpin(self.ref_cnt, plan.slots)
-            if self._condemned:
-                self._num_evictable -= self._release_condemned(plan.slots)
+            self.slots.unpin(plan.slots)
             if len(rows):
                 self._discard(plan.keys.take(rows), plan.slots[rows])
         return len(rows)
@@ -474,13 +475,13 @@ class OffloadingManager:
         plan.completed = True
         return plan.epoch >= self._void_before
 
-    def _commit(self, ctx: RequestContext, positions: Slots, *, whole_path: bool = False) -> None:
+    def _commit(self, ctx: RequestContext, positions: SlotArray, *, whole_path: bool = False) -> None:
         index = self.index
         slots, reused = np.empty(len(positions), np.int32), np.empty(len(positions), np.bool_)
         found = kernels.access(
             index.table,
             index.keys,
-            self._generation,
+            self.slots.generation,
             ctx.path.keys,
             ctx.notes,
             positions,
@@ -489,10 +490,8 @@ class OffloadingManager:
             reused,
         )
         self._observe(ctx)
-        if found and self._victim is not None:
-            self._victim.duplicate(slots[:found], self._condemned)
-        elif found:
-            self.policy.access(slots[:found], reused[:found])
+        if found:
+            self.store_mode.used(slots[:found], reused[:found])
 
     def _observe(self, ctx: RequestContext) -> None:
         """Tell policy and admission which blocks the request refers to: each once a request."""
@@ -506,51 +505,40 @@ class OffloadingManager:
         if self.admission is not None:
             self.admission.count(ctx.keys()[start:])
 
-    def _resolve(self, ctx: RequestContext, positions: Slots) -> Slots:
+    def _resolve(self, ctx: RequestContext, positions: SlotArray) -> SlotArray:
         """The slot of each of these blocks of the path, or ABSENT."""
         index, slots = self.index, np.empty(len(positions), np.int32)
-        kernels.resolve(index.table, index.keys, self._generation, ctx.path.keys, ctx.notes, positions, slots)
+        kernels.resolve(
+            index.table, index.keys, self.slots.generation, ctx.path.keys, ctx.notes, positions, slots
+        )
         return slots
-
-    def _admit(self, fresh: npt.NDArray[np.uint64], rows: Slots) -> int:
-        """How many of the new blocks the admission rule lets in: those at the front of both arrays."""
-        if self.admission is None or len(fresh) == 0:
-            return len(fresh)
-        keys = Keys(fresh, self.key_bytes)
-        if self._victim is None:
-            return self.admission.leading(keys)
-        # What a device drops may enter one without the other.
-        allowed = self.admission.admit(keys)
-        order = np.argsort(~allowed, kind="stable")
-        fresh[:], rows[:] = fresh[order], rows[order]
-        return int(np.count_nonzero(allowed))
 
     def _room(self, wanted: int, ctx: RequestContext) -> int:
         """How many of `wanted` new blocks fit: free slots, and blocks that may be evicted for them."""
-        short = wanted - self._num_free
+        short = wanted - self.slots.num_free
         if short <= 0:
             return wanted
-        evictable = self._num_evictable
+        evictable = self.slots.num_evictable
         if short > evictable - ctx.length:
             index = self.index
             evictable -= kernels.own_evictable(
                 index.table,
                 index.keys,
-                self.ref_cnt,
-                self._generation,
+                self.slots.ref_cnt,
+                self.slots.generation,
                 ctx.path.keys,
                 ctx.notes,
                 ctx.length,
             )
-        return wanted if short <= evictable else self._num_free + evictable
+        return wanted if short <= evictable else self.slots.num_free + evictable
 
     def _enter(
         self,
         ctx: RequestContext,
-        positions: Slots,
-        rows: Slots,
+        positions: SlotArray,
+        rows: SlotArray,
         fresh: npt.NDArray[np.uint64],
-        slots: Slots,
+        slots: SlotArray,
         evicted: npt.NDArray[np.uint64],
         protected: Protected,
     ) -> int:
@@ -562,20 +550,14 @@ class OffloadingManager:
         num_free = len(slots) - len(evicted)
         if len(evicted):
             slots.fill(_UNNAMED)
-        slots[:num_free] = self._free[self._num_free - num_free : self._num_free][::-1]
-        taken = _NO_ROWS
-        if self._victim is not None and len(evicted):
-            taken = self._victim.duplicates.choose(len(evicted), index, protected)
-            slots[num_free : num_free + len(taken)] = taken
-        num_refused = replace_blocks(
-            self.policy, self._victim, rows, fresh, slots, num_free + len(taken), protected
-        )
+        slots[:num_free] = self.slots.next_free(num_free)
+        num_refused = self.store_mode.choose(rows, fresh, slots, num_free, protected)
         num_stored = len(slots) - num_refused
         wrong = kernels.enter(
             index.table,
             index.keys,
-            self.ref_cnt,
-            self._generation,
+            self.slots.ref_cnt,
+            self.slots.generation,
             path.table,
             path.keys,
             ctx.notes,
@@ -591,25 +573,23 @@ class OffloadingManager:
                 f"{fresh[wrong].tobytes()[: self.key_bytes].hex()}: it is protected, absent, or was "
                 f"named before"
             )
-        if self._victim is not None:
-            self._victim.duplicates.drop(taken)
         num_evicted = num_stored - num_free
-        self._num_free -= num_free
-        self._num_evictable -= num_evicted
-        self._counts.writing += num_stored
+        if num_evicted:
+            self.store_mode.evicted(slots[num_free:num_stored])
+        self.slots.occupy(num_free, num_evicted)
         self._counts.evicted += num_evicted
         if self._events is not None and num_evicted:
             self._emit(Keys(evicted[:num_evicted], self.key_bytes), removed=True)
         return num_refused
 
-    def _discard(self, batch: Keys, slots: Slots) -> int:
+    def _discard(self, batch: Keys, slots: SlotArray) -> int:
         index, ctx = self.index, self._context(None)
         positions = ctx.see(batch)
         found = kernels.discard(
             index.table,
             index.keys,
-            self.ref_cnt,
-            self._generation,
+            self.slots.ref_cnt,
+            self.slots.generation,
             ctx.path.keys,
             ctx.notes,
             positions,
@@ -620,28 +600,9 @@ class OffloadingManager:
             self._counts.discarded += found
             if self._events is not None:
                 self._emit(self.index.keys_at(slots), removed=True)
-            if self._victim is None:
-                self.policy.remove(slots)
-            else:
-                self.policy.remove(slots[self._victim.duplicates.drop(slots)[1]])
-            idle = slots[self.ref_cnt[slots] == 0]
-            self._num_evictable -= len(idle)
-            self.ref_cnt[idle] = FREE
-            self._give_back(idle)
-            self._condemned.update(slots[self.ref_cnt[slots] > 0].tolist())
+            self.store_mode.removed(slots)
+            self.slots.condemn(slots)
         return found
-
-    def _release_condemned(self, slots: Slots) -> int:
-        """Free those of `slots` whose block has gone and which nobody uses any more; how many."""
-        idle = [s for s in dict.fromkeys(slots.tolist()) if s in self._condemned and self.ref_cnt[s] <= 0]
-        self._condemned.difference_update(idle)
-        self.ref_cnt[idle] = FREE
-        self._give_back(np.asarray(idle, np.int32))
-        return len(idle)
-
-    def _give_back(self, slots: Slots) -> None:
-        self._free[self._num_free : self._num_free + len(slots)] = slots
-        self._num_free += len(slots)
 
     def _emit(self, keys: Keys, *, removed: bool) -> None:
         assert self._events is not None

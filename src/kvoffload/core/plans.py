@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.request import RequestContext
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
 
-Slots = npt.NDArray[np.int32]
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
 """Rows of a plan, in parts: each row in one of them."""
 
@@ -55,7 +55,7 @@ class LoadPlan:
 
     request: RequestContext = field(repr=False)
     keys: Keys
-    slots: Slots
+    slots: SlotArray
     owner: object = field(repr=False)
     epoch: int
     completed: bool = False
@@ -93,7 +93,7 @@ class StorePlan:
 
     request: RequestContext = field(repr=False)
     keys: Keys
-    slots: Slots
+    slots: SlotArray
     missing_rows: npt.NDArray[np.int32]
     evicted: Keys
     num_dropped: int

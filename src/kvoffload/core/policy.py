@@ -9,19 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.plugins import Registry
 from kvoffload.structures.index import Index
+from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 
 REFUSED = -1
 """What `EvictionPolicy.replace` writes in place of a victim: the new block may not enter."""
-
-Slots = npt.NDArray[np.int32]
-Reused = npt.NDArray[np.bool_]
 
 
 class EvictionPolicy(ABC):
@@ -58,7 +54,7 @@ class EvictionPolicy(ABC):
         self.capacity_blocks = len(index.keys)
 
     @abstractmethod
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         """One request used these resident blocks, in prefix order.
 
         A policy for which order matters goes from the last to the first, so that the head of a prefix
@@ -72,7 +68,7 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         """Take in the absent blocks `keys`, in prefix order; name who leaves for them.
 
         The first `num_free` entries of `slots` are free slots. The policy fills the others with its
@@ -92,11 +88,11 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         """These blocks have gone without being chosen: a store failed, a block was damaged, or, in a
         victim tier, the device holds it again."""
 
-    def observe(self, path: Keys, slots: Slots, start: int) -> None:  # noqa: B027  (most have no use for it)
+    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:  # noqa: B027  (most have no use for it)
         """A request refers to these blocks, wherever they are: for policies that learn from all traffic.
 
         Told once a request, before its first `access` or `replace`; again when the request has grown.
@@ -156,14 +152,14 @@ class BlockwisePolicy(EvictionPolicy):
     def forget(self, slot: int) -> None:
         """The block in `slot` has gone without being chosen."""
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         for slot, is_reuse in zip(reversed(slots.tolist()), reversed(reused.tolist()), strict=True):
             if is_reuse:
                 self.hit(slot)
             else:
                 self.refresh(slot)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         for row, key in enumerate(keys):
             if row >= num_free:
                 slots[row] = self.victim(key, protected)
@@ -173,7 +169,7 @@ class BlockwisePolicy(EvictionPolicy):
         for slot in reversed(slots.tolist()):
             self.refresh(slot)
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         for slot in slots.tolist():
             self.forget(slot)
 

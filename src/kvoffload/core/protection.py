@@ -8,10 +8,6 @@ from kvoffload.structures.jit import I32Array, I32Matrix, U64Array, U64Matrix, i
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import PREV
 
-FREE = -2
-WRITING = -1
-"""Values of `ref_cnt` for slots that hold no block that can be read; a ready block has 0 or more pins."""
-
 
 class Protected:
     """The slots that an eviction must leave alone: free, in flight, pinned, or of the storing request.
@@ -43,6 +39,7 @@ class Protected:
         ref_cnt: I32Array,
         index: Index,
         ctx: RequestContext,
+        *,
         one_prefix: bool = True,
         admitted: bool = False,
     ) -> None:

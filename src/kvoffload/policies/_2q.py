@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, coldest_evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
 from kvoffload.structures.jit import (
     BoolArray,
@@ -71,10 +72,10 @@ class TwoQ(EvictionPolicy):
         self._a1out = KeyLists(max(1, self.capacity_blocks // 2), index.key_bytes, 1)
         self._arriving = np.full(self.capacity_blocks, False, np.bool_)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(self._lists.links, self._arriving, slots, reused)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             keys.words,
             slots,
@@ -91,7 +92,7 @@ class TwoQ(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._lists.links, slots)
 
     def reset(self) -> None:

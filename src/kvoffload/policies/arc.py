@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, coldest_evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
 from kvoffload.structures.jit import (
+    BoolArray,
     F64Array,
     I32Array,
     I32Matrix,
@@ -67,10 +69,10 @@ class ARC(EvictionPolicy):
         self._ghosts = KeyLists(self.capacity_blocks, index.key_bytes, 2)
         self._target = np.zeros(1, np.float64)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(self._lists.links, slots, reused)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             keys.words,
             slots,
@@ -86,7 +88,7 @@ class ARC(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._lists.links, slots)
 
     def reset(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import Index
-from kvoffload.structures.jit import I32Array, I32Matrix, U64Array, U64Matrix, kernel
+from kvoffload.structures.jit import BoolArray, I32Array, I32Matrix, U64Array, U64Matrix, kernel
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink, unlink_all
 
@@ -35,10 +36,10 @@ class FIFO(EvictionPolicy):
         super().__init__(index)
         self._queue = Lists(self.capacity_blocks, 1)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         pass
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             self._queue.links,
             slots,
@@ -49,7 +50,7 @@ class FIFO(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._queue.links, slots)
 
     def reset(self) -> None:

@@ -12,11 +12,13 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.heap import CLOCK, SIZE, Heap, push, sift_down, sift_up, take_out
 from kvoffload.structures.index import Index, find, hash_row
 from kvoffload.structures.jit import (
+    BoolArray,
     F64Array,
     I32Array,
     I64Array,
@@ -83,7 +85,7 @@ class GDSF(EvictionPolicy):
         self._cost = np.full(self.capacity_blocks, 0.0, np.float64)
         self._inflation = np.zeros(1, np.float64)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         heap = self._heap
         _access(
             heap.heap,
@@ -98,7 +100,7 @@ class GDSF(EvictionPolicy):
             reused,
         )
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         heap = self._heap
         _replace(
             keys.words,
@@ -119,7 +121,7 @@ class GDSF(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         heap = self._heap
         _remove(heap.heap, heap.place, heap.rank, heap.stamp, heap.state, slots)
 

@@ -11,10 +11,12 @@ from typing import Annotated
 
 import msgspec
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import Index
 from kvoffload.structures.jit import (
+    BoolArray,
     I32Array,
     I32Matrix,
     ReadBoolArray,
@@ -57,10 +59,10 @@ class LFU(EvictionPolicy):
         super().__init__(index)
         self._by_count = Lists(self.capacity_blocks, self.max_count)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(self._by_count.links, slots, reused)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             self._by_count.links,
             slots,
@@ -71,7 +73,7 @@ class LFU(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._by_count.links, slots)
 
     def reset(self) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, coldest_evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
 from kvoffload.structures.jit import (
+    BoolArray,
     I32Array,
     I32Matrix,
     I64Array,
@@ -83,10 +85,10 @@ class LIRS(EvictionPolicy):
         self._gone_used_at = np.full(self.capacity_blocks, 0, np.int64)
         self._clock = np.zeros(1, np.int64)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(self._lists.links, self._used_at, self._clock, self._max_lir, slots, reused)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             keys.words,
             slots,
@@ -105,7 +107,7 @@ class LIRS(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._lists.links, slots)
 
     def reset(self) -> None:

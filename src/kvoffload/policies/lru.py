@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import Index
-from kvoffload.structures.jit import I32Array, I32Matrix, ReadI32Array, U64Array, U64Matrix, kernel
+from kvoffload.structures.jit import BoolArray, I32Array, I32Matrix, ReadI32Array, U64Array, U64Matrix, kernel
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import PREV, Lists, move_to_head, push_head, unlink, unlink_all
 
@@ -27,10 +28,10 @@ class LRU(EvictionPolicy):
         super().__init__(index)
         self._order = Lists(self.capacity_blocks, 1)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(self._order.links, slots)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             self._order.links,
             slots,
@@ -41,7 +42,7 @@ class LRU(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._order.links, slots)
 
     def reset(self) -> None:

@@ -12,10 +12,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
 from kvoffload.structures.jit import (
+    BoolArray,
     I32Array,
     I32Matrix,
     ReadBoolArray,
@@ -86,10 +88,10 @@ class S3FIFO(EvictionPolicy):
         self._small_blocks = max(1, int(self.small_share * self.capacity_blocks))
         self._ghosts = KeyLists(max(1, self.capacity_blocks - self._small_blocks), index.key_bytes, 1)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(self._counts, slots, reused)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             keys.words,
             slots,
@@ -107,7 +109,7 @@ class S3FIFO(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._queues.links, slots)
 
     def reset(self) -> None:

@@ -11,8 +11,9 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.jit import (
     BoolArray,
@@ -70,10 +71,10 @@ class SIEVE(EvictionPolicy):
         self._visited = np.full(self.capacity_blocks, False, np.bool_)
         self._state = np.array([ABSENT, 0], np.int32)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(self._visited, self._state, slots, reused)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             self._queue.links,
             self._visited,
@@ -87,7 +88,7 @@ class SIEVE(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         _remove(self._queue.links, self._visited, self._state, slots)
 
     def reset(self) -> None:

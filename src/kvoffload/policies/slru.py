@@ -10,10 +10,12 @@ from typing import Annotated
 
 import msgspec
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import Index
 from kvoffload.structures.jit import (
+    BoolArray,
     I32Array,
     I32Matrix,
     ReadBoolArray,
@@ -65,10 +67,10 @@ class SLRU(EvictionPolicy):
         self._segments = Lists(self.capacity_blocks, 2)
         self._most_proven = int(self.proven_share * self.capacity_blocks)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(self._segments.links, slots, reused, self._most_proven)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             self._segments.links,
             slots,
@@ -79,7 +81,7 @@ class SLRU(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._segments.links, slots)
 
     def reset(self) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, coldest_evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import Index, hash_row
 from kvoffload.structures.jit import (
+    BoolArray,
     I32Array,
     I32Matrix,
     I64Array,
@@ -75,7 +77,7 @@ class WTinyLFU(EvictionPolicy):
         self._lists = Lists(self.capacity_blocks, 3)
         self._sketch = FrequencySketch(self.capacity_blocks)
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _access(
             self._lists.links,
             self._max_protected,
@@ -86,7 +88,7 @@ class WTinyLFU(EvictionPolicy):
             reused,
         )
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         _replace(
             keys.words,
             slots,
@@ -101,7 +103,7 @@ class WTinyLFU(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         unlink_all(self._lists.links, slots)
 
     def reset(self) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from kvoffload.admission.reuse import ReuseAdmission
-from kvoffload.core import protection
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.on_device_eviction import OnDeviceEviction
 from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import WRITING
+from kvoffload.core.slots import FREE, WRITING
 from kvoffload.policies.arc import ARC
-from kvoffload.policies.hazard.path_runs import FREE, LENGTH, RUN_OF, TAIL, Runs
+from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, Runs
 from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.structures.index import ABSENT, Index, find_bytes, find_one
 from kvoffload.structures.keylists import KeyLists
@@ -89,7 +89,8 @@ def state_of(thing: Any) -> bytes | Any:
 
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
     """Slots of the blocks that the device holds as well, the first to leave first; None: no victim tier."""
-    return None if manager._victim is None else manager._victim.duplicates.slots()
+    mode = manager.store_mode
+    return mode.duplicates.slots() if isinstance(mode, OnDeviceEviction) else None
 
 
 def _slots_of(cls: type) -> Iterable[str]:
@@ -97,34 +98,31 @@ def _slots_of(cls: type) -> Iterable[str]:
 
 
 def _indexed_slots(manager: OffloadingManager) -> set[int]:
-    in_use = np.flatnonzero(manager.ref_cnt >= WRITING).tolist()
-    return set(in_use) - manager._condemned
+    slots = manager.slots
+    return set(np.flatnonzero((slots.ref_cnt >= WRITING) & ~slots.condemned).tolist())
 
 
 def _audit_slots(manager: OffloadingManager) -> None:
-    ref_cnt, condemned = manager.ref_cnt, manager._condemned
-    assert (ref_cnt >= protection.FREE).all(), (
-        f"slots in no known state: {np.flatnonzero(ref_cnt < protection.FREE)}"
-    )
-    stack = manager._free[: manager._num_free].tolist()
+    ref_cnt = manager.slots.ref_cnt
+    assert (ref_cnt >= FREE).all(), f"slots in no known state: {np.flatnonzero(ref_cnt < FREE)}"
+    stack = manager.slots.free()
     twice = [slot for slot, n in Counter(stack).items() if n > 1]
     assert not twice, f"slots are free twice: {twice}"
-    marked = set(np.flatnonzero(ref_cnt == protection.FREE).tolist())
+    marked = set(np.flatnonzero(ref_cnt == FREE).tolist())
     assert set(stack) == marked, f"free stack and slot states disagree about {set(stack) ^ marked}"
-    idle = {slot for slot in condemned if ref_cnt[slot] in (0, protection.FREE)}
+    condemned = np.flatnonzero(manager.slots.condemned).tolist()
+    idle = {slot for slot in condemned if ref_cnt[slot] in (0, FREE)}
     assert not idle, f"condemned slots that nobody uses were not freed: {idle}"
 
 
 def _audit_counters(manager: OffloadingManager) -> None:
-    stats, ref_cnt, condemned = manager.stats(), manager.ref_cnt, manager._condemned
-    kept = np.ones(manager.capacity_blocks, np.bool_)
-    kept[list(condemned)] = False
+    stats, ref_cnt, kept = manager.stats(), manager.slots.ref_cnt, ~manager.slots.condemned
     found = {
-        "free": int((ref_cnt == protection.FREE).sum()),
+        "free": int((ref_cnt == FREE).sum()),
         "writing": int((kept & (ref_cnt == WRITING)).sum()),
         "ready": int((kept & (ref_cnt >= 0)).sum()),
         "evictable": int((kept & (ref_cnt == 0)).sum()),
-        "condemned": len(condemned),
+        "condemned": int((~kept).sum()),
     }
     told = {name: getattr(stats, name) for name in found}
     assert told == found, f"the counters say {told}, the slots say {found}"
@@ -188,9 +186,9 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
     if isinstance(policy, Hazard):
         _audit_hazard(policy)
     duplicates = set(duplicate_slots(manager) or ())
-    if manager._victim is not None:
-        _audit_lists("the duplicates", manager._victim.duplicates._order)
-    ready = {slot for slot in resident if manager.ref_cnt[slot] >= 0}
+    if isinstance(manager.store_mode, OnDeviceEviction):
+        _audit_lists("the duplicates", manager.store_mode.duplicates._order)
+    ready = {slot for slot in resident if manager.slots.ref_cnt[slot] >= 0}
     assert duplicates <= ready, f"duplicates that are not here, or not ready: {duplicates - ready}"
     listed = policy.order()
     if listed is None:
@@ -225,8 +223,8 @@ def _audit_runs(what: str, runs: Runs) -> None:
     for number, run in zip(numbers, members, strict=True):
         length, tail = int(runs.runs[number, LENGTH]), int(runs.runs[number, TAIL])
         assert (length, tail) == (len(run), run[-1]), f"{what}: run {run} says {length} and tail {tail}"
-    height = int(runs.runs[-1, FREE])
-    unused = set(runs.runs[:height, FREE].tolist())
+    height = int(runs.runs[-1, SPARE])
+    unused = set(runs.runs[:height, SPARE].tolist())
     assert len(unused) == height, f"{what}: a run is unused twice"
     assert unused.isdisjoint(numbers), f"{what}: a run in use is called unused"
     assert height + len(numbers) == len(runs.runs) - 1, f"{what}: runs were lost"

@@ -267,7 +267,7 @@ def _told(manager: OffloadingManager) -> tuple[dict[str, float], list[int] | Non
 
 
 def _resident(manager: OffloadingManager) -> list[bytes]:
-    return list(manager.index.keys_at((manager.ref_cnt == 0).nonzero()[0]))
+    return list(manager.index.keys_at((manager.slots.ref_cnt == 0).nonzero()[0]))
 
 
 def _store(manager: OffloadingManager, keys: list[bytes], ctx: RequestContext | None = None) -> StorePlan:

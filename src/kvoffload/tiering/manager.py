@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, Slots, StorePlan
+from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError
-from kvoffload.structures.index import ABSENT
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import Behind, Job, TieringCounts
 from kvoffload.tiering.wait import Waiting
@@ -95,7 +95,7 @@ class TieredManager(OffloadingManager):
                     f"those of RAM have {block_bytes}",
                 )
         # What RAM's policy refuses would reach no tier: RAM is their door. Unless the user says so.
-        self._policy_may_refuse = not tiers or self.policy.write_cost is not None
+        self.policy_may_refuse = not tiers or self.policy.write_cost is not None
         self._ram = ram
         self._behind = [Behind(tier) for tier in tiers]
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
@@ -136,7 +136,7 @@ class TieredManager(OffloadingManager):
         if found.stopped_by is HIT or ctx is None or not self._behind:
             return found
         request = self._requests[ctx]
-        rest = self._pack(keys[found.num_ready :])
+        rest = self.pack(keys[found.num_ready :])
         self._bring_up(rest, ctx, request)
         if rest[0] not in self._rising:
             return found
@@ -149,7 +149,7 @@ class TieredManager(OffloadingManager):
             return result
         request = self._requests[ctx]
         if result is MISS and key not in request.hopeless:
-            if not self._below(self._pack([key]), request)[1].any():
+            if not self._below(self.pack([key]), request)[1].any():
                 return MISS
             request.wanted.append(key)
             self._asking[ctx] = request
@@ -207,7 +207,7 @@ class TieredManager(OffloadingManager):
         for ctx, request in asking.items():
             wanted, request.wanted = request.wanted, []
             if not request.finished:
-                self._bring_up(self._pack([*dict.fromkeys(wanted)]), ctx, request)
+                self._bring_up(self.pack([*dict.fromkeys(wanted)]), ctx, request)
         return self.has_jobs
 
     @property
@@ -314,7 +314,7 @@ class TieredManager(OffloadingManager):
             behind.jobs[job] = Job(part, self._clock())
             self._rising.update(dict.fromkeys(part.keys, number + 1))
 
-    def _is_worth(self, come_from: Slots, compute_s: float) -> bool:
+    def _is_worth(self, come_from: SlotArray, compute_s: float) -> bool:
         """Whether reading these blocks takes less time than computing what they make reachable."""
         counts = np.bincount(come_from, minlength=len(self._behind)).tolist()
         now = self._clock()
@@ -385,12 +385,5 @@ class TieredManager(OffloadingManager):
         path = ctx.keys()
         in_tiers, _ = self._below(path, request)
         for row, behind in enumerate(self._behind):
-            self._write_down(row, path.take(self._ready(path) & ~in_tiers[row]), request)
+            self._write_down(row, path.take(self.ready(path) & ~in_tiers[row]), request)
             behind.tier.finish_request(request.records[row], path)
-
-    def _ready(self, keys: Keys) -> Mask:
-        """Which blocks are in RAM and can be read."""
-        nameless = self._context(None)
-        slots = self._resolve(nameless, nameless.see(keys))
-        ready: Mask = (slots != ABSENT) & (self.ref_cnt[slots] >= 0)
-        return ready

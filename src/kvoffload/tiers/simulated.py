@@ -9,9 +9,9 @@ import numpy as np
 
 from kvoffload.core.admission import Admission
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import Slots
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats
 from kvoffload.transfer import Blocks, Rows
@@ -116,8 +116,8 @@ class NoMemory:
     def __init__(self, num_slots: int) -> None:
         self.pool: Blocks = np.empty((num_slots, 0), np.uint8)
 
-    def seal(self, keys: Keys, slots: Slots) -> None:
+    def seal(self, keys: Keys, slots: SlotArray) -> None:
         pass
 
-    def verify_slots(self, keys: Keys, slots: Slots) -> Mask:
+    def verify_slots(self, keys: Keys, slots: SlotArray) -> Mask:
         return np.ones(len(keys), np.bool_)

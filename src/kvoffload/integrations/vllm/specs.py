@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Checksums
 
-Slots = npt.NDArray[np.int32]
 _GROUP_BYTES = 4
 """Of the number of its KV group, at the end of a key."""
 
@@ -29,7 +28,7 @@ class SlotsSpec(CPULoadStoreSpec):
     """
 
     def __init__(
-        self, slots: Slots, digests: Checksums | None = None, num_slots: list[int] | None = None
+        self, slots: SlotArray, digests: Checksums | None = None, num_slots: list[int] | None = None
     ) -> None:
         super().__init__([])
         self.block_ids = np.ascontiguousarray(slots, np.int32)
@@ -44,7 +43,9 @@ def slots_per_group(keys: Keys) -> list[int]:
     return np.diff([0, *begins.tolist(), len(keys)]).tolist()
 
 
-def without_torn_groups(engine: Any, slots: SlotsSpec, blocks_per_chunk: int) -> tuple[Any, SlotsSpec, Slots]:
+def without_torn_groups(
+    engine: Any, slots: SlotsSpec, blocks_per_chunk: int
+) -> tuple[Any, SlotsSpec, SlotArray]:
     """A store without the KV groups that bring less than whole chunks, and the slots that it leaves out.
 
     A chunk of several blocks may have lost its first ones to the sliding window before it is stored. vLLM

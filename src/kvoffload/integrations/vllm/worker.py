@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
+from kvoffload.core.slots import SlotArray
 from kvoffload.integrations.vllm.copies import Copies
 from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
 from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.specs import Slots, SlotsSpec, without_torn_groups
+from kvoffload.integrations.vllm.specs import SlotsSpec, without_torn_groups
 
 
 @dataclass
 class _Job:
     slots: SlotsSpec
     is_store: bool
-    torn: Slots = field(default_factory=lambda: np.empty(0, np.int32))
+    torn: SlotArray = field(default_factory=lambda: np.empty(0, np.int32))
     sealing: Future[TransferResult] | None = None
     result: TransferResult | None = None
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvoffload.structures.jit import I32Matrix, inline, kernel
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink
 
-TAIL, LENGTH, RUN_OF, FREE = 0, 1, 2, 3
+TAIL, LENGTH, RUN_OF, SPARE = 0, 1, 2, 3
 
 
 class Runs:
@@ -20,7 +20,7 @@ class Runs:
     Attributes:
         order: the list; kernels get `order.links`.
         runs: shape ``(num_positions + 2, 4)``, int32. Row `r` is run `r`: its last position and its
-            length; row `p` also says which run position `p` is in. The column FREE is a stack of unused
+            length; row `p` also says which run position `p` is in. The column SPARE is a stack of unused
             runs, its height in the last row.
     """
 
@@ -52,8 +52,8 @@ def _clear(runs: I32Matrix) -> int:
     spare = runs.shape[0] - 1
     for run in range(spare):
         runs[run, LENGTH] = 0
-        runs[run, FREE] = run
-    runs[spare, FREE] = spare
+        runs[run, SPARE] = run
+    runs[spare, SPARE] = spare
     return spare
 
 
@@ -61,8 +61,8 @@ def _clear(runs: I32Matrix) -> int:
 def new_run(runs: I32Matrix) -> int:
     """An empty run; it must be joined, or its place is lost."""
     height = runs.shape[0] - 1
-    runs[height, FREE] -= 1
-    run = runs[runs[height, FREE], FREE]
+    runs[height, SPARE] -= 1
+    run = runs[runs[height, SPARE], SPARE]
     runs[run, LENGTH] = 0
     return run
 
@@ -84,8 +84,8 @@ def leave(order: I32Matrix, runs: I32Matrix, position: int) -> None:
     runs[run, LENGTH] -= 1
     if runs[run, LENGTH] == 0:
         height = runs.shape[0] - 1
-        runs[runs[height, FREE], FREE] = run
-        runs[height, FREE] += 1
+        runs[runs[height, SPARE], SPARE] = run
+        runs[height, SPARE] += 1
     elif runs[run, TAIL] == position:
         runs[run, TAIL] = order[position, PREV]
     unlink(order, position)

@@ -10,8 +10,9 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvoffload.core.policy import REFUSED, EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import REFUSED, EvictionPolicy
 from kvoffload.core.protection import Protected, coldest_evictable, evictable
+from kvoffload.core.slots import SlotArray
 from kvoffload.policies.hazard.age_buckets import at_age
 from kvoffload.policies.hazard.history import NUM_CLASSES, NUM_GAP_CLASSES, History
 from kvoffload.policies.hazard.lifetimes import Lifetimes
@@ -112,7 +113,7 @@ class Hazard(EvictionPolicy):
         self._lead, self._penalty, self._next_penalty = 0.0, 0, 1
         self._next_duel = 0
 
-    def observe(self, path: Keys, slots: Slots, start: int) -> None:
+    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:
         now = self._now = self._references
         count = len(slots)
         places, classes = np.empty(count, np.int32), np.empty(count, np.int32)
@@ -125,7 +126,7 @@ class Hazard(EvictionPolicy):
         if self._references >= self._next_duel:
             self._judge()
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         # In a victim tier blocks of several requests are put in order together: each keeps its run.
         _access(
             self._lists.links,
@@ -136,7 +137,7 @@ class Hazard(EvictionPolicy):
             slots,
         )
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         count = len(slots)
         self._is_victim_tier = not protected.one_prefix
         classes, last = np.empty(count, np.int32), np.empty(count, np.int64)
@@ -173,7 +174,7 @@ class Hazard(EvictionPolicy):
             protected.index_keys,
         )
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         _remove(self._lists.links, self._runs.order.links, self._runs.runs, slots)
 
     def reset(self) -> None:

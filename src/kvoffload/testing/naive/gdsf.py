@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvoffload.core.policy import BlockwisePolicy, Slots
+from kvoffload.core.policy import BlockwisePolicy
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
 from kvoffload.policies.gdsf import GDSF
 from kvoffload.structures.index import Index, find_one
@@ -38,7 +39,7 @@ class NaiveGDSF(BlockwisePolicy):
         self._clock = 0
         self._depth: dict[bytes, int] = {}
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         path_table, path_keys = protected.path_table, protected.path_keys
         depths = [find_one(path_table, path_keys, keys.words, row) for row in range(len(keys))]
         self._depth = dict(zip(keys, depths, strict=True))

@@ -6,14 +6,16 @@ import math
 from dataclasses import dataclass
 from itertools import islice
 
-from kvoffload.core.policy import REFUSED, EvictionPolicy, Reused, Slots
+from kvoffload.core.policy import REFUSED, EvictionPolicy
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
 from kvoffload.policies.hazard import history, lifetimes
 from kvoffload.policies.hazard import policy as hazard
 from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds
 from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.structures.index import Index
+from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.choice import first_unprotected
 from kvoffload.testing.naive.shadow import NaiveShadow, hash_of
@@ -95,7 +97,7 @@ class NaiveHazard(EvictionPolicy):
 
     # ---- what a request teaches
 
-    def observe(self, path: Keys, slots: Slots, start: int) -> None:
+    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:
         self.now = self.references
         keys = list(path)
         classes = self._remember(keys, start)
@@ -240,7 +242,7 @@ class NaiveHazard(EvictionPolicy):
 
     # ---- the order
 
-    def access(self, slots: Slots, reused: Reused) -> None:
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
         run, run_time = -1, -1
         for slot in reversed(slots.tolist()):
             block = self._drop(slot)
@@ -248,7 +250,7 @@ class NaiveHazard(EvictionPolicy):
                 run, run_time = self._new_run(), block.last
             self._enter(slot, Block(block.block_class, block.last, run))
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         self.is_victim_tier = not protected.one_prefix
         arriving = [self._arrival(key) for key in keys]
         if self.is_victim_tier:
@@ -263,7 +265,7 @@ class NaiveHazard(EvictionPolicy):
             self._enter_in_run(int(slots[row]), arriving[row])
 
     def _replace_as_lru(
-        self, arriving: list[Block], slots: Slots, num_free: int, protected: Protected
+        self, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
     ) -> list[int]:
         rows = range(num_free, len(arriving))
         for row in rows if protected.one_prefix or protected.admitted else reversed(rows):
@@ -274,7 +276,7 @@ class NaiveHazard(EvictionPolicy):
         return self._first_rows(len(arriving))
 
     def _replace_prefix(
-        self, arriving: list[Block], slots: Slots, num_free: int, protected: Protected
+        self, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
     ) -> list[int]:
         """Each block asks for room, the head first; after the first refusal all are refused."""
         for row in range(num_free, len(arriving)):
@@ -287,7 +289,7 @@ class NaiveHazard(EvictionPolicy):
         return self._first_rows(len(arriving))
 
     def _replace_one_by_one(
-        self, arriving: list[Block], slots: Slots, num_free: int, protected: Protected
+        self, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
     ) -> list[int]:
         """Each block asks for room, the tail first, and may give way to one that comes after it."""
         entered: dict[int, int] = {}
@@ -327,7 +329,7 @@ class NaiveHazard(EvictionPolicy):
         deepest = next(slot for slot in self.lru if self.blocks[slot].run == run)
         return victim if deepest in protected else deepest
 
-    def remove(self, slots: Slots) -> None:
+    def remove(self, slots: SlotArray) -> None:
         for slot in slots.tolist():
             self._drop(slot)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvoffload.core.policy import BlockwisePolicy, Slots
+from kvoffload.core.policy import BlockwisePolicy
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
 from kvoffload.policies.s3fifo import MAX_COUNT, S3FIFO
 from kvoffload.structures.index import Index
@@ -41,7 +42,7 @@ class NaiveS3FIFO(BlockwisePolicy):
     def hit(self, slot: int) -> None:
         self.counts[slot] = min(self.counts[slot] + 1, MAX_COUNT)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         """Each block chooses its queue when its turn comes; they join together, the head last."""
         self._spares = self.patience
         self._joins_main.clear()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvoffload.core.policy import BlockwisePolicy, Slots
+from kvoffload.core.policy import BlockwisePolicy
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
 from kvoffload.policies.sieve import SIEVE
 from kvoffload.structures.index import Index
@@ -34,7 +35,7 @@ class NaiveSIEVE(BlockwisePolicy):
     def hit(self, slot: int) -> None:
         self.visited.add(slot)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         """The batch joins the queue as a whole, after its last victim."""
         self._spares = self.patience
         for row in range(num_free, len(keys)):

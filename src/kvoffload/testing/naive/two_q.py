@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvoffload.core.policy import BlockwisePolicy, Slots
+from kvoffload.core.policy import BlockwisePolicy
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
@@ -44,7 +45,7 @@ class NaiveTwoQ(BlockwisePolicy):
             self.arriving.remove(slot)
             self.a1in[slot] = self.a1in.pop(slot)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         super().replace(keys, slots, num_free, protected)
         # To put the batch in order was not the end of its request.
         self.arriving.update(slot for slot in slots.tolist() if slot in self.a1in)

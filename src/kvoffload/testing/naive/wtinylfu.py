@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvoffload.core.policy import BlockwisePolicy, Slots
+from kvoffload.core.policy import BlockwisePolicy
 from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
@@ -50,7 +51,7 @@ class NaiveWTinyLFU(BlockwisePolicy):
         home = self._home(slot)
         home[slot] = home.pop(slot)
 
-    def replace(self, keys: Keys, slots: Slots, num_free: int, protected: Protected) -> None:
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         super().replace(keys, slots, num_free, protected)
         for _ in range(num_free):
             if len(self.window) > self.max_window and self._main_has_room():

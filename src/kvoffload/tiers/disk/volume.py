@@ -146,7 +146,7 @@ class Volume:
     def ready_slots(self, keys: Keys) -> tuple[npt.NDArray[np.int32], Mask]:
         """The manager's slot of each block, and which of them can be read."""
         slots = self.manager.slots_of(keys)
-        return slots, (slots >= 0) & (self.manager.ref_cnt[slots] >= 0)
+        return slots, (slots >= 0) & (self.manager.slots.ref_cnt[slots] >= 0)
 
     def missing(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Rows of blocks that are neither here nor on their way."""

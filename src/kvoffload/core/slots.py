@@ -1,0 +1,150 @@
+"""The slots of a cache: which state each of them is in, and which are free.
+
+Owns pins, generations, the stack of free slots and the condemned ones. Does not know keys, orders or
+requests.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.structures.jit import I32Array, ReadI32Array, kernel
+
+SlotArray: TypeAlias = npt.NDArray[np.int32]
+"""Shape ``(n,)``: numbers of slots."""
+
+FREE, WRITING = -2, -1
+"""Values of `ref_cnt` for slots that hold no readable block; a ready block has 0 or more pins."""
+
+
+class Slots:
+    """`capacity` slots, all free at first. Memory: 13 bytes a slot.
+
+    A slot is *free*, *writing* (a store is in flight), *ready* (its block can be read, and has pins while it
+    is), or *condemned*: its block is forgotten, and a transfer still uses the slot, which is free after that.
+
+    Attributes:
+        ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
+        generation: shape ``(capacity,)``, uint32: counts up when a block leaves its slot. What a request has
+            recorded of the block holds no longer then.
+        condemned: shape ``(capacity,)``, bool.
+        num_free, num_writing, num_condemned: slots in that state.
+        num_evictable: ready blocks without a pin, condemned ones not counted.
+    """
+
+    __slots__ = (
+        "_free",
+        "capacity",
+        "condemned",
+        "generation",
+        "num_condemned",
+        "num_evictable",
+        "num_free",
+        "num_writing",
+        "ref_cnt",
+    )
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = self.num_free = capacity
+        self.num_writing = self.num_evictable = self.num_condemned = 0
+        # Touched now, so that no call waits for the system to give the memory.
+        self.ref_cnt = np.full(capacity, FREE, np.int32)
+        self.generation = np.full(capacity, 0, np.uint32)
+        self.condemned = np.full(capacity, False, np.bool_)
+        # Popped from the end: slots are first given out in ascending order, so neighbours stay together.
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks that can be read."""
+        return self.capacity - self.num_free - self.num_writing - self.num_condemned
+
+    def free(self) -> list[int]:
+        """The free slots, the next one to be given out last. Cost: O(capacity), for audits."""
+        return list(map(int, self._free[: self.num_free]))
+
+    def ready(self) -> SlotArray:
+        """The slots of all blocks that can be read. Cost: O(capacity)."""
+        return np.flatnonzero((self.ref_cnt >= 0) & ~self.condemned).astype(np.int32)
+
+    def next_free(self, count: int) -> SlotArray:
+        """The free slots that are given out next. They stay free until `occupy`."""
+        return self._free[self.num_free - count : self.num_free][::-1]
+
+    def occupy(self, num_free: int, num_evicted: int) -> None:
+        """Blocks are being written into so many free slots, and in place of so many evicted blocks."""
+        self.num_free -= num_free
+        self.num_evictable -= num_evicted
+        self.num_writing += num_free + num_evicted
+
+    def become_ready(self, slots: SlotArray) -> None:
+        """The blocks that were being written here can be read."""
+        _become_ready(self.ref_cnt, slots)
+        self.num_writing -= len(slots)
+        self.num_evictable += len(slots)
+
+    def abandon(self, slots: SlotArray) -> None:
+        """What was being written here has gone: these slots are free."""
+        self.num_writing -= len(slots)
+        self._give_back(slots)
+
+    def unpin(self, slots: SlotArray) -> None:
+        """Take one pin from each slot; condemned ones without a pin are free."""
+        self.num_evictable += _unpin(self.ref_cnt, slots)
+        if self.num_condemned:
+            self.num_evictable -= self.release(slots)
+
+    def condemn(self, slots: SlotArray) -> None:
+        """The ready blocks here have gone: slots without a pin are free at once, the others later."""
+        idle = self.ref_cnt[slots] == 0
+        self.num_evictable -= int(np.count_nonzero(idle))
+        self.condemned[slots[~idle]] = True
+        self.num_condemned += int(np.count_nonzero(~idle))
+        self._give_back(slots[idle])
+
+    def release(self, slots: SlotArray) -> int:
+        """Free those of `slots` that are condemned and have no pin; how many."""
+        idle = np.fromiter(dict.fromkeys(slots.tolist()), np.int32)
+        idle = idle[self.condemned[idle] & (self.ref_cnt[idle] <= 0)]
+        self.condemned[idle] = False
+        self.num_condemned -= len(idle)
+        self._give_back(idle)
+        return len(idle)
+
+    def reset(self, *, drop_in_flight: bool) -> None:
+        """Forget every block. Slots that a transfer uses are condemned, unless `drop_in_flight`.
+
+        Cost: O(capacity).
+        """
+        in_use = (self.ref_cnt > 0) | (self.ref_cnt == WRITING)
+        self.condemned[:] = in_use & (not drop_in_flight)
+        self.ref_cnt[~self.condemned] = FREE
+        self.generation += np.uint32(1)
+        free = np.flatnonzero(self.ref_cnt == FREE)[::-1]
+        self.num_free, self.num_condemned = len(free), self.capacity - len(free)
+        self._free[: len(free)] = free
+        self.num_evictable = self.num_writing = 0
+
+    def _give_back(self, slots: SlotArray) -> None:
+        self.ref_cnt[slots] = FREE
+        self._free[self.num_free : self.num_free + len(slots)] = slots
+        self.num_free += len(slots)
+
+
+@kernel
+def _become_ready(ref_cnt: I32Array, slots: ReadI32Array) -> None:
+    for i in range(slots.shape[0]):
+        ref_cnt[slots[i]] = 0
+
+
+@kernel
+def _unpin(ref_cnt: I32Array, slots: ReadI32Array) -> int:
+    """Returns how many have no pin left."""
+    released = 0
+    for i in range(slots.shape[0]):
+        ref_cnt[slots[i]] -= 1
+        released += ref_cnt[slots[i]] == 0
+    return released
