@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kvoffload.integrations.vllm.scheduler import NOBODY, OnDeviceEviction
+from kvoffload.integrations.vllm.scheduler import NOBODY, OnDeviceEvictionScheduler
 
 TOKENS = 16
 
@@ -50,7 +50,7 @@ class Setting:
     def __init__(self, num_blocks: int = 12, groups: int = 1) -> None:
         self.pool = BlockPool(num_blocks + 1, enable_caching=True, hash_block_size=TOKENS)
         self.manager = Manager()
-        self.side: Any = OnDeviceEviction.__new__(OnDeviceEviction)
+        self.side: Any = OnDeviceEvictionScheduler.__new__(OnDeviceEvictionScheduler)
         configs = tuple(
             SimpleNamespace(group_idx=group, tokens_per_block=TOKENS, requires_cow_source=group == 1)
             for group in range(groups)

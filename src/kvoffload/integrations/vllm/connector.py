@@ -14,7 +14,7 @@ from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.options import parse_options
-from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEviction
+from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEvictionScheduler
 from kvoffload.integrations.vllm.spec import OFFERS_DROPPED
 from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
 
@@ -54,12 +54,12 @@ class KVOffloadConnector(OffloadingConnector):
         if victim_mode and self.connector_scheduler.config.blocks_per_chunk > 1:
             raise ConfigError("block_size", options.tokens_per_chunk, _ONE_BY_ONE)
         assert isinstance(self.connector_scheduler.manager, KVOffloadManager)
-        scheduler_side = OnDeviceEviction if victim_mode else KVOffloadScheduler
+        scheduler_side = OnDeviceEvictionScheduler if victim_mode else KVOffloadScheduler
         self.connector_scheduler = scheduler_side.of(self.connector_scheduler)
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM's pool of blocks, once it is there."""
         super().bind_gpu_block_pool(gpu_block_pool)
-        if isinstance(self.connector_scheduler, OnDeviceEviction):
+        if isinstance(self.connector_scheduler, OnDeviceEvictionScheduler):
             self.connector_scheduler.bind(gpu_block_pool, self._step_tokens)

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffloadingContext
 
 from kvoffload.integrations.vllm.manager import KVOffloadManager
+from kvoffload.integrations.vllm.patches import take_over, watch_evictions
 
 _FADING = 0.99
 """How fast a large step is forgotten: to the half in 70 steps that evict."""
@@ -37,9 +38,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     @classmethod
     def of(cls, plain: OffloadingConnectorScheduler) -> Any:
         """Take over what vLLM has just made."""
-        made = cls.__new__(cls)
-        made.__dict__.update(plain.__dict__)
-        return made
+        return take_over(cls, plain)
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
@@ -53,7 +52,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return None if wait else num_ready
 
 
-class OnDeviceEviction(KVOffloadScheduler):
+class OnDeviceEvictionScheduler(KVOffloadScheduler):
     """Stores what the GPU is about to drop.
 
     The blocks that vLLM hands out next stand at the head of its list of free blocks. After each step those
@@ -91,18 +90,7 @@ class OnDeviceEviction(KVOffloadScheduler):
             req_context=ReqContext(NOBODY),
             offloading_context=RequestOffloadingContext(),
         )
-        self._note_evictions()
-
-    def _note_evictions(self) -> None:
-        """Have the pool tell which blocks it has dropped."""
-        evict, gone = self._pool._maybe_evict_cached_block, self._gone
-
-        def evict_and_note(block: Any) -> Any:
-            if block.block_hash is not None:
-                gone.append(bytes(block.block_hash))
-            return evict(block)
-
-        self._pool._maybe_evict_cached_block = evict_and_note
+        watch_evictions(block_pool, self._gone.append)
 
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
         self._follow_evictions()

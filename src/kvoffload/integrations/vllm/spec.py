@@ -15,12 +15,12 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.copies import Copies, HostCopies
-from kvoffload.integrations.vllm.failures import name_failed_loads
 from kvoffload.integrations.vllm.layout import Layout
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.metrics import definitions
 from kvoffload.integrations.vllm.options import ALWAYS, parse_options
+from kvoffload.integrations.vllm.patches import name_failed_loads
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.tiers import TierOptions, open_tiers
 from kvoffload.integrations.vllm.versions import check_version, engine_facts

@@ -37,7 +37,7 @@ class KVOffloadWorker(OffloadingWorker):
     vLLM's connector stops the engine for a job that is reported as failed, so none is. Of a store that
     failed, the slots are marked in the pool's ledger before it is reported, and the scheduler forgets its
     blocks. A load that failed is marked too, and named by `take_failed_loads`, so that its request is
-    computed again (`failures`).
+    computed again (`patches`).
 
     Args:
         blocks_per_chunk: engine blocks in a slot.

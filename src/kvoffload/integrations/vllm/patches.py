@@ -1,22 +1,54 @@
-"""How a request learns that its load failed.
+"""What is changed in vLLM's objects at run time, all of it, each with the hook that would replace it.
 
-vLLM's connector takes it that loads succeed, but the engine behind it knows better: it computes a request
-again whose load is named as failed. This names it.
+| patch | what it changes | the hook that it waits for |
+|---|---|---|
+| `take_over` | the scheduler side that vLLM's connector has made | a connector asks a factory for its sides |
+| `watch_evictions` | `BlockPool._maybe_evict_cached_block` | a pool tells listeners which blocks it evicts |
+| `name_failed_loads` | results of the connector's worker side | a worker names the loads that have failed |
+
+Everything here is an attribute of one object, never of a class or module of vLLM.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
+
+T = TypeVar("T")
+
+
+def take_over(ours: type[T], made: object) -> T:
+    """An object of `ours` in place of the one of its base class that vLLM has made: the same state.
+
+    vLLM's connector makes its sides by name, and offers no way to say another class.
+    """
+    taken = ours.__new__(ours)
+    vars(taken).update(vars(made))
+    return taken
+
+
+def watch_evictions(block_pool: Any, tell: Callable[[bytes], None]) -> None:
+    """From now on `tell` hears of the key of each block that this pool drops, before it does."""
+    evict = block_pool._maybe_evict_cached_block
+
+    def evict_and_tell(block: Any) -> Any:
+        if block.block_hash is not None:
+            tell(bytes(block.block_hash))
+        return evict(block)
+
+    block_pool._maybe_evict_cached_block = evict_and_tell
 
 
 def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
     """From now on the results of this process's connector name the requests whose loads have failed.
 
-    What follows is vLLM's ``kv_load_failure_policy``: ``recompute``, which we want, or ``fail``, vLLM's
-    default, with which such a request ends with an error. The engine lives either way.
+    vLLM's connector takes it that loads succeed, but the engine behind it knows better: it computes a request
+    again whose load is named as failed. What follows is vLLM's ``kv_load_failure_policy``: ``recompute``,
+    which we want, or ``fail``, vLLM's default, with which such a request ends with an error. The engine lives
+    either way.
 
     Args:
         group: the connector of the process, or one that combines several.
