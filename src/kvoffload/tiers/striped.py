@@ -58,7 +58,7 @@ class StripedTier(SecondaryTier):
         identity: that of the first tier.
         stored_bytes: the largest of the tiers'.
 
-    Thread: one, as the tiers. Cost: 3 ns a key and tier more than the tiers' own.
+    Thread: one, as the tiers. Cost: a digest of each key and a weight for each tier; 50 ns a key with four.
     Raises: `ConfigError` for no tiers, tiers of different `block_bytes`, and tiers of one identity.
     """
 
