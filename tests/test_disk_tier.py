@@ -321,6 +321,10 @@ def test_misuse(tmp_path: Path) -> None:
     disk.tier.finish_request(request, keys_of([1]))
     with pytest.raises(MisuseError):
         disk.tier.finish_request(request, keys_of([1]))
+    other = Disk(tmp_path / "other", 4)
+    with pytest.raises(MisuseError, match="no request of this tier"):
+        disk.tier.contains(keys_of([1]), other.tier.begin_request("r"))
+    other.tier.close()
     with pytest.raises(IndexError, match="rows"):
         disk.tier.submit_read(keys_of([1]), disk.pool, np.array([64]))
     with pytest.raises(ValueError, match="keys but"):

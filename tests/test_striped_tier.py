@@ -206,6 +206,41 @@ def test_each_tier_learns_its_share_of_what_a_request_used() -> None:
         tier.finish_request(parts[0].begin_request("r"), path)
 
 
+def test_a_request_is_known_to_each_tier_by_its_own_record() -> None:
+    """Two requests admit a block: one that asks again is the same one, also through what is around a tier."""
+    parts = [SimulatedTier(20, key_bytes=KEY_BYTES, identity=n, admission="reuse:2") for n in (1, 2)]
+    tier, path, pool = BudgetedTier(StripedTier(parts), 0), keys_of(range(10)), np.zeros((10, 0), np.uint8)
+    for expected in ("nothing", "everything"):
+        request = tier.begin_request("r")
+        for _ in range(3):
+            tier.contains(path, request)
+            _, taken = tier.submit_write(path, pool, np.arange(10), request)
+            assert taken.all() == (expected == "everything"), expected
+            if expected == "everything":
+                break
+            assert not taken.any()
+        tier.finish_request(request, path)
+
+
+def test_what_a_request_asks_for_is_not_evicted_for_what_it_writes() -> None:
+    parts = [SimulatedTier(4, key_bytes=KEY_BYTES, identity=n) for n in (1, 2)]
+    tier, pool = StripedTier(parts), np.zeros((40, 0), np.uint8)
+    tier.submit_write(keys_of(range(40)), pool, np.arange(40))
+    held = [number for number in range(40) if tier.contains(keys_of([number]))[0]]
+    assert len(held) == 8
+    request = tier.begin_request("r")
+    assert tier.contains(keys_of(held), request).all()
+    _, taken = tier.submit_write(keys_of(range(100, 140)), pool, np.arange(40), request)
+    assert not taken.any()
+    assert tier.contains(keys_of(held)).all()
+
+
+def test_a_budget_counts_what_the_costliest_of_them_pads() -> None:
+    parts = scripted(2)
+    parts[0].stored_bytes = 4096
+    assert StripedTier(parts).stored_bytes == StripedTier(parts[::-1]).stored_bytes == 4096
+
+
 def test_bad_rows_begin_no_part_of_a_job() -> None:
     parts = scripted(2)
     tier, pool = StripedTier(parts), np.zeros((4, BLOCK_BYTES), np.uint8)
