@@ -37,12 +37,12 @@ def capacity_for(num_slots: int, block_bytes: int) -> int:
 
 
 def slots_in_use(tier: DiskTier) -> list[int]:
-    """The slab's slots that blocks have or would get, and the reserve, of the first directory."""
-    volume = tier._volumes[0]
-    return sorted([*volume._physical.tolist(), *volume._reserve.tolist()])
+    """The slab's slots that blocks have or would get, and the reserve."""
+    placement = tier._placement
+    return sorted([*placement._place.tolist(), *placement._reserve.tolist()])
 
 
-class Disk:
+class Driver:
     """A tier with a pool of its own, driven one job at a time. Every read that is served is compared.
 
     Attributes:
@@ -50,15 +50,10 @@ class Disk:
         wrong: reads that were served and had other bytes. It stays 0.
     """
 
-    def __init__(
-        self, path: Path | list[Path], num_slots: int, block_bytes: int = 4096, **options: Any
-    ) -> None:
-        count = len(path) if isinstance(path, list) else 1
-        self.block_bytes, self.wrong = block_bytes, 0
+    def __init__(self, tier: Any) -> None:
+        self.tier, self.block_bytes, self.wrong = tier, tier.block_bytes, 0
         self.versions: dict[int, int] = {}
-        self.pool = np.zeros((64, block_bytes), np.uint8)
-        options = {"fingerprint": "model", "key_bytes": KEY_BYTES, "num_threads": 2, **options}
-        self.tier = DiskTier(path, capacity_for(num_slots, block_bytes) * count, block_bytes, **options)
+        self.pool = np.zeros((64, self.block_bytes), np.uint8)
 
     def wait(self, job: int, timeout_s: float = HANGS_S) -> npt.NDArray[np.bool_]:
         deadline = time.monotonic() + timeout_s
@@ -103,3 +98,13 @@ class Disk:
     def use(self, numbers: Sequence[int]) -> None:
         """A request uses these blocks, in prefix order."""
         self.tier.finish_request(self.tier.begin_request("uses"), keys_of(numbers))
+
+
+class Disk(Driver):
+    """A driven `DiskTier` that holds just so many blocks."""
+
+    tier: DiskTier
+
+    def __init__(self, path: Path, num_slots: int, block_bytes: int = 4096, **options: Any) -> None:
+        options = {"fingerprint": "model", "key_bytes": KEY_BYTES, "num_threads": 2, **options}
+        super().__init__(DiskTier(path, capacity_for(num_slots, block_bytes), block_bytes, **options))

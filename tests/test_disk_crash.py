@@ -157,9 +157,9 @@ def test_a_crash_around_every_checkpoint(tmp_path: Path) -> None:
     """Where the log begins anew: there is one moment in a hundred, so every kind of crash is tried at it."""
     recorder = Recorder()
     disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
-    layout, start = disk.tier._volumes[0]._slab.layout, recorder.position
+    layout, start = disk.tier._slab.layout, recorder.position
     life = live(disk, recorder, 7, steps=80)
-    assert disk.tier._volumes[0]._journal.num_checkpoints >= 3
+    assert disk.tier._journal.num_checkpoints >= 3
     disk.tier.close()
     heads = [w for w in recorder.writes if w.begin > start and w.offset < layout.log_offset]
     moments = {position for write in heads for position in range(write.begin - 1, write.end + 8)}
@@ -186,8 +186,7 @@ def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int) -> None:
         second = Recorder()
         survivor = Disk(directory, NUM_SLOTS, files=second)
         second.size_bytes = (directory / SLAB_NAME).stat().st_size
-        volume = survivor.tier._volumes[0]
-        audit(volume.manager)
+        audit(survivor.tier._manager)
         stats = survivor.tier.stats()
         assert stats.ready == stats.restored == len(survivor.here(range(NUM_KEYS)))
         assert slots_in_use(survivor.tier) == list(range(NUM_SLOTS + 1))
@@ -195,7 +194,7 @@ def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int) -> None:
         job = survivor.tier.submit_read(keys_of(here), survivor.pool, np.arange(len(here)))
         assert survivor.wait(job).all()
         live(survivor, second, 200 + number, steps=10)
-        audit(volume.manager)
+        audit(survivor.tier._manager)
         assert survivor.tier.stats().mismatches == 0
         survivor.tier.close()
         with opened(directory) as (slab, found):

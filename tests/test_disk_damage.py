@@ -9,7 +9,6 @@ import errno
 import logging
 import os
 import queue
-import random
 import subprocess
 import threading
 import time
@@ -34,8 +33,8 @@ from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_slab
+from kvoffload.tiers.disk.pause import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Scratch
-from kvoffload.tiers.disk.volume import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 NUM_SLOTS, BLOCK_BYTES = 16, 8192
 NUMBERS = list(range(10))
@@ -400,7 +399,7 @@ def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], numbe
     assert disk.tier.stats().dropped == 1, "nothing is tried, and nothing evicted, for a while"
     assert disk.read(NUMBERS) == NUMBERS
     files.fail = lambda operation, offset: None
-    disk.tier._volumes[0]._paused_until = 0.0
+    disk.tier._pause._until = 0.0
     assert disk.write([23]) == [23]
     assert disk.read([23]) == [23]
 
@@ -419,7 +418,7 @@ def test_of_a_batch_that_fails_in_part_the_rest_is_here(failing: tuple[Disk, Fai
     stored = disk.write([20, 21, 22])
     assert len(stored) == 2
     assert disk.tier.stats().failed == 1
-    manager = disk.tier._volumes[0].manager
+    manager = disk.tier._manager
     audit(manager)
     assert manager.stats().writing == 0, "of nobody who has failed or succeeded"
     assert disk.here([20, 21, 22]) == stored
@@ -451,7 +450,7 @@ def test_pauses_after_writes_that_fail_double_until_one_succeeds(
 ) -> None:
     disk, files = failing
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("kvoffload.tiers.disk.volume.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("kvoffload.tiers.disk.pause.time", SimpleNamespace(monotonic=lambda: clock.now))
     numbers = iter(range(20, 100))
 
     def pauses(seconds: float) -> bool:
@@ -460,9 +459,9 @@ def test_pauses_after_writes_that_fail_double_until_one_succeeds(
         assert disk.write([next(numbers)]) == []
         files.fail = lambda operation, offset: None
         clock.now += seconds - 0.5
-        before = disk.tier._volumes[0].accepts_writes
+        before = disk.tier.accepts_writes
         clock.now += 0.5
-        return not before and disk.tier._volumes[0].accepts_writes
+        return not before and disk.tier.accepts_writes
 
     seconds = FIRST_PAUSE_S
     while seconds < LONGEST_PAUSE_S:
@@ -513,30 +512,6 @@ def test_a_slab_that_is_deleted_while_open(filled: Path) -> None:
     assert disk.write([20]) == [20]
     disk.tier.close()
     assert reopened(filled).here(NUMBERS) == []
-
-
-def test_a_directory_that_fails_loses_its_own_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Which block is in which directory follows from the slabs' numbers: now and then one has hardly any.
-    numbers = SimpleNamespace(randbits=random.Random(1).getrandbits)
-    monkeypatch.setattr("kvoffload.tiers.disk.opening.secrets", numbers)
-    files = FailingFiles()
-    disk = Disk([tmp_path / "a", tmp_path / "b"], NUM_SLOTS, BLOCK_BYTES, files=files)
-    assert sorted(disk.write(list(range(20)))) == list(range(20))
-    shares = [volume.manager.stats().ready for volume in disk.tier._volumes]
-    assert min(shares) > 3
-    bad = disk.tier._volumes[0]._slab._fd
-
-    class Half(FailingFiles):
-        def read(self, fd: int, buffers: object, offset: int) -> int:
-            if fd == bad:
-                raise OSError(errno.EIO, "gone")
-            return super().read(fd, buffers, offset)  # type: ignore[arg-type]
-
-    for volume in disk.tier._volumes:
-        volume._slab._files = Half()
-    assert len(disk.read(list(range(20)))) == shares[1]
-    assert disk.tier.stats().failed == shares[0]
-    disk.tier.close()
 
 
 def test_a_full_file_system_refuses_the_tier_at_once(tmp_path: Path) -> None:
@@ -636,7 +611,7 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files, num_threads=3)
     assert len(disk.write(list(range(NUM_SLOTS - 1)))) == NUM_SLOTS - 1
     assert disk.tier.drain(HANGS_S)
-    pipeline, asleep = disk.tier._volumes[0]._pipeline, queue.SimpleQueue[int]()
+    pipeline, asleep = disk.tier._pipeline, queue.SimpleQueue[int]()
     wait_for = pipeline._commit.wait_for
 
     def pause(is_over: Callable[[], bool], seconds: float) -> bool:
@@ -676,7 +651,7 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_a_close_that_does_not_wait_leaves_no_block_on_its_way_for_ever(
-    tmp_path: Path, operation: str
+    tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads end when there is nothing left to do: neither a write that hangs, nor one that waits until the
     removal of the block before it is durable, is without the others when it goes on."""
@@ -689,12 +664,13 @@ def test_a_close_that_does_not_wait_leaves_no_block_on_its_way_for_ever(
     # Where the slab is full, one of the two would have room in the reserve.
     job, _ = disk.tier.submit_write(keys_of([20, 21]), disk.pool, np.arange(2))
     assert gate.waiting.acquire(timeout=HANGS_S)
-    volume = disk.tier._volumes[0]
-    assert not volume.close(0.1)
+    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.1)
+    disk.tier.close()
     gate.opened.set()
-    for thread in volume._pipeline._threads:
+    for thread in disk.tier._pipeline._threads:
         thread.join(20)
-    assert volume.close(0.0), "all threads have ended, without being told again"
+    assert disk.tier._pipeline.close(0.0), "all threads have ended, without being told again"
+    disk.tier.close()
     assert [(result.job, result.ok.tolist()) for result in disk.tier.finished()] == [(job, [True, True])]
     again = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES)
     assert again.here([20, 21]) == [20, 21]
@@ -755,7 +731,7 @@ def test_a_reset_is_durable_whatever_fails(
     disk.tier.close()
     disk = reopened(filled)
     assert disk.here(NUMBERS) == []
-    assert disk.tier._volumes[0]._slab.void_before > 0
+    assert disk.tier._slab.void_before > 0
     disk.tier.close()
 
 
@@ -777,7 +753,7 @@ def test_a_reset_holds_for_blocks_of_every_life_whatever_the_journal_has_lost(fi
 
 def test_generations_only_grow_whatever_the_clock_says(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: 0)
-    monkeypatch.setattr("kvoffload.tiers.disk.volume.time", stopped)
+    monkeypatch.setattr("kvoffload.tiers.disk.tier.time", stopped)
     newest = [0]
     for number in (20, 21, 22):
         disk = reopened(filled)
@@ -827,7 +803,7 @@ def test_a_journal_that_fails_amid_evictions(tmp_path: Path) -> None:
     jobs.append(disk.tier.submit_write(keys_of([22, 23]), disk.pool, np.arange(2))[0])
     assert NO_JOB not in jobs
     assert disk.tier.drain(HANGS_S)
-    assert disk.tier._volumes[0]._pipeline.broken
+    assert disk.tier._pipeline.broken
     assert sorted(result.job for result in disk.tier.finished()) == jobs
     files.fail = lambda operation, offset: None
     disk.tier.close()
@@ -877,8 +853,8 @@ def test_a_disk_that_hangs_does_not_hang_the_engine(
     with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
         reopened(filled)
     gate.opened.set()
-    for volume in disk.tier._volumes:
-        assert volume.close(20)
+    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", HANGS_S)
+    disk.tier.close()
     with opened(filled) as (slab, found):
         assert verify(slab, found) == []
 
@@ -886,7 +862,7 @@ def test_a_disk_that_hangs_does_not_hang_the_engine(
 def test_a_bug_in_a_thread_is_a_failed_block(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = reopened(filled)
     broken: Callable[..., object] = lambda *arguments: 1 // 0  # noqa: E731
-    monkeypatch.setattr(disk.tier._volumes[0]._slab, "read_blocks", broken)
+    monkeypatch.setattr(disk.tier._slab, "read_blocks", broken)
     assert disk.read(NUMBERS) == []
     assert disk.tier.stats().failed == 10
     disk.tier.close()

@@ -32,7 +32,7 @@ def test_the_reader_in_examples_reads_what_the_tier_wrote(tmp_path: Path, policy
         disk.write(chance.sample(range(40), 4), version=step)
         disk.use(chance.sample(range(40), 3))
         disk.tier.delete(keys_of([chance.randrange(40)]))
-    assert disk.tier._volumes[0]._journal.num_checkpoints > 0
+    assert disk.tier._journal.num_checkpoints > 0
     here = set(disk.here(range(40)))
     disk.tier.close()
     found = {int(key[3:]): payload for key, _, _, payload in read_slab(tmp_path / SLAB_NAME)}
@@ -111,7 +111,7 @@ def test_slots_are_numbered_in_32_bits() -> None:
 
 
 def test_what_is_named_as_the_least_is_enough() -> None:
-    with pytest.raises(ConfigError, match=r"one block of 4096 bytes needs \d+ in each path") as refused:
+    with pytest.raises(ConfigError, match=r"one block of 4096 bytes needs \d+ in its directory") as refused:
         Layout.within(1, 4096, 8)
     least = int(str(refused.value).split(" needs ")[1].split()[0])
     assert Layout.within(least, 4096, 8).num_slots == 1

@@ -146,7 +146,7 @@ class DiskMachine(RuleBasedStateMachine):
     @invariant()
     def books(self) -> None:
         if getattr(self, "disk", None) is not None:
-            audit(self.disk.tier._volumes[0].manager)
+            audit(self.disk.tier._manager)
             assert slots_in_use(self.disk.tier) == list(range(NUM_SLOTS + 1))
             assert self.disk.tier.stats().mismatches == 0
 

@@ -33,7 +33,7 @@ def as_tier(tier: DiskTier) -> SecondaryTier:
 
 def order_of(disk: Disk) -> list[bytes]:
     """Keys in the order of the policy, the coldest first."""
-    manager = disk.tier._volumes[0].manager
+    manager = disk.tier._manager
     slots = manager.policy.order()
     assert slots is not None
     return list(manager.index.keys_at(np.array(slots, np.int32)))
@@ -171,7 +171,7 @@ def test_a_block_deleted_while_it_is_read(tmp_path: Path) -> None:
     disk.tier.finished()
     assert disk.tier.stats().mismatches == 0
     assert disk.here([1]) == [1]
-    audit(disk.tier._volumes[0].manager)
+    audit(disk.tier._manager)
     disk.tier.close()
 
 
@@ -180,40 +180,6 @@ def test_the_head_of_a_batch_is_taken_when_the_queue_is_small(tmp_path: Path) ->
     assert disk.write(list(range(12))) == [0, 1, 2, 3, 4]
     assert disk.tier.stats().dropped == 7
     assert disk.write(list(range(12))) == [5, 6, 7, 8, 9], "what is here needs no room"
-    disk.tier.close()
-
-
-def test_the_budget_of_a_day(tmp_path: Path) -> None:
-    now = [1_000_000.0]
-    options = {"max_write_bytes_per_day": 6 * 4096, "clock": lambda: now[0]}
-    disk = Disk(tmp_path, 40, **options)
-    assert disk.write([1, 2, 3, 4]) == [1, 2, 3, 4]
-    assert disk.tier.stats().write_budget_bytes == 2 * 4096
-    assert disk.write([5, 6, 7, 8]) == [5, 6]
-    stats = disk.tier.stats()
-    assert (stats.dropped, stats.write_budget_bytes, stats.in_flight) == (2, 0, 0)
-    assert stats.free == stats.capacity - 6
-    now[0] += 23.9 * 3600
-    assert disk.write([7]) == [], "no 24 hours may see more than the budget"
-    now[0] += 2 * 3600
-    assert disk.write([7, 8]) == [7, 8]
-    disk.tier.close()
-
-
-@pytest.mark.parametrize("checkpoints", [0, 2])
-def test_the_budget_outlives_the_process(tmp_path: Path, checkpoints: int) -> None:
-    """Also what blocks have cost that are not here any more."""
-    disk = Disk(tmp_path, 2, max_write_bytes_per_day=5 * 4096)
-    for number in range(6):
-        assert disk.write([number]) == ([number] if number < 5 else [])
-    disk.tier.delete(keys_of([4]))
-    disk.tier.close()
-    for _ in range(checkpoints):
-        with opened(tmp_path) as (slab, found):
-            compact(slab, found)
-    disk = Disk(tmp_path, 2, max_write_bytes_per_day=6 * 4096)
-    assert disk.tier.stats().write_budget_bytes == 4096
-    assert disk.write([7, 8]) == [7]
     disk.tier.close()
 
 
@@ -229,14 +195,14 @@ def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
     before = order_of(disk)
     assert disk.tier.drain(HANGS_S)
     # No farewell: what counts is what a crash would leave.
-    disk.tier._volumes[0]._pipeline.close(5)
-    disk.tier._volumes[0]._lock.release()
+    disk.tier._pipeline.close(5)
+    disk.tier._lock.release()
     again = Disk(tmp_path, 30, policy=policy)
     after = order_of(again)
     assert sorted(after) == sorted(before)
     if policy in ("lru", "fifo"):
         assert after == before
-    audit(again.tier._volumes[0].manager)
+    audit(again.tier._manager)
     again.tier.close()
 
 
@@ -259,7 +225,7 @@ def test_uses_wait_for_a_commit_to_go_along_with(tmp_path: Path, monkeypatch: py
     disk = Disk(tmp_path, 20)
     disk.write(NUMBERS)
     disk.use(NUMBERS)
-    threads = disk.tier._volumes[0]._pipeline
+    threads = disk.tier._pipeline
     assert disk.tier.drain(HANGS_S)
     assert not threads._pending.accesses
     disk.use(NUMBERS)
@@ -276,7 +242,7 @@ def test_a_request_that_wrote_a_block_has_not_used_it_again(tmp_path: Path) -> N
     disk.tier.finish_request(request, keys_of(NUMBERS))
     disk.tier.close()
     again = Disk(tmp_path, 20, policy="arc")
-    assert again.tier._volumes[0].manager.policy.stats()["t2_blocks"] == 0
+    assert again.tier._manager.policy.stats()["t2_blocks"] == 0
     again.tier.close()
 
 
@@ -289,22 +255,6 @@ def test_admission_is_its_own(tmp_path: Path) -> None:
     disk.tier.close()
 
 
-def test_several_directories(tmp_path: Path) -> None:
-    """A key has one home, and most keep theirs when a directory is added."""
-    paths = [tmp_path / name for name in "ab"]
-    disk = Disk(paths, 100, 512)
-    stored = disk.write(list(range(60)))
-    assert stored == list(range(60))
-    disk.tier.drain(20)
-    disk.tier.close()
-    disk3 = Disk([*paths, tmp_path / "c"], 100, 512)
-    disk3.versions = disk.versions
-    kept = disk3.read(list(range(60)))
-    assert 25 <= len(kept) <= 55, "two thirds of them, about"
-    assert disk3.wrong == 0
-    disk3.tier.close()
-
-
 def test_accounting_adds_up_over_a_long_life(tmp_path: Path) -> None:
     disk, chance = Disk(tmp_path, 25, 512), np.random.default_rng(3)
     for step in range(150):
@@ -314,9 +264,8 @@ def test_accounting_adds_up_over_a_long_life(tmp_path: Path) -> None:
         if step % 10 == 0:
             disk.tier.delete(keys_of(chance.choice(80, 3).tolist()))
     stats = disk.tier.stats()
-    volume = disk.tier._volumes[0]
-    audit(volume.manager)
-    assert stats.written == stats.ready + stats.evicted + volume.manager.stats().discarded
+    audit(disk.tier._manager)
+    assert stats.written == stats.ready + stats.evicted + disk.tier._manager.stats().discarded
     assert (disk.wrong, stats.mismatches, stats.failed) == (0, 0, 0)
     assert (stats.bytes_written, stats.bytes_read) == (stats.written * 512, stats.read * 512)
     assert min(stats.written, stats.read) > 100
@@ -336,16 +285,10 @@ def test_accounting_adds_up_over_a_long_life(tmp_path: Path) -> None:
         ({"queue_bytes": 0}, "queue_bytes"),
         ({"fingerprint": ""}, "fingerprint"),
         ({"policy": "nonesuch"}, "policy"),
-        ({"max_write_bytes_per_day": -1}, "max_write_bytes_per_day"),
-        ({"path": []}, "paths"),
     ],
 )
 def test_bad_input_is_one_clear_error(tmp_path: Path, options: dict[str, object], field: str) -> None:
     arguments = {"path": tmp_path / "x", "num_slots": 4, "block_bytes": 4096, **options}
-    if options.get("path") == []:
-        with pytest.raises(ConfigError, match=field):
-            DiskTier([], 1 << 20, 4096, fingerprint="model")
-        return
     if "block_bytes" in options:
         with pytest.raises(ConfigError, match=field):
             DiskTier(tmp_path, 1 << 20, 0, fingerprint="model")
@@ -378,6 +321,10 @@ def test_misuse(tmp_path: Path) -> None:
     disk.tier.finish_request(request, keys_of([1]))
     with pytest.raises(MisuseError):
         disk.tier.finish_request(request, keys_of([1]))
+    other = Disk(tmp_path / "other", 4)
+    with pytest.raises(MisuseError, match="no request of this tier"):
+        disk.tier.contains(keys_of([1]), other.tier.begin_request("r"))
+    other.tier.close()
     with pytest.raises(IndexError, match="rows"):
         disk.tier.submit_read(keys_of([1]), disk.pool, np.array([64]))
     with pytest.raises(ValueError, match="keys but"):
@@ -412,7 +359,7 @@ def test_clear_is_for_good_also_for_what_is_on_its_way(tmp_path: Path, pause_s: 
     assert disk.tier.drain(HANGS_S)
     disk.tier.finished()
     assert disk.tier.contains(before).tolist() == [number == 25 for number in range(20, 40)]
-    audit(disk.tier._volumes[0].manager)
+    audit(disk.tier._manager)
     disk.tier.close()
     again = Disk(tmp_path, 40)
     assert again.tier.stats().restored == 2
@@ -420,14 +367,3 @@ def test_clear_is_for_good_also_for_what_is_on_its_way(tmp_path: Path, pause_s: 
     assert again.wait(job).tolist() == [True, True, False]
     assert (pool[:2] == 2).all()
     again.tier.close()
-
-
-def test_where_a_key_lives_is_part_of_what_lasts(tmp_path: Path) -> None:
-    """Another version that looked for it elsewhere would start cold."""
-    disk = Disk([tmp_path / "a", tmp_path / "b", tmp_path / "c"], 4)
-    disk.tier._salts = np.array([1, 2, 3], np.uint64)
-    homes = np.empty(16, int)
-    for number, rows in disk.tier._routed(Keys.pack(keys_of(range(16)), KEY_BYTES)):
-        homes[rows] = number
-    assert homes.tolist() == [0, 1, 1, 2, 1, 2, 0, 0, 0, 0, 0, 2, 0, 1, 2, 0]
-    disk.tier.close()

@@ -212,8 +212,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
     @invariant()
     def sound_inside(self) -> None:
         audit(self.manager)
-        (volume,) = self.disk._volumes
-        audit(volume.manager)
+        audit(self.disk._manager)
         assert slots_in_use(self.disk) == list(range(LAYOUT.num_slots))
 
     def teardown(self) -> None:

@@ -152,6 +152,7 @@ DISK = {"type": "disk", "path": "/data/kv", "capacity": "500GiB"}
         ({**DISK, "type": "redis"}, "tiers[0].type: 'redis'"),
         ({**DISK, "path": 3}, "tiers[0].path: 3"),
         ({**DISK, "path": [""]}, "tiers[0].path: ['']"),
+        ({**DISK, "path": ["/x", "/y", "/x"]}, "allowed: each directory once"),
         ({**DISK, "capacity": "many"}, "tiers[0].capacity: 'many'"),
         ({**DISK, "capacity": True}, "tiers[0].capacity: True"),
         ({**DISK, "polcy": "lru"}, "tiers[0].polcy: 'lru'"),
@@ -174,6 +175,29 @@ def test_tiers() -> None:
         TierOptions(("/data/kv",), 500 * 2**30),
         TierOptions(("/a", "/b"), 500 * 2**30, policy="arc", salt="v2"),
     )
+
+
+def test_directories_share_the_capacity_and_one_budget(tmp_path: Path) -> None:
+    paths = tuple(str(tmp_path / name) for name in "ab")
+    one = TierOptions(paths[:1], 1 << 20).open(4096, 36, "model", "replica")
+    both = TierOptions(paths, 2 << 20, max_write_bytes_per_day=1 << 30).open(4096, 36, "model")
+    assert (one.name, both.name) == ("disk", "disk")
+    assert both.stats().capacity == 2 * one.stats().capacity > 0
+    assert (one.stats().write_budget_bytes, both.stats().write_budget_bytes) == (None, 1 << 30)
+    for tier in (one, both):
+        tier.close()
+    slabs = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("kvoffload.slab"))
+    assert slabs == ["a", "a/replica", "b"]
+
+
+@pytest.mark.parametrize("fails", ["path", "max_write_bytes_per_day"])
+def test_a_tier_that_cannot_be_opened_leaves_nothing_locked(tmp_path: Path, fails: str) -> None:
+    (tmp_path / "file").write_text("")
+    second, budget = ("file", None) if fails == "path" else ("b", -1)
+    paths = str(tmp_path / "a"), str(tmp_path / second)
+    with pytest.raises(ConfigError, match=fails):
+        TierOptions(paths, 2 << 20, max_write_bytes_per_day=budget).open(4096, 36, "model")
+    TierOptions(paths[:1], 1 << 20).open(4096, 36, "model").close()
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from kvoffload.structures.keys import Keys, OffloadKey
     from kvoffload.tiering.manager import TieredManager
     from kvoffload.tiers.base import SecondaryTier
+    from kvoffload.tiers.budgeted import BudgetedTier
     from kvoffload.tiers.disk import DiskTier
     from kvoffload.tiers.memory import MemoryTier
+    from kvoffload.tiers.striped import StripedTier
     from kvoffload.traces.readers import read_trace, write_trace
     from kvoffload.traces.sources import load_trace
     from kvoffload.traces.trace import Trace
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Admission": "core.admission",
     "BlockwisePolicy": "core.policy",
+    "BudgetedTier": "tiers.budgeted",
     "ConfigError": "errors",
     "DiskTier": "tiers.disk",
     "EvictionPolicy": "core.policy",
@@ -64,6 +67,7 @@ _HOME = {
     "ReuseAdmission": "admission.reuse",
     "SecondaryTier": "tiers.base",
     "StorePlan": "core.plans",
+    "StripedTier": "tiers.striped",
     "TieredManager": "tiering.manager",
     "Trace": "traces.trace",
     "TraceError": "errors",
@@ -78,6 +82,7 @@ _HOME = {
 __all__ = [
     "Admission",
     "BlockwisePolicy",
+    "BudgetedTier",
     "ConfigError",
     "DiskTier",
     "EvictionPolicy",
@@ -100,6 +105,7 @@ __all__ = [
     "ReuseAdmission",
     "SecondaryTier",
     "StorePlan",
+    "StripedTier",
     "TieredManager",
     "Trace",
     "TraceError",

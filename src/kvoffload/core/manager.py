@@ -190,16 +190,16 @@ class OffloadingManager:
     def slots_of(self, keys: Sequence[bytes]) -> SlotArray:
         """The slot of each block that is here, ready or in flight, and -1 for the others. Changes no order.
 
-        For tiers that keep the bytes elsewhere than in RAM; `ready` says which can be read.
+        For tiers that keep the bytes elsewhere than in RAM.
         """
         ctx = self._context(None)
         return self._resolve(ctx, ctx.see(keys))
 
-    def ready(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which of these blocks can be read: shape ``(len(keys),)``. Changes no order."""
+    def ready_slots_of(self, keys: Sequence[bytes]) -> SlotArray:
+        """As `slots_of`, and -1 also for blocks that are in flight."""
         slots = self.slots_of(keys)
-        readable: npt.NDArray[np.bool_] = (slots != ABSENT) & (self.slots.ref_cnt[slots] >= 0)
-        return readable
+        slots[(slots != ABSENT) & (self.slots.ref_cnt[slots] < 0)] = ABSENT
+        return slots
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """What one block is, for engines that ask key by key. Cost: one index probe."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats
+from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.transfer import Blocks, Rows
 
 
@@ -29,8 +29,8 @@ class ScriptedJob:
     seconds: float = 0.0
 
 
-class ScriptedTier:
-    """A `SecondaryTier` of unlimited size.
+class ScriptedTier(SecondaryTier):
+    """A tier of unlimited size.
 
     Attributes:
         blocks: the bytes under each key.
@@ -40,10 +40,12 @@ class ScriptedTier:
         used: the path that each finished request used.
     """
 
-    medium = "STORAGE"
-
-    def __init__(self, block_bytes: int, *, name: str = "scripted", immediate: bool = False) -> None:
-        self.name, self.block_bytes, self.immediate = name, block_bytes, immediate
+    def __init__(
+        self, block_bytes: int, *, name: str = "scripted", identity: int = 0, immediate: bool = False
+    ) -> None:
+        self.name, self.identity, self.immediate = name, identity, immediate
+        self.block_bytes = self.stored_bytes = block_bytes
+        self.written_before = {}
         self.blocks: dict[bytes, bytes] = {}
         self.durable: dict[bytes, bytes] = {}
         self.jobs: list[ScriptedJob] = []

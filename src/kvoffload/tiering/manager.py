@@ -385,5 +385,5 @@ class TieredManager(OffloadingManager):
         path = ctx.keys()
         in_tiers, _ = self._below(path, request)
         for row, behind in enumerate(self._behind):
-            self._write_down(row, path.take(self.ready(path) & ~in_tiers[row]), request)
+            self._write_down(row, path.take((self.ready_slots_of(path) >= 0) & ~in_tiers[row]), request)
             behind.tier.finish_request(request.records[row], path)

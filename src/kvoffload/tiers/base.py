@@ -5,6 +5,7 @@ Knows neither media nor devices.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -14,8 +15,7 @@ import numpy.typing as npt
 from kvoffload.structures.jit import ReadU64Matrix, U64Array, inline, kernel
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.checksum import checksums
-from kvoffload.transfer import Blocks, CopyEngine, Rows
-from kvoffload.transfer.engine import DeviceArray
+from kvoffload.transfer import Blocks, Rows, check_rows
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 """Shape ``(n,)``: one answer for each block of a batch."""
@@ -25,33 +25,10 @@ Checksums: TypeAlias = npt.NDArray[np.uint64]
 
 NO_CHECKSUM = 0
 
+HOUR_S = 3600
+
 ODD = np.uint64(0x9E3779B97F4A7C15)
 """splitmix64's step: odd, so that its multiples are all different, and without a pattern in its bits."""
-
-
-class BlockTier(Protocol):
-    """Slots of one size that hold the bytes of blocks. Which key has which slot is the manager's affair."""
-
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def block_bytes(self) -> int: ...
-
-    def write(self, keys: Keys, slots: Rows, source: DeviceArray | CopyEngine, source_rows: Rows) -> None:
-        """Store blocks ``source[source_rows[i]]``, each under its key, into their slots."""
-        ...
-
-    def read(self, keys: Keys, slots: Rows, dest: DeviceArray | CopyEngine, dest_rows: Rows) -> Mask:
-        """Load the blocks that still are what was stored under their key; answer which those are."""
-        ...
-
-    def verify_slots(self, keys: Keys, slots: Rows) -> Mask:
-        """Which slots still hold what was stored under these keys."""
-        ...
-
-    def close(self) -> None:
-        """Release what the tier holds. A second call does nothing."""
-        ...
 
 
 class Memory(Protocol):
@@ -66,6 +43,8 @@ class Memory(Protocol):
 class SecondaryTier(Protocol):
     """A place behind RAM: it finds its blocks by key, takes its time, and may forget.
 
+    `StripedTier` makes one of several, and `BudgetedTier` bounds what is written to one.
+
     Reads and writes are jobs. `submit_read` and `submit_write` return at once, threads of the tier's own
     do the work, and `finished` tells how each ended. From the submission to the end of its job the rows of
     a pool that it names belong to the job. No failure of the medium is an exception: a block that cannot be
@@ -77,13 +56,18 @@ class SecondaryTier(Protocol):
 
     Attributes:
         name: what users call it, for reports and metrics: ``disk``.
-        medium: what events call it: ``STORAGE``.
+        identity: which one this is, in 64 bits and the same in every life; keys are shared out by it.
         block_bytes: bytes of a block.
+        stored_bytes: what writing a block costs the medium, padding included.
+        written_before: how many blocks earlier lives have written, by hour since 1970; empty where the tier
+            does not remember.
     """
 
     name: str
-    medium: str
+    identity: int
     block_bytes: int
+    stored_bytes: int
+    written_before: Mapping[int, int]
 
     def begin_request(self, request_id: str) -> object:
         """Open the tier's record of an inference request: what it uses counts once, however often it asks."""
@@ -136,7 +120,7 @@ class SecondaryTier(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is under way, keep what is to be kept, let go of the medium. Once more does nothing."""
+        """End what is under way, keep what is to be kept, let go of the medium. Idempotent."""
         ...
 
 
@@ -169,7 +153,7 @@ class TierStats:
     refused: int = 0
     """Not wanted by the tier's admission rule or policy."""
     dropped: int = 0
-    """Wanted, but the tier was too busy, or its endurance budget was used up."""
+    """Wanted, but the tier was too busy, or its write budget was used up."""
     failed: int = 0
     """The medium would not take them, or not give them back."""
     mismatches: int = 0
@@ -186,6 +170,17 @@ class TierStats:
     """Being written or read now."""
     write_budget_bytes: int | None = None
     """What may still be written in these 24 hours; None without a limit."""
+
+
+def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:
+    """The rows of a job, checked against its pool and keys. Raises `ValueError` and, as `check_rows`,
+    `IndexError`."""
+    if pool.shape[1] != block_bytes:
+        raise ValueError(f"a pool with blocks of {pool.shape[1]} bytes; this tier has {block_bytes}")
+    checked = check_rows("rows", rows, len(pool))
+    if len(checked) != len(keys):
+        raise ValueError(f"{len(keys)} keys but {len(checked)} rows")
+    return checked
 
 
 def key_digests(keys: Keys) -> Checksums:

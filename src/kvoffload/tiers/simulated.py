@@ -13,19 +13,20 @@ from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats
+from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.transfer import Blocks, Rows
 
 
-class SimulatedTier:
-    """A `SecondaryTier` that keeps account of blocks, and keeps none.
+class SimulatedTier(SecondaryTier):
+    """A tier that keeps account of blocks, and keeps none.
 
     Args:
         capacity_blocks, policy, admission, key_bytes: as for `OffloadingManager`.
         block_bytes: what blocks would have, for `TierStats`; RAM's too.
+        identity: of this tier among those beside it; as for `SecondaryTier`.
     """
 
-    name, medium = "simulated", "STORAGE"
+    name = "simulated"
 
     def __init__(
         self,
@@ -33,10 +34,12 @@ class SimulatedTier:
         *,
         key_bytes: int,
         block_bytes: int = 0,
+        identity: int = 0,
         policy: str | type[EvictionPolicy] = "lru",
         admission: str | Admission = "all",
     ) -> None:
-        self.block_bytes = block_bytes
+        self.identity, self.written_before = identity, {}
+        self.block_bytes = self.stored_bytes = block_bytes
         self._manager = OffloadingManager(
             capacity_blocks, key_bytes=key_bytes, policy=policy, admission=admission
         )

@@ -49,7 +49,7 @@ TIER_COUNTERS = {
     "read": "Blocks read and found sound.",
     "evicted": "Blocks that left for others.",
     "refused": "Blocks not wanted by the tier's admission rule or policy.",
-    "dropped": "Blocks wanted, but the tier was too busy or its endurance budget was used up.",
+    "dropped": "Blocks wanted, but the tier was too busy or its write budget was used up.",
     "failed": "Blocks that the medium would not take, or not give back.",
     "mismatches": "Blocks that were not what had been stored: treated as misses.",
     "bytes_written": "Bytes of blocks written.",

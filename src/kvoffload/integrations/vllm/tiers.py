@@ -26,7 +26,9 @@ from kvoffload.integrations.vllm.versions import EngineFacts
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import Mask, SecondaryTier, key_digests
+from kvoffload.tiers.budgeted import BudgetedTier
 from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.striped import StripedTier
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
 
@@ -42,9 +44,9 @@ class TierOptions:
 
     Attributes:
         paths: directories; blocks are spread over them.
-        capacity_bytes: of all of them together.
+        capacity_bytes: of all of them together, in equal shares.
         policy, admission: of this tier, whatever RAM has.
-        max_write_bytes_per_day: endurance budget; None for no limit.
+        max_write_bytes_per_day: to all of them together; None for no limit.
         salt: blocks of engines with another salt are not theirs: for weights that change under one name.
     """
 
@@ -60,16 +62,27 @@ class TierOptions:
 
         A directory has one owner: engines that share the path have one below it each, called `replica`.
         """
-        return DiskTier(
-            [Path(path) / replica for path in self.paths],
-            self.capacity_bytes,
-            block_bytes,
-            key_bytes=key_bytes,
-            fingerprint=fingerprint + self.salt,
-            policy=self.policy,
-            admission=self.admission,
-            max_write_bytes_per_day=self.max_write_bytes_per_day,
-        )
+        tier: SecondaryTier
+        with contextlib.ExitStack() as undo:
+            disks: list[SecondaryTier] = []
+            for path in self.paths:
+                disks.append(
+                    DiskTier(
+                        Path(path) / replica,
+                        self.capacity_bytes // len(self.paths),
+                        block_bytes,
+                        key_bytes=key_bytes,
+                        fingerprint=fingerprint + self.salt,
+                        policy=self.policy,
+                        admission=self.admission,
+                    )
+                )
+                undo.callback(disks[-1].close)
+            tier = disks[0] if len(disks) == 1 else StripedTier(disks)
+            if self.max_write_bytes_per_day is not None:
+                tier = BudgetedTier(tier, self.max_write_bytes_per_day)
+            undo.pop_all()
+        return tier
 
 
 def parse_tiers(name: str, value: Any) -> tuple[TierOptions, ...]:
@@ -109,6 +122,8 @@ def _parse(name: str, tier: Any) -> TierOptions:
     paths = [tier["path"]] if isinstance(tier["path"], str) else tier["path"]
     if not isinstance(paths, Sequence) or not all(isinstance(path, str) and path for path in paths):
         raise ConfigError(f"{name}.path", tier["path"], "allowed: a directory, or a list of directories")
+    if len({*paths}) < len(paths):
+        raise ConfigError(f"{name}.path", tier["path"], "allowed: each directory once")
     budget = tier.get("max_write_bytes_per_day")
     options = TierOptions(
         tuple(paths),

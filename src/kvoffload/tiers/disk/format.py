@@ -69,7 +69,6 @@ HEAD = np.dtype(
     ]
 )
 HOUR = np.dtype([("hour", "<u8"), ("num_blocks", "<u8")])
-HOUR_S = 3600
 MAX_HOURS = 48
 """How far back a checkpoint remembers how much was written: a day, with room."""
 

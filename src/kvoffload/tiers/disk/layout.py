@@ -110,7 +110,7 @@ class Layout:
             raise ConfigError(
                 "capacity_bytes",
                 capacity_bytes,
-                f"one block of {block_bytes} bytes needs {least} in each path",
+                f"one block of {block_bytes} bytes needs {least} in its directory",
             )
         return cls(block_bytes, key_bytes, low)
 

@@ -1,10 +1,11 @@
-"""Which slab a directory gets: its own, opened again, or a new one.
+"""Making a directory ours: its lock, and its slab, opened again or made.
 
 A slab of another producer or of another format is set aside under another name: never served, never deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import NamedTuple
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.format import Identity, fingerprint_of
+from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.lock import DirectoryLock
 from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.disk.recovery import Contents, Progress, recover
 from kvoffload.tiers.disk.slab import SLAB_NAME, Slab, now_s
 
 
@@ -24,6 +28,42 @@ class Geometry(NamedTuple):
     layout: Layout
     capacity_bytes: int
     fingerprint: str
+
+
+class Opened(NamedTuple):
+    """A directory that is ours, and what its journal says is there."""
+
+    lock: DirectoryLock
+    slab: Slab
+    journal: Journal
+    contents: Contents
+
+
+def open_directory(
+    directory: Path, geometry: Geometry, files: Files, notices: Notices, progress: Progress | None
+) -> Opened:
+    """Lock a directory, made if it is not there, and open its slab and journal.
+
+    Waits up to half a minute for another process to let go of it. Raises `ConfigError`, and then nothing is
+    locked or open.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("path", str(directory), f"a directory ({error.strerror})") from None
+    with contextlib.ExitStack() as undo:
+        lock = DirectoryLock(directory, notices)
+        undo.callback(lock.release)
+        slab = open_slab(directory, geometry, files, notices)
+        undo.callback(slab.close)
+        found = recover(slab, progress)
+        try:
+            journal = Journal(slab, found)
+        except OSError as error:
+            why = f"its journal cannot be written ({error.strerror})"
+            raise ConfigError("path", str(directory), why) from None
+        undo.pop_all()
+    return Opened(lock, slab, journal, found.contents)
 
 
 def open_slab(directory: Path, geometry: Geometry, files: Files, notices: Notices) -> Slab:

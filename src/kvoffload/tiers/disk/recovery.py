@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys, words_per_key
+from kvoffload.tiers.base import HOUR_S
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.format import (
     CHECKPOINT,
     GROUP_MAGIC,
-    HOUR_S,
     LOG,
     REUSE,
     Bytes,
@@ -73,7 +73,7 @@ class Contents:
 
     def keys(self, slots: npt.NDArray[np.int64]) -> Keys:
         """The keys of the blocks in these slots."""
-        return Keys(np.ascontiguousarray(self.words[slots]), self.key_bytes)
+        return Keys(self.words[slots], self.key_bytes)
 
     def apply(self, group: Group) -> None:
         """Let one group of the journal hold."""

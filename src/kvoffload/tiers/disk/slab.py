@@ -1,7 +1,7 @@
 """The slab of one directory: a file of slots of one size, read and written in runs of neighbours.
 
 Owns the file, and the verification of blocks. Does not know which slots hold something, what their checksums
-should be, nor who may overwrite one: the journal and the volume do.
+should be, nor who may overwrite one: the journal and the tier do.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class Slab:
             self._files.allocate(self._fd, self.layout.file_bytes)
 
     def close(self) -> None:
-        """Let go of the file. Once more does nothing."""
+        """Let go of the file. Idempotent."""
         if self._fd >= 0:
             self._files.close(self._fd)
             self._fd = -1

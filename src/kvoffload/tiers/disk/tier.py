@@ -1,59 +1,78 @@
-"""The disk tier: jobs over the volumes of one or several directories.
+"""The disk tier: one directory, as the scheduler's thread sees it.
 
-Owns jobs, the share that each directory gets of the blocks, the bounds of the queue and of what may be
-written in a day. Which blocks a directory keeps, and how they survive, is the affair of its volume.
+Owns which blocks are there and which of them leave, by a manager of its own, and the jobs that move them.
+Decides and never waits: the pipeline's threads do the work, and `finished` takes in what they hand back.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.admission import Admission
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, TierStats, key_digests
-from kvoffload.tiers.disk.endurance import EnduranceBudget
+from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats, checked_rows
 from kvoffload.tiers.disk.files import Files
+from kvoffload.tiers.disk.format import REUSE
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.notices import Notices
-from kvoffload.tiers.disk.opening import Geometry
-from kvoffload.tiers.disk.pipeline import Chunk
+from kvoffload.tiers.disk.opening import Geometry, open_directory
+from kvoffload.tiers.disk.pause import WritePause
+from kvoffload.tiers.disk.pipeline import Chunk, Pipeline, Stamps
+from kvoffload.tiers.disk.placement import Placement
 from kvoffload.tiers.disk.recovery import Progress
-from kvoffload.tiers.disk.volume import Part, Volume
-from kvoffload.transfer import Blocks, Rows, check_rows
+from kvoffload.tiers.disk.slab import MISMATCH, SOUND, UNREADABLE, Checksums, Outcomes, Positions
+from kvoffload.transfer import Blocks, Rows
 
 CLOSE_TIMEOUT_S = 10.0
+
+_NO_GENERATIONS = np.empty(0, np.uint64)
 
 
 @dataclass(eq=False)
 class _Request:
-    """What the tier knows of a request: its contexts, by volume, and the generations that it wrote."""
+    """What the tier knows of a request: what it asked for, and the generations that it wrote."""
 
-    contexts: list[RequestContext]
-    written: list[list[npt.NDArray[np.uint64]]] = field(default_factory=list)
-    finished: bool = False
+    context: RequestContext
+    written: list[npt.NDArray[np.uint64]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class _Job:
+class Job:
+    """Blocks that are being read or written.
+
+    Attributes:
+        plan: the blocks, pinned or in flight until the job ends.
+        ok: its result; `at` are the rows of the plan's blocks in it.
+        generations, checksums: of a read, what they should be; of a write, what they are when it ends.
+        outcomes: how each block went.
+        remaining: chunks that have not been handed back.
+    """
+
     number: int
+    plan: LoadPlan | StorePlan
     ok: Mask
+    at: Positions
+    generations: npt.NDArray[np.uint64]
+    checksums: Checksums
+    outcomes: Outcomes
     began: float
-    writes: bool
     remaining: int = 0
 
 
-class DiskTier:
-    """Blocks on local disks, bounded in bytes, verified when they are read, and there after a crash.
+class DiskTier(SecondaryTier):
+    """Blocks in a directory: bounded in bytes, verified when they are read, and there after a crash.
 
     A `SecondaryTier`: see there for the contract of each method. Beyond it: a write is reported when its
     blocks would survive a power loss; the tier opens after a crash at any instant with every block that was
@@ -61,36 +80,32 @@ class DiskTier:
     length, generation and checksum are those of the write, and otherwise forgotten and counted. What is in
     docs/formats.md holds for every file system that keeps what it has synced.
 
-    Each directory is a slab of its own with a manager of its own. A key belongs to one of them, by its
-    digest, and mostly still does when a directory is added. One that fails costs its own blocks.
+    Several disks are a `StripedTier` of several of these; a `BudgetedTier` spares one that wears.
 
     Args:
-        paths: one directory, or several.
-        capacity_bytes: of all directories together, in equal shares. Slab, journal and lock file take no
-            byte more, and the room is reserved when the slab is made.
+        path: the directory. It is made if it is not there, and has one owner at a time.
+        capacity_bytes: slab, journal and lock file take no byte more; the room is reserved when the slab is
+            made.
         block_bytes: bytes of a block. Multiples of 4096 that lie so in their pool are moved without a copy.
         key_bytes: length of every key.
         fingerprint: says whose blocks these are: model, dtype, layout, parallel shape. Blocks of another
             one are never served: their slab is set aside.
-        policy, admission: who leaves, and who may enter; as for `OffloadingManager`. An `Admission` object
-            serves one directory.
-        max_write_bytes_per_day: what may be written to all directories in any 24 hours.
-        num_threads: that move blocks, for each directory. From two on, one of them only reads.
+        policy, admission: which blocks leave, and which may enter; as for `OffloadingManager`.
+        num_threads: that move blocks. From two on, one of them only reads.
         queue_bytes: writes that may be waiting; what comes on top is dropped.
         progress: told how far the metadata have been read, when there is much to open.
         files: the way to the system; for tests.
-        clock: seconds since 1970; for the budget.
 
     Memory: 210 bytes a block; 4 MiB a thread where blocks are no whole pages.
-    Raises: `ConfigError` for what cannot be used; `MisuseError` after `close`.
+    Raises: `ConfigError` for what cannot be used, and for a directory that another process has open and
+    keeps; `MisuseError` after `close`.
     """
 
     name = "disk"
-    medium = "STORAGE"
 
     def __init__(
         self,
-        paths: str | Path | Sequence[str | Path],
+        path: str | Path,
         capacity_bytes: int,
         block_bytes: int,
         *,
@@ -98,260 +113,283 @@ class DiskTier:
         fingerprint: str,
         policy: str | type[EvictionPolicy] = "lru",
         admission: str | Admission | None = "all",
-        max_write_bytes_per_day: int | None = None,
         num_threads: int = 16,
         queue_bytes: int = 256 * 1024 * 1024,
         progress: Progress | None = None,
         files: Files | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        directories = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
-        _check(directories, fingerprint, admission, max_write_bytes_per_day, num_threads, queue_bytes)
-        layout = Layout.within(capacity_bytes // len(directories), block_bytes, key_bytes)
-        geometry = Geometry(layout, capacity_bytes // len(directories), fingerprint)
-        self.block_bytes, self.key_bytes = block_bytes, key_bytes
-        self._ended: deque[Chunk] = deque()
-        self._volumes: list[Volume] = []
-        try:
-            for directory in directories:
-                self._volumes.append(
-                    Volume(
-                        directory, geometry, policy=policy, admission=admission, num_threads=num_threads,
-                        deliver=self._ended.append, files=files or Files(),
-                        notices=Notices("kvoffload.disk"), progress=progress,
-                    )
-                )  # fmt: skip
-        except BaseException:
-            for volume in self._volumes:
-                volume.close(CLOSE_TIMEOUT_S)
-            raise
-        self._slot_bytes = layout.slot_bytes
-        self._queue_blocks = max(1, queue_bytes // layout.slot_bytes)
-        self._num_queued = 0
-        self._budget = EnduranceBudget(max_write_bytes_per_day, clock)
-        for volume in self._volumes:
-            self._budget.restore(volume.written_before, layout.slot_bytes)
-        self._salts = np.array([volume.slab_id for volume in self._volumes], np.uint64)
-        self._jobs: dict[int, _Job] = {}
-        self._results: list[JobResult] = []
-        self._next_job = 0
-        self._num_dropped = 0
+        if not isinstance(fingerprint, str) or not fingerprint:
+            raise ConfigError("fingerprint", fingerprint, "a text that says whose blocks these are")
+        for option, value in (("num_threads", num_threads), ("queue_bytes", queue_bytes)):
+            if value < 1:
+                raise ConfigError(option, value, "it is at least 1")
+        layout = Layout.within(capacity_bytes, block_bytes, key_bytes)
+        # First, since it may refuse: nothing is open yet.
+        self._manager = OffloadingManager(
+            layout.num_blocks, key_bytes=key_bytes, policy=policy, admission=admission
+        )
+        self._directory, self._notices = Path(path), Notices("kvoffload.disk")
+        self._lock, self._slab, self._journal, contents = open_directory(
+            self._directory,
+            Geometry(layout, capacity_bytes, fingerprint),
+            files or Files(),
+            self._notices,
+            progress,
+        )
+        newest = int(contents.generation.max(initial=0))
+        # Also above what a life that ended in a crash may have left in slots, and never entered.
+        next_generation = max(newest + 1, self._slab.void_before, time.time_ns())
+        self._placement = Placement(layout.num_blocks, layout.num_slots, next_generation)
+        leftover = self._placement.restore(contents, self._manager)
+        self._next_stamp = int(contents.stamp.max(initial=0)) + 1
+        self.identity, self.written_before = self._slab.identity.slab_id, contents.written
+        self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
+        self._counts = TierStats(restored=self._manager.stats().ready)
+        self._pause = WritePause()
+        self._queue_blocks, self._num_queued = max(1, queue_bytes // layout.slot_bytes), 0
+        self._next_job, self._results = 0, list[JobResult]()
         self._closed = False
+        self._num_threads = num_threads
+        self._handed_back: deque[Chunk] = deque()
+        self._pipeline = Pipeline(
+            self._slab, self._journal, num_threads, self._handed_back.append, self._notices
+        )
+        if len(leftover):
+            self._placement.set_gate(leftover, self._pipeline.remove(leftover))
 
     # ---- requests
 
     def begin_request(self, request_id: str) -> object:
-        """As `SecondaryTier.begin_request`."""
-        contexts = [volume.manager.begin_request(request_id) for volume in self._volumes]
-        return _Request(contexts, [[] for _ in self._volumes])
+        return _Request(self._manager.begin_request(request_id))
 
     def finish_request(self, request: object, path: Keys) -> None:
-        """As `SecondaryTier.finish_request`."""
-        known = self._request(request)
-        for number, rows in self._routed(path):
-            own = known.written[number]
-            written = np.concatenate(own) if own else np.empty(0, np.uint64)
-            self._volumes[number].finish_request(known.contexts[number], _select(path, rows), written)
-        known.finished = True
+        known = self._known(request)
+        self._manager.finish_request(known.context, path)
+        # From the last to the first, as the policy takes them: the head of a prefix ends as the most recent.
+        slots = self._manager.slots_of(path)[::-1]
+        slots = slots[slots >= 0]
+        if len(slots):
+            own = np.concatenate([_NO_GENERATIONS, *known.written])
+            records = self._placement.places(slots).astype(np.uint32)
+            records[~np.isin(self._placement.generation[slots], own)] |= REUSE
+            self._pipeline.access(records, self._stamps(len(slots)))
 
     # ---- blocks
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        """As `SecondaryTier.contains`."""
-        found = np.zeros(len(keys), np.bool_)
-        known = self._request(request) if request is not None else None
-        for number, rows in self._routed(keys):
-            asked = _select(keys, rows)
-            if known is not None:
-                # What a request asks for is not evicted for what it writes.
-                known.contexts[number].see(asked)
-            found[rows] = self._volumes[number].ready_slots(asked)[1]
+        if request is not None:
+            # What a request asks for is not evicted for what it writes.
+            self._known(request).context.see(keys)
+        found: Mask = self._manager.ready_slots_of(keys) >= 0
         return found
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        """As `SecondaryTier.submit_read`."""
         checked = self._checked(keys, pool, rows)
-        job = self._begin(len(keys), writes=False)
-        for number, at in self._routed(keys):
-            part = self._volumes[number].submit_read(job.number, at, _select(keys, at), pool, checked[at])
-            job.remaining += part is not None
-        if job.remaining == 0:
-            self._finish(job)
-        return job.number
+        at = np.flatnonzero(self._manager.ready_slots_of(keys) >= 0)
+        ok = np.zeros(len(keys), np.bool_)
+        if len(at):
+            return self._submit(self._manager.prepare_load(keys.take(at)), ok, at, pool, checked[at])
+        job = self._new_job()
+        self._results.append(JobResult(job, ok, 0.0))
+        return job
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
         """As `SecondaryTier.submit_write`. Of what does not fit into the queue the head is taken."""
         checked = self._checked(keys, pool, rows)
-        known = self._request(request) if request is not None else None
-        room, budget_bytes = self._queue_blocks - self._num_queued, self._budget.left()
-        if budget_bytes is not None:
-            room = min(room, budget_bytes // self._slot_bytes)
+        known = self._known(request) if request is not None else None
         taken = np.zeros(len(keys), np.bool_)
-        parts: list[Part] = []
-        for number, at in self._routed(keys):
-            volume = self._volumes[number]
-            wanted = volume.missing(_select(keys, at))
-            allowed = max(0, room) if volume.accepts_writes else 0
-            if len(wanted) > allowed:
-                self._num_dropped += len(wanted) - allowed
-                at = at[: wanted[allowed]]
-            if len(wanted) == 0 or allowed == 0:
-                continue
-            ctx = known.contexts[number] if known is not None else None
-            part = volume.submit_write(self._next_job, at, _select(keys, at), pool, checked[at], ctx)
-            if part is not None:
-                parts.append(part)
-                taken[part.at] = True
-                room -= len(part.at)
-                if known is not None:
-                    known.written[number].append(part.generations)
-        count = int(np.count_nonzero(taken))
-        if count == 0:
+        missing = np.flatnonzero(self._manager.slots_of(keys) < 0)
+        room = max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else 0
+        if len(missing) > room:
+            self._counts.dropped += len(missing) - room
+            keys = keys[: missing[room]]
+        if min(len(missing), room) == 0:
             return NO_JOB, taken
-        self._budget.spend(count * self._slot_bytes)
+        plan = self._manager.prepare_store(keys, known.context if known is not None else None)
+        if plan is None or len(plan.slots) == 0:
+            return NO_JOB, taken
+        if len(plan.evicted):
+            # What comes next goes where nothing has been for longer.
+            evicted = plan.slots[-len(plan.evicted) :]
+            self._forget(evicted)
+            self._placement.rotate(evicted)
+        self._placement.renew(plan.slots)
+        if known is not None:
+            known.written.append(self._placement.generation[plan.slots])
+        taken[plan.rows] = True
+        count = len(plan.slots)
         self._num_queued += count
-        # The result has one row for each block that was taken.
-        place = np.cumsum(taken) - 1
-        for part in parts:
-            part.at = place[part.at]
-        job = self._begin(count, writes=True)
-        job.remaining = len(parts)
-        return job.number, taken
+        job = self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[plan.rows])
+        return job, taken
 
     def finished(self) -> list[JobResult]:
-        """As `SecondaryTier.finished`."""
-        while self._ended:
-            chunk = self._ended.popleft()
-            part: Part = chunk.owner
-            part.outcomes[chunk.index], part.checksums[chunk.index] = chunk.outcomes, chunk.checksums
-            part.remaining -= 1
-            if part.remaining == 0:
-                job = self._jobs[part.job]
-                job.ok[part.at] = part.volume.end(part)
-                job.remaining -= 1
-                if job.remaining == 0:
-                    self._finish(job)
+        while self._handed_back:
+            chunk = self._handed_back.popleft()
+            job: Job = chunk.owner
+            job.outcomes[chunk.index], job.checksums[chunk.index] = chunk.outcomes, chunk.checksums
+            job.remaining -= 1
+            if job.remaining == 0:
+                self._end(job)
         results, self._results = self._results, []
         return results
 
     def delete(self, keys: Keys) -> int:
-        """As `SecondaryTier.delete`."""
-        return sum(self._volumes[number].delete(_select(keys, rows)) for number, rows in self._routed(keys))
+        slots = self._manager.ready_slots_of(keys)
+        ready = slots >= 0
+        if ready.any():
+            self._manager.discard(keys.take(ready))
+            self._forget(slots[ready])
+        return int(np.count_nonzero(ready))
 
     def clear(self) -> None:
-        """As `SecondaryTier.clear`; durable after a `drain`."""
-        for volume in self._volumes:
-            volume.clear()
+        """As `SecondaryTier.clear`, also of what is on its way; durable after a `drain`."""
+        self._pipeline.void(self._placement.next_generation)
+        occupied = np.flatnonzero(self._placement.generation > 0).astype(np.int32)
+        self._manager.reset()
+        if len(occupied):
+            self._forget(occupied)
 
     def drain(self, timeout_s: float) -> bool:
         """As `SecondaryTier.drain`. Deletions, accesses and `clear` are durable as well; when the journal has
         failed only `clear` is."""
-        deadline = time.monotonic() + timeout_s
-        # Every volume is asked, also when one hangs.
-        drained = [volume.drain(max(0.0, deadline - time.monotonic())) for volume in self._volumes]
-        return all(drained)
+        return self._pipeline.drain(timeout_s)
+
+    @property
+    def accepts_writes(self) -> bool:
+        """False after writes have failed, for a while; for good when it was the journal's."""
+        return not self._pipeline.broken and self._pause.is_over
 
     def stats(self) -> TierStats:
-        """As `SecondaryTier.stats`."""
-        stats = TierStats(dropped=self._num_dropped, write_budget_bytes=self._budget.left())
-        for volume in self._volumes:
-            counts = volume.manager.stats()
-            stats.capacity += counts.capacity
-            stats.ready += counts.ready
-            stats.free += counts.free
-            stats.in_flight += counts.writing + counts.ready - counts.evictable
-            stats.evicted += counts.evicted
-            stats.refused += counts.refused
-            stats.dropped += counts.dropped
-            stats.written += volume.written
-            stats.read += volume.read
-            stats.failed += volume.failed
-            stats.mismatches += volume.mismatches
-            stats.restored += volume.restored
-            stats.journal_damage += volume.damaged
-        stats.bytes_written = stats.written * self.block_bytes
-        stats.bytes_read = stats.read * self.block_bytes
-        return stats
+        counts, blocks = self._counts, self._manager.stats()
+        return replace(
+            counts,
+            capacity=blocks.capacity,
+            ready=blocks.ready,
+            free=blocks.free,
+            in_flight=blocks.writing + blocks.ready - blocks.evictable,
+            evicted=blocks.evicted,
+            refused=blocks.refused,
+            dropped=counts.dropped + blocks.dropped,
+            bytes_written=counts.written * self.block_bytes,
+            bytes_read=counts.read * self.block_bytes,
+            journal_damage=self._journal.damaged,
+        )
 
     def close(self) -> None:
-        """As `SecondaryTier.close`. Returns after some seconds also when a disk hangs."""
-        if not self._closed:
-            deadline = time.monotonic() + CLOSE_TIMEOUT_S
-            self.drain(CLOSE_TIMEOUT_S)
-            for volume in self._volumes:
-                volume.close(max(0.1, deadline - time.monotonic()))
-            self._closed = True
+        """As `SecondaryTier.close`. Returns after some seconds also when the disk hangs: then file and lock
+        stay open until the process ends, or another call finds that it has answered."""
+        self._closed = True
+        if self._pipeline.close(CLOSE_TIMEOUT_S):
+            self._slab.close()
+            self._lock.release()
+        else:
+            self._notices.warn("hang", "disk tier: %s does not answer: left behind as it is", self._directory)
 
     # ---- inside
 
-    def _routed(self, keys: Keys) -> list[tuple[int, npt.NDArray[np.int64]]]:
-        """The rows of each volume that has any. By highest random weight, so that most keys stay where they
-        are when directories are added (Thaler and Ravishankar, IEEE/ACM Transactions on Networking 1998)."""
-        if len(self._volumes) == 1:
-            return [(0, np.arange(len(keys)))] if len(keys) else []
-        weights = key_digests(keys)[:, None] ^ self._salts
-        weights *= np.uint64(0x9E3779B97F4A7C15)
-        weights ^= weights >> np.uint64(32)
-        weights *= np.uint64(0xD6E8FEB86659FD93)
-        homes = np.argmax(weights, axis=1)
-        return [(number, np.flatnonzero(homes == number)) for number in np.unique(homes).tolist()]
-
-    def _checked(self, keys: Keys, pool: Blocks, rows: Rows) -> npt.NDArray[np.int64]:
+    def _checked(self, keys: Keys, pool: Blocks, rows: Rows) -> Positions:
         if self._closed:
             raise MisuseError("this disk tier is closed")
-        if pool.shape[1] != self.block_bytes:
-            raise ValueError(f"a pool with blocks of {pool.shape[1]} bytes; this tier has {self.block_bytes}")
-        checked = check_rows("rows", rows, len(pool))
-        if len(checked) != len(keys):
-            raise ValueError(f"{len(keys)} keys but {len(checked)} rows")
-        return checked
+        return checked_rows(keys, pool, rows, self.block_bytes)
 
-    def _request(self, request: object) -> _Request:
-        if not isinstance(request, _Request) or request.finished:
-            raise MisuseError(f"no request of this tier, or one that has finished: {request!r}")
-        return request
+    def _known(self, request: object) -> _Request:
+        if isinstance(request, _Request):
+            context = request.context
+            if context.owner is self._manager and not context.finished:
+                return request
+        raise MisuseError(f"no request of this tier, or one that has finished: {request!r}")
 
-    def _begin(self, count: int, *, writes: bool) -> _Job:
-        job = _Job(self._next_job, np.zeros(count, np.bool_), time.monotonic(), writes)
+    def _new_job(self) -> int:
         self._next_job += 1
-        self._jobs[job.number] = job
-        return job
+        return self._next_job - 1
 
-    def _finish(self, job: _Job) -> None:
-        del self._jobs[job.number]
-        if job.writes:
-            self._num_queued -= len(job.ok)
+    def _submit(
+        self, plan: LoadPlan | StorePlan, ok: Mask, at: Positions, pool: Blocks, rows: Positions
+    ) -> int:
+        """Begin the job of a plan; its number."""
+        placement, slots = self._placement, plan.slots
+        outcomes = np.full(len(slots), UNREADABLE, np.uint8)
+        job = Job(
+            self._new_job(), plan, ok, at, placement.generation[slots], placement.checksum[slots], outcomes,
+            time.monotonic(),
+        )  # fmt: skip
+        chunks = self._chunks(job, pool, rows)
+        job.remaining = len(chunks)
+        self._pipeline.submit(chunks)
+        return job.number
+
+    def _chunks(self, job: Job, pool: Blocks, rows: Positions) -> list[Chunk]:
+        """The blocks of a job in the order of the slab: to read a share for each thread."""
+        plan, writes = job.plan, isinstance(job.plan, StorePlan)
+        places = self._placement.places(plan.slots)
+        order = np.argsort(places, kind="stable")
+        size, gate, stamps = self._slab.chunk_blocks, 0, np.zeros(len(places), np.uint64)
+        if writes:
+            gate = self._placement.gate(plan.slots)
+            # In prefix order the last block is the first in line: its head is used last, and so most recent.
+            stamps = self._stamps(len(places))[::-1]
+        else:
+            size = max(1, min(size, -(-len(places) // self._num_threads)))
+        return [
+            Chunk(
+                job, index, writes, plan.keys.take(index), places[index], job.generations[index],
+                pool, rows[index], job.checksums[index], stamps[index], gate,
+            )
+            for index in np.split(order, range(size, len(order), size))
+        ]  # fmt: skip
+
+    def _stamps(self, count: int) -> Stamps:
+        stamps = np.arange(self._next_stamp, self._next_stamp + count, dtype=np.uint64)
+        self._next_stamp += count
+        return stamps
+
+    def _forget(self, slots: SlotArray) -> None:
+        """The blocks of these slots have gone: what comes there next waits until that is durable."""
+        emptied = self._placement.empty(slots)
+        self._placement.set_gate(emptied, self._pipeline.remove(emptied))
+
+    def _end(self, job: Job) -> None:
+        """Take in a job whose chunks have all been handed back."""
+        sound: Mask = job.outcomes == SOUND
+        if isinstance(job.plan, StorePlan):
+            self._end_write(job, job.plan, sound)
+        else:
+            self._end_read(job, job.plan, sound)
+        job.ok[job.at] = sound
         self._results.append(JobResult(job.number, job.ok, time.monotonic() - job.began))
 
+    def _end_write(self, job: Job, plan: StorePlan, sound: Mask) -> None:
+        num_sound = int(np.count_nonzero(sound))
+        self._num_queued -= len(sound)
+        self._placement.checksum[plan.slots] = job.checksums
+        self._counts.written += num_sound
+        if num_sound == len(sound):
+            self._manager.complete_store(plan)
+            self._pause.succeeded()
+            return
+        self._counts.failed += len(sound) - num_sound
+        self._placement.generation[plan.slots[~sound]] = 0
+        for one, success in zip(plan.split(), sound.tolist(), strict=True):
+            self._manager.complete_store(one, success)
+        self._pause.failed()
 
-def _select(keys: Keys, rows: npt.NDArray[np.int64]) -> Keys:
-    return keys if len(rows) == len(keys) else Keys(np.ascontiguousarray(keys.words[rows]), keys.key_bytes)
-
-
-def _check(
-    directories: list[Path],
-    fingerprint: str,
-    admission: str | Admission | None,
-    max_write_bytes_per_day: int | None,
-    num_threads: int,
-    queue_bytes: int,
-) -> None:
-    if not directories:
-        raise ConfigError("paths", [], "one directory, or several")
-    if len({directory.resolve() for directory in directories}) < len(directories):
-        raise ConfigError("paths", [str(directory) for directory in directories], "each directory once")
-    if not isinstance(fingerprint, str) or not fingerprint:
-        raise ConfigError("fingerprint", fingerprint, "a text that says whose blocks these are")
-    if isinstance(admission, Admission) and len(directories) > 1:
-        raise ConfigError(
-            "admission", admission, "with several directories: its name, since each has its own"
-        )
-    for field_, value in (("num_threads", num_threads), ("queue_bytes", queue_bytes)):
-        if value < 1:
-            raise ConfigError(field_, value, "it is at least 1")
-    if max_write_bytes_per_day is not None and max_write_bytes_per_day < 0:
-        raise ConfigError(
-            "max_write_bytes_per_day", max_write_bytes_per_day, "it is not negative; None for no limit"
-        )
+    def _end_read(self, job: Job, plan: LoadPlan, sound: Mask) -> None:
+        self._counts.read += int(np.count_nonzero(sound))
+        bad = np.flatnonzero(~sound)
+        # A block that was deleted or replaced meanwhile is no damage, and its slot may be another's now.
+        bad = bad[self._placement.generation[plan.slots[bad]] == job.generations[bad]]
+        self._manager.complete_load(plan, bad)
+        if len(bad) == 0:
+            return
+        wrong = bad[job.outcomes[bad] == MISMATCH]
+        self._counts.mismatches += len(wrong)
+        self._counts.failed += len(bad) - len(wrong)
+        for row in wrong[:1].tolist():
+            self._notices.warn(
+                "mismatch", "disk tier: %d blocks are not what was stored under their key: forgotten; "
+                "key %s, slot %d of %s", len(wrong), plan.keys[row].hex(),
+                self._placement.places(plan.slots)[row], self._directory,
+            )  # fmt: skip
+        self._forget(plan.slots[bad])

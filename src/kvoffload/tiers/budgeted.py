@@ -1,0 +1,117 @@
+"""A bound for what is written to a tier: a solid-state disk is good for so many bytes, and then for none.
+
+Counts blocks by the hour. Knows neither what they are nor where they go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.base import HOUR_S, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.transfer import Blocks, Rows
+
+_HOURS = 25
+"""A day, and the hour that is only partly in it: so no 24 hours ever see more than the budget."""
+
+
+class BudgetedTier(SecondaryTier):
+    """A tier to which no 24 hours write more than so many bytes; in all else it is that tier.
+
+    Counted is what writing a block costs the medium, whether it succeeds or not, and what earlier lives have
+    written, if the tier remembers. `TierStats.write_budget_bytes` says what is left.
+
+    Args:
+        tier: any `SecondaryTier`, to which nothing has been written since it was opened. It belongs to this
+            one from now on.
+        max_write_bytes_per_day: 0 for a tier that is only read.
+        clock: seconds since 1970.
+
+    Thread and cost: the tier's, and for a batch that is too large one `contains`.
+    Raises: `ConfigError` for a negative budget.
+    """
+
+    def __init__(
+        self, tier: SecondaryTier, max_write_bytes_per_day: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        if max_write_bytes_per_day < 0:
+            raise ConfigError("max_write_bytes_per_day", max_write_bytes_per_day, "it is not negative")
+        self._tier, self._max_bytes, self._clock = tier, max_write_bytes_per_day, clock
+        self.name, self.identity = tier.name, tier.identity
+        self.block_bytes, self.stored_bytes = tier.block_bytes, tier.stored_bytes
+        self.written_before = tier.written_before
+        self._written_in_hour = Counter(tier.written_before)
+        self._num_dropped = 0
+
+    def submit_write(
+        self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
+    ) -> tuple[int, Mask]:
+        """As `SecondaryTier.submit_write`. Of a batch that does not fit into the budget the head is taken.
+
+        The rest is counted as dropped: blocks that the tier does not have, those on their way to it included.
+        """
+        left, num_offered = self._left_bytes(), len(keys)
+        if num_offered * self.stored_bytes > left:
+            missing = np.flatnonzero(~self._tier.contains(keys))
+            room = left // self.stored_bytes
+            if len(missing) > room:
+                self._num_dropped += len(missing) - room
+                num_offered = int(missing[room])
+        job, head = self._tier.submit_write(keys[:num_offered], pool, rows[:num_offered], request)
+        self._written_in_hour[self._hour()] += int(np.count_nonzero(head))
+        taken = np.zeros(len(keys), np.bool_)
+        taken[:num_offered] = head
+        return job, taken
+
+    def stats(self) -> TierStats:
+        stats = self._tier.stats()
+        budgets = [self._left_bytes(), stats.write_budget_bytes]
+        return replace(
+            stats,
+            dropped=stats.dropped + self._num_dropped,
+            write_budget_bytes=min(budget for budget in budgets if budget is not None),
+        )
+
+    def _hour(self) -> int:
+        return int(self._clock()) // HOUR_S
+
+    def _left_bytes(self) -> int:
+        now = self._hour()
+        for hour in [hour for hour in self._written_in_hour if not now - _HOURS < hour <= now]:
+            del self._written_in_hour[hour]
+        return max(0, self._max_bytes - self._written_in_hour.total() * self.stored_bytes)
+
+    # ---- the tier's own affair
+
+    def begin_request(self, request_id: str) -> object:
+        return self._tier.begin_request(request_id)
+
+    def finish_request(self, request: object, path: Keys) -> None:
+        self._tier.finish_request(request, path)
+
+    def contains(self, keys: Keys, request: object | None = None) -> Mask:
+        return self._tier.contains(keys, request)
+
+    def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
+        return self._tier.submit_read(keys, pool, rows)
+
+    def finished(self) -> list[JobResult]:
+        return self._tier.finished()
+
+    def delete(self, keys: Keys) -> int:
+        return self._tier.delete(keys)
+
+    def clear(self) -> None:
+        self._tier.clear()
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._tier.drain(timeout_s)
+
+    def close(self) -> None:
+        self._tier.close()

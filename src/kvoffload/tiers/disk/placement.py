@@ -1,0 +1,103 @@
+"""Where blocks lie in a slab: which of its slots belongs to each slot of the manager.
+
+Owns what is known of the block in each of the manager's slots, and the *reserve*: the slab has more slots
+than the manager, and those that hold nothing wait in line, so that a block is written at once and need not
+wait until the removal of another one is durable. Does no I/O; the pipeline says what is durable.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.slots import SlotArray
+from kvoffload.tiers.disk.format import Slots
+from kvoffload.tiers.disk.recovery import Contents
+from kvoffload.tiers.disk.slab import Checksums, Positions
+
+_RESTORE_BLOCKS = 65536
+
+
+class Placement:
+    """Arrays by the manager's slot, and the slab's slots behind them.
+
+    A *gate* of a slab's slot is how many removals must be durable before it is written again.
+
+    Args:
+        num_blocks: the manager's slots.
+        num_slots: the slab's; the rest is the reserve.
+        next_generation: more than any in the slab.
+
+    Attributes:
+        generation: of the block in each slot: a number that no other write to this slab has. 0: no block.
+        checksum: of its bytes, and of whose they are.
+        next_generation: what the next block to be written gets.
+
+    Memory: 24 bytes a block, 8 a slot. Thread: one, the scheduler's.
+    """
+
+    def __init__(self, num_blocks: int, num_slots: int, next_generation: int) -> None:
+        self.generation = np.zeros(num_blocks, np.uint64)
+        self.checksum: Checksums = np.zeros(num_blocks, np.uint64)
+        self.next_generation = next_generation
+        self._place = np.arange(num_blocks)
+        self._reserve = np.arange(num_blocks, num_slots)
+        self._gate = np.zeros(num_slots, np.int64)
+
+    def restore(self, contents: Contents, manager: OffloadingManager) -> Slots:
+        """Give an empty manager the blocks that were found; the slab's slots whose blocks it did not take.
+
+        They come in the order of their writing, and are then used as they were: so policies that go by
+        insertion and policies that go by use both get their order back.
+        """
+        found, num_blocks = contents.slots(), len(self._place)
+        # Only a damaged journal has more blocks than there may be, or one of them twice.
+        if len(found) > num_blocks:
+            found = found[np.argsort(contents.stamp[found], kind="stable")][-num_blocks:]
+        by_age = found[np.argsort(contents.generation[found], kind="stable")]
+        slot_of = np.full(len(self._gate), -1, np.int32)
+        for start in range(0, len(by_age), _RESTORE_BLOCKS):
+            batch = by_age[start : start + _RESTORE_BLOCKS]
+            plan = manager.prepare_store(contents.keys(batch), admitted=True)
+            assert plan is not None, "an empty cache has room for what it held"
+            slot_of[batch[plan.rows]] = plan.slots
+            manager.complete_store(plan)
+        restored, empty = np.flatnonzero(slot_of >= 0), np.flatnonzero(slot_of < 0)
+        vacant = np.ones(num_blocks, np.bool_)
+        vacant[slot_of[restored]] = False
+        num_vacant = int(np.count_nonzero(vacant))
+        self._place[slot_of[restored]] = restored
+        self._place[vacant], self._reserve = empty[:num_vacant], empty[num_vacant:]
+        self.generation[slot_of[restored]] = contents.generation[restored]
+        self.checksum[slot_of[restored]] = contents.checksum[restored]
+        by_use = restored[np.argsort(contents.stamp[restored], kind="stable")[::-1]]
+        manager.restore_uses(slot_of[by_use], contents.uses[by_use] > 0)
+        return empty[contents.generation[empty] > 0].astype(np.uint32)
+
+    def places(self, slots: SlotArray) -> Positions:
+        """The slab's slots behind these."""
+        return self._place[slots]
+
+    def renew(self, slots: SlotArray) -> None:
+        """Blocks are about to be written into these slots: each gets a generation."""
+        generations = np.arange(len(slots), dtype=np.uint64) + np.uint64(self.next_generation)
+        self.generation[slots] = generations
+        self.next_generation += len(slots)
+
+    def empty(self, slots: SlotArray) -> Slots:
+        """The blocks of these slots have gone; the slab's slots that hold nothing any more."""
+        self.generation[slots] = 0
+        return self._place[slots].astype(np.uint32)
+
+    def rotate(self, slots: SlotArray) -> None:
+        """Let these slots, just emptied, have those of the slab that have held nothing for the longest."""
+        line = np.concatenate([self._reserve, self._place[slots]])
+        self._place[slots], self._reserve = line[: len(slots)], line[len(slots) :]
+
+    def set_gate(self, places: Slots, gate: int) -> None:
+        """The removals from these slots of the slab are durable when so many are."""
+        self._gate[places] = gate
+
+    def gate(self, slots: SlotArray) -> int:
+        """How many removals must be durable before all of these slots may be written."""
+        return int(self._gate[self._place[slots]].max())

@@ -1,0 +1,195 @@
+"""Several tiers as one: each key belongs to one of them, and all of them work at once.
+
+Owns which key belongs to which tier, and the jobs that are shared out. What a tier keeps is its own affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.base import (
+    NO_JOB,
+    JobResult,
+    Mask,
+    SecondaryTier,
+    TierStats,
+    checked_rows,
+    key_digests,
+)
+from kvoffload.transfer import Blocks, Rows
+
+
+@dataclass(eq=False)
+class _Request:
+    """What each tier knows of a request."""
+
+    records: list[object]
+
+
+@dataclass(eq=False)
+class _Job:
+    number: int
+    ok: Mask
+    remaining: int
+    seconds: float = 0.0
+
+
+class StripedTier(SecondaryTier):
+    """Tiers side by side, of any kind: disks, simulated ones, yours.
+
+    A key belongs to one of them, by highest random weight (Thaler and Ravishankar, "Using name-based mappings
+    to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998): the tiers' identities decide, not
+    their order, and where one is added it takes its share of the keys from the others, and no other key
+    moves. Each sees its share of every prefix, in order. One that fails or hangs costs its own blocks.
+
+    Args:
+        tiers: of one block size. They belong to this one from now on: `close` closes them.
+
+    Attributes:
+        identity: that of the first tier.
+        stored_bytes: the largest of the tiers'.
+
+    Thread: one, as the tiers. Cost: a digest of each key and a weight for each tier; 50 ns a key with four.
+    Raises: `ConfigError` for no tiers, tiers of different `block_bytes`, and tiers of one identity.
+    """
+
+    def __init__(self, tiers: Sequence[SecondaryTier]) -> None:
+        identities = [tier.identity for tier in tiers]
+        sizes = [tier.block_bytes for tier in tiers]
+        if not tiers:
+            raise ConfigError("tiers", [], "one tier, or several")
+        if len({*sizes}) > 1:
+            raise ConfigError("tiers", f"blocks of {sizes} bytes", "blocks of one size")
+        if len({*identities}) < len(identities):
+            raise ConfigError("tiers", f"identities {identities}", "each tier once")
+        self._tiers = list(tiers)
+        self._identities = np.array(identities, np.uint64)
+        self.name = "+".join(dict.fromkeys(tier.name for tier in tiers))
+        self.identity, self.block_bytes = identities[0], sizes[0]
+        self.stored_bytes = max(tier.stored_bytes for tier in tiers)
+        self.written_before = sum((Counter(tier.written_before) for tier in tiers), Counter[int]())
+        # By tier and the number that it gave to its part of a job: the job, and which of its rows these are.
+        self._parts: dict[tuple[int, int], tuple[_Job, npt.NDArray[np.int64]]] = {}
+        self._results: list[JobResult] = []
+        self._next_job = 0
+
+    # ---- requests
+
+    def begin_request(self, request_id: str) -> object:
+        return _Request([tier.begin_request(request_id) for tier in self._tiers])
+
+    def finish_request(self, request: object, path: Keys) -> None:
+        homes = self._homes(path)
+        for number, record in enumerate(self._records(request)):
+            self._tiers[number].finish_request(record, path.take(homes == number))
+
+    # ---- blocks
+
+    def contains(self, keys: Keys, request: object | None = None) -> Mask:
+        records, found = self._records(request), np.zeros(len(keys), np.bool_)
+        for number, tier, at in self._shares(keys):
+            found[at] = tier.contains(keys.take(at), records[number])
+        return found
+
+    def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
+        checked, parts = checked_rows(keys, pool, rows, self.block_bytes), []
+        for number, tier, at in self._shares(keys):
+            parts.append((number, tier.submit_read(keys.take(at), pool, checked[at]), at))
+        return self._begin(len(keys), parts)
+
+    def submit_write(
+        self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
+    ) -> tuple[int, Mask]:
+        checked, parts = checked_rows(keys, pool, rows, self.block_bytes), []
+        records, taken = self._records(request), np.zeros(len(keys), np.bool_)
+        for number, tier, at in self._shares(keys):
+            part, taken[at] = tier.submit_write(keys.take(at), pool, checked[at], records[number])
+            if part != NO_JOB:
+                parts.append((number, part, at[taken[at]]))
+        if not parts:
+            return NO_JOB, taken
+        # The result has one row for each block that was taken.
+        row_of = np.cumsum(taken) - 1
+        count = int(np.count_nonzero(taken))
+        return self._begin(count, [(number, part, row_of[at]) for number, part, at in parts]), taken
+
+    def finished(self) -> list[JobResult]:
+        for number, tier in enumerate(self._tiers):
+            for part in tier.finished():
+                job, at = self._parts.pop((number, part.job))
+                job.ok[at] = part.ok
+                job.seconds = max(job.seconds, part.seconds)
+                job.remaining -= 1
+                if job.remaining == 0:
+                    self._results.append(JobResult(job.number, job.ok, job.seconds))
+        results, self._results = self._results, []
+        return results
+
+    def delete(self, keys: Keys) -> int:
+        return sum(tier.delete(keys.take(at)) for _, tier, at in self._shares(keys))
+
+    def clear(self) -> None:
+        for tier in self._tiers:
+            tier.clear()
+
+    def drain(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        # Every tier is asked, also when one hangs.
+        drained = [tier.drain(max(0.0, deadline - time.monotonic())) for tier in self._tiers]
+        return all(drained)
+
+    def stats(self) -> TierStats:
+        """As `SecondaryTier.stats`, summed. There is no write budget if a tier has none."""
+        counts = [vars(tier.stats()) for tier in self._tiers]
+        total: dict[str, int | None] = {}
+        for counter in fields(TierStats):
+            values = [count[counter.name] for count in counts]
+            total[counter.name] = None if None in values else sum(values)
+        return TierStats(**total)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for tier in self._tiers:
+                stack.callback(tier.close)
+
+    # ---- inside
+
+    def _homes(self, keys: Keys) -> npt.NDArray[np.intp]:
+        """The number of the tier that each key belongs to. Part of what lasts: it does not change."""
+        weights = key_digests(keys)[:, None] ^ self._identities
+        weights *= np.uint64(0x9E3779B97F4A7C15)
+        weights ^= weights >> np.uint64(32)
+        weights *= np.uint64(0xD6E8FEB86659FD93)
+        homes: npt.NDArray[np.intp] = np.argmax(weights, axis=1)
+        return homes
+
+    def _shares(self, keys: Keys) -> list[tuple[int, SecondaryTier, npt.NDArray[np.int64]]]:
+        """Tiers that have a share of these keys, and the rows of that share."""
+        homes = self._homes(keys)
+        numbers = np.unique(homes).tolist()
+        return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
+
+    def _records(self, request: object | None) -> Sequence[object | None]:
+        if request is None:
+            return [None] * len(self._tiers)
+        if not isinstance(request, _Request):
+            raise MisuseError(f"no request of this tier: {request!r}")
+        return request.records
+
+    def _begin(self, count: int, parts: list[tuple[int, int, npt.NDArray[np.int64]]]) -> int:
+        """A job of so many rows, made of parts: tier, number there, rows; its number."""
+        job = _Job(self._next_job, np.zeros(count, np.bool_), len(parts))
+        self._next_job += 1
+        self._parts.update({(number, part): (job, at) for number, part, at in parts})
+        if not parts:
+            self._results.append(JobResult(job.number, job.ok, 0.0))
+        return job.number
