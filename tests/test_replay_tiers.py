@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,12 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport
-from kvoffload.replay.tiers import TierConfig, parse_tier
 from kvoffload.sweep.grid import Grid
 from kvoffload.sweep.sweep import Sweep
+from kvoffload.tiers import kinds
+from kvoffload.tiers.kinds.disk import DiskOptions
+from kvoffload.tiers.kinds.simulated import SimulatedOptions
+from kvoffload.tiers.options import TierOptions, parse_tier, parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
@@ -38,8 +42,12 @@ def run(trace: Trace, config: ReplayConfig, damage: str | None = None) -> Replay
         data.close()
 
 
-def disk(path: Path, blocks: int, **options: str) -> tuple[TierConfig, ...]:
-    return (TierConfig(blocks, path=str(path), **options),)
+def disk(path: Path, blocks: int, **options: str) -> tuple[TierOptions, ...]:
+    return (DiskOptions(path=(str(path),), capacity=str(blocks), **options),)
+
+
+def simulated(*blocks: int) -> tuple[TierOptions, ...]:
+    return tuple(SimulatedOptions(capacity=str(one)) for one in blocks)
 
 
 @pytest.mark.parametrize("device_blocks", [0, 300])
@@ -48,7 +56,7 @@ def test_ram_and_a_tier_of_lru_hit_what_one_lru_of_the_tiers_size_hits(name: str
     """The tier holds all that RAM holds, and both see every use: exact, where requests fit into RAM."""
     trace = load_trace(name)
     small, large = trace.unique_blocks // 50, trace.unique_blocks // 10
-    behind = Replay(trace, ReplayConfig(small, device_blocks=device_blocks, tiers=(TierConfig(large),))).run()
+    behind = Replay(trace, ReplayConfig(small, device_blocks=device_blocks, tiers=simulated(large))).run()
     alone = Replay(trace, ReplayConfig(large, device_blocks=device_blocks)).run()
     assert behind.prefix_hit_blocks == alone.prefix_hit_blocks
     assert sum(tier.hit_blocks for tier in behind.tiers) == behind.offload_hit_blocks
@@ -62,7 +70,7 @@ def test_ram_and_a_tier_of_lru_hit_what_one_lru_of_the_tiers_size_hits(name: str
 def test_any_policy_and_rule_at_both_places(
     small_chat: Trace, policy: str, admission: str, store: str
 ) -> None:
-    tiers = (TierConfig(100), TierConfig(300, policy, admission))
+    tiers = parse_tiers("tiers", f"simulated:100+simulated:300,policy={policy},admission={admission}")
     config = ReplayConfig(50, policy, admission, 40, store, tiers)
     report = Replay(small_chat, config).run()
     assert report.prefix_hit_ratio <= report.optimum_hit_ratio
@@ -72,10 +80,10 @@ def test_any_policy_and_rule_at_both_places(
 
 def test_a_disk_serves_every_byte_and_decides_as_simulated(small_chat: Trace, tmp_path: Path) -> None:
     on_disk = run(small_chat, ReplayConfig(300, tiers=disk(tmp_path, 1500)))
-    simulated = Replay(small_chat, ReplayConfig(300, tiers=(TierConfig(1500),))).run()
+    plain = Replay(small_chat, ReplayConfig(300, tiers=simulated(1500))).run()
     assert on_disk.mismatches_served == 0
-    assert on_disk.decisions_sha256 == simulated.decisions_sha256
-    assert [tier.hit_blocks for tier in on_disk.tiers] == [tier.hit_blocks for tier in simulated.tiers]
+    assert on_disk.decisions_sha256 == plain.decisions_sha256
+    assert [tier.hit_blocks for tier in on_disk.tiers] == [tier.hit_blocks for tier in plain.tiers]
     ram, behind = on_disk.tiers
     assert behind.name == "disk"
     assert behind.bytes_read == behind.hit_blocks * BLOCK_BYTES > 0
@@ -119,32 +127,68 @@ def test_damage_in_ram_never_reaches_the_disk_as_sound(small_chat: Trace, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "with_data", "message"),
+    ("text", "message"),
     [
-        ("disk:/x", True, "disk:PATH:CAPACITY"),
-        ("disk::10%", True, "disk:PATH:CAPACITY"),
-        ("ssd:/x:10%", True, "disk:PATH:CAPACITY or simulated:CAPACITY"),
-        ("simulated:10", True, None),
-        ("simulated:/x:10%", True, "disk:PATH:CAPACITY or simulated:CAPACITY"),
-        ("disk:/x:10%", False, "take simulated:CAPACITY"),
-        ("disk:/x:ten", True, "a number of blocks"),
-        ("disk:/x:10%,policy", True, "'policy' is no option of it"),
-        ("disk:/x:10%,colour=red", True, "'colour=red' is no option of it; allowed: policy=, admission="),
+        ("disk:/x", "tier.path: None is not possible; it must be given"),
+        ("disk::10%", "tier.path: None is not possible; it must be given"),
+        ("ssd:/x:10%", "tier.type: 'ssd' is not possible; allowed: disk, simulated"),
+        ("simulated:/x:10%", "tier.path: ['/x'] is not possible; there is no such option"),
+        ("disk:/x:ten", "tier.capacity: 'ten' is not possible; allowed: a size"),
+        ("disk:/x:10%,policy", "'policy' is no option; allowed: "),
+        ("disk:/x:10%,colour=red", "tier.colour: 'red' is not possible; there is no such option"),
+        (
+            "disk:/x:10%,policy=lru,colour=red",
+            "tier.policy: 'lru,colour=red' is not possible; 'colour' is no parameter",
+        ),
+        ("disk:/x|/x:10%", "allowed: a directory, or a list of directories, each once"),
+        ("disk", "allowed: disk:PATH:CAPACITY"),
     ],
 )
-def test_a_tier_that_cannot_be_is_refused(text: str, with_data: bool, message: str | None) -> None:
-    if message is None:
-        assert parse_tier(text, 4096, 1000, with_data=with_data) == TierConfig(10)
-        return
+def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_tier(text, 4096, 1000, with_data=with_data)
-    assert "tier" in str(refused.value)
+        parse_tier("tier", text)
     assert message in str(refused.value)
 
 
 def test_a_tier_as_users_type_it() -> None:
-    text = "disk:/data/a:b:10%,policy=arc,admission=reuse:2"
-    assert parse_tier(text, 4096, 1000, with_data=True) == TierConfig(100, "arc", "reuse:2", "/data/a:b")
+    text = "disk:/data/a:b:10%,policy=s3fifo,small_share=0.2,admission=reuse:2"
+    options = {"policy": "s3fifo,small_share=0.2", "admission": "reuse:2"}
+    found = parse_tier("tier", text)
+    assert found == DiskOptions(path=("/data/a:b",), capacity="10%", **options)
+    assert parse_tier("tier", {"type": "disk", "path": "/data/a:b", "capacity": "10%", **options}) == found
+    assert parse_tier("tier", str(found)) == found
+    assert found.in_blocks(4096, 1000).num_blocks == 100
+    assert parse_tiers("tiers", "disk:/a|/b:5GiB,salt=2+disk:/c+d:1TiB") == (
+        DiskOptions(path=("/a", "/b"), capacity="5GiB", salt="2"),
+        DiskOptions(path=("/c+d",), capacity="1TiB"),
+    )
+
+
+def test_a_disk_needs_bytes_to_hold(tmp_path: Path, small_chat: Trace) -> None:
+    with pytest.raises(ConfigError, match="take simulated:100"):
+        Replay(small_chat, ReplayConfig(10, tiers=disk(tmp_path, 100)))
+
+
+def test_a_new_file_is_a_new_kind_of_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chat: Trace
+) -> None:
+    """One file in the room, nothing else."""
+    (tmp_path / "toy.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from kvoffload.tiers.kinds.simulated import SimulatedOptions\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class ToyOptions(SimulatedOptions):\n"
+        "    name = 'toy'\n"
+        "    colour: str = 'red'\n"
+    )
+    monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(tmp_path)])
+    tiers = parse_tiers("tiers", "toy:100,colour=blue")
+    assert str(tiers[0]) == "toy:100,colour=blue"
+    assert Replay(small_chat, ReplayConfig(10, tiers=tiers)).run().tiers[1].blocks_written > 0
+    monkeypatch.delitem(sys.modules, "kvoffload.tiers.kinds.toy")
+    (tmp_path / "toy.py").unlink()
+    with pytest.raises(ConfigError, match="allowed: disk, simulated, module"):
+        parse_tiers("tiers", "toy:100")
 
 
 def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
@@ -172,15 +216,17 @@ def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_over_tiers_says_what_replays_say(small_chat: Trace) -> None:
-    grid = Grid(("lru", "arc"), capacities=("60",), tiers=("none", "100", "100:arc:reuse:2+400"))
+    grid = Grid(
+        ("lru", "arc"), capacities=("60",), tiers=("none", "100", "100,policy=arc,admission=reuse:2+400")
+    )
     rows = Sweep(["chat"], grid, jobs=1, resamples=100).run().rows
     chat = load_trace("chat")
     assert [(row.tiers, row.tier_blocks, row.policy) for row in rows] == [
         (tiers, blocks, policy)
-        for tiers, blocks in (("none", 0), ("100", 100), ("100:arc:reuse:2+400", 500))
+        for tiers, blocks in (("none", 0), ("100", 100), ("100,policy=arc,admission=reuse:2+400", 500))
         for policy in ("lru", "arc")
     ]
-    stack = (TierConfig(100, "arc", "reuse:2"), TierConfig(400))
+    stack = parse_tiers("tiers", "100,policy=arc,admission=reuse:2+400")
     report = Replay(chat, ReplayConfig(60, "arc", tiers=stack)).run()
     row = rows[-1]
     assert row.prefix_hit_ratio == report.prefix_hit_ratio
@@ -192,7 +238,7 @@ def test_a_sweep_over_tiers_says_what_replays_say(small_chat: Trace) -> None:
     assert rows[4].baseline == "lru, all"
 
 
-@pytest.mark.parametrize("tiers", ["", "10%:lruu", "10%:lru:reuse:x", "ten", "10%++20%"])
+@pytest.mark.parametrize("tiers", ["", "10%,policy=lruu", "10%,admission=reuse:x", "ten", "10%++20%"])
 def test_an_axis_of_tiers_that_cannot_be(tiers: str) -> None:
     with pytest.raises(ConfigError, match="tiers"):
         Grid(("lru",), tiers=(tiers,))

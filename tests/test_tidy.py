@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "policies": {"core", "structures", "errors"},
     "admission": {"core", "structures", "errors"},
     "transfer": {"structures", "errors"},
-    "tiers": {"transfer", "core", "structures", "config", "errors"},
+    "tiers": {"transfer", "core", "structures", "plugins", "config", "errors"},
+    "options": {"config", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},
     "traces": {"structures", "errors"},
     "replay": {
@@ -37,7 +38,7 @@ MAY_IMPORT = {
         "errors",
         "_version",
     },
-    "sweep": {"replay", "traces", "core", "config", "errors", "_version"},
+    "sweep": {"replay", "traces", "tiers", "core", "config", "errors", "_version"},
     "testing": {
         "replay",
         "traces",
@@ -51,7 +52,7 @@ MAY_IMPORT = {
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *("tiering", "tiers", "transfer", "core", "structures", "plugins", "config", "errors", "_version"),
+        *("options", "tiering", "tiers", "transfer", "core", "structures", "config", "errors", "_version"),
     },
     "cli": {
         "integrations",
@@ -59,6 +60,7 @@ MAY_IMPORT = {
         "sweep",
         "replay",
         "traces",
+        "options",
         "tiers",
         "core",
         "config",

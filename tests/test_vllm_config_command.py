@@ -75,8 +75,8 @@ def test_what_is_wrong_is_not_printed(bad: list[str]) -> None:
 def test_a_tier_behind_ram() -> None:
     flag = printed("--ram", "1GiB", "--tier", "disk:/nvme/kv:1TiB,policy=arc", "--tier", "disk:/hdd:2TiB")
     assert flag["kv_connector_extra_config"]["tiers"] == [
-        {"type": "disk", "path": "/nvme/kv", "capacity": "1TiB", "policy": "arc"},
-        {"type": "disk", "path": "/hdd", "capacity": "2TiB"},
+        "disk:/nvme/kv:1TiB,policy=arc",
+        "disk:/hdd:2TiB",
     ]
     done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", "--tier", "tape:/x:1TiB"])
     assert "tiers[0].type: 'tape'" in str(done.exception)

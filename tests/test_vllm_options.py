@@ -13,7 +13,8 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.options import NAMES, VLLMOptions, parse_options
-from kvoffload.integrations.vllm.tiers import TierOptions
+from kvoffload.tiers.kinds.disk import DiskOptions
+from kvoffload.tiers.options import TierOwner
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "my_policy.py"
 
@@ -119,7 +120,6 @@ def test_size_of_the_tracker() -> None:
         ("store", "on-eviction"),
         ("verify", "sometimes"),
         ("verify", ["always"]),
-        ("prompt_only", 1),
         ("offload_prompt_only", "no"),
         ("self_describing_kv_events", "yes"),
         ("canonical_layout", True),
@@ -130,7 +130,6 @@ def test_size_of_the_tracker() -> None:
         ("cache_policy_module_path", "elsewhere"),
         ("tiers", "disk"),
         ("tier_deadline_s", 0),
-        ("tier_deadline_s", "2"),
         ("recompute_tokens_per_s", True),
         ("secondary_tiers", [{"type": "fs"}]),
     ],
@@ -141,6 +140,7 @@ def test_impossible_values(name: str, value: object) -> None:
     assert "allowed" in found
 
 
+OWNER = TierOwner(4096, 36, "model")
 DISK = {"type": "disk", "path": "/data/kv", "capacity": "500GiB"}
 
 
@@ -148,16 +148,17 @@ DISK = {"type": "disk", "path": "/data/kv", "capacity": "500GiB"}
     ("tier", "problem"),
     [
         ("disk", "tiers[0]: 'disk'"),
+        ({**DISK, "capacity": "5%"}, "tiers: '5%'"),
         ({"type": "disk", "path": "/x"}, "tiers[0].capacity: None"),
         ({**DISK, "type": "redis"}, "tiers[0].type: 'redis'"),
         ({**DISK, "path": 3}, "tiers[0].path: 3"),
         ({**DISK, "path": [""]}, "tiers[0].path: ['']"),
-        ({**DISK, "path": ["/x", "/y", "/x"]}, "allowed: each directory once"),
+        ({**DISK, "path": ["/x", "/y", "/x"]}, "list of directories, each once"),
         ({**DISK, "capacity": "many"}, "tiers[0].capacity: 'many'"),
         ({**DISK, "capacity": True}, "tiers[0].capacity: True"),
         ({**DISK, "polcy": "lru"}, "tiers[0].polcy: 'lru'"),
-        ({**DISK, "policy": "lruu"}, "policy: 'lruu'"),
-        ({**DISK, "admission": "reuse:x"}, "admission: 'reuse:x'"),
+        ({**DISK, "policy": "lruu"}, "tiers[0].policy: 'lruu'"),
+        ({**DISK, "admission": "reuse:x"}, "tiers[0].admission: 'reuse:x'"),
         ({**DISK, "max_write_bytes_per_day": "much"}, "tiers[0].max_write_bytes_per_day: 'much'"),
     ],
 )
@@ -172,15 +173,15 @@ def test_tiers() -> None:
         {"ram": "1GiB", "tiers": [DISK, {**DISK, "path": ["/a", "/b"], "policy": "arc", "salt": "v2"}]}
     ).tiers
     assert found == (
-        TierOptions(("/data/kv",), 500 * 2**30),
-        TierOptions(("/a", "/b"), 500 * 2**30, policy="arc", salt="v2"),
+        DiskOptions(path=("/data/kv",), capacity="500GiB"),
+        DiskOptions(path=("/a", "/b"), capacity="500GiB", policy="arc", salt="v2"),
     )
 
 
 def test_directories_share_the_capacity_and_one_budget(tmp_path: Path) -> None:
     paths = tuple(str(tmp_path / name) for name in "ab")
-    one = TierOptions(paths[:1], 1 << 20).open(4096, 36, "model", "replica")
-    both = TierOptions(paths, 2 << 20, max_write_bytes_per_day=1 << 30).open(4096, 36, "model")
+    one = DiskOptions(path=paths[:1], capacity="1MiB").open(TierOwner(4096, 36, "model", "replica"))
+    both = DiskOptions(path=paths, capacity="2MiB", max_write_bytes_per_day=1 << 30).open(OWNER)
     assert (one.name, both.name) == ("disk", "disk")
     assert both.stats().capacity == 2 * one.stats().capacity > 0
     assert (one.stats().write_budget_bytes, both.stats().write_budget_bytes) == (None, 1 << 30)
@@ -196,8 +197,8 @@ def test_a_tier_that_cannot_be_opened_leaves_nothing_locked(tmp_path: Path, fail
     second, budget = ("file", None) if fails == "path" else ("b", -1)
     paths = str(tmp_path / "a"), str(tmp_path / second)
     with pytest.raises(ConfigError, match=fails):
-        TierOptions(paths, 2 << 20, max_write_bytes_per_day=budget).open(4096, 36, "model")
-    TierOptions(paths[:1], 1 << 20).open(4096, 36, "model").close()
+        DiskOptions(path=paths, capacity="2MiB", max_write_bytes_per_day=budget).open(OWNER)
+    DiskOptions(path=paths[:1], capacity="1MiB").open(OWNER).close()
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,21 @@
-"""Values that users type: sizes and capacities. The same grammar everywhere."""
+"""Values that users type, and how they are read: sizes, capacities, options. The same everywhere."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import types
 import typing
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError
+
+T = TypeVar("T")
 
 _UNITS = {
     "": 1,
@@ -27,31 +32,15 @@ _UNITS = {
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
 
 
+# ---- sizes and capacities
+
+
 def parse_size(field: str, text: str) -> int:
     """Bytes that ``64KiB``, ``1.5GiB``, ``500MB`` or ``4096`` mean. Raises `ConfigError`."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(field, text, "allowed: a number of bytes, or one with KiB, MiB, GiB, TiB, KB, ...")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def split_tier(text: str) -> dict[str, str]:
-    """What ``disk:PATH:CAPACITY,policy=NAME,admission=RULE`` says: ``type``, ``path``, ``capacity``, options.
-
-    ``path`` is empty in ``KIND:CAPACITY``. Raises `ConfigError`; who uses the values checks what they mean.
-    """
-    place, *options = text.split(",")
-    kind, _, rest = place.partition(":")
-    path, _, capacity = rest.rpartition(":")
-    if not kind or not capacity:
-        raise ConfigError("tier", text, "allowed: disk:PATH:CAPACITY")
-    found = {"type": kind, "path": path, "capacity": capacity}
-    for option in options:
-        name, _, value = option.partition("=")
-        if name not in ("policy", "admission") or not value:
-            raise ConfigError("tier", text, f"{option!r} is no option of it; allowed: policy=, admission=")
-        found[name] = value
-    return found
 
 
 def parse_capacity(field: str, text: str, block_bytes: int, unique_blocks: int) -> int:
@@ -84,23 +73,62 @@ def parse_capacity(field: str, text: str, block_bytes: int, unique_blocks: int) 
     return blocks
 
 
+# ---- values by their type
+
+
+class _SizeParser:
+    """What an ``Annotated`` type has where msgspec does not know how to read it.
+
+    Attributes:
+        allowed: what `parse` takes, in words.
+    """
+
+    allowed = "bytes, or a size such as 64GiB"
+
+    def parse(self, field: str, value: object) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            size = parse_size(field, str(value)) if isinstance(value, (int, str)) else 0
+        except ConfigError:
+            size = 0
+        if size < 1:
+            raise ConfigError(field, value, f"allowed: {self.allowed}, more than nothing")
+        return size
+
+
+Size: TypeAlias = Annotated[int, _SizeParser()]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+
+
 def convert(field: str, value: object, kind: Any) -> Any:
-    """`value`, which may be text, as a `kind`: a type, with bounds where it is ``Annotated`` with
-    `msgspec.Meta`. Raises `ConfigError` that says what is allowed."""
+    """`value`, which may be text, as a `kind`: a type, or one that is ``Annotated`` with bounds
+    (`msgspec.Meta`) or with an object that has `parse` and `allowed`.
+
+    Raises: `ConfigError` that says what is allowed.
+    """
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
+    for meta in typing.get_args(kind)[1:] if typing.get_origin(kind) is Annotated else ():
+        if hasattr(meta, "parse"):
+            return meta.parse(field, value)
     try:
         found = msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError:
         found = math.nan
     if isinstance(found, float) and not math.isfinite(found):
-        raise ConfigError(field, value, f"allowed: {possible_values(kind)}")
+        words = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+        raise ConfigError(field, value, f"allowed: {possible_values(kind)}{nearest(value, words)}")
     return found
 
 
 def possible_values(kind: Any) -> str:
     """What `convert` takes, in words: ``a whole number, 1 or more``."""
-    if typing.get_origin(kind) is typing.Annotated:
+    if typing.get_origin(kind) is Annotated:
         plain, *metas = typing.get_args(kind)
-        return possible_values(plain) + "".join(_bounds(meta) for meta in metas)
+        parsers = [meta.allowed for meta in metas if hasattr(meta, "parse")]
+        return parsers[0] if parsers else possible_values(plain) + "".join(map(_bounds, metas))
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -109,8 +137,84 @@ def possible_values(kind: Any) -> str:
     return words.get(kind, str(kind))
 
 
+def nearest(value: object, known: Iterable[str]) -> str:
+    """`` (did you mean lru?)``, or nothing where no name is near."""
+    near = difflib.get_close_matches(str(value), known, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def _bounds(meta: msgspec.Meta) -> str:
     if meta.ge is not None:
         return f" from {meta.ge} to {meta.le}" if meta.le is not None else f", {meta.ge} or more"
     words = (("above", meta.gt), ("below", meta.lt), ("up to", meta.le))
     return " and".join(f" {word} {bound}" for word, bound in words if bound is not None)
+
+
+# ---- options
+
+
+def option_names(kind: type[Any]) -> dict[str, str]:
+    """The options that a dataclass describes: as users type them -> its attribute.
+
+    A field is an option of its own name, or of ``metadata={"option": ...}``.
+    """
+    return {one.metadata.get("option", one.name): one.name for one in fields(kind)}
+
+
+def read_options(
+    kind: type[T],
+    given: Mapping[str, Any],
+    where: str,
+    *,
+    other_names: Mapping[str, str] | None = None,
+    also_known: Collection[str] = (),
+    problems: Sequence[ConfigError] = (),
+) -> T:
+    """The `kind`, a dataclass, that `given` describes. None counts as not given.
+
+    Args:
+        where: what these options are called as a whole: ``tiers[0]``.
+        other_names: further names of options. One thing under two names is refused unless both say the same.
+        also_known: names that are read elsewhere.
+        problems: found elsewhere.
+
+    Raises: `CombinedConfigError`: every problem with its option, its value and what is allowed; an unknown
+        option with the nearest name.
+    """
+    described: Any = kind
+    names, others, found = option_names(described), other_names or {}, list(problems)
+    known = sorted({*names, *others, *also_known})
+    found += [
+        ConfigError(
+            str(name),
+            value,
+            f"there is no such option{nearest(name, known)}; allowed: {', '.join(known)}",
+        )
+        for name, value in given.items()
+        if name not in known
+    ]
+    hints = typing.get_type_hints(kind, include_extras=True)
+    required = {one.name for one in fields(described) if one.default is MISSING}
+    values: dict[str, Any] = {}
+    for option, attribute in names.items():
+        first = ""
+        for name in (option, *(other for other, meant in others.items() if meant == option)):
+            if given.get(name) is None:
+                continue
+            try:
+                value = convert(name, given[name], hints[attribute])
+            except CombinedConfigError as several:
+                found += several.problems
+            except ConfigError as problem:
+                found.append(problem)
+            else:
+                if first and values[attribute] != value:
+                    why = f"{first} is {given[first]!r}, which is another name for it; give one"
+                    found.append(ConfigError(name, given[name], why))
+                first, values[attribute] = first or name, values.get(attribute, value)
+            required.discard(attribute)
+        if attribute in required:
+            found.append(ConfigError(option, None, f"it must be given: {possible_values(hints[attribute])}"))
+    if found:
+        raise CombinedConfigError(where, found)
+    return kind(**values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from kvoffload.config import convert, possible_values
+from kvoffload.config import convert, nearest, possible_values
 from kvoffload.errors import ConfigError
 
 T = TypeVar("T")
@@ -58,6 +57,21 @@ class Registry(Generic[T]):
 
     def __init__(self, field: str, base: type[Any], package: str) -> None:
         self.field, self._base, self._package = field, base, package
+
+    @property
+    def allowed(self) -> str:
+        """What can be named, in words."""
+        return f"{', '.join(self.names())}, module:Class, or path/to/file.py:Class"
+
+    def parse(self, field: str, value: object) -> str:
+        """A name that the user gave for `field`, checked. Raises `ConfigError`."""
+        if not isinstance(value, str):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        try:
+            self.find(value)
+        except ConfigError as problem:
+            raise ConfigError(field, value, problem.allowed) from None
+        return value
 
     def names(self) -> list[str]:
         """Names that `find` knows, sorted."""
@@ -121,10 +135,7 @@ class Registry(Generic[T]):
             return next(found for found in self._own(module) if found.name == known), value  # type: ignore[attr-defined]
         home, _, attribute = name.rpartition(":")
         if not (home and attribute):
-            near = difflib.get_close_matches(name, self.names(), 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            others = "module:Class, or path/to/file.py:Class"
-            raise ConfigError(self.field, name, f"allowed: {', '.join(self.names())}, {others}{hint}")
+            raise ConfigError(self.field, name, f"allowed: {self.allowed}{nearest(name, self.names())}")
         module = self._import(name, home)
         if not hasattr(module, attribute):
             own = ", ".join(found.__name__ for found in self._own(module))

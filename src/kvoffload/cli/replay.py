@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvoffload.cli.options import configured
 from kvoffload.config import parse_capacity, parse_size
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError
@@ -19,14 +20,15 @@ from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.report import size as format_size
-from kvoffload.replay.tiers import parse_tier
 from kvoffload.tiers.memory import available_bytes
+from kvoffload.tiers.options import parse_tier
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 
 
 @click.command()
 @click.argument("trace", default="chat")
+@configured(policy="policy", admission="admission", store="store", ram="capacity", tiers="tiers")
 @click.option(
     "--policy", default="lru", show_default=True, help="A name (a wrong one lists all), or module:Class."
 )
@@ -42,8 +44,8 @@ from kvoffload.traces.trace import Trace
 @click.option("--store", default=ON_COMPUTE, show_default=True, type=click.Choice(STORES),
               help="When a block is offered to the tier.")  # fmt: skip
 @click.option("--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
-              help="A tier behind RAM; with --no-data simulated:CAPACITY. Once more for one behind that. "
-              "Both take ,policy=NAME and ,admission=RULE.")  # fmt: skip
+              help="A tier behind RAM; with --no-data simulated:CAPACITY. May be repeated. "
+              "Options follow: ,policy=NAME,admission=RULE.")  # fmt: skip
 @click.option("--block-bytes", default="64KiB", show_default=True, help="Bytes of a block; a multiple of 8.")
 @click.option("--no-data", is_flag=True, help="Replay the decisions alone, without bytes.")
 @click.option(
@@ -94,7 +96,7 @@ def replay(
             "trace", trace, f"it must have a request of at least one block ({block_tokens} tokens)"
         )
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
-    behind = tuple(parse_tier(text, size, loaded.unique_blocks, with_data=not no_data) for text in tiers)
+    behind = tuple(parse_tier("tier", text).in_blocks(size, loaded.unique_blocks) for text in tiers)
     config = ReplayConfig(blocks, policy, admission, device_blocks, store, behind)
     if output is not None:
         _write("output", output, b"")  # A file that cannot be written is known before the work is done.

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from kvoffload.cli.options import configured
 from kvoffload.cli.sweep_tables import tables
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import SweepError
@@ -24,6 +25,7 @@ _REMEMBERED_S = 600
 
 @click.command()
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True)
+@configured(policy="policies", admission="admissions", store="stores", ram="capacities", tiers="tiers")
 @click.option("--policies", default="lru,arc", show_default=True, help="Names, or module:Class.")
 @click.option("--admissions", default="all", show_default=True, help="all, reuse:N.")
 @click.option("--capacities", default="1%,2%,5%,10%", show_default=True,
@@ -31,8 +33,8 @@ _REMEMBERED_S = 600
 @click.option("--device-blocks", default="0", show_default=True,
               help="Of an LRU device cache in front: 0 (none), as above, or 0.5x of the tier.")  # fmt: skip
 @click.option("--stores", default=ON_COMPUTE, show_default=True, help=f"When to store: {', '.join(STORES)}.")
-@click.option("--tiers", default=NO_TIERS, show_default=True, metavar="CAPACITY[:POLICY[:RULE]]",
-              help="Behind RAM: 10%, 10%:hazard, 10%:lru:reuse:2; one behind another with +.")  # fmt: skip
+@click.option("--tiers", default=NO_TIERS, show_default=True, metavar="CAPACITY[,policy=NAME]",
+              help="Behind RAM: 10%, 10%,policy=hazard; one behind another with +.")  # fmt: skip
 @click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
 @click.option("--output", type=click.Path(path_type=Path),

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvoffload.config import split_tier
+from kvoffload.cli.options import configured
 from kvoffload.core.plans import ON_DEVICE_EVICTION, STORES
 from kvoffload.integrations.vllm.options import VERIFY, parse_options
 
@@ -16,6 +16,7 @@ _HOME = "kvoffload.integrations.vllm"
 
 
 @click.command("vllm-config")
+@configured(ram="ram", policy="policy", admission="admission", store="store", tiers="tiers")
 @click.option("--ram", required=True, help="RAM for blocks, all workers together: 64GiB.")
 @click.option("--policy", help="Who leaves; see `kvoffload policies`.  [default: lru]")
 @click.option("--admission", help="Who may enter: all, reuse:2, ...  [default: all]")
@@ -50,7 +51,7 @@ def vllm_config(
         "admission": admission,
         "store": store,
         "verify": verify,
-        "tiers": [split_tier(tier) for tier in tiers] or None,
+        "tiers": list(tiers) or None,
         "offload_prompt_only": False if all_tokens else None,
         "blocks_per_chunk": blocks_per_chunk,
     }

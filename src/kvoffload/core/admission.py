@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 from kvoffload.plugins import Registry
 from kvoffload.structures.jit import BoolArray
@@ -67,6 +67,9 @@ class Admission(ABC):
 
 
 ADMISSIONS: Registry[Admission] = Registry("admission", Admission, "kvoffload.admission")
+
+AdmissionName: TypeAlias = Annotated[str, ADMISSIONS]
+"""What users type for an admission rule."""
 
 DEFAULT_ADMISSION = "all"
 """What is used if the user says nothing."""

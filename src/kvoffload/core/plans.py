@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ from kvoffload.structures.keys import Keys
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
 """Rows of a plan, in parts: each row in one of them."""
 
-ON_COMPUTE, ON_DEVICE_EVICTION = "on-compute", "on-device-eviction"
+StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
+ON_COMPUTE: Final = "on-compute"
+ON_DEVICE_EVICTION: Final = "on-device-eviction"
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
 """When a block is offered to a tier: as soon as it is computed, or when the device drops it."""
 

@@ -7,7 +7,7 @@ of blocks that have gone. One instance serves one manager, on the manager's thre
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
@@ -175,6 +175,9 @@ class BlockwisePolicy(EvictionPolicy):
 
 
 POLICIES: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvoffload.policies")
+
+PolicyName: TypeAlias = Annotated[str, POLICIES]
+"""What users type for a policy."""
 
 DEFAULT_POLICY = "lru"
 """What is used if the user says nothing."""

@@ -11,6 +11,9 @@ from kvoffload.traces.trace import Trace
 KEY_BYTES = 32
 """As long as the SHA-256 block hashes of an engine."""
 
+FINGERPRINT = "kvoffload replay, contents from keys, 1"
+"""The producer of a replay's blocks: any replay may read what another one has left on a disk."""
+
 
 class TraceKeys:
     """One 32-byte key for each block of a trace, made once, as one array (splitmix64 of the block id)."""

@@ -24,12 +24,12 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
-from kvoffload.replay.keys import KEY_BYTES, TraceKeys
+from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.report import ReplayReport, TierReport
-from kvoffload.replay.tiers import TierConfig
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.options import TierOptions, TierOwner, open_tiers
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.traces.trace import Trace
 
@@ -45,7 +45,8 @@ class ReplayConfig:
         policy, admission: as `OffloadingManager` takes them.
         device_blocks: blocks of an LRU device cache in front of it; 0 for none.
         store: when a block is offered to the tier: ``on-compute`` or ``on-device-eviction``.
-        tiers: behind RAM, from the fastest to the slowest.
+        tiers: behind RAM, from the fastest to the slowest; their capacities are numbers of blocks
+            (`TierOptions.in_blocks`).
     """
 
     capacity_blocks: int
@@ -53,12 +54,12 @@ class ReplayConfig:
     admission: str = "all"
     device_blocks: int = 0
     store: str = ON_COMPUTE
-    tiers: tuple[TierConfig, ...] = ()
+    tiers: tuple[TierOptions, ...] = ()
 
     @property
     def offload_blocks(self) -> int:
         """Blocks that RAM and the tiers behind it hold together."""
-        return self.capacity_blocks + sum(tier.capacity_blocks for tier in self.tiers)
+        return self.capacity_blocks + sum(tier.num_blocks for tier in self.tiers)
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
@@ -104,7 +105,8 @@ class Replay:
         self.manager: OffloadingManager
         if config.tiers:
             ram = data.ram if data is not None else NoMemory(num_slots)
-            tiers = [tier.open(ram.pool.shape[1]) for tier in config.tiers]
+            owner = TierOwner(ram.pool.shape[1], KEY_BYTES, FINGERPRINT, counts_blocks=True)
+            tiers = open_tiers(config.tiers, owner)
             # A replay has time: nobody gives up, and whoever is asked may use all of RAM.
             patience: dict[str, Any] = {"deadline_s": _SETTLE_S, "max_in_flight": 1.0, "enable_events": True}
             self.manager = self._tiered = TieredManager(

@@ -21,7 +21,7 @@ from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.replay.tiers import TierConfig
+from kvoffload.tiers.options import TierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
 
 NEEDS_DEVICE = {ON_DEVICE_EVICTION: "to store on device eviction takes a device cache"}
@@ -45,7 +45,7 @@ class Point:
     Attributes:
         trace: position among the traces of the sweep.
         capacity, device: sizes as the user typed them; the same in blocks beside them.
-        tiers: what is behind RAM, as typed; tier_configs: the same.
+        tiers: what is behind RAM, as typed; tier_options: the same, in blocks.
     """
 
     trace: int
@@ -57,7 +57,7 @@ class Point:
     device: str
     device_blocks: int
     tiers: str = NO_TIERS
-    tier_configs: tuple[TierConfig, ...] = ()
+    tier_options: tuple[TierOptions, ...] = ()
 
     def config(self) -> ReplayConfig:
         """What is replayed."""
@@ -67,12 +67,12 @@ class Point:
             self.admission,
             self.device_blocks,
             self.store,
-            self.tier_configs,
+            self.tier_options,
         )
 
     def __str__(self) -> str:
         device = f", device {self.device}" if self.device_blocks else ""
-        behind = f", tiers {self.tiers}" if self.tier_configs else ""
+        behind = f", tiers {self.tiers}" if self.tier_options else ""
         return f"{self.policy}, {self.admission}, {self.store}, capacity {self.capacity}{device}{behind}"
 
 
@@ -87,8 +87,8 @@ class Grid:
         devices: of the LRU device cache in front: as capacities, or ``0`` for none, or ``0.5x``: a part of
             the tier's capacity.
         stores: when to store; of `STORES`.
-        tiers: what is behind RAM: ``none``, ``10%``, ``10%:hazard``, ``10%:lru:reuse:2``; several behind
-            one another with a ``+``. Tiers keep account of blocks, as in production, and keep none.
+        tiers: what is behind RAM: ``none``, ``10%``, ``10%,policy=hazard``; several behind one another with
+            a ``+``. Tiers keep account of blocks, as in production, and keep none.
         block_bytes: what a size is divided by.
     """
 
@@ -118,7 +118,7 @@ class Grid:
         # Whether it can be understood is known before a trace is read.
         self._sizes(_ANY_TRACE)
         for tiers in self.tiers:
-            for tier in _tier_configs(tiers, self.block_bytes, _ANY_TRACE):
+            for tier in _tier_options(tiers, self.block_bytes, _ANY_TRACE):
                 if reason := why_not(tier.policy, tier.admission):
                     raise ConfigError("tiers", tiers, reason.args[0])
 
@@ -150,7 +150,7 @@ class Grid:
                             device,
                             device_blocks,
                             tiers,
-                            _tier_configs(tiers, self.block_bytes, unique_blocks),
+                            _tier_options(tiers, self.block_bytes, unique_blocks),
                         )
                     )
         return points, left_out
@@ -218,16 +218,11 @@ def content_digest(trace: Trace) -> str:
     return digest.hexdigest()
 
 
-def _tier_configs(text: str, block_bytes: int, unique_blocks: int) -> tuple[TierConfig, ...]:
-    """What ``none``, ``10%``, ``10%:arc`` or ``1%:lru:reuse:2+50%`` mean."""
+def _tier_options(text: str, block_bytes: int, unique_blocks: int) -> tuple[TierOptions, ...]:
+    """What ``none``, ``10%``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%`` mean."""
     if text == NO_TIERS:
         return ()
-    configs = []
-    for tier in text.split("+"):
-        capacity, policy, admission = [*tier.split(":", 2), "", ""][:3]
-        blocks = parse_capacity("tiers", capacity, block_bytes, unique_blocks)
-        configs.append(TierConfig(blocks, policy or "lru", admission or "all"))
-    return tuple(configs)
+    return tuple(tier.in_blocks(block_bytes, unique_blocks) for tier in parse_tiers("tiers", text))
 
 
 def _device_blocks(text: str, capacity_blocks: int, block_bytes: int, unique_blocks: int) -> int:

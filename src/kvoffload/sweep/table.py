@@ -151,7 +151,7 @@ def rows_of(
             device=point.device,
             device_blocks=point.device_blocks,
             tiers=point.tiers,
-            tier_blocks=sum(tier.capacity_blocks for tier in point.tier_configs),
+            tier_blocks=sum(tier.num_blocks for tier in point.tier_options),
             prefix_hit_ratio=report.prefix_hit_ratio,
             ci_low=interval.low if interval else None,
             ci_high=interval.high if interval else None,
@@ -209,7 +209,7 @@ def violations(rows: Sequence[Row]) -> list[str]:
 
 def _group(point: Point) -> tuple[object, ...]:
     """What is compared with each other: everything at the same sizes on one trace."""
-    behind = sum(tier.capacity_blocks for tier in point.tier_configs)
+    behind = sum(tier.num_blocks for tier in point.tier_options)
     return point.trace, point.device, point.capacity, behind
 
 

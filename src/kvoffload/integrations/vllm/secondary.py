@@ -22,10 +22,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.lookups import path_of
 from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
-from kvoffload.integrations.vllm.tiers import fingerprint, parse_tiers
+from kvoffload.integrations.vllm.tiers import tier_owner
 from kvoffload.integrations.vllm.versions import engine_facts
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB
+from kvoffload.tiers.options import parse_tiers
 
 _DRAIN_TIMEOUT_S = 30.0
 
@@ -80,8 +81,7 @@ class KVOffloadDisk(SecondaryTierManager):
         self._pool = slots.reshape(len(slots), -1)
         # vLLM's RAM lays blocks out in its own way: they are not those of `KVOffloadSpec`.
         facts = engine_facts(offloading_spec, vllm_version)
-        identity = {"pool": "vllm", **facts.identity}
-        self._tier = checked.open(self._pool.shape[1], USUAL_KEY_BYTES, fingerprint(identity), facts.replica)
+        self._tier = checked.open(tier_owner(facts, self._pool.shape[1], USUAL_KEY_BYTES, pool="vllm"))
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []

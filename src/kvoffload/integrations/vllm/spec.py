@@ -5,7 +5,6 @@ Owns how the scheduler's and the worker's side are put together. Everything else
 
 from __future__ import annotations
 
-import functools
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,9 +21,11 @@ from kvoffload.integrations.vllm.metrics import definitions
 from kvoffload.integrations.vllm.options import ALWAYS, parse_options
 from kvoffload.integrations.vllm.patches import name_failed_loads
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
-from kvoffload.integrations.vllm.tiers import TierOptions, open_tiers
+from kvoffload.integrations.vllm.tiers import tier_owner
 from kvoffload.integrations.vllm.versions import check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
+from kvoffload.tiers.base import SecondaryTier
+from kvoffload.tiers.options import open_tiers
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
 """Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
@@ -60,7 +61,7 @@ class KVOffloadSpec(OffloadingSpec):
     def get_manager(self) -> KVOffloadManager:
         """The scheduler's side."""
         if self._manager is None:
-            facts, tiers = self.facts, self.options.tiers
+            facts = self.facts
             pool = self._attach(SCHEDULER, facts.worker_block_bytes * facts.blocks_per_chunk)
             tokens = min(facts.tokens_per_block) * facts.blocks_per_chunk
             self._manager = KVOffloadManager(
@@ -69,7 +70,7 @@ class KVOffloadSpec(OffloadingSpec):
                 enable_events=facts.enable_events,
                 tokens_per_block=tokens,
                 blocks_per_chunk=facts.blocks_per_chunk,
-                open_tiers=functools.partial(open_tiers, tiers, facts) if tiers else None,
+                open_tiers=self._open_tiers if self.options.tiers else None,
             )
             logger.info("%s", self._greeting(pool, tokens))
         return self._manager
@@ -91,6 +92,9 @@ class KVOffloadSpec(OffloadingSpec):
             self._worker.failures_are_named = name_failed_loads(_connector(), self, self._worker)
         return self._worker
 
+    def _open_tiers(self, block_bytes: int, key_bytes: int) -> list[SecondaryTier]:
+        return open_tiers(self.options.tiers, tier_owner(self.facts, block_bytes, key_bytes))
+
     def _attach(self, member: int, part_bytes: int) -> SharedPool:
         return SharedPool.attach(
             self.facts.engine_id,
@@ -109,15 +113,8 @@ class KVOffloadSpec(OffloadingSpec):
             f"in {pool.num_slots * pool.slot_stride / 2**30:.2f} GiB; policy {options.policy}, admission "
             f"{options.admission}, store {options.store}, verification {options.verify}"
             + (f", {groups} KV groups" if groups > 1 else "")
-            + "".join(f", behind it {_describe(tier)}" for tier in options.tiers)
+            + "".join(f", behind it {tier}" for tier in options.tiers)
         )
-
-
-def _describe(tier: TierOptions) -> str:
-    return (
-        f"{tier.capacity_bytes / 2**30:.2f} GiB in {', '.join(tier.paths)} "
-        f"(policy {tier.policy}, admission {tier.admission})"
-    )
 
 
 def _connector() -> Any:

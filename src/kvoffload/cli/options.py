@@ -1,0 +1,48 @@
+"""Options that commands share with engines: their defaults may stand in the environment or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvoffload.options import SHARED, gathered, read_file
+from kvoffload.tiers.options import parse_tiers
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def configured(**parameters: str) -> Callable[[F], F]:
+    """Give a command ``--config FILE``, and defaults from that file and from ``KVOFFLOAD_*``.
+
+    Args:
+        parameters: shared option -> the command's parameter: ``ram="capacity"``. ``tiers`` is given to a
+            parameter that may be repeated as texts, and to another as one text.
+    """
+
+    def set_defaults(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+        if value is not None:
+            read_file(value)
+        found = gathered({"config": value}, SHARED)
+        defaults: dict[str, Any] = {}
+        for name, parameter in parameters.items():
+            if name not in found:
+                continue
+            defaults[parameter] = found[name]
+            if name == "tiers":
+                tiers = [str(tier) for tier in parse_tiers("tiers", found[name])]
+                options = (one for one in ctx.command.params if isinstance(one, click.Option))
+                repeated = any(one.name == parameter and one.multiple for one in options)
+                defaults[parameter] = tiers if repeated else "+".join(tiers)
+        ctx.default_map = {**defaults, **(ctx.default_map or {})}
+
+    return click.option(
+        "--config",
+        type=click.Path(path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=set_defaults,
+        help="A TOML file with policy, admission, store, ram, tiers. [env: KVOFFLOAD_CONFIG]",
+    )

@@ -1,0 +1,86 @@
+"""``disk:PATH:CAPACITY``: a directory on a local disk, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from kvoffload.config import Size, parse_size
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.base import SecondaryTier
+from kvoffload.tiers.budgeted import BudgetedTier
+from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.options import TierOptions, TierOwner
+from kvoffload.tiers.striped import StripedTier
+
+
+class _PathsParser:
+    allowed = "a directory, or a list of directories, each once"
+
+    def parse(self, field: str, value: object) -> tuple[str, ...]:
+        paths = [value] if isinstance(value, (str, Path)) else value
+        if not isinstance(paths, Sequence) or not all(
+            isinstance(path, (str, Path)) and str(path) for path in paths
+        ):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        found = tuple(map(str, paths))
+        if not found or len(set(map(Path, found))) < len(found):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        return found
+
+
+Paths: TypeAlias = Annotated[tuple[str, ...], _PathsParser()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskOptions(TierOptions):
+    """Blocks are spread over the directories of `path`, in equal shares of the capacity.
+
+    Attributes:
+        max_write_bytes_per_day: to all directories together; None for no limit.
+        salt: blocks of engines with another salt are not theirs: for weights that change under one name.
+    """
+
+    name = "disk"
+
+    path: Paths
+    max_write_bytes_per_day: Size | None = None
+    salt: str = ""
+
+    def open(self, owner: TierOwner) -> SecondaryTier:
+        """A directory has one owner: engines that share the path have one below it each, called like the
+        replica."""
+        if owner.block_bytes == 0:
+            raise ConfigError(
+                "tier", str(self), f"without data it has nothing to hold; take simulated:{self.capacity}"
+            )
+        with ExitStack() as undo:
+            disks: list[SecondaryTier] = []
+            for path in self.path:
+                disks.append(
+                    DiskTier(
+                        Path(path) / owner.replica,
+                        self._bytes_each(owner),
+                        owner.block_bytes,
+                        key_bytes=owner.key_bytes,
+                        fingerprint=owner.fingerprint + self.salt,
+                        policy=self.policy,
+                        admission=self.admission,
+                    )
+                )
+                undo.callback(disks[-1].close)
+            tier: SecondaryTier = disks[0] if len(disks) == 1 else StripedTier(disks)
+            if self.max_write_bytes_per_day is not None:
+                tier = BudgetedTier(tier, self.max_write_bytes_per_day)
+            undo.pop_all()
+        return tier
+
+    def _bytes_each(self, owner: TierOwner) -> int:
+        if not owner.counts_blocks:
+            return parse_size("capacity", self.capacity) // len(self.path)
+        num_blocks = -(-self.num_blocks // len(self.path))
+        return Layout.holding(owner.block_bytes, owner.key_bytes, num_blocks).file_bytes + LOCK_FILE_BYTES

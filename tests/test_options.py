@@ -1,0 +1,121 @@
+"""Options: one name and one grammar, from what is given, the environment and a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import kvoffload
+from kvoffload.config import convert, possible_values, read_options
+from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.integrations.vllm.options import VLLMOptions, parse_options
+from kvoffload.options import gathered
+from kvoffload.tiers.kinds.disk import DiskOptions
+
+FILE = """
+ram = "2GiB"
+policy = "s3fifo,small_share=0.2"
+store = "on-compute"
+[[tiers]]
+type = "disk"
+path = "/ssd/kv"
+capacity = "500GiB"
+policy = "arc"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvoffload.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_what_is_given_wins_over_the_environment_and_that_over_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CONFIG", str(file))
+    monkeypatch.setenv("KVOFFLOAD_POLICY", "lirs")
+    monkeypatch.setenv("KVOFFLOAD_PROMPT_ONLY", "false")
+    options = parse_options({"ram": "1GiB"})
+    assert (options.ram_bytes, options.policy, options.prompt_only) == (1 << 30, "lirs", False)
+    assert options.tiers == (DiskOptions(path=("/ssd/kv",), capacity="500GiB", policy="arc"),)
+    assert parse_options({"cpu_bytes_to_use": 4096, "eviction_policy": "arc"}).policy == "arc"
+    monkeypatch.delenv("KVOFFLOAD_POLICY")
+    assert parse_options({}).policy == "s3fifo,small_share=0.2"
+    assert parse_options({}).ram_bytes == 2 << 30
+
+
+def test_the_option_names_a_file(file: Path) -> None:
+    assert parse_options({"config": str(file)}) == VLLMOptions(
+        2 << 30,
+        "s3fifo,small_share=0.2",
+        tiers=(DiskOptions(path=("/ssd/kv",), capacity="500GiB", policy="arc"),),
+    )
+
+
+def test_tiers_in_the_environment_are_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_TIERS", "disk:/a:1TiB,policy=hazard,write_cost=0.5+disk:/b:2TiB")
+    first, second = parse_options({"ram": 1}).tiers
+    assert (first.policy, second.capacity) == ("hazard,write_cost=0.5", "2TiB")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("policy = ", "config: '{path}' is not possible; it is no TOML"),
+        (
+            "polcy = 'lru'",
+            "config polcy: 'lru' is not possible; there is no such option (did you mean policy?)",
+        ),
+        (None, "config: '{path}' is not possible; it cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_file_that_cannot_be(tmp_path: Path, text: str | None, problem: str) -> None:
+    path = tmp_path / "options.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        gathered({"config": str(path)}, ["policy"])
+    assert str(caught.value).startswith(problem.format(path=path))
+
+
+def test_commands_take_their_defaults_from_both(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = kvoffload("vllm-config", "--config", file, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    extra = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert extra["cpu_bytes_to_use"] == "2GiB"
+    assert extra["eviction_policy"] == "s3fifo,small_share=0.2"
+    assert extra["tiers"] == ["disk:/ssd/kv:500GiB,policy=arc"]
+    monkeypatch.setenv("KVOFFLOAD_POLICY", "sieve")
+    monkeypatch.setenv("KVOFFLOAD_RAM", "40")
+    arguments = ("replay", "agent", "--no-data", "--quiet", "--format", "json")
+    report = json.loads(kvoffload(*arguments).stdout)
+    assert (report["policy"], report["capacity_blocks"]) == ("sieve", 40)
+    assert json.loads(kvoffload(*arguments, "--policy", "fifo").stdout)["policy"] == "fifo"
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(CombinedConfigError) as caught:
+        read_options(
+            VLLMOptions, {"polcy": 1, "verify": "allways", "tiers": ["disk:/x:5", {"type": "disk"}]}, "all"
+        )
+    assert [problem.field for problem in caught.value.problems] == [
+        "polcy",
+        "ram",
+        "verify",
+        "tiers[1].capacity",
+        "tiers[1].path",
+    ]
+    assert "did you mean always?" in str(caught.value)
+
+
+def test_values_and_what_is_allowed() -> None:
+    assert convert("n", "3", int) == 3
+    assert convert("n", "3", int | None) == 3
+    with pytest.raises(ConfigError, match="n: 'three' is not possible; allowed: a whole number"):
+        convert("n", "three", int)
+    assert possible_values(int | None) == "a whole number"
+    assert possible_values(bool) == "true, false"
