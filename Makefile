@@ -9,7 +9,7 @@ SOAK_SECONDS ?= 600
 SEED ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay test test-all test-vllm soak lint format bench bench-vllm vllm-env clean
+.PHONY: help install replay test test-all test-vllm soak lint sizes format bench bench-vllm vllm-env clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -40,6 +40,9 @@ lint: $(VENV)/installed-dev  ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+sizes:  ## lines by room, and what is longest
+	@$(PYTHON) bench/sizes.py
 
 format: $(VENV)/installed-dev  ## let ruff format and sort
 	$(BIN)/ruff format .

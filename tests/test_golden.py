@@ -31,7 +31,7 @@ from kvoffload.core.plans import LookupResult
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.policies.slru import SLRU
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.traces.readers import read_trace
+from kvoffload.traces.format import read_trace
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import OptimumResult, infinite, optimum
-from kvoffload.traces.readers import read_trace
+from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin

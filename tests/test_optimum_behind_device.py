@@ -18,7 +18,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.device import run_device
 from kvoffload.replay.optimum import STORES, OptimumResult, infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.traces.readers import read_trace
+from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
 from test_optimum import Requests, chained_requests, trace_of

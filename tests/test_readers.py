@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import TraceError
-from kvoffload.traces.readers import read_trace, write_trace
+from kvoffload.traces import formats
+from kvoffload.traces.format import read_trace
+from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
+from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import BUILTIN, builtin
 
@@ -245,3 +249,29 @@ def test_recorded_traces(
     trace = read_trace(recorded_trace_path(name))
     assert (trace.name, trace.requests) == (name, requests)
     assert (trace.block_refs, trace.unique_blocks) == (block_refs, unique_blocks)
+
+
+def test_a_new_file_is_a_new_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file in the room, nothing else."""
+    (tmp_path / "lengths.py").write_text(
+        "from kvoffload.traces.format import TraceFormat\n"
+        "from kvoffload.traces.formats.mooncake import Mooncake\n\n"
+        "class Lengths(Mooncake):\n"
+        "    name = 'lengths'\n"
+        "    suffixes = ('.len',)\n\n"
+        "    def read(self, path, **options):\n"
+        "        copy = path.with_suffix('.jsonl')\n"
+        "        rows = enumerate(path.read_text().split())\n"
+        '        copy.write_text(\'\\n\'.join(\'{"timestamp": %d, "input_length": %d, "output_length": 1,\'\n'
+        "                                  '\"hash_ids\": [%d]}' % (i, 512, int(n)) for i, n in rows))\n"
+        "        return super().read(copy, **options)\n"
+    )
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    file = tmp_path / "made.len"
+    file.write_text("7 8 7")
+    assert read_trace(file).block_ids.tolist() == [7, 8]
+    assert load_trace(file).requests == 3
+    monkeypatch.delitem(sys.modules, "kvoffload.traces.formats.lengths")
+    (tmp_path / "lengths.py").unlink()
+    with pytest.raises(TraceError):
+        read_trace(file)

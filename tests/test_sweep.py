@@ -35,7 +35,7 @@ from kvoffload.sweep.outputs import RowsFile
 from kvoffload.sweep.sweep import Sweep
 from kvoffload.sweep.table import Row, _baselines
 from kvoffload.sweep.task import Failure, Measurement, Task
-from kvoffload.traces.readers import write_trace
+from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.workloads import builtin

@@ -25,7 +25,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, snapshot
 from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.testing.scripts import long_lists
-from kvoffload.traces.readers import read_trace
+from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin

@@ -13,7 +13,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.traces.readers import write_trace
+from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import _exp, generate
 from kvoffload.traces.statistics import Percentiles, describe
 from kvoffload.traces.trace import Trace

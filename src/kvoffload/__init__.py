@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from kvoffload.tiers.disk import DiskTier
     from kvoffload.tiers.memory import MemoryTier
     from kvoffload.tiers.striped import StripedTier
-    from kvoffload.traces.readers import read_trace, write_trace
+    from kvoffload.traces.format import read_trace
+    from kvoffload.traces.formats.mooncake import write_trace
     from kvoffload.traces.sources import load_trace
     from kvoffload.traces.trace import Trace
     from kvoffload.transfer import copy_blocks, copy_engine_for
@@ -75,8 +76,8 @@ _HOME = {
     "copy_engine_for": "transfer",
     "load_trace": "traces.sources",
     "optimum": "replay.optimum",
-    "read_trace": "traces.readers",
-    "write_trace": "traces.readers",
+    "read_trace": "traces.format",
+    "write_trace": "traces.formats.mooncake",
 }
 
 __all__ = [

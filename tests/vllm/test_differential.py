@@ -14,7 +14,7 @@ import pytest
 
 from kvoffload import OffloadingManager
 from kvoffload.testing.audit import audit
-from kvoffload.traces.readers import read_trace
+from kvoffload.traces.format import read_trace
 
 vllm_base = pytest.importorskip(
     "vllm.v1.kv_offload.base", reason="vllm is not installed here: `make test-vllm` builds an environment"

@@ -20,7 +20,7 @@ from kvoffload.core.policy import POLICIES  # noqa: E402
 from kvoffload.errors import ConfigError  # noqa: E402
 from kvoffload.integrations.vllm import policies  # noqa: E402
 from kvoffload.testing.audit import audit  # noqa: E402
-from kvoffload.traces.readers import read_trace  # noqa: E402
+from kvoffload.traces.format import read_trace  # noqa: E402
 
 MODULE = "kvoffload.integrations.vllm.policies"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_policy.py"

@@ -12,30 +12,36 @@ from kvoffload._version import __version__
 from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
-    "disk": "kvoffload.cli.disk:disk",
-    "policies": "kvoffload.cli.policies:policies",
-    "replay": "kvoffload.cli.replay:replay",
-    "sweep": "kvoffload.cli.sweep:sweep",
-    "trace": "kvoffload.cli.trace:trace",
-    "vllm-config": "kvoffload.cli.vllm_config:vllm_config",
+    "disk": ("kvoffload.cli.disk:disk", "Look into the directory of a disk tier."),
+    "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
+    "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
+    "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),
+    "trace": ("kvoffload.cli.trace:trace", "Describe traces, and make some."),
+    "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),
 }
+"""Where each command stands, and its line in the help: to list them must not wait for numba."""
+
 _KERNEL_CACHE = Path(__file__).resolve().parent.parent / "structures" / "__pycache__"
 
 
 class _Commands(click.Group):
-    """Imports a command when it is asked for: ``--help`` must not wait for numba."""
+    """Imports a command when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module, _, attribute = _COMMANDS.get(cmd_name, "").partition(":")
-        if not attribute:
+        if cmd_name not in _COMMANDS:
             return None
+        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
         if sys.stderr.isatty() and not any(_KERNEL_CACHE.glob("*.nbi")):
             click.echo("kvoffload: compiling kernels, once for this installation (about 10 s) ...", err=True)
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in sorted(_COMMANDS.items())])
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

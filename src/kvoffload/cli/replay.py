@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvoffload.cli.options import configured
+from kvoffload.cli.replay_table import size as format_size
+from kvoffload.cli.replay_table import table
 from kvoffload.config import parse_capacity, parse_size
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError
@@ -19,7 +21,6 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
-from kvoffload.replay.report import size as format_size
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.options import parse_tier
 from kvoffload.traces.sources import load_trace
@@ -114,7 +115,7 @@ def replay(
     elif form == "json":
         click.echo(report.to_json(), nl=False)
     else:
-        Console().print(report.to_table())
+        Console().print(table(report))
     if injection is not None and form == "terminal":
         click.echo(f"  Damage: {injection.kind}, seed {injection.seed}", err=True)
     if report.mismatches_served:
@@ -143,7 +144,7 @@ def _slots_that_fit(trace: Trace, capacity: str, blocks: int, block_bytes: int) 
 def _plain(report: ReplayReport) -> bytes:
     console = Console(width=100, no_color=True, file=None, record=True, quiet=False, force_terminal=False)
     with console.capture() as captured:
-        console.print(report.to_table())
+        console.print(table(report))
     return captured.get().encode()
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.traces.readers import write_trace
+from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate as generate_trace
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.statistics import Percentiles, TraceStatistics, describe

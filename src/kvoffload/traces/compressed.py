@@ -15,6 +15,8 @@ import zstandard
 
 _CHUNK_BYTES = 1 << 14
 
+COMPRESSIONS = (".gz", ".xz", ".zst")
+
 DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
 """What reading a damaged or truncated file raises."""
 

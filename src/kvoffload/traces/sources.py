@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.errors import ConfigError
-from kvoffload.traces.readers import read_trace
+from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import BUILTIN, builtin

@@ -1,6 +1,6 @@
 """A trace in memory: what an LLM server was asked, as chained block ids.
 
-Owns the in-memory form only. Reading files is `traces.readers`, making traces is `traces.workloads`.
+Owns the in-memory form only. Reading files is `traces.format`, making traces is `traces.workloads`.
 """
 
 from __future__ import annotations

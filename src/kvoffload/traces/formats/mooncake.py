@@ -1,4 +1,4 @@
-"""Trace files: Mooncake JSONL into a `Trace` and back.
+"""Mooncake JSONL into a `Trace` and back.
 
 Owns the file format and every complaint about it. Does not know what a trace is used for.
 
@@ -23,8 +23,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.errors import ConfigError, TraceError
+from kvoffload.errors import TraceError
 from kvoffload.traces.compressed import DAMAGE, compressing, decompressing
+from kvoffload.traces.format import TraceFormat
 from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
@@ -48,61 +49,52 @@ class _BadLineError(Exception):
     """Why a line is no request: ``field NAME: reason``."""
 
 
-def read_trace(
-    path: str | Path,
-    *,
-    block_tokens: int = 512,
-    skip_bad_lines: bool = False,
-    progress: Callable[[float], None] | None = None,
-) -> Trace:
-    """Read a trace; the suffix ``.gz``, ``.xz`` or ``.zst`` says how it is compressed.
+class Mooncake(TraceFormat):
+    """JSON lines with chained block ids, as Mooncake publishes them."""
 
-    File order is arrival order, whatever the timestamps say. Blank lines are ignored.
+    name = "mooncake"
+    suffixes = (".jsonl",)
 
-    Args:
-        block_tokens: Tokens in one block of the file.
-        skip_bad_lines: Leave bad lines out and count them in `Trace.skipped_lines`. A file that cannot
-            be read to its end, or has no good line, is an error all the same.
-        progress: Told now and then which share of the file has been read, 0 to 1.
-
-    Cost: about 0.3 s per million block references.
-    Raises: `TraceError`, one line: file, line number, field, reason. `ConfigError` for `block_tokens`.
-    """
-    if block_tokens < 1:
-        raise ConfigError("block_tokens", block_tokens, "at least 1")
-    path = Path(path)
-    requests = _Requests()
-    for number, text in _lines(path, progress):
+    def read(
+        self,
+        path: Path,
+        *,
+        block_tokens: int,
+        skip_bad_lines: bool,
+        progress: Callable[[float], None] | None,
+    ) -> Trace:
+        requests = _Requests()
+        for number, text in _lines(path, progress):
+            try:
+                requests.add(number, text, block_tokens)
+            except _BadLineError as bad:
+                if not skip_bad_lines:
+                    raise TraceError(f"{path}:{number}: {bad}") from None
+                requests.skipped_lines += 1
         try:
-            requests.add(number, text, block_tokens)
+            block_ids, refs = requests.chained()
         except _BadLineError as bad:
             if not skip_bad_lines:
-                raise TraceError(f"{path}:{number}: {bad}") from None
-            requests.skipped_lines += 1
-    try:
-        block_ids, refs = requests.chained()
-    except _BadLineError as bad:
-        if not skip_bad_lines:
-            raise TraceError(f"{path}:{bad}") from None
-        requests = requests.without_broken_chains()
-        block_ids, refs = requests.chained()
-    skipped = requests.skipped_lines
-    if not requests.lengths:
-        raise TraceError(f"{path}: no requests in it" + (f" ({skipped} bad lines)" if skipped else ""))
-    return Trace(
-        name=path.name.split(".")[0],
-        block_tokens=block_tokens,
-        block_ids=block_ids,
-        refs=refs,
-        offsets=requests.offsets(),
-        timestamps_ms=_int64s(requests.timestamps_ms),
-        output_tokens=_int64s(requests.output_tokens),
-        skipped_lines=skipped,
-    )
+                raise TraceError(f"{path}:{bad}") from None
+            requests = requests.without_broken_chains()
+            block_ids, refs = requests.chained()
+        skipped = requests.skipped_lines
+        if not requests.lengths:
+            raise TraceError(f"{path}: no requests in it" + (f" ({skipped} bad lines)" if skipped else ""))
+        return Trace(
+            name=path.name.split(".")[0],
+            block_tokens=block_tokens,
+            block_ids=block_ids,
+            refs=refs,
+            offsets=requests.offsets(),
+            timestamps_ms=_int64s(requests.timestamps_ms),
+            output_tokens=_int64s(requests.output_tokens),
+            skipped_lines=skipped,
+        )
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write `trace` in the format that `read_trace` reads, replacing an existing file.
+    """Write `trace` as Mooncake JSONL, replacing an existing file.
 
     The bytes depend on the trace alone (and on the compressor's version). `input_length` is that of the
     full blocks, because a `Trace` keeps no more. Raises `OSError` as the file system does.

@@ -1,0 +1,96 @@
+"""A replay for people: where its blocks came from, and what the tiers did."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvoffload.replay.report import ReplayReport
+
+
+def table(report: ReplayReport) -> RenderableType:
+    """The report for a terminal."""
+    return Group(_hits(report), _work(report), _verdict(report))
+
+
+def _hits(report: ReplayReport) -> Table:
+    table = Table(
+        title=f"{report.trace}: {report.requests:,} requests, {report.block_refs:,} block references, "
+        f"{report.unique_blocks:,} unique blocks",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("Blocks came from")
+    table.add_column("blocks", justify="right")
+    table.add_column("share", justify="right")
+    ram = f"({report.policy}, {report.admission}, {report.capacity_blocks:,} blocks)"
+    rows = [("offload tier " + ram, report.offload_hit_blocks)]
+    if len(report.tiers) > 1:
+        rows = [(tier.name, tier.hit_blocks) for tier in report.tiers]
+        rows[0] = ("ram " + ram, report.tiers[0].hit_blocks)
+    rows.append(("computed anew", report.block_refs - report.prefix_hit_blocks))
+    if report.device_blocks:
+        rows.insert(0, (f"device cache (lru, {report.device_blocks:,} blocks)", report.device_hit_blocks))
+    for place, blocks in rows:
+        table.add_row(place, f"{blocks:,}", _percent(blocks, report.block_refs))
+    return table
+
+
+def _work(report: ReplayReport) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("The offload tier")
+    table.add_column("blocks", justify="right")
+    table.add_column("bytes", justify="right")
+    with_data = report.block_bytes > 0
+    stored, loaded = size(report.bytes_stored), size(report.bytes_loaded)
+    table.add_row("stored", f"{report.blocks_written:,}", stored if with_data else "")
+    table.add_row("evicted", f"{report.blocks_evicted:,}", "")
+    table.add_row("refused", f"{report.blocks_refused:,}", "")
+    if report.blocks_dropped:
+        table.add_row("dropped: no room", f"{report.blocks_dropped:,}", "")
+    if with_data:
+        table.add_row("loaded and verified", f"{report.blocks_verified:,}", loaded)
+        if report.damage_injected:
+            table.add_row("damaged on purpose", f"{report.damage_injected:,}", "")
+        table.add_row("mismatches caught, turned into misses", f"{report.mismatches_caught:,}", "")
+        for tier in report.tiers[1:]:
+            table.add_row(f"written to {tier.name}", f"{tier.blocks_written:,}", size(tier.bytes_written))
+            table.add_row(f"mismatches caught by {tier.name}", f"{tier.mismatches_caught:,}", "")
+        style = "bold red" if report.mismatches_served else "bold green"
+        table.add_row("mismatches served", Text(f"{report.mismatches_served:,}", style), "")
+    return table
+
+
+def _verdict(report: ReplayReport) -> Text:
+    per_ref_ns = report.control_plane_s * 1e9 / max(1, report.block_refs)
+    saved = _percent(report.tokens_saved, report.tokens)
+    text = Text()
+    text.append(
+        f"  {saved} of the prefill work is saved: {report.tokens_saved:,} of {report.tokens:,} tokens"
+    )
+    text.append(" need not be computed.\n")
+    text.append(f"  A cache without limit would save {report.infinite_hit_ratio:.1%}")
+    text.append(f", an optimal policy with this capacity {report.optimum_hit_ratio:.1%}.\n")
+    if report.skipped_lines:
+        text.append(f"  {report.skipped_lines:,} bad lines of the trace were left out.\n")
+    text.append(f"  Deciding took {report.control_plane_s:.2f} s ({per_ref_ns:,.0f} ns a reference)")
+    if report.block_bytes:
+        text.append(f", moving and checking bytes {report.data_plane_s:.2f} s")
+    text.append(f".\n  Decisions: sha256 {report.decisions_sha256[:16]}\n")
+    return text
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people: ``3.2 GiB``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

@@ -1,0 +1,1 @@
+"""Formats of trace files, one file each. Their contract is `traces.format.TraceFormat`."""
