@@ -129,7 +129,7 @@ class OffloadingManager:
         """
         ctx = RequestContext(request_id, self.key_bytes, self, max(32, len(keys)))
         if keys:
-            ctx.see(keys)
+            ctx.extend(keys)
         return ctx
 
     def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
@@ -142,9 +142,9 @@ class OffloadingManager:
         """
         ctx = self._context(ctx)
         ctx.flush()
-        positions = ctx.see(path) if path else np.arange(ctx.length, dtype=np.int32)
+        positions = ctx.extend(path) if path else np.arange(ctx.length, dtype=np.int32)
         self._commit(ctx, positions, whole_path=True)
-        if self.admission is not None and ctx.pieces > 1:
+        if self.admission is not None and ctx.num_observations > 1:
             # Counted piece by piece, the last piece is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())
         ctx.finished = True
@@ -156,7 +156,7 @@ class OffloadingManager:
         nothing. Without a request every call is an access of its own.
         """
         ctx = self._context(ctx)
-        self._commit(ctx, ctx.see(keys))
+        self._commit(ctx, ctx.extend(keys))
 
     # ---- lookup
 
@@ -166,15 +166,15 @@ class OffloadingManager:
         Cost: one index probe for each key up to the first that is not ready.
         """
         ctx = self._context(ctx)
-        positions = ctx.see(keys)
+        positions = ctx.extend(keys)
         index, path = self.index, ctx.path
         ready = kernels.leading_ready(
             index.table,
             index.keys,
             self.slots.ref_cnt,
-            self.slots.generation,
+            self.slots.version,
             path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
         )
         if ready < 0:
@@ -184,7 +184,7 @@ class OffloadingManager:
     def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
         """Which of these blocks are here, ready or in flight: shape ``(len(keys),)``. Changes no order."""
         ctx = self._context(ctx)
-        found: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.see(keys)) != ABSENT
+        found: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.extend(keys)) != ABSENT
         return found
 
     def slots_of(self, keys: Sequence[bytes]) -> SlotArray:
@@ -193,7 +193,7 @@ class OffloadingManager:
         For tiers that keep the bytes elsewhere than in RAM.
         """
         ctx = self._context(None)
-        return self._resolve(ctx, ctx.see(keys))
+        return self._resolve(ctx, ctx.extend(keys))
 
     def ready_slots_of(self, keys: Sequence[bytes]) -> SlotArray:
         """As `slots_of`, and -1 also for blocks that are in flight."""
@@ -209,8 +209,8 @@ class OffloadingManager:
             if ctx.finished or ctx.owner is not self:
                 self._context(ctx)
             # Packed later, with others: one at a time costs more than the answer.
-            ctx.asked.append(key)
-            if len(ctx.asked) >= 4096:
+            ctx.unpacked_keys.append(key)
+            if len(ctx.unpacked_keys) >= 4096:
                 ctx.flush()
         return _RESULTS[kernels.state_of_key(self.index.table, self.index.keys, self.slots.ref_cnt, key)]
 
@@ -293,12 +293,12 @@ class OffloadingManager:
             request's own: then nothing has changed, and the same offer may succeed later.
         """
         ctx = self._context(ctx)
-        positions = ctx.see(keys)
+        positions = ctx.extend(keys)
         index, path = self.index, ctx.path
         fresh = np.empty((len(positions), index.keys.shape[1]), _UINT64)
         rows = np.empty(len(positions), _INT32)
         num_fresh = kernels.missing(
-            index.table, index.keys, self.slots.generation, path.keys, ctx.notes, positions, fresh, rows
+            index.table, index.keys, self.slots.version, path.keys, ctx.records, positions, fresh, rows
         )
         room = self._room(num_fresh, ctx)
         if num_fresh and not room:
@@ -319,7 +319,7 @@ class OffloadingManager:
             protected = Protected(
                 self.slots.ref_cnt, index, ctx, one_prefix=self.store_mode.one_prefix, admitted=enters
             )
-            num_refused = self._enter(
+            num_refused = self._place(
                 ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted, protected
             )
             if num_refused:
@@ -364,7 +364,7 @@ class OffloadingManager:
         else:
             self.policy.remove(plan.slots)
             index = self.index
-            kernels.abandon(index.table, index.keys, self.slots.generation, plan.slots)
+            kernels.abandon(index.table, index.keys, self.slots.version, plan.slots)
             self.slots.abandon(plan.slots)
             self._counts.store_failed += count
 
@@ -435,16 +435,16 @@ class OffloadingManager:
 
     def _pin(self, keys: Sequence[bytes], ctx: RequestContext, call: str) -> LoadPlan:
         batch = self.pack(keys)
-        positions = ctx.see(batch)
+        positions = ctx.extend(batch)
         index, path = self.index, ctx.path
         slots = np.empty(len(batch), np.int32)
         pinned = kernels.pin(
             index.table,
             index.keys,
             self.slots.ref_cnt,
-            self.slots.generation,
+            self.slots.version,
             path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
             slots,
         )
@@ -481,9 +481,9 @@ class OffloadingManager:
         found = kernels.access(
             index.table,
             index.keys,
-            self.slots.generation,
+            self.slots.version,
             ctx.path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
             whole_path,
             slots,
@@ -499,7 +499,7 @@ class OffloadingManager:
         if start == stop or not (self._policy_observes or self.admission is not None):
             return
         ctx.observed = stop
-        ctx.pieces += 1
+        ctx.num_observations += 1
         if self._policy_observes:
             self.policy.observe(ctx.keys(), self._resolve(ctx, np.arange(start, stop, dtype=np.int32)), start)
         if self.admission is not None:
@@ -509,7 +509,7 @@ class OffloadingManager:
         """The slot of each of these blocks of the path, or ABSENT."""
         index, slots = self.index, np.empty(len(positions), np.int32)
         kernels.resolve(
-            index.table, index.keys, self.slots.generation, ctx.path.keys, ctx.notes, positions, slots
+            index.table, index.keys, self.slots.version, ctx.path.keys, ctx.records, positions, slots
         )
         return slots
 
@@ -525,14 +525,14 @@ class OffloadingManager:
                 index.table,
                 index.keys,
                 self.slots.ref_cnt,
-                self.slots.generation,
+                self.slots.version,
                 ctx.path.keys,
-                ctx.notes,
+                ctx.records,
                 ctx.length,
             )
         return wanted if short <= evictable else self.slots.num_free + evictable
 
-    def _enter(
+    def _place(
         self,
         ctx: RequestContext,
         positions: SlotArray,
@@ -553,14 +553,14 @@ class OffloadingManager:
         slots[:num_free] = self.slots.next_free(num_free)
         num_refused = self.store_mode.choose(rows, fresh, slots, num_free, protected)
         num_stored = len(slots) - num_refused
-        wrong = kernels.enter(
+        wrong = kernels.place(
             index.table,
             index.keys,
             self.slots.ref_cnt,
-            self.slots.generation,
+            self.slots.version,
             path.table,
             path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
             rows,
             slots[:num_stored],
@@ -584,14 +584,14 @@ class OffloadingManager:
 
     def _discard(self, batch: Keys, slots: SlotArray) -> int:
         index, ctx = self.index, self._context(None)
-        positions = ctx.see(batch)
+        positions = ctx.extend(batch)
         found = kernels.discard(
             index.table,
             index.keys,
             self.slots.ref_cnt,
-            self.slots.generation,
+            self.slots.version,
             ctx.path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
             slots,
         )

@@ -56,7 +56,7 @@ class OnCompute:
         self, rows: SlotArray, fresh: U64Matrix, slots: SlotArray, num_free: int, protected: Protected
     ) -> int:
         """Let the policy name the blocks that leave: fill `slots` from `num_free` on. Its answer is checked,
-        not believed; `kernels.enter` checks what needs the index.
+        not believed; `kernels.place` checks what needs the index.
 
         Returns: how many of the new blocks it refuses; those end up behind the others, in all three arrays.
         Raises: `PolicyError` when the policy breaks its contract.

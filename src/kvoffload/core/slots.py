@@ -1,6 +1,6 @@
 """The slots of a cache: which state each of them is in, and which are free.
 
-Owns pins, generations, the stack of free slots and the condemned ones. Does not know keys, orders or
+Owns pins, versions, the stack of free slots and the condemned ones. Does not know keys, orders or
 requests.
 """
 
@@ -28,7 +28,7 @@ class Slots:
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
-        generation: shape ``(capacity,)``, uint32: counts up when a block leaves its slot. What a request has
+        version: shape ``(capacity,)``, uint32: counts up when a block leaves its slot. What a request has
             recorded of the block holds no longer then.
         condemned: shape ``(capacity,)``, bool.
         num_free, num_writing, num_condemned: slots in that state.
@@ -39,12 +39,12 @@ class Slots:
         "_free",
         "capacity",
         "condemned",
-        "generation",
         "num_condemned",
         "num_evictable",
         "num_free",
         "num_writing",
         "ref_cnt",
+        "version",
     )
 
     def __init__(self, capacity: int) -> None:
@@ -52,7 +52,7 @@ class Slots:
         self.num_writing = self.num_evictable = self.num_condemned = 0
         # Touched now, so that no call waits for the system to give the memory.
         self.ref_cnt = np.full(capacity, FREE, np.int32)
-        self.generation = np.full(capacity, 0, np.uint32)
+        self.version = np.full(capacity, 0, np.uint32)
         self.condemned = np.full(capacity, False, np.bool_)
         # Popped from the end: slots are first given out in ascending order, so neighbours stay together.
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
@@ -122,7 +122,7 @@ class Slots:
         in_use = (self.ref_cnt > 0) | (self.ref_cnt == WRITING)
         self.condemned[:] = in_use & (not drop_in_flight)
         self.ref_cnt[~self.condemned] = FREE
-        self.generation += np.uint32(1)
+        self.version += np.uint32(1)
         free = np.flatnonzero(self.ref_cnt == FREE)[::-1]
         self.num_free, self.num_condemned = len(free), self.capacity - len(free)
         self._free[: len(free)] = free
