@@ -1,9 +1,9 @@
-"""The loops of the manager's life-cycle: each is one step on one batch of a request's path.
+"""The loops of the manager: each kernel is one step of the life-cycle, on one batch of a request's path.
 
-A batch is an array of positions on the path, whose keys are hashed already. Nothing here decides
-anything: `manager` says which step is taken when.
+A batch is an array of positions on the path, whose keys are already hashed. Nothing here decides anything:
+`manager` decides which step runs when.
 
-Arguments of one name mean one thing: `table`, `keys` the manager's index; `ref_cnt`, `version` the
+An argument's name has one meaning everywhere: `table`, `keys` the manager's index; `ref_cnt`, `version` the
 state of its slots; `path_table`, `path_keys`, `records` the request's path; `positions` the batch.
 """
 
@@ -43,7 +43,7 @@ _PREFETCH_ROWS = 128
 
 @inline
 def _hinted(version: U32Array, records: U64Matrix, position: int) -> int:
-    """Slot of a key that was found before and has not moved since, or ABSENT."""
+    """Slot of a key that was found before and has stayed there since, or ABSENT."""
     hint = records[position, HINT]
     if hint != 0:
         slot = position_in(hint)
@@ -77,7 +77,7 @@ def _resolve(
 
 @inline
 def _prefetch(table: U64Array, keys: U64Matrix, records: U64Matrix, positions: I32Array, start: int) -> None:
-    """Ask for the cache lines that resolving the next chunk will need."""
+    """Ask for the cache lines that resolving the next `_PREFETCH_ROWS` rows will need."""
     stop = min(start + _PREFETCH_ROWS, positions.shape[0])
     for row in range(start, stop):
         prefetch(table, home_bucket(table, records[positions[row], HASH]))
@@ -112,7 +112,7 @@ def leading_ready(
 
 @kernel
 def state_of_key(table: U64Array, keys: U64Matrix, ref_cnt: I32Array, key: bytes) -> int:
-    """What one key, not packed, is: 0 absent, 1 ready, 2 in flight."""
+    """State of one key that is not packed: 0 absent, 1 ready, 2 in flight."""
     slot = find_bytes(table, keys, key)
     if slot == ABSENT:
         return 0
@@ -155,9 +155,10 @@ def access(
     slots: I32Array,
     reused: BoolArray,
 ) -> int:
-    """Mark a batch as accessed by its request; collects the slots of those that are here.
+    """Mark a batch as accessed by its request; collects the slots of the blocks that are here.
 
-    `reused` tells which of them were not accessed before. The others are left out, unless `whole_path`.
+    `reused` is True for blocks that the request had not accessed before. The others are collected only if
+    `whole_path`.
     """
     found = 0
     for row in range(positions.shape[0]):
@@ -205,7 +206,7 @@ def missing(
     fresh: U64Matrix,
     rows: I32Array,
 ) -> int:
-    """Collect the keys of a batch that are not here, each once, and their rows in the batch."""
+    """Collect the keys of a batch that are absent, each once, and their rows in the batch."""
     found = 0
     for row in range(positions.shape[0]):
         if row % _PREFETCH_ROWS == 0:
@@ -233,7 +234,7 @@ def own_evictable(
     records: U64Matrix,
     length: int,
 ) -> int:
-    """How many blocks of a request's path are here without a pin."""
+    """Number of blocks of a request's path that are here without a pin."""
     found = 0
     for position in range(length):
         slot = _resolve(table, keys, version, path_keys, records, position)
@@ -250,7 +251,7 @@ def _first_wrong_victim(
     slots: I32Array,
     num_free: int,
 ) -> int:
-    """Row of the first victim that may not leave or is named twice, or -1: a policy is not trusted."""
+    """Row of the first victim that may not leave or is named twice, or -1: no policy is trusted."""
     wrong = -1
     checked = slots.shape[0]
     for i in range(num_free, slots.shape[0]):
@@ -280,10 +281,10 @@ def place(
     num_free: int,
     evicted: U64Matrix,
 ) -> int:
-    """Put some rows of a batch into `slots`, in flight; collects the keys of the blocks that leave.
+    """Put some rows of a batch into `slots`, in flight; collects the keys of the evicted blocks.
 
-    The slots from `num_free` on are the policy's victims. If one of them is wrong, its index is returned
-    and nothing is changed; otherwise -1.
+    The slots from `num_free` on are the policy's victims. If one of them is wrong, returns its index and
+    changes nothing; otherwise returns -1.
     """
     wrong = _first_wrong_victim(ref_cnt, path_table, path_keys, keys, slots, num_free)
     if wrong >= 0:
@@ -303,14 +304,14 @@ def place(
         insert(table, keys, path_keys, position, records[position, HASH], slot)
         ref_cnt[slot] = WRITING
         _record(version, records, position, slot)
-        # The store is the request's access: `finish_request` must not count a second one.
+        # The store counts as the request's access: `finish_request` must not count a second one.
         records[position, FLAGS] |= np.uint64(ACCESSED)
     return -1
 
 
 @kernel
 def abandon(table: U64Array, keys: U64Matrix, version: U32Array, slots: ReadI32Array) -> None:
-    """Blocks in flight are forgotten: their keys leave the index."""
+    """Forget blocks in flight: remove their keys from the index."""
     for i in range(slots.shape[0]):
         remove(table, keys, slots[i])
         version[slots[i]] += np.uint32(1)
@@ -327,10 +328,10 @@ def discard(
     positions: ReadI32Array,
     slots: I32Array,
 ) -> int:
-    """Take the ready blocks of a batch out of the index; collects their slots.
+    """Remove the ready blocks of a batch from the index; collects their slots.
 
-    An entry of `slots` that is not negative restricts its row to the block in that slot: a key that was
-    stored again since lives in another slot, and stays.
+    An entry of `slots` that is not negative restricts its row to the block in that slot: a key that has been
+    stored again since is in another slot, and stays.
     """
     found = 0
     for row in range(positions.shape[0]):

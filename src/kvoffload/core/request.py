@@ -1,9 +1,9 @@
 """What a manager knows of one inference request while it runs.
 
-Owns the request's *path*: the keys it has asked for, loaded, touched or offered, in the order of first
-sight, and what was already counted of each. This is what makes one request one access per block, however
-often it is retried, what protects a request's own blocks while it stores, and what lets each key be
-hashed once and looked for in the manager's index once.
+Owns the request's *path*: the keys that it has asked for, loaded, touched or offered, in the order of their
+first appearance, and a record of each. Because of the path a request accesses each block once, however often
+it is retried, its own blocks are protected while it stores, and each key is hashed once and looked up in the
+manager's index once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from kvoffload.structures.jit import I32Array, ReadU64Matrix, U64Array, U64Matri
 from kvoffload.structures.keys import Keys, joined_keys
 
 HASH, HINT, FLAGS = 0, 1, 2
-"""Columns of `records`. The hint is where the block was last seen: ``version << 32 | slot + 1``, or 0. It
-holds as long as the slot's version has not changed; a block may leave and come back while a request
-runs."""
+"""Columns of `records`. The hint says where the block was last found: ``version << 32 | slot + 1``, or 0. It
+is valid until the slot's version changes: a block may leave and come back while a request runs."""
 
 _INT32 = np.dtype(np.int32)
 _NO_POSITIONS = np.empty(0, np.int32)
@@ -44,13 +43,13 @@ class RequestContext:
     until it finishes.
 
     Attributes:
-        path: index of the request's keys; a position is the order of first sight.
-        records: shape ``(positions, 3)``, uint64: what is known of each key, for the manager's kernels.
+        path: index of the request's keys; positions count in the order of first appearance.
+        records: shape ``(capacity, 3)``, uint64: what is known of each key, for the manager's kernels.
         length: number of keys on the path; capacity: how many fit before it grows.
-        unpacked_keys: single keys that were asked for since the path was last brought up to date.
-        observed: length of the leading part of the path that policy and admission have heard of;
-            num_observations: in how many parts they did.
-        owner: the manager. Notes of one manager are wrong in another.
+        unpacked_keys: single keys that were looked up and are not yet on the path.
+        observed: length of the leading part of the path that policy and admission rule have observed;
+            num_observations: in how many parts they observed it.
+        owner: the manager. The records of one manager are wrong in another.
     """
 
     __slots__ = (
@@ -86,7 +85,7 @@ class RequestContext:
         return f"RequestContext({self.request_id!r}, {self.length} blocks{', finished' * self.finished})"
 
     def flush(self) -> None:
-        """Bring the path up to date with the keys that were asked for one by one."""
+        """Add the keys that were looked up one by one to the path."""
         if self.unpacked_keys:
             asked, self.unpacked_keys = self.unpacked_keys, []
             self.extend(asked)
@@ -107,7 +106,7 @@ class RequestContext:
                 raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {path.key_bytes}")
             length = _extend(path.table, path.keys, self.records, self.length, keys.words, positions)
             if length < 0:
-                # Not before it is needed: most batches repeat what is on the path.
+                # Grown only when needed: most batches repeat what is on the path.
                 self.length = ~length
                 self._grow(self.length + count)
                 path = self.path
@@ -123,7 +122,7 @@ class RequestContext:
         return positions
 
     def keys(self) -> Keys:
-        """The path: every key of the request, in the order of first sight (a view)."""
+        """The path: every key of the request, in the order of first appearance (a view)."""
         return Keys(self.path.keys[: self.length], self.path.key_bytes)
 
     def _grow(self, needed: int) -> None:
@@ -140,7 +139,7 @@ class RequestContext:
 def _take_place(
     table: U64Array, keys: U64Matrix, records: U64Matrix, length: int, batch: U64Matrix, row: int
 ) -> int:
-    """Position of the key `batch[row]`, which becomes `length` if it is new; ABSENT if there is no room."""
+    """Position of the key `batch[row]`; `length` if it is new, or ABSENT if there is no room for it."""
     h = hash_row(batch, row)
     bucket = bucket_of(table, keys, batch, row, h)
     position = position_in(table[bucket])
@@ -160,7 +159,7 @@ def _extend(
     batch: ReadU64Matrix,
     positions: I32Array,
 ) -> int:
-    """Note the position of each key on the path; returns its new length, or ``~length`` when it is full."""
+    """Fill in the position of each key on the path; returns its new length, ``~length`` if it is full."""
     following = 0
     for row in range(batch.shape[0]):
         # Batches of one request repeat each other: most keys follow their predecessor on the path.
@@ -185,7 +184,7 @@ def _extend_bytes(
     joined: bytes,
     positions: I32Array,
 ) -> int:
-    """`_extend` for keys that are not packed: each is written behind the last one of the path, to be read."""
+    """`_extend` for keys that are not packed: each is packed into the row after the path's last key."""
     count = positions.shape[0]
     following = 0
     for row in range(count):
