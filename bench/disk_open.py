@@ -19,9 +19,9 @@ from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_slab
 from kvoffload.tiers.disk.recovery import Contents, recover
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 KEY_BYTES, FINGERPRINT = 36, "bench"
 
@@ -29,7 +29,8 @@ KEY_BYTES, FINGERPRINT = 36, "bench"
 def fill(path: Path, capacity_bytes: int, block_bytes: int, files: Files) -> int:
     """Make a slab whose journal says that every slot holds a block; how many."""
     layout = Layout.within(capacity_bytes, block_bytes, KEY_BYTES)
-    slab = open_slab(path, Geometry(layout, capacity_bytes, FINGERPRINT), files, Notices("kvoffload.disk"))
+    log = RateLimitedLog("kvoffload.disk")
+    slab = open_slab(path, Geometry(layout, capacity_bytes, FINGERPRINT), files, log)
     contents, chance = Contents(layout), np.random.default_rng(0)
     n = layout.num_slots
     contents.generation[:] = np.arange(1, n + 1)

@@ -12,8 +12,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvoffload.integrations.vllm.layout import Layout
 from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.slots_spec import SlotsSpec
 from kvoffload.integrations.vllm.spec import copies_for
-from kvoffload.integrations.vllm.specs import SlotsSpec
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
 
 

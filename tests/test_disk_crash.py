@@ -22,10 +22,10 @@ from kvoffload.tiers.disk.files import PAGE_BYTES, Files, aligned
 from kvoffload.tiers.disk.inspection import opened, verify
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import ACCESS, Layout, entry_dtype
-from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_slab
 from kvoffload.tiers.disk.recovery import recover
 from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, Scratch, Slab
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 NUM_SLOTS, NUM_KEYS = 16, 36
 KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "60"))
@@ -239,7 +239,7 @@ def test_a_crash_amid_more_than_a_group_takes_leaves_a_beginning_of_it(tmp_path:
     recorder, layout = Recorder(), Layout(512, KEY_BYTES, 300)
     geometry = Geometry(layout, layout.file_bytes, "model")
     (tmp_path / "life").mkdir()
-    slab = open_slab(tmp_path / "life", geometry, recorder, Notices("test"))
+    slab = open_slab(tmp_path / "life", geometry, recorder, RateLimitedLog("test"))
     journal, start = Journal(slab, recover(slab)), recorder.position
     everything = np.arange(layout.num_slots)
     entries = np.zeros(layout.num_slots, entry_dtype(KEY_BYTES))
@@ -293,7 +293,7 @@ def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
     disk.tier.close()
     assert len(left) >= 2
     for directory in left:
-        slab = Slab.open(directory / SLAB_NAME, Files(), Notices("test"))
+        slab = Slab.open(directory / SLAB_NAME, Files(), RateLimitedLog("test"))
         assert isinstance(slab, Slab), f"{directory.name}: {slab}"
         slab.close()
 

@@ -31,10 +31,10 @@ from kvoffload.tiers.disk.files import PAGE_BYTES, Files
 from kvoffload.tiers.disk.format import fingerprint_of
 from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_slab
 from kvoffload.tiers.disk.pause import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Scratch
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 NUM_SLOTS, BLOCK_BYTES = 16, 8192
 NUMBERS = list(range(10))
@@ -323,7 +323,7 @@ def test_a_slot_of_another_producer_is_not_served(
 def test_a_block_is_bound_to_everything_that_its_header_says(tmp_path: Path, what: str) -> None:
     """It is written once and asked for with one thing different."""
     geometry = Geometry(LAYOUT, LAYOUT.file_bytes, "model")
-    slab = open_slab(tmp_path, geometry, Files(), Notices("test"))
+    slab = open_slab(tmp_path, geometry, Files(), RateLimitedLog("test"))
     scratch, pool = Scratch(slab), np.stack([block_of(3, 0, BLOCK_BYTES)] * 2)
     slot, generation = np.array([4]), np.array([9], np.uint64)
     keys, row = keys_of([3]), np.array([0])

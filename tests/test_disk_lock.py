@@ -19,14 +19,14 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiers.disk import lock
 from kvoffload.tiers.disk.inspection import opened
 from kvoffload.tiers.disk.lock import LOCK_NAME, LOCK_WAIT_S, DirectoryLock
-from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 HOLDER = """
 import sys
 from pathlib import Path
 from kvoffload.tiers.disk.lock import DirectoryLock
-from kvoffload.tiers.disk.notices import Notices
-held = DirectoryLock(Path(sys.argv[1]), Notices("holder"))
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
+held = DirectoryLock(Path(sys.argv[1]), RateLimitedLog("holder"))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -44,7 +44,7 @@ def held_by_another(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def take(directory: Path, wait_s: float = LOCK_WAIT_S) -> DirectoryLock:
-    return DirectoryLock(directory, Notices("kvoffload.disk"), wait_s=wait_s)
+    return DirectoryLock(directory, RateLimitedLog("kvoffload.disk"), wait_s=wait_s)
 
 
 @pytest.fixture

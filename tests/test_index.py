@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.core import kernels
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import HASH, RequestContext
-from kvoffload.structures.index import ABSENT, Index, find_bytes, find_one, insert_one, remove_one
+from kvoffload.structures.index import ABSENT, Index, find_bytes, find_one, insert_one
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.structures import NaiveIndex
 from kvoffload.testing.scripts import long_lists
@@ -59,8 +60,14 @@ def one(key: bytes) -> np.ndarray:
 def test_keys_can_be_made_for_a_hash(key_bytes: int) -> None:
     wanted = [(7 << 32 | 9), MASK, 0, 0x0123456789ABCDEF]
     ctx = RequestContext("", key_bytes)
-    ctx.see(Keys.pack([key_with_hash(h, key_bytes) for h in wanted], key_bytes))
-    assert ctx.notes[:4, HASH].tolist() == wanted
+    ctx.extend(Keys.pack([key_with_hash(h, key_bytes) for h in wanted], key_bytes))
+    assert ctx.records[:4, HASH].tolist() == wanted
+
+
+def remove(index: Index, position: int) -> None:
+    kernels.abandon(
+        index.table, index.keys, np.zeros(NUM_POSITIONS, np.uint32), np.array([position], np.int32)
+    )
 
 
 @pytest.mark.parametrize("key_bytes", KEY_BYTES)
@@ -75,7 +82,7 @@ def test_equals_a_dict(key_bytes: int, steps: list[tuple[bool, int]]) -> None:
             insert_one(index.table, index.keys, one(key), 0, max(unused))
             twin.insert(key, max(unused))
         elif not insert and position != ABSENT:
-            remove_one(index.table, index.keys, position)
+            remove(index, position)
             twin.remove(position)
         for other in universe:
             assert find_one(index.table, index.keys, one(other), 0) == twin.find(other)
@@ -90,7 +97,7 @@ def test_a_full_table_closes_the_gap_across_its_end(gone: int) -> None:
     for position in range(NUM_POSITIONS):
         insert_one(index.table, index.keys, one(keys[position]), 0, position)
     assert index.table[0] != 0, "the keys do not wrap around"
-    remove_one(index.table, index.keys, gone)
+    remove(index, gone)
     expected = [position if position != gone else ABSENT for position in range(NUM_POSITIONS)]
     assert [find_one(index.table, index.keys, one(key), 0) for key in keys[:-1]] == expected
     insert_one(index.table, index.keys, one(keys[-1]), 0, gone)
@@ -104,7 +111,7 @@ def test_an_entry_at_its_home_does_not_move_into_a_gap_before_it() -> None:
     index = Index(NUM_POSITIONS, 8)
     insert_one(index.table, index.keys, one(first), 0, 0)
     insert_one(index.table, index.keys, one(second), 0, 1)
-    remove_one(index.table, index.keys, 0)
+    remove(index, 0)
     assert np.flatnonzero(index.table).tolist() == [5]
     assert find_one(index.table, index.keys, one(second), 0) == 1
 
@@ -152,7 +159,7 @@ def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]
     ctx, order = RequestContext("", 8), dict[bytes, int]()
     for batch in batches:
         keys = [number.to_bytes(8, "big") for number in batch]
-        positions = ctx.see(Keys.pack(keys, 8)).tolist()
+        positions = ctx.extend(Keys.pack(keys, 8)).tolist()
         for key in keys:
             order.setdefault(key, len(order))
         assert positions == [order[key] for key in keys]
@@ -174,11 +181,11 @@ def test_keys_asked_for_one_by_one_make_the_same_path(numbers: list[int]) -> Non
 def test_what_was_noted_of_a_key_survives_growth() -> None:
     ctx = RequestContext("", 8)
     first = [number.to_bytes(8, "big") for number in range(30)]
-    ctx.see(Keys.pack(first, 8))
-    ctx.notes[:30, 1] = np.arange(30)
-    ctx.see(Keys.pack([number.to_bytes(8, "big") for number in range(20, 100)], 8))
-    assert ctx.notes[:30, 1].tolist() == [*range(30)]
-    assert ctx.see(Keys.pack(first, 8)).tolist() == [*range(30)]
+    ctx.extend(Keys.pack(first, 8))
+    ctx.records[:30, 1] = np.arange(30)
+    ctx.extend(Keys.pack([number.to_bytes(8, "big") for number in range(20, 100)], 8))
+    assert ctx.records[:30, 1].tolist() == [*range(30)]
+    assert ctx.extend(Keys.pack(first, 8)).tolist() == [*range(30)]
 
 
 def test_keys_are_equal_by_length_and_by_bytes() -> None:

@@ -171,7 +171,7 @@ def test_a_policy_that_names_the_wrong_victims_is_caught(lie: tuple[int, ...], w
     manager.policy.lie = lie
     ctx = manager.begin_request("r", keys("d"))
     before = snapshot(manager)
-    with pytest.raises(PolicyError, match=r"policy 'liar' named slot -?[0-9]+ to leave for key 7[89]"):
+    with pytest.raises(PolicyError, match=r"policy 'liar' named slot -?[0-9]+ as the victim for key 7[89]"):
         manager.prepare_store(keys("xy"), ctx)
     assert snapshot(manager) == before, what
     audit(manager)

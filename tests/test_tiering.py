@@ -740,7 +740,7 @@ class TieringMachine(RuleBasedStateMachine):
         assert stats.evictable == stats.ready
         assert all(not tier.open_requests for tier in self.rig.tiers)
         assert not self.rig.manager._requests
-        assert not self.rig.manager._rising
+        assert not self.rig.manager._promoting
 
 
 TestTieringMachine = TieringMachine.TestCase

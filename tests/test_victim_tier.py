@@ -465,7 +465,7 @@ def test_a_policy_that_refuses_a_block_of_a_prefix_and_takes_one_behind_it_is_wr
     manager = make(TakesWhatIsBehind)
     store(manager, "abcd")
     before = snapshot(manager, ignore=["policy"])
-    with pytest.raises(PolicyError, match="refused a block and took one behind it"):
+    with pytest.raises(PolicyError, match="refused a block and took one after it"):
         manager.prepare_store(keys("wpx"))
     assert snapshot(manager, ignore=["policy"]) == before
 

@@ -16,9 +16,9 @@ from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
-from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.recovery import recover
 from kvoffload.tiers.disk.slab import SLAB_NAME, Slab
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from peers.contract import KEY_BYTES, Adapter, Place, key, page_aligned, parts, until_ended
 
 
@@ -94,7 +94,7 @@ class KvoffloadDisk:
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
         """By the journal."""
         wanted = {key(number): number for number in numbers}
-        slab = Slab.open(self._path, Files(), Notices(__name__), read_only=True)
+        slab = Slab.open(self._path, Files(), RateLimitedLog(__name__), read_only=True)
         assert isinstance(slab, Slab), slab
         with contextlib.closing(slab):
             contents = recover(slab).contents

@@ -18,7 +18,7 @@ base = pytest.importorskip(
 torch = pytest.importorskip("torch")
 worker = pytest.importorskip("kvoffload.integrations.vllm.worker")
 copies = pytest.importorskip("kvoffload.integrations.vllm.copies")
-specs = pytest.importorskip("kvoffload.integrations.vllm.specs")
+specs = pytest.importorskip("kvoffload.integrations.vllm.slots_spec")
 
 PAGES = [96, 64, 96, 32]
 GROUPS = [[(0, 96), (1, 60)], [(2, 96), (1, 64)], [(3, 32)]]

@@ -1,4 +1,4 @@
-"""What an admission rule is: the gate in front of a cache."""
+"""What an admission rule is. It counts keys and decides which may enter; it knows no slots."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from kvoffload.structures.keys import Keys
 
 
 class Admission(ABC):
-    """Decides which of the blocks that are offered may enter. Composes with every policy.
+    """Decides which of the offered blocks may enter. Composes with every policy.
 
-    One instance serves one manager, on the manager's thread. The manager tells it of every block of a
-    request once (`count`), when the request touches it, offers it or finishes, and asks `admit` before
-    a store.
+    One instance serves one manager, on the manager's thread. The manager reports every block of a request
+    once (`count`), when the request touches it, offers it or finishes, and calls `admit` before a store.
 
     Attributes:
         name: what users type.
-        good_for: where it is worth trying, in a line.
+        good_for: where it is worth trying, in one line.
         paper: where it was published.
-        key_bytes: the one length of keys that it understands; None for any.
+        key_bytes: the one length of keys that it accepts; None for any.
     """
 
     name: ClassVar[str]
@@ -31,22 +30,23 @@ class Admission(ABC):
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> Admission | None:
-        """The rule for one cache, with the parameters of the class; None where it would admit every block.
+        """The rule for one cache, with the parameters of the class; None if it would admit every block.
 
         Args:
             key_bytes: length of the cache's keys.
-            capacity_blocks: its slots, for rules whose memory grows with the cache.
+            capacity_blocks: number of its slots, for rules whose memory grows with the cache.
         """
         return cls()
 
     @abstractmethod
     def count(self, keys: Keys) -> None:
-        """One request referred to these blocks, resident or not; in prefix order, each once a request."""
+        """One request refers to these blocks, resident or not; in prefix order, each once a request."""
 
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
-        """A request that was counted in several pieces has finished; `keys` is its whole path.
+        """A request that was counted in several parts has finished; `keys` is its whole path.
 
-        For rules that forget: what they remember of the path is in order again, the head last to go.
+        For rules that forget: they put what they remember of the path in order again, so that its head is
+        forgotten last.
         """
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Admission(ABC):
     def leading(self, keys: Keys) -> int:
         """How many of a prefix's absent blocks, from the first on, may enter.
 
-        A block behind one that was refused could not be reached.
+        A block after a refused one could not be reached.
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())
@@ -72,15 +72,15 @@ AdmissionName: TypeAlias = Annotated[str, ADMISSIONS]
 """What users type for an admission rule."""
 
 DEFAULT_ADMISSION = "all"
-"""What is used if the user says nothing."""
+"""The rule if the user names none."""
 
 
 def create_admission(
     rule: str | type[Admission] | Admission | None, key_bytes: int, capacity_blocks: int
 ) -> Admission | None:
-    """The rule for one cache: a name with parameters, a class, or a rule, which is passed through.
+    """The rule for one cache, from a name with parameters, a class, or a rule, which is returned as it is.
 
-    None: every block is admitted. Raises `ConfigError`.
+    Returns None if every block is admitted. Raises `ConfigError`.
     """
     if rule is None or isinstance(rule, Admission):
         return rule

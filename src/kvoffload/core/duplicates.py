@@ -1,4 +1,4 @@
-"""Blocks of a victim tier that the device holds as well: the first to give up their slot.
+"""Blocks of a victim tier that the device holds as well: they give up their slots first.
 
 Owns their order. Does not know policies: a duplicate is in no policy's order until the device drops it.
 """
@@ -14,9 +14,9 @@ from kvoffload.structures.lists import LIST, NEXT, UNLISTED, Lists, move_to_head
 
 
 class Duplicates:
-    """The slots of duplicates, in the order in which they became ones. Memory: 12 bytes a slot.
+    """The slots of duplicates, in the order in which they became duplicates. Memory: 12 bytes a slot.
 
-    The latest is given up first: the device keeps it longest, so it is the last to be offered again.
+    The latest is given up first: the device keeps it longest, so it is offered again last.
     """
 
     __slots__ = ("_order",)
@@ -28,26 +28,26 @@ class Duplicates:
         return self._order.size(0)
 
     def slots(self) -> list[int]:
-        """Every duplicate, the first to go first. Cost: O(duplicates), for audits."""
+        """Every duplicate, in the order in which they are given up. Cost: O(duplicates), for audits."""
         return self._order.members(0)
 
     def add(self, slots: I32Array, ref_cnt: I32Array) -> I32Array:
-        """The device holds these blocks too. Returns those that were no duplicates, in flight left out."""
+        """The device holds these blocks too. Returns the new duplicates; skips blocks in flight."""
         added = np.empty(len(slots), np.int32)
         return added[: _add(self._order.links, slots, ref_cnt, added)]
 
     def drop(self, slots: I32Array) -> tuple[I32Array, I32Array]:
-        """These are duplicates no more. Returns rows of `slots`: those that were, and the others."""
+        """These are no longer duplicates. Returns rows of `slots`: those that were, and the others."""
         rows = np.empty(len(slots), np.int32)
         found = _drop(self._order.links, slots, rows)
         return rows[:found], rows[found:][::-1]
 
     def holds_any(self, slots: I32Array) -> bool:
-        """Whether one of `slots` is a duplicate's."""
+        """Whether one of `slots` holds a duplicate."""
         return bool((self._order.links[slots, LIST] != UNLISTED).any())
 
     def choose(self, wanted: int, index: Index, protected: Protected) -> I32Array:
-        """Up to `wanted` duplicates that may leave, in their order; `drop` them when they do."""
+        """Up to `wanted` duplicates that may leave, in order; call `drop` for those that do."""
         chosen = np.empty(min(wanted, len(self)), np.int32)
         found = _choose(
             self._order.links,

@@ -1,8 +1,8 @@
 """The life-cycle of a block: the one place that decides what a cache of blocks holds.
 
 Owns the index, the slots, the events and the counters. Asks a policy which blocks leave and an admission rule
-which may enter. Moves no bytes and does no I/O: its plans say what is to be copied where, and the caller, who
-copies, reports back.
+which may enter. Moves no bytes and does no I/O: its plans say what to copy where; the caller copies, and
+reports the result.
 """
 
 from __future__ import annotations
@@ -40,45 +40,45 @@ _INT32, _UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
 _NO_ROWS = np.empty(0, np.int32)
 _UNNAMED = -2
 _RESTORED_REQUEST = 1024
-"""Blocks of what stands for a request when an order is restored: some policies take time for long ones."""
+"""An order is restored in batches of this many blocks: for some policies a long batch takes long."""
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
-"""By what `kernels.state_of_key` answers."""
+"""Indexed by what `kernels.state_of_key` returns."""
 
 
 class OffloadingManager:
     """Keeps track of which blocks a tier holds, and decides which it keeps.
 
     A block's life: `prepare_store` gives it a slot, `complete_store` makes it readable, `prepare_load`
-    pins it while it is read and `complete_load` lets it go, until it is evicted for another one. What a
-    request used is committed once per request, by `touch` or at the latest by `finish_request`.
+    pins it while it is read and `complete_load` unpins it, until it is evicted for another block. A request's
+    uses are committed once, by `touch` or at the latest by `finish_request`.
 
     Every method takes a batch of keys as a list of ``bytes`` or as `Keys`. Batches are in prefix order.
-    Single-threaded: all calls from the thread of the scheduler, and none of them blocks. No call does
-    work in proportion to the capacity, except the constructor and `reset`.
+    Single-threaded: all calls come from the scheduler's thread, and none of them blocks. Only the constructor
+    and `reset` do work in proportion to the capacity.
 
     Args:
         capacity_blocks: number of slots.
-        key_bytes: length of every key. vLLM's are a block hash and 4 bytes more.
+        key_bytes: length of every key. vLLM's keys are a block hash and 4 more bytes.
         policy: which blocks leave: a name, ``module:Class``, or a subclass of `EvictionPolicy`. Parameters
             follow a name: ``s3fifo,small_share=0.2``.
         admission: which blocks may enter: ``all``, ``reuse:2``, ..., or an `Admission`.
         store: when blocks are offered: ``on-compute`` (as soon as the device has computed them; the tier
             then holds what the device holds, and more) or ``on-device-eviction`` (when the device drops
             them: a *victim* tier, which holds what the device does not).
-        enable_events: whether `take_events` has something to tell.
-        medium: what events call this tier.
+        enable_events: whether events are recorded for `take_events`.
+        medium: name of this tier in events.
         block_size: tokens in a block, for events.
 
     Attributes:
         index: key -> slot; slots: the state of each.
-        policy, admission: as given, for reports and audits.
-        store_mode: what is done at each moment of a block's life, by `store`.
-        policy_may_refuse: whether a policy that weighs blocks may keep a new one out.
+        policy, admission: the objects, for reports and audits.
+        store_mode: how the manager uses its policy; chosen by `store`.
+        policy_may_refuse: whether a policy that weighs blocks may refuse a new one.
 
     Raises:
         ConfigError: names the argument, its value and what is allowed.
-        PolicyError: from `prepare_store`, when a policy breaks its contract. The manager is unchanged;
-            the policy's own order is not to be trusted any more: `reset`, or stop.
+        PolicyError: from `prepare_store`, when a policy breaks its contract. The manager is unchanged, but
+            the policy's own order can no longer be trusted: `reset`, or stop.
     """
 
     def __init__(
@@ -123,58 +123,58 @@ class OffloadingManager:
 
         Args:
             request_id: for messages; need not be unique.
-            keys: the request's whole prefix, if it is known. Give it where the device serves the head
-                and only the rest is looked up here: a hit refreshes the whole path from the root, and
-                all of it is protected while the request stores.
+            keys: the request's whole prefix, if it is known. Give it if the device serves the head and only
+                the rest is looked up here: a hit then refreshes the whole path from the root, and all of it
+                is protected while the request stores.
         """
         ctx = RequestContext(request_id, self.key_bytes, self, max(32, len(keys)))
         if keys:
-            ctx.see(keys)
+            ctx.extend(keys)
         return ctx
 
     def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
-        """Commit what the request used, its whole path in one go. Transfers may still be in flight.
+        """Commit what the request used: its whole path at once. Transfers may still be in flight.
 
-        `path` is all of it in prefix order, where the calls for this request came in another order.
+        `path` is the whole path in prefix order; give it if the calls for this request came in another order.
 
-        Blocks that it has touched already, or stored itself, are not accessed a second time; they only
-        take their place in the order of the path.
+        Blocks that the request has already touched, or stored itself, are not accessed a second time; they
+        only take their place in the order of the path.
         """
         ctx = self._context(ctx)
         ctx.flush()
-        positions = ctx.see(path) if path else np.arange(ctx.length, dtype=np.int32)
+        positions = ctx.extend(path) if path else np.arange(ctx.length, dtype=np.int32)
         self._commit(ctx, positions, whole_path=True)
-        if self.admission is not None and ctx.pieces > 1:
-            # Counted piece by piece, the last piece is the most recent: put the path in order.
+        if self.admission is not None and ctx.num_observations > 1:
+            # Counted in parts, the last part is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())
         ctx.finished = True
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
-        """Commit now that the request uses these blocks: all of its prefix, whoever served it.
+        """Commit now that the request uses these blocks: its whole prefix, wherever it was served from.
 
-        Absent blocks count as seen, for the admission rule. A second touch by the same request changes
-        nothing. Without a request every call is an access of its own.
+        The admission rule counts absent blocks too. A second touch by the same request changes nothing.
+        Without a request every call is an access of its own.
         """
         ctx = self._context(ctx)
-        self._commit(ctx, ctx.see(keys))
+        self._commit(ctx, ctx.extend(keys))
 
     # ---- lookup
 
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
-        """Length of the leading run that is ready, and what ended it. Changes no order.
+        """Length of the leading run of ready blocks, and what ended it. Changes no order.
 
         Cost: one index probe for each key up to the first that is not ready.
         """
         ctx = self._context(ctx)
-        positions = ctx.see(keys)
+        positions = ctx.extend(keys)
         index, path = self.index, ctx.path
         ready = kernels.leading_ready(
             index.table,
             index.keys,
             self.slots.ref_cnt,
-            self.slots.generation,
+            self.slots.version,
             path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
         )
         if ready < 0:
@@ -184,33 +184,33 @@ class OffloadingManager:
     def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
         """Which of these blocks are here, ready or in flight: shape ``(len(keys),)``. Changes no order."""
         ctx = self._context(ctx)
-        found: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.see(keys)) != ABSENT
+        found: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.extend(keys)) != ABSENT
         return found
 
     def slots_of(self, keys: Sequence[bytes]) -> SlotArray:
         """The slot of each block that is here, ready or in flight, and -1 for the others. Changes no order.
 
-        For tiers that keep the bytes elsewhere than in RAM.
+        For tiers whose bytes are not in RAM.
         """
         ctx = self._context(None)
-        return self._resolve(ctx, ctx.see(keys))
+        return self._resolve(ctx, ctx.extend(keys))
 
     def ready_slots_of(self, keys: Sequence[bytes]) -> SlotArray:
-        """As `slots_of`, and -1 also for blocks that are in flight."""
+        """As `slots_of`, but -1 also for blocks in flight."""
         slots = self.slots_of(keys)
         slots[(slots != ABSENT) & (self.slots.ref_cnt[slots] < 0)] = ABSENT
         return slots
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """What one block is, for engines that ask key by key. Cost: one index probe."""
+        """State of one block, for engines that ask key by key. Cost: one index probe."""
         if len(key) != self.key_bytes:
             raise ValueError(f"key {key.hex()} has {len(key)} bytes; all keys here have {self.key_bytes}")
         if ctx is not None:
             if ctx.finished or ctx.owner is not self:
                 self._context(ctx)
-            # Packed later, with others: one at a time costs more than the answer.
-            ctx.asked.append(key)
-            if len(ctx.asked) >= 4096:
+            # Packed later, in a batch: to pack one key costs more than the lookup.
+            ctx.unpacked_keys.append(key)
+            if len(ctx.unpacked_keys) >= 4096:
                 ctx.flush()
         return _RESULTS[kernels.state_of_key(self.index.table, self.index.keys, self.slots.ref_cnt, key)]
 
@@ -237,12 +237,12 @@ class OffloadingManager:
         return plan
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
-        """Unpin the blocks of a load that has ended, however it ended.
+        """Unpin the blocks of a load that has ended, successful or not.
 
         Args:
             plan: from `prepare_load`.
-            damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten:
-                from now on they are misses.
+            damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten and are
+                misses from now on.
         """
         num_damaged = self._unpin(plan, damaged, "complete_load")
         if plan.epoch >= self._void_before:
@@ -251,9 +251,9 @@ class OffloadingManager:
             self.store_mode.loaded(plan.slots)
 
     def pin(self, keys: Sequence[bytes]) -> LoadPlan:
-        """As `prepare_load`, for a reader that is not the device: nothing is learnt from it, or counted.
+        """As `prepare_load`, for a reader that is not the device: nothing is learnt from it or counted.
 
-        Blocks are pinned while they are written to a tier behind this one.
+        A block is pinned while it is written to a tier behind this one.
         """
         return self._pin(keys, self._context(None), "pin")
 
@@ -264,8 +264,8 @@ class OffloadingManager:
     def discard(self, keys: Sequence[bytes]) -> int:
         """Forget ready blocks that cannot be trusted; returns how many were here.
 
-        A block that is being read leaves at once too: it becomes a miss, and its slot is reused when the
-        last reader has gone.
+        A block that is being read is forgotten at once too: it becomes a miss, and its slot is reused when
+        the last pin is released.
         """
         batch = self.pack(keys)
         return self._discard(batch, np.full(len(batch), ABSENT, np.int32))
@@ -275,30 +275,30 @@ class OffloadingManager:
     def prepare_store(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> StorePlan | None:
-        """Choose which of the offered blocks are stored, give them slots, and say who left for them.
+        """Choose which of the offered blocks are stored, give them slots, and name the blocks that leave.
 
-        Blocks that are here, or on their way, are left out. Of the others the leading run that the
-        admission rule lets in is stored, as much of its head as there is room for. Nothing of this
-        request is evicted for it. The blocks are in flight until `complete_store`.
+        Blocks that are here or in flight are left out. Of the others the leading run that the admission rule
+        admits is stored, as much of its head as there is room for. No block of this request is evicted for
+        it. The blocks are in flight until `complete_store`.
 
         Args:
             keys: the blocks, in prefix order.
             ctx: the request that they belong to.
-            admitted: they enter if there is room, whatever admission rule and policy think of them: they
-                come up from a tier behind, on their way to the device, or are restored.
+            admitted: they enter if there is room, and neither admission rule nor policy may refuse them:
+                they are being promoted from a tier behind, or restored.
 
         Returns:
-            The plan, whose `keys` are empty when there was nothing to store. None when there is
-            something to store and no room for any of it, because everything is pinned, in flight or this
-            request's own: then nothing has changed, and the same offer may succeed later.
+            The plan; its `keys` are empty if there was nothing to store. None if there is something to store
+            and no room for any of it, because all blocks are pinned, in flight or this request's own: then
+            nothing has changed, and the same offer may succeed later.
         """
         ctx = self._context(ctx)
-        positions = ctx.see(keys)
+        positions = ctx.extend(keys)
         index, path = self.index, ctx.path
         fresh = np.empty((len(positions), index.keys.shape[1]), _UINT64)
         rows = np.empty(len(positions), _INT32)
         num_fresh = kernels.missing(
-            index.table, index.keys, self.slots.generation, path.keys, ctx.notes, positions, fresh, rows
+            index.table, index.keys, self.slots.version, path.keys, ctx.records, positions, fresh, rows
         )
         room = self._room(num_fresh, ctx)
         if num_fresh and not room:
@@ -319,7 +319,7 @@ class OffloadingManager:
             protected = Protected(
                 self.slots.ref_cnt, index, ctx, one_prefix=self.store_mode.one_prefix, admitted=enters
             )
-            num_refused = self._enter(
+            num_refused = self._place(
                 ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted, protected
             )
             if num_refused:
@@ -348,7 +348,7 @@ class OffloadingManager:
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
         """End a store: its blocks become readable, or, if it failed, are forgotten and their slots freed.
 
-        Nothing may be copied into the plan's slots any more when this is called.
+        All copies into the plan's slots must have ended before this call.
         """
         if not self._close(plan, StorePlan, "complete_store"):
             return
@@ -364,16 +364,16 @@ class OffloadingManager:
         else:
             self.policy.remove(plan.slots)
             index = self.index
-            kernels.abandon(index.table, index.keys, self.slots.generation, plan.slots)
+            kernels.abandon(index.table, index.keys, self.slots.version, plan.slots)
             self.slots.abandon(plan.slots)
             self._counts.store_failed += count
 
     def restore_uses(self, slots: SlotArray, used: npt.NDArray[np.bool_]) -> None:
-        """Tell the policy of the uses of blocks that were restored: for tiers that outlive their process.
+        """Report the uses of restored blocks to the policy: for tiers that outlive their process.
 
         Args:
-            slots: of ready blocks, the most recently used first.
-            used: whether each was used since it was stored.
+            slots: slots of ready blocks, the most recently used first.
+            used: whether each was used after it was stored.
         """
         again, size = slots[used], _RESTORED_REQUEST
         for batch, is_use in ((again, True), (slots, False)):
@@ -389,8 +389,8 @@ class OffloadingManager:
         Slots that a transfer still uses stay reserved until that transfer is completed.
 
         Args:
-            drop_in_flight: the caller vouches that no transfer runs any more, and will complete none:
-                their slots are free at once, and completing an old plan does nothing.
+            drop_in_flight: the caller guarantees that no transfer runs any more: all slots are free at once,
+                and completing an old plan does nothing.
         """
         ready = self.slots.ready()
         self._counts.discarded += len(ready)
@@ -406,14 +406,14 @@ class OffloadingManager:
             self.admission.reset()
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Events since the last call, in order. Applying them to a set gives the readable blocks."""
+        """Events since the last call, in order. Applied to a set of keys they give the readable blocks."""
         events = self._events or []
         if self._events is not None:
             self._events = []
         return events
 
     def stats(self) -> ManagerStats:
-        """A copy of the counters, and how the slots are used now. Cost: O(1)."""
+        """A copy of the counters, and the current use of the slots. Cost: O(1)."""
         stats = copy(self._counts)
         slots = self.slots
         stats.free, stats.writing, stats.ready = slots.num_free, slots.num_writing, slots.num_ready
@@ -435,16 +435,16 @@ class OffloadingManager:
 
     def _pin(self, keys: Sequence[bytes], ctx: RequestContext, call: str) -> LoadPlan:
         batch = self.pack(keys)
-        positions = ctx.see(batch)
+        positions = ctx.extend(batch)
         index, path = self.index, ctx.path
         slots = np.empty(len(batch), np.int32)
         pinned = kernels.pin(
             index.table,
             index.keys,
             self.slots.ref_cnt,
-            self.slots.generation,
+            self.slots.version,
             path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
             slots,
         )
@@ -454,7 +454,7 @@ class OffloadingManager:
         return LoadPlan(ctx, batch, slots, self, self._epoch)
 
     def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> int:
-        """Release the blocks of a plan and forget the damaged ones; how many those are."""
+        """Unpin the blocks of a plan and forget the damaged ones; returns how many are damaged."""
         rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
         if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
             raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks")
@@ -465,12 +465,12 @@ class OffloadingManager:
         return len(rows)
 
     def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:
-        """Mark a plan as completed; False if `reset` has made it void."""
+        """Mark a plan as completed; False if a `reset` has made it void."""
         if not isinstance(plan, kind):
             raise MisuseError(f"{call} of a {type(plan).__name__}: it takes a {kind.__name__}")
         if plan.completed or plan.owner is not self:
             key = plan.keys[0].hex() if len(plan.keys) else "none"
-            why = "is completed" if plan.completed else "another manager made"
+            why = "is completed" if plan.completed else "belongs to another manager"
             raise MisuseError(f"{call} of a plan that {why}: request {plan.request_id!r}, key {key}")
         plan.completed = True
         return plan.epoch >= self._void_before
@@ -481,9 +481,9 @@ class OffloadingManager:
         found = kernels.access(
             index.table,
             index.keys,
-            self.slots.generation,
+            self.slots.version,
             ctx.path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
             whole_path,
             slots,
@@ -494,27 +494,27 @@ class OffloadingManager:
             self.store_mode.used(slots[:found], reused[:found])
 
     def _observe(self, ctx: RequestContext) -> None:
-        """Tell policy and admission which blocks the request refers to: each once a request."""
+        """Report the request's blocks to policy and admission rule: each once a request."""
         start, stop = ctx.observed, ctx.length
         if start == stop or not (self._policy_observes or self.admission is not None):
             return
         ctx.observed = stop
-        ctx.pieces += 1
+        ctx.num_observations += 1
         if self._policy_observes:
             self.policy.observe(ctx.keys(), self._resolve(ctx, np.arange(start, stop, dtype=np.int32)), start)
         if self.admission is not None:
             self.admission.count(ctx.keys()[start:])
 
     def _resolve(self, ctx: RequestContext, positions: SlotArray) -> SlotArray:
-        """The slot of each of these blocks of the path, or ABSENT."""
+        """The slot of the block at each of these path positions, or ABSENT."""
         index, slots = self.index, np.empty(len(positions), np.int32)
         kernels.resolve(
-            index.table, index.keys, self.slots.generation, ctx.path.keys, ctx.notes, positions, slots
+            index.table, index.keys, self.slots.version, ctx.path.keys, ctx.records, positions, slots
         )
         return slots
 
     def _room(self, wanted: int, ctx: RequestContext) -> int:
-        """How many of `wanted` new blocks fit: free slots, and blocks that may be evicted for them."""
+        """How many of `wanted` new blocks fit: free slots, and blocks that may be evicted."""
         short = wanted - self.slots.num_free
         if short <= 0:
             return wanted
@@ -525,14 +525,14 @@ class OffloadingManager:
                 index.table,
                 index.keys,
                 self.slots.ref_cnt,
-                self.slots.generation,
+                self.slots.version,
                 ctx.path.keys,
-                ctx.notes,
+                ctx.records,
                 ctx.length,
             )
         return wanted if short <= evictable else self.slots.num_free + evictable
 
-    def _enter(
+    def _place(
         self,
         ctx: RequestContext,
         positions: SlotArray,
@@ -542,9 +542,9 @@ class OffloadingManager:
         evicted: npt.NDArray[np.uint64],
         protected: Protected,
     ) -> int:
-        """Give slots to blocks that all have room; the policy says whose, where none are free.
+        """Give slots to blocks for which there is room: free slots first, then those of the policy's victims.
 
-        Returns how many of them the policy refuses; those end up behind the others, in all arrays.
+        Returns how many of them the policy refuses; those end up after the others, in all arrays.
         """
         index, path = self.index, ctx.path
         num_free = len(slots) - len(evicted)
@@ -553,14 +553,14 @@ class OffloadingManager:
         slots[:num_free] = self.slots.next_free(num_free)
         num_refused = self.store_mode.choose(rows, fresh, slots, num_free, protected)
         num_stored = len(slots) - num_refused
-        wrong = kernels.enter(
+        wrong = kernels.place(
             index.table,
             index.keys,
             self.slots.ref_cnt,
-            self.slots.generation,
+            self.slots.version,
             path.table,
             path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
             rows,
             slots[:num_stored],
@@ -569,7 +569,7 @@ class OffloadingManager:
         )
         if wrong >= 0:
             raise PolicyError(
-                f"policy {self.policy.name!r} named slot {slots[wrong]} to leave for key "
+                f"policy {self.policy.name!r} named slot {slots[wrong]} as the victim for key "
                 f"{fresh[wrong].tobytes()[: self.key_bytes].hex()}: it is protected, absent, or was "
                 f"named before"
             )
@@ -584,14 +584,14 @@ class OffloadingManager:
 
     def _discard(self, batch: Keys, slots: SlotArray) -> int:
         index, ctx = self.index, self._context(None)
-        positions = ctx.see(batch)
+        positions = ctx.extend(batch)
         found = kernels.discard(
             index.table,
             index.keys,
             self.slots.ref_cnt,
-            self.slots.generation,
+            self.slots.version,
             ctx.path.keys,
-            ctx.notes,
+            ctx.records,
             positions,
             slots,
         )

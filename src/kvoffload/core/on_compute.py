@@ -1,6 +1,6 @@
-"""What stands between a manager and its policy: here, where blocks are stored as soon as they are computed.
+"""A manager's store mode: how it uses its policy when blocks are stored as soon as they are computed.
 
-`on_device_eviction` is the same for a victim tier. A manager asks its store mode, which asks the policy.
+`on_device_eviction` is the same for a victim tier. A manager calls its store mode, which calls the policy.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class OnCompute:
     device holds, and more. The policy orders every block.
 
     Attributes:
-        learns_at_load: whether the policy hears of a request before its load instead of before its store.
+        learns_at_load: whether the policy observes a request before its load instead of before its store.
         one_prefix: whether the blocks of a store follow one another in one request.
-        takes_back: whether `keep` does something.
+        takes_back: whether `keep` has an effect.
     """
 
     learns_at_load: ClassVar[bool] = False
@@ -38,11 +38,11 @@ class OnCompute:
 
     @property
     def num_duplicates(self) -> int:
-        """Ready blocks that the device holds as well, where that is known."""
+        """Number of ready blocks that the device holds as well, if the mode knows them; else 0."""
         return 0
 
     def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
-        """How many of the new blocks the admission rule lets in: those at the front of both arrays."""
+        """How many of the new blocks the admission rule admits: those at the front of both arrays."""
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
@@ -55,10 +55,10 @@ class OnCompute:
     def choose(
         self, rows: SlotArray, fresh: U64Matrix, slots: SlotArray, num_free: int, protected: Protected
     ) -> int:
-        """Let the policy name the blocks that leave: fill `slots` from `num_free` on. Its answer is checked,
-        not believed; `kernels.enter` checks what needs the index.
+        """Let the policy name the blocks that leave: fill `slots` from `num_free` on. Its answer is checked;
+        `kernels.place` checks what needs the index.
 
-        Returns: how many of the new blocks it refuses; those end up behind the others, in all three arrays.
+        Returns: how many of the new blocks it refuses; those end up after the others, in all three arrays.
         Raises: `PolicyError` when the policy breaks its contract.
         """
         policy = self.policy
@@ -74,20 +74,20 @@ class OnCompute:
             raise PolicyError(f"policy {policy.name!r} refused blocks that were admitted")
         if num_refused and not refused[-num_refused:].all():
             if protected.one_prefix:
-                raise PolicyError(f"policy {policy.name!r} refused a block and took one behind it")
+                raise PolicyError(f"policy {policy.name!r} refused a block and took one after it")
             order = np.argsort(refused, kind="stable")
             fresh[:], slots[:], rows[: len(slots)] = fresh[order], slots[order], rows[order]
         return num_refused
 
     def evicted(self, slots: SlotArray) -> None:
-        """What `choose` named for these slots has left."""
+        """The blocks that `choose` named in these slots have left."""
 
     def keep(self, ctx: RequestContext, positions: SlotArray, held: SlotArray, stored: SlotArray) -> int:
-        """Of the blocks that were offered, take those back that are here already; how many."""
+        """Take back the offered blocks that are still here; returns how many."""
         return 0
 
     def removed(self, slots: SlotArray) -> None:
-        """These blocks have gone without being chosen."""
+        """These blocks left without being chosen as victims."""
         self.policy.remove(slots)
 
     def reset(self) -> None:

@@ -1,7 +1,6 @@
 """A victim tier: it stores what the device drops, and its policy orders what the tier alone holds.
 
-Tells the policy that a block has gone when the device holds it again, and that a new one has come when the
-device drops it.
+To the policy a block leaves when the device holds it again, and enters when the device drops it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from kvoffload.structures.keys import Keys
 
 
 class OnDeviceEviction(OnCompute):
-    """Blocks are offered when the device drops them, one without the other. A block that the device holds
-    again is a *duplicate*: in no order of the policy, and the first to give up its slot.
+    """Blocks are offered when the device drops them, each on its own. A block that the device holds again is
+    a *duplicate*: the policy does not order it, and it gives up its slot first.
 
     Attributes:
         duplicates: blocks that the device holds as well.
     """
 
-    # When a load has ended, the tier does not hold its blocks alone any more: what the policy is to learn
-    # from the hit, it learns before.
+    # After a load the tier no longer holds its blocks alone, so the policy forgets them: it must observe the
+    # hit before that.
     learns_at_load = True
     one_prefix = False
     takes_back = True
@@ -50,7 +49,7 @@ class OnDeviceEviction(OnCompute):
         return int(np.count_nonzero(allowed))
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """What a request uses, the device holds."""
+        """The device holds every block that a request uses."""
         self.loaded(slots)
 
     def loaded(self, slots: SlotArray) -> None:
@@ -63,7 +62,7 @@ class OnDeviceEviction(OnCompute):
     def choose(
         self, rows: SlotArray, fresh: U64Matrix, slots: SlotArray, num_free: int, protected: Protected
     ) -> int:
-        """Duplicates leave first, then what the policy names."""
+        """Duplicates leave first, then the blocks that the policy names."""
         num_given = num_free
         if num_free < len(slots):
             leaving = self.duplicates.choose(len(slots) - num_free, self.policy.index, protected)
@@ -79,12 +78,12 @@ class OnDeviceEviction(OnCompute):
         self.duplicates.drop(slots)
 
     def keep(self, ctx: RequestContext, positions: SlotArray, held: SlotArray, stored: SlotArray) -> int:
-        """Nothing is copied for blocks that are still here as duplicates: they join the policy's order again.
+        """Blocks that are still here as duplicates enter the policy's order again; nothing is copied.
 
         Args:
-            ctx: whose path the blocks are on.
-            positions, held: of every block that the device drops; a slot is ABSENT where it is not here.
-            stored: rows of those that have just entered: all of them together are put in order.
+            ctx: the request that the blocks belong to.
+            positions, held: path position and slot of every block that the device drops; ABSENT if not here.
+            stored: rows of the blocks that have just entered; they are put in order with the others.
         """
         here = np.flatnonzero(held != ABSENT)
         rows, _ = self.duplicates.drop(held[here])

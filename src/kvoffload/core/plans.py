@@ -1,4 +1,4 @@
-"""What the manager answers: outcomes, plans, events, statistics. Plain values, no behaviour."""
+"""What the manager returns: outcomes, plans, events, statistics. Plain values without behaviour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
 
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
-"""Rows of a plan, in parts: each row in one of them."""
+"""The rows of a plan, divided into parts: each row is in exactly one."""
 
 StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
 ON_COMPUTE: Final = "on-compute"
@@ -30,17 +30,17 @@ class LookupResult(Enum):
     MISS = auto()
     """Not here: compute it."""
     HIT = auto()
-    """Ready. A promise: `prepare_load` will succeed in this step."""
+    """Ready. `prepare_load` is guaranteed to succeed in this step."""
     HIT_PENDING = auto()
     """Being stored by another request: ask again in the next step, or compute it."""
     RETRY = auto()
-    """Being brought up from a lower tier: ask again in the next step."""
+    """Being promoted from a tier behind: ask again in the next step."""
 
 
 class PrefixLookup(NamedTuple):
     """How much of a prefix is ready.
 
-    `num_ready` leading blocks are ready; `stopped_by` says what the block after them is (`HIT` if there
+    `num_ready` leading blocks are ready; `stopped_by` is the state of the block after them (`HIT` if there
     is none).
     """
 
@@ -64,11 +64,11 @@ class LoadPlan:
 
     @property
     def request_id(self) -> str:
-        """Of the request that it was made for; empty if it was made for none."""
+        """Id of the request that the plan was made for; empty if there is none."""
         return self.request.request_id
 
     def split(self, parts: Parts = None) -> list[LoadPlan]:
-        """Plans to be completed in place of this one: one for each part of its rows, or for each block."""
+        """Plans to complete instead of this one: one for each part of its rows, or one for each block."""
         self.completed = True
         return [
             LoadPlan(self.request, self.keys.take(rows), self.slots[rows], self.owner, self.epoch)
@@ -81,15 +81,15 @@ class StorePlan:
     """Blocks to copy: ``keys[i]`` into ``slots[i]``; in flight until `complete_store`.
 
     Attributes:
-        keys: the offered keys that are to be stored, in the order in which they were offered. Empty if
-            all are here already, or none was admitted.
+        keys: the offered keys that are stored, in the order of the offer. Empty if all are here already, or
+            none was admitted.
         slots: shape ``(len(keys),)``, int32. The last ``len(evicted)`` are those of the evicted blocks,
             in that order.
         missing_rows: int32; the rows of the offered batch that were not here: first those that are
             stored, then those that were dropped, then those that were refused.
-        evicted: keys that left. Their slots are reused at once: whoever reads them holds a pin, and a
-            pinned block is never evicted.
-        num_dropped: offered keys that were admitted and found no room.
+        evicted: keys of the evicted blocks. Their slots are reused at once: a block that is being read is
+            pinned, and a pinned block is never evicted.
+        num_dropped: offered keys that were admitted but found no room.
         num_refused: offered keys that the admission rule or the policy refused.
     """
 
@@ -106,16 +106,16 @@ class StorePlan:
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
-        """Shape ``(len(keys),)``, int32; the row of each key in the batch that was offered."""
+        """Shape ``(len(keys),)``, int32; the row of each key in the offered batch."""
         return self.missing_rows[: len(self.slots)]
 
     @property
     def request_id(self) -> str:
-        """Of the request that it was made for; empty if it was made for none."""
+        """Id of the request that the plan was made for; empty if there is none."""
         return self.request.request_id
 
     def split(self, parts: Parts = None) -> list[StorePlan]:
-        """Plans to be completed in place of this one: one for each part of its rows, or for each block."""
+        """Plans to complete instead of this one: one for each part of its rows, or one for each block."""
         self.completed = True
         return [
             StorePlan(
@@ -141,7 +141,7 @@ def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
 class OffloadingEvent:
     """Blocks became readable in a medium (`removed` is False), or left it.
 
-    `block_size` is the number of tokens in a block, 0 where the manager was not told.
+    `block_size` is the number of tokens in a block, 0 if the manager does not know it.
     """
 
     keys: Keys
@@ -164,19 +164,19 @@ class ManagerStats:
     ready: int = 0
     evictable: int = 0
     duplicates: int = 0
-    """Of a victim tier: ready blocks that the device holds as well. They leave first."""
+    """In a victim tier: ready blocks that the device holds as well. They leave first."""
     condemned: int = 0
-    """Slots whose block is forgotten and which a transfer still uses: free when it ends."""
+    """Slots whose block is forgotten while a transfer still uses them: free when it ends."""
     stored: int = 0
     store_failed: int = 0
     loaded: int = 0
     evicted: int = 0
     refused: int = 0
-    """Not admitted, or not worth who would have left."""
+    """Not admitted, or worth less than the block that would have left."""
     dropped: int = 0
-    """Admitted, but without room: everything else was pinned, in flight, or the request's own."""
+    """Admitted, but without room: all other blocks were pinned, in flight, or the request's own."""
     kept: int = 0
-    """Of a victim tier: offered while still here as duplicates, so kept without being copied."""
+    """In a victim tier: offered while still here as duplicates, so kept without a copy."""
     discarded: int = 0
-    """Left without being evicted: damaged, or forgotten by `reset`."""
+    """Removed without being evicted: damaged, or forgotten by `reset`."""
     policy: dict[str, float] = field(default_factory=dict)

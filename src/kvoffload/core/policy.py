@@ -1,7 +1,7 @@
 """What an eviction policy is.
 
-A policy orders slots. It owns no bytes, no slots, no clock and no counters of pins; it may remember keys
-of blocks that have gone. One instance serves one manager, on the manager's thread.
+A policy orders slots. It owns no bytes, no slots, no clock and no pins; it may remember keys of blocks that
+have left. One instance serves one manager, on the manager's thread.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 
 REFUSED = -1
-"""What `EvictionPolicy.replace` writes in place of a victim: the new block may not enter."""
+"""What `EvictionPolicy.replace` writes in place of a victim: the new block does not enter."""
 
 
 class EvictionPolicy(ABC):
-    """Decides which blocks leave when others come: the batch contract that the manager calls.
+    """Decides which blocks leave when others enter: the batch contract that the manager calls.
 
-    The manager asks only for what can be had: when `replace` is called, at least as many blocks may
-    leave as must. So a policy has no way to fail and nothing to roll back, and a refusal, which the
-    manager decides before, leaves no trace in it. What a policy names is checked all the same
-    (`PolicyError`).
+    The manager calls `replace` only when it can succeed: at least as many blocks may leave as must. So a
+    policy cannot fail and has nothing to roll back; when there is no room the manager does not call it, and
+    its state stays as it was. The manager still checks every victim that a policy names (`PolicyError`).
 
     Attributes:
         name: what users type.
-        good_for: where it is worth trying, in a line.
+        good_for: where it is worth trying, in one line.
         paper: where it was published.
         index: the manager's index; ``index.keys[slot]`` is the key of a resident block, readable in
             `replace` until it returns.
         capacity_blocks: number of slots.
         refuses: whether `replace` may refuse new blocks.
-        write_cost: of a policy that weighs blocks: how much better than the block that would leave a new one
-            must be to be worth its write, as a fraction. None: the policy's own choice.
+        write_cost: for a policy that weighs blocks: by which fraction a new block must be worth more than the
+            block that would leave, to be worth its write. None: the policy's own choice.
 
-    Every other public attribute with an annotation and a default, which is not a ``ClassVar``, is a parameter
+    Every other public attribute that has an annotation and a default and is not a ``ClassVar`` is a parameter
     that users may set: ``s3fifo,small_share=0.2`` (see `Registry`).
     """
 
@@ -57,64 +56,64 @@ class EvictionPolicy(ABC):
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         """One request used these resident blocks, in prefix order.
 
-        A policy for which order matters goes from the last to the first, so that the head of a prefix
-        ends as the most recent block and a prefix is lost from its tail.
+        A policy that orders by recency goes from the last to the first, so that the head of a prefix ends as
+        the most recent block and a prefix is lost from its tail.
 
         Args:
             slots: shape ``(n,)``, int32.
             reused: shape ``(n,)``, bool. True where this is the request's one access of the block. False
-                where the request had accessed it before, or stored it itself: the block takes its place
-                in the order, and counts for nothing else.
+                where the request accessed it before, or stored it itself: the block takes its place in the
+                order, and nothing is counted.
         """
 
     @abstractmethod
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        """Take in the absent blocks `keys`, in prefix order; name who leaves for them.
+        """Take in the absent blocks `keys`, in prefix order; name the victims that leave for them.
 
         The first `num_free` entries of `slots` are free slots. The policy fills the others with its
-        victims, in the order in which they leave: ``keys[i]`` enters ``slots[i]``. It drops the victims
-        from its order and adds the new blocks; where recency matters, their head is the most recent.
+        victims, in the order in which they leave: ``keys[i]`` enters ``slots[i]``. It removes the victims
+        from its order and adds the new blocks; if it orders by recency, their head is the most recent.
 
-        A policy whose `refuses` is True may write `REFUSED` in place of a victim: the block is not
-        worth who would leave for it. Of one request's prefix (`protected.one_prefix`) it then refuses
-        all that follows as well, which could not be reached. It refuses nothing that is
+        A policy whose `refuses` is True may write `REFUSED` in place of a victim: the new block is worth
+        less than the one that would leave for it. Of one request's prefix (`protected.one_prefix`) it then
+        also refuses all following blocks, because they could not be reached. It refuses nothing if
         `protected.admitted`.
 
         Args:
             keys: keys of the new blocks, all different, none of them in the policy's order.
             slots: shape ``(len(keys),)``, int32; in and out.
-            num_free: how many slots are free; 0 to ``len(keys)``.
-            protected: slots that may not be named. Free slots count as protected.
+            num_free: number of free slots; 0 to ``len(keys)``.
+            protected: slots that may not be named as victims. Free slots count as protected.
         """
 
     @abstractmethod
     def remove(self, slots: SlotArray) -> None:
-        """These blocks have gone without being chosen: a store failed, a block was damaged, or, in a
-        victim tier, the device holds it again."""
+        """These blocks left without being chosen as victims: a store failed, a block was damaged, or, in a
+        victim tier, the device holds the block again."""
 
-    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:  # noqa: B027  (most have no use for it)
-        """A request refers to these blocks, wherever they are: for policies that learn from all traffic.
+    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:  # noqa: B027  (most policies ignore it)
+        """A request refers to these blocks, resident or not: for policies that learn from all traffic.
 
-        Told once a request, before its first `access` or `replace`; again when the request has grown.
+        Called once a request, before its first `access` or `replace`, and again when the request has grown.
 
         Args:
             path: the request's keys so far, in prefix order.
-            slots: shape ``(len(path) - start,)``, int32; where the blocks from `start` on are, or -1.
-            start: how many blocks of the path were told before.
+            slots: shape ``(len(path) - start,)``, int32; the slot of each block from `start` on, or -1.
+            start: number of blocks of the path in earlier calls.
         """
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything, adaptive state and ghosts included."""
+        """Forget everything, including adaptive state and ghosts."""
 
     def stats(self) -> dict[str, float]:
         """State worth showing to people (sizes of lists, adaptive targets)."""
         return {}
 
     def order(self) -> list[int] | None:
-        """The slot of every block that the policy knows, each once, roughly the coldest first.
+        """The slot of every block that the policy knows, each once, roughly from the coldest to the warmest.
 
-        For audits, tests and reports. None: the policy does not tell. Cost: O(blocks).
+        For audits, tests and reports. None: the policy has no such order. Cost: O(blocks).
         """
         return None
 
@@ -122,8 +121,8 @@ class EvictionPolicy(ABC):
 class BlockwisePolicy(EvictionPolicy):
     """A policy written one block at a time, in plain Python: the short way, for research.
 
-    Implement `hit`, `insert`, `victim` and `forget`, and `refresh` if recency matters; the batches are
-    loops over them. Slower than kernels by one to two orders of magnitude, and otherwise equal.
+    Implement `hit`, `insert`, `victim` and `forget`, and `refresh` if recency matters; the batch methods loop
+    over them. One to two orders of magnitude slower than kernels, otherwise equal.
     """
 
     @abstractmethod
@@ -131,9 +130,9 @@ class BlockwisePolicy(EvictionPolicy):
         """The block in `slot` was used. Called from the tail of a request to its head."""
 
     def refresh(self, slot: int) -> None:
-        """The block in `slot` takes its place in the order of its request's path; no second use.
+        """The block in `slot` takes its place in the order of its request's path; not a second use.
 
-        Called for the blocks of a path from the last to the first: when they have been inserted, and when
+        Called for the blocks of a path from the last to the first: after they have been inserted, and when
         their request finishes.
         """
 
@@ -143,14 +142,14 @@ class BlockwisePolicy(EvictionPolicy):
 
     @abstractmethod
     def victim(self, key: bytes, protected: Protected) -> int:
-        """Choose the block that leaves for `key`, drop it and return its slot.
+        """Choose the block that leaves for `key`, remove it from the order and return its slot.
 
-        ``slot in protected`` tells who may not leave; someone else always may.
+        ``slot in protected`` is True for blocks that may not leave; at least one other block may.
         """
 
     @abstractmethod
     def forget(self, slot: int) -> None:
-        """The block in `slot` has gone without being chosen."""
+        """The block in `slot` left without being chosen as a victim."""
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         for slot, is_reuse in zip(reversed(slots.tolist()), reversed(reused.tolist()), strict=True):
@@ -180,7 +179,7 @@ PolicyName: TypeAlias = Annotated[str, POLICIES]
 """What users type for a policy."""
 
 DEFAULT_POLICY = "lru"
-"""What is used if the user says nothing."""
+"""The policy if the user names none."""
 
 FLAGSHIP = "hazard"
-"""What we would use ourselves."""
+"""The policy that we recommend."""

@@ -1,4 +1,4 @@
-"""Which slots must survive an eviction."""
+"""Which slots must survive an eviction. Owns no state: it reads pins, index and path."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Protected:
     and ask `evictable`. Valid during one call of `EvictionPolicy.replace`.
 
     Attributes:
-        entering: slots that a policy has already given to blocks of this call; Python policies add to
-            it, kernels keep such slots out of their lists until they have chosen every victim.
-        one_prefix: whether the new blocks follow one another in one request, so that a block is of no
-            use without those before it.
-        admitted: whether the new blocks enter in any case: a policy refuses none of them.
+        entering: slots that a policy has already given to blocks of this call. Python policies add to it;
+            kernels keep such slots out of their lists until they have chosen every victim.
+        one_prefix: whether the new blocks follow one another in one request, so that a block is useless
+            without those before it.
+        admitted: whether the new blocks always enter: a policy refuses none of them.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ def coldest_evictable(
     path_keys: U64Matrix,
     index_keys: U64Matrix,
 ) -> int:
-    """The coldest block of a list, from `slot` on, that may leave; the sentinel if there is none."""
+    """The coldest block of a list, from `slot` towards its head, that may leave; the sentinel if none may."""
     while slot != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, slot):
         slot = links[slot, PREV]
     return slot

@@ -189,7 +189,7 @@ class Replay:
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
         """Leading blocks that the tier delivers: all that it holds, up to the first damaged one."""
         if self._tiered is not None:
-            hits = self._bring_up(self._tiered, request, keys, ctx)
+            hits = self._promote(self._tiered, request, keys, ctx)
         else:
             hits = self.manager.lookup(keys, ctx).num_ready
         if hits == 0 and not self._is_victim_tier:
@@ -208,7 +208,7 @@ class Replay:
         self._log.blocks(request, "damaged", self._ids(codes[damaged]))
         return int(damaged[0])
 
-    def _bring_up(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
+    def _promote(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
         """Wait for what tiers have of this prefix; how many of its blocks are then in RAM."""
         manager.take_events()
         found = manager.lookup(keys, ctx)

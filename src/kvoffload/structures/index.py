@@ -188,13 +188,6 @@ def insert_one(table: U64Array, keys: U64Matrix, batch: ReadU64Matrix, row: int,
     return position
 
 
-@kernel
-def remove_one(table: U64Array, keys: U64Matrix, position: int) -> int:
-    """`remove`, for callers in Python."""
-    remove(table, keys, position)
-    return position
-
-
 @inline
 def word_of(data: bytes, start: int, stop: int) -> np.uint64:
     """The word of a key that begins at `start` of `data`, as `Keys.pack` makes it; the key ends at `stop`."""

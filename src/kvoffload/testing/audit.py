@@ -20,7 +20,7 @@ from kvoffload.core.on_device_eviction import OnDeviceEviction
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.slots import FREE, WRITING
 from kvoffload.policies.arc import ARC
-from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, Runs
+from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, PathRuns
 from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.structures.index import ABSENT, Index, find_bytes, find_one
 from kvoffload.structures.keylists import KeyLists
@@ -32,7 +32,7 @@ from kvoffload.testing.naive.arc import NaiveARC
 def audit(manager: OffloadingManager) -> None:
     """Check everything that must hold between two calls of a manager. Changes nothing.
 
-    Of a policy, whoever wrote it, the `Lists`, `KeyLists` and `Runs` among its attributes are checked,
+    Of a policy, whoever wrote it, the `Lists`, `KeyLists` and `PathRuns` among its attributes are checked,
     and what its `order` tells.
 
     Raises:
@@ -209,13 +209,13 @@ def _audit_parts(thing: Any, owner: str) -> None:
             _audit_lists(what, value)
         elif isinstance(value, KeyLists):
             _audit_key_lists(what, value)
-        elif isinstance(value, Runs):
+        elif isinstance(value, PathRuns):
             _audit_runs(what, value)
         elif type(value).__module__.startswith("kvoffload.policies."):
             _audit_parts(value, what)
 
 
-def _audit_runs(what: str, runs: Runs) -> None:
+def _audit_runs(what: str, runs: PathRuns) -> None:
     _audit_lists(what, runs.order)
     members = runs.members()
     numbers = [int(runs.runs[run[0], RUN_OF]) for run in members]

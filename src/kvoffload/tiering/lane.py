@@ -38,7 +38,7 @@ class Job:
     since: float
 
 
-class Behind:
+class TierLane:
     """A tier, the jobs that it has to do, and how fast it reads."""
 
     def __init__(self, tier: SecondaryTier) -> None:

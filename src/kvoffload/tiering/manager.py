@@ -20,8 +20,8 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.lane import Behind, Job, TieringCounts
-from kvoffload.tiering.wait import Waiting
+from kvoffload.tiering.lane import Job, TieringCounts, TierLane
+from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.base import NO_JOB, Mask, Memory, SecondaryTier, TierStats
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -97,15 +97,15 @@ class TieredManager(OffloadingManager):
         # What RAM's policy refuses would reach no tier: RAM is their door. Unless the user says so.
         self.policy_may_refuse = not tiers or self.policy.write_cost is not None
         self._ram = ram
-        self._behind = [Behind(tier) for tier in tiers]
+        self._lanes = [TierLane(tier) for tier in tiers]
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
         self._clock = clock
         self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
         self._num_reading = 0
         # Blocks on their way up, and the number of the tier (from 1) that they come from.
-        self._rising: dict[bytes, int] = {}
-        self._requests: dict[RequestContext, Waiting] = {}
-        self._asking: dict[RequestContext, Waiting] = {}
+        self._promoting: dict[bytes, int] = {}
+        self._requests: dict[RequestContext, TierWait] = {}
+        self._asking: dict[RequestContext, TierWait] = {}
         self.hit_blocks = [0] * (1 + len(tiers))
         self.counts = TieringCounts()
 
@@ -114,7 +114,7 @@ class TieredManager(OffloadingManager):
     def begin_request(self, request_id: str, keys: Sequence[bytes] = ()) -> RequestContext:
         """As `OffloadingManager.begin_request`."""
         ctx = super().begin_request(request_id, keys)
-        self._requests[ctx] = Waiting([behind.tier.begin_request(request_id) for behind in self._behind])
+        self._requests[ctx] = TierWait([lane.tier.begin_request(request_id) for lane in self._lanes])
         return ctx
 
     def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
@@ -133,27 +133,27 @@ class TieredManager(OffloadingManager):
         Asking is what begins their way. Without a request only RAM is asked.
         """
         found = super().lookup(keys, ctx)
-        if found.stopped_by is HIT or ctx is None or not self._behind:
+        if found.stopped_by is HIT or ctx is None or not self._lanes:
             return found
         request = self._requests[ctx]
         rest = self.pack(keys[found.num_ready :])
-        self._bring_up(rest, ctx, request)
-        if rest[0] not in self._rising:
+        self._promote(rest, ctx, request)
+        if rest[0] not in self._promoting:
             return found
         return PrefixLookup(found.num_ready, self._wait(rest, request))
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """As `OffloadingManager.lookup_key`. A block that a tier has is RETRY; `poll` begins to read it."""
         result = super().lookup_key(key, ctx)
-        if result is HIT or ctx is None or not self._behind:
+        if result is HIT or ctx is None or not self._lanes:
             return result
         request = self._requests[ctx]
-        if result is MISS and key not in request.hopeless:
+        if result is MISS and key not in request.given_up:
             if not self._below(self.pack([key]), request)[1].any():
                 return MISS
             request.wanted.append(key)
             self._asking[ctx] = request
-        elif key not in self._rising:
+        elif key not in self._promoting:
             return result
         return self._wait([key], request)
 
@@ -186,8 +186,8 @@ class TieredManager(OffloadingManager):
         super().complete_store(plan, success)
         request = self._requests.get(plan.request)
         if success and plan.epoch == self._epoch:
-            for row in range(len(self._behind)):
-                self._write_down(row, plan.keys, request)
+            for row in range(len(self._lanes)):
+                self._cascade(row, plan.keys, request)
         if request is not None:
             request.num_storing -= len(plan.keys)
             self._end(plan.request, request)
@@ -199,28 +199,28 @@ class TieredManager(OffloadingManager):
 
         Call it once a step. Cost: O(1) while nothing is.
         """
-        for number, behind in enumerate(self._behind, 1):
-            if behind.jobs:
-                for result in behind.tier.finished():
-                    self._take_in(number, behind, behind.jobs.pop(result.job), result.ok, result.seconds)
+        for number, lane in enumerate(self._lanes, 1):
+            if lane.jobs:
+                for result in lane.tier.finished():
+                    self._take_in(number, lane, lane.jobs.pop(result.job), result.ok, result.seconds)
         asking, self._asking = self._asking, {}
         for ctx, request in asking.items():
             wanted, request.wanted = request.wanted, []
             if not request.finished:
-                self._bring_up(self.pack([*dict.fromkeys(wanted)]), ctx, request)
+                self._promote(self.pack([*dict.fromkeys(wanted)]), ctx, request)
         return self.has_jobs
 
     @property
     def has_jobs(self) -> bool:
         """Whether a tier has been given something to do, or is about to be."""
-        return bool(self._asking) or any(behind.jobs for behind in self._behind)
+        return bool(self._asking) or any(lane.jobs for lane in self._lanes)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no job is under way; False if that takes longer. For tests, replays and shutdown."""
         until = time.monotonic() + timeout_s
         while self.poll():
-            for behind in self._behind:
-                if not behind.tier.drain(max(0.0, until - time.monotonic())):
+            for lane in self._lanes:
+                if not lane.tier.drain(max(0.0, until - time.monotonic())):
                     return False
         return True
 
@@ -233,14 +233,14 @@ class TieredManager(OffloadingManager):
         """
         nothing_runs = drop_in_flight and self.settle(self.deadline_s)
         super().reset(drop_in_flight=nothing_runs)
-        self._rising.clear()
-        for behind in self._behind:
-            behind.tier.clear()
+        self._promoting.clear()
+        for lane in self._lanes:
+            lane.tier.clear()
         if drop_in_flight:
             until = time.monotonic() + self.deadline_s
             # Every tier is asked, also when one hangs.
-            for behind in self._behind:
-                behind.tier.drain(max(0.0, until - time.monotonic()))
+            for lane in self._lanes:
+                lane.tier.drain(max(0.0, until - time.monotonic()))
         self._asking.clear()
         for ctx, request in [*self._requests.items()]:
             request.came_from.clear()
@@ -252,35 +252,35 @@ class TieredManager(OffloadingManager):
     @property
     def tier_names(self) -> list[str]:
         """The name of each tier behind RAM."""
-        return [behind.tier.name for behind in self._behind]
+        return [lane.tier.name for lane in self._lanes]
 
     def tier_stats(self) -> list[TierStats]:
         """The counters of each tier behind RAM."""
-        return [behind.tier.stats() for behind in self._behind]
+        return [lane.tier.stats() for lane in self._lanes]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let jobs end, for so long at the most, and close the tiers."""
         self.settle(timeout_s)
-        for behind in self._behind:
-            behind.tier.close()
+        for lane in self._lanes:
+            lane.tier.close()
 
     # ---- inside
 
-    def _below(self, keys: Keys, request: Waiting) -> tuple[list[Mask], Mask]:
+    def _below(self, keys: Keys, request: TierWait) -> tuple[list[Mask], Mask]:
         """Which blocks each tier has, and which are in any; stalled tiers have none."""
         found = []
-        for behind, record in zip(self._behind, request.records, strict=True):
-            is_stalled = behind.is_stalled(self._clock(), self.deadline_s)
-            found.append(np.zeros(len(keys), np.bool_) if is_stalled else behind.tier.contains(keys, record))
+        for lane, record in zip(self._lanes, request.records, strict=True):
+            is_stalled = lane.is_stalled(self._clock(), self.deadline_s)
+            found.append(np.zeros(len(keys), np.bool_) if is_stalled else lane.tier.contains(keys, record))
         return found, np.logical_or.reduce(found)
 
-    def _bring_up(self, keys: Keys, ctx: RequestContext, request: Waiting) -> None:
+    def _promote(self, keys: Keys, ctx: RequestContext, request: TierWait) -> None:
         """Begin to read what of this run is in tiers and not in RAM, if there is room and it is worth it."""
         here = self.contains(keys, ctx)
         in_tiers, below = self._below(keys, request)
         reachable = here | below
-        if request.hopeless:
-            reachable &= here | np.array([key not in request.hopeless for key in keys], np.bool_)
+        if request.given_up:
+            reachable &= here | np.array([key not in request.given_up for key in keys], np.bool_)
         length = len(keys) if reachable.all() else int(reachable.argmin())
         request.may_wait_s = self.deadline_s
         if self.recompute_s_per_block is not None:
@@ -292,7 +292,7 @@ class TieredManager(OffloadingManager):
         come_from = np.array([mask[wanted] for mask in in_tiers]).argmax(axis=0)
         if not self._is_worth(come_from, length * (self.recompute_s_per_block or math.inf)):
             self.counts.not_worth += len(wanted)
-            request.hopeless.update(missing)
+            request.given_up.update(missing)
             return
         room = self._max_in_flight - self._num_reading
         plan = super().prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
@@ -300,7 +300,7 @@ class TieredManager(OffloadingManager):
         if num_taken < len(missing):
             # Asked again at every step, blocks that find no room now would drive out those that did.
             self.counts.no_room += len(missing) - num_taken
-            request.hopeless.update(missing[num_taken:])
+            request.given_up.update(missing[num_taken:])
         if plan is None or num_taken == 0:
             return
         self._num_reading += num_taken
@@ -309,42 +309,42 @@ class TieredManager(OffloadingManager):
         for number, part in zip(
             numbers, plan.split([np.flatnonzero(come_from == n) for n in numbers]), strict=True
         ):
-            behind = self._behind[number]
-            job = behind.tier.submit_read(part.keys, self._ram.pool, part.slots)
-            behind.jobs[job] = Job(part, self._clock())
-            self._rising.update(dict.fromkeys(part.keys, number + 1))
+            lane = self._lanes[number]
+            job = lane.tier.submit_read(part.keys, self._ram.pool, part.slots)
+            lane.jobs[job] = Job(part, self._clock())
+            self._promoting.update(dict.fromkeys(part.keys, number + 1))
 
     def _is_worth(self, come_from: SlotArray, compute_s: float) -> bool:
         """Whether reading these blocks takes less time than computing what they make reachable."""
-        counts = np.bincount(come_from, minlength=len(self._behind)).tolist()
+        counts = np.bincount(come_from, minlength=len(self._lanes)).tolist()
         now = self._clock()
         return all(
-            count == 0 or behind.is_worth(count, compute_s, now)
-            for behind, count in zip(self._behind, counts, strict=True)
+            count == 0 or lane.is_worth(count, compute_s, now)
+            for lane, count in zip(self._lanes, counts, strict=True)
         )
 
-    def _wait(self, keys: Sequence[bytes], request: Waiting) -> LookupResult:
+    def _wait(self, keys: Sequence[bytes], request: TierWait) -> LookupResult:
         """RETRY, until the request has waited long enough for these blocks."""
         had_given_up = request.gave_up
         if not request.goes_on(self._clock(), self.deadline_s):
             self.counts.gave_up += not had_given_up
             return MISS
         for key in keys:
-            if key in self._rising:
-                request.came_from[key] = self._rising[key]
+            if key in self._promoting:
+                request.came_from[key] = self._promoting[key]
         return RETRY
 
-    def _take_in(self, number: int, behind: Behind, job: Job, ok: Mask, seconds: float) -> None:
+    def _take_in(self, number: int, lane: TierLane, job: Job, ok: Mask, seconds: float) -> None:
         """A job has ended: blocks that were read are ready, blocks that were written are let go."""
         plan = job.plan
         if isinstance(plan, LoadPlan):
-            behind.num_writing -= len(plan.keys)
+            lane.num_writing -= len(plan.keys)
             self.unpin(plan)
             return
         self._num_reading -= len(plan.keys)
-        behind.speed.learn(len(plan.keys), seconds)
+        lane.speed.learn(len(plan.keys), seconds)
         for key in plan.keys:
-            self._rising.pop(key, None)
+            self._promoting.pop(key, None)
         read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
         if len(read.keys):
             self._ram.seal(read.keys, read.slots)
@@ -353,11 +353,11 @@ class TieredManager(OffloadingManager):
         super().complete_store(read)
         super().complete_store(lost, success=False)
 
-    def _write_down(self, row: int, keys: Keys, request: Waiting | None) -> None:
+    def _cascade(self, row: int, keys: Keys, request: TierWait | None) -> None:
         """Offer ready blocks to a tier; those that it takes stay pinned while they are written."""
-        behind = self._behind[row]
-        room = self._max_in_flight - behind.num_writing
-        if behind.is_stalled(self._clock(), self.deadline_s):
+        lane = self._lanes[row]
+        room = self._max_in_flight - lane.num_writing
+        if lane.is_stalled(self._clock(), self.deadline_s):
             room = 0
         self.counts.not_offered += max(0, len(keys) - room)
         if room <= 0 or len(keys) == 0:
@@ -368,22 +368,22 @@ class TieredManager(OffloadingManager):
         offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
         self.unpin(damaged, damaged=range(len(damaged.keys)))
         record = request.records[row] if request is not None else None
-        job, taken = behind.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
+        job, taken = lane.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
         kept, others = offered.split([np.flatnonzero(taken), np.flatnonzero(~taken)])
         self.unpin(others)
         if job == NO_JOB:
             self.unpin(kept)
             return
-        behind.jobs[job] = Job(kept, self._clock())
-        behind.num_writing += len(kept.keys)
+        lane.jobs[job] = Job(kept, self._clock())
+        lane.num_writing += len(kept.keys)
 
-    def _end(self, ctx: RequestContext, request: Waiting) -> None:
+    def _end(self, ctx: RequestContext, request: TierWait) -> None:
         """The request has finished and nothing of it is being stored any more: tiers learn what it used."""
         if not request.finished or request.num_storing:
             return
         del self._requests[ctx]
         path = ctx.keys()
         in_tiers, _ = self._below(path, request)
-        for row, behind in enumerate(self._behind):
-            self._write_down(row, path.take((self.ready_slots_of(path) >= 0) & ~in_tiers[row]), request)
-            behind.tier.finish_request(request.records[row], path)
+        for row, lane in enumerate(self._lanes):
+            self._cascade(row, path.take((self.ready_slots_of(path) >= 0) & ~in_tiers[row]), request)
+            lane.tier.finish_request(request.records[row], path)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Waiting:
+class TierWait:
     """A request that tiers are asked for.
 
     Attributes:
         records: the record that each tier keeps of it.
         wanted: single keys that a tier has, and nobody has begun to read.
-        hopeless: keys that it does not wait for any more.
+        given_up: keys that it does not wait for any more.
         came_from: the number of the tier, from 1, that blocks came up from while it waited for them.
         num_storing: blocks in flight to RAM.
         may_wait_s: how long it may wait for what it has asked for.
@@ -22,7 +22,7 @@ class Waiting:
 
     records: list[object]
     wanted: list[bytes] = field(default_factory=list)
-    hopeless: set[bytes] = field(default_factory=set)
+    given_up: set[bytes] = field(default_factory=set)
     came_from: dict[bytes, int] = field(default_factory=dict)
     num_storing: int = 0
     may_wait_s: float = math.inf

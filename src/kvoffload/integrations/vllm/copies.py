@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 from kvoffload.integrations.vllm.layout import Layout
-from kvoffload.integrations.vllm.specs import SlotsSpec
+from kvoffload.integrations.vllm.slots_spec import SlotsSpec
 from kvoffload.transfer import Blocks, copy_blocks
 from kvoffload.transfer.engine import as_blocks
 

@@ -17,7 +17,7 @@ from kvoffload.integrations.vllm.copies import Copied
 from kvoffload.integrations.vllm.layout import Layout
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.specs import SlotsSpec
+from kvoffload.integrations.vllm.slots_spec import SlotsSpec
 from kvoffload.transfer.cuda import tensor_over
 
 PIN_AT_ONCE_BYTES = 64 * 2**30

@@ -1,15 +1,14 @@
-"""Our logger inside vLLM, and how often it may say the same."""
+"""Our loggers inside vLLM."""
 
 from __future__ import annotations
 
 import logging
 
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
+
 logger = logging.getLogger("vllm.kvoffload")
 
 
-def is_worth_a_line(count: int) -> bool:
-    """Whether the `count`-th of a kind of failure is logged: the first, second, fourth, eighth and so on.
-
-    A broken medium fails at each step; the log has to stay readable, and the counters tell the rest.
-    """
-    return count & (count - 1) == 0
+def rate_limited_log() -> RateLimitedLog:
+    """The same logger, for failures that may repeat at every step: a rate limit of its own each."""
+    return RateLimitedLog(logger.name)

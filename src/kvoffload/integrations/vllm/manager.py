@@ -7,9 +7,8 @@ reach the engine.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,47 +17,26 @@ from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, Reque
 
 from kvoffload.core import manager as core
 from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.integrations.vllm.containment import contained
 from kvoffload.integrations.vllm.events import Events
 from kvoffload.integrations.vllm.inflight import InFlight
-from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
+from kvoffload.integrations.vllm.logs import logger, rate_limited_log
 from kvoffload.integrations.vllm.lookups import Lookups, Request, path_of, positions_of
 from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.specs import SlotsSpec, slots_per_group
+from kvoffload.integrations.vllm.slots_spec import SlotsSpec, slots_per_group
 from kvoffload.integrations.vllm.tiers import PoolMemory, tier_counts
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import SecondaryTier, key_digests
 
-T = TypeVar("T")
-Method = Callable[..., T]
-
 USUAL_KEY_BYTES = 36
 """A SHA-256 and the number of the KV group. If the engine hashes otherwise, its first key shows it."""
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Nothing is stored, and the offer is not to be repeated."""
-
-
-def _contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
-    """Whatever goes wrong inside, the engine goes on: it gets the answer of a cache that holds nothing."""
-
-    def wrap(method: Method[T]) -> Method[T]:
-        @functools.wraps(method)
-        def call(self: KVOffloadManager, *args: Any, **kwargs: Any) -> T:
-            self._lookups.ahead = []
-            if not self.broken:
-                try:
-                    return method(self, *args, **kwargs)
-                except Exception:
-                    self._break(method.__name__)
-            return otherwise(*args, **kwargs)
-
-        return call
-
-    return wrap
 
 
 class KVOffloadManager(OffloadingManager):
@@ -91,7 +69,7 @@ class KVOffloadManager(OffloadingManager):
     ) -> None:
         self.broken = False
         self.num_lost = 0
-        self.num_damaged = 0
+        self._log = rate_limited_log()
         self.metrics = Metrics()
         self._events = Events()
         self._options, self._pool = options, pool
@@ -160,14 +138,14 @@ class KVOffloadManager(OffloadingManager):
         self._outdated.discard(req_context.req_id)
         self._finish(req_context)
 
-    @_contained(lambda req_context: None)
+    @contained(lambda req_context: None)
     def _finish(self, req_context: Any) -> None:
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._release(request)
             self.core.finish_request(request.ctx)
 
-    @_contained(lambda keys, req_context: None)
+    @contained(lambda keys, req_context: None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Commit now that the request uses these blocks."""
         if keys:
@@ -198,7 +176,7 @@ class KVOffloadManager(OffloadingManager):
             return VLLMResult.HIT
         if self.broken:
             return VLLMResult.MISS
-        # As `_contained`, written out: it is called for each block, and a call costs as much as the answer.
+        # As `contained`, written out: it is called for each block, and a call costs as much as the answer.
         try:
             request = self._requests.get(req_context.req_id) or self._request(req_context)
             return self._lookups.one(key, request)
@@ -206,7 +184,7 @@ class KVOffloadManager(OffloadingManager):
             self._break("lookup")
             return VLLMResult.MISS
 
-    @_contained(lambda keys, req_context: (0, False))
+    @contained(lambda keys, req_context: (0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         """How many leading blocks are ready, and whether to ask again because the next one soon will be."""
         self.metrics.num_lookups += len(keys)
@@ -221,7 +199,7 @@ class KVOffloadManager(OffloadingManager):
 
     # ---- load
 
-    @_contained(lambda keys, req_context: SlotsSpec(np.full(len(keys), -1, np.int32)))
+    @contained(lambda keys, req_context: SlotsSpec(np.full(len(keys), -1, np.int32)))
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
         """Pin blocks that were promised."""
         request = self._request(req_context)
@@ -231,7 +209,7 @@ class KVOffloadManager(OffloadingManager):
         self.metrics.counts["hit_blocks"] += len(plan.slots)
         return SlotsSpec(plan.slots)
 
-    @_contained(lambda keys, req_context: None)
+    @contained(lambda keys, req_context: None)
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Unpin blocks of a load that has ended; those that a worker could not load are forgotten."""
         for plan in self._loads.take(req_context.req_id, keys):
@@ -241,7 +219,7 @@ class KVOffloadManager(OffloadingManager):
 
     # ---- store
 
-    @_contained(lambda keys, req_context: _NOTHING)
+    @contained(lambda keys, req_context: _NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         """Choose what is stored of the offered blocks. None: nothing now, perhaps later."""
         if req_context.req_id in self._outdated:
@@ -286,7 +264,7 @@ class KVOffloadManager(OffloadingManager):
             evicted_keys=list(plan.evicted),
         )
 
-    @_contained(lambda keys, req_context, success=True: None)
+    @contained(lambda keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """End a store; blocks that a worker could not store are forgotten."""
         for plan in self._stores.take(req_context.req_id, keys):
@@ -300,12 +278,12 @@ class KVOffloadManager(OffloadingManager):
 
     # ---- what the device drops, of no request: its request has none of ours
 
-    @_contained(lambda keys: _NOTHING)
+    @contained(lambda keys: _NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
         """Choose what is stored of the blocks that the device is about to drop, the warmest first."""
         return self._chosen(self.core.prepare_store(keys), keys)
 
-    @_contained(lambda keys: None)
+    @contained(lambda keys: None)
     def keep_dropped(self, keys: list[bytes]) -> None:
         """The device has dropped these blocks unseen: those that are here are not duplicates any more."""
         here = self.core.contains(keys)
@@ -321,7 +299,7 @@ class KVOffloadManager(OffloadingManager):
 
     # ---- the rest
 
-    @_contained(lambda context: None)
+    @contained(lambda context: None)
     def on_schedule_end(self, context: Any) -> None:
         """Requests that run now will load nothing: what was verified for them need not stay.
 
@@ -334,7 +312,7 @@ class KVOffloadManager(OffloadingManager):
                 if request_id in self._requests:
                     self._release(self._requests[request_id])
 
-    @_contained(lambda: False)
+    @contained(lambda: False)
     def has_pending_work(self) -> bool:
         """Whether vLLM has to step on though no request runs: one may wait for a tier."""
         return self._tiered is not None and self._tiered.has_jobs
@@ -349,7 +327,7 @@ class KVOffloadManager(OffloadingManager):
         self.broken = False
         self._forget()
 
-    @_contained(lambda: None)
+    @contained(lambda: None)
     def _forget(self) -> None:
         self._outdated = set(self._running)
         self._loads.clear()
@@ -361,12 +339,12 @@ class KVOffloadManager(OffloadingManager):
         self.core.reset(drop_in_flight=True)
         self._events.reset(self.core)
 
-    @_contained(list)
+    @contained(list)
     def take_events(self) -> list[Any]:
         """Blocks that came and went since the last call, in vLLM's form."""
         return self._events.take(self.core)
 
-    @_contained(lambda: None)
+    @contained(lambda: None)
     def get_stats(self) -> Any:
         """Metrics since the last call, and how things are now."""
         taken = self.metrics.take(self.core.policy.name, self.core.stats())
@@ -382,6 +360,9 @@ class KVOffloadManager(OffloadingManager):
             self._tiered.close()
         self._pool.close()
 
+    def _before_call(self) -> None:
+        self._lookups.ahead = []
+
     def _break(self, where: str) -> None:
         """An error of ours: the engine goes on without us."""
         self.broken, self._lookups.ahead = True, []
@@ -392,7 +373,6 @@ class KVOffloadManager(OffloadingManager):
 
     def _on_damage(self, key: bytes) -> None:
         self.metrics.counts["verification_failures"] += 1
-        self.num_damaged += 1
-        if is_worth_a_line(self.num_damaged):
-            text = "kvoffload: block %s is not what was stored, it is computed again (block %d of this kind)"
-            logger.error(text, key.hex(), self.num_damaged)
+        self._log.error(
+            "damage", "kvoffload: block %s is not what was stored: it is computed again", key.hex()
+        )

@@ -192,7 +192,7 @@ class VLLMPolicy(CachePolicy):
             request = _Request(self, ctx)
             req_context.set_state(request)
         elif len(positions) > request.ctx.length and not request.ctx.finished:
-            request.ctx.see(sorted(positions, key=positions.__getitem__))
+            request.ctx.extend(sorted(positions, key=positions.__getitem__))
         return request
 
     def _context(self, key: bytes) -> RequestContext | None:

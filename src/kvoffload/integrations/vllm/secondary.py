@@ -9,9 +9,8 @@ Owns what vLLM calls otherwise: its jobs, its requests, its view of RAM. No erro
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from vllm import __version__ as vllm_version
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvoffload.integrations.vllm.containment import contained
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.lookups import path_of
 from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
@@ -29,26 +29,6 @@ from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.options import parse_tiers
 
 _DRAIN_TIMEOUT_S = 30.0
-
-T = TypeVar("T")
-
-
-def _contained(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Whatever goes wrong inside, the engine goes on, with a disk that has nothing and takes nothing."""
-
-    def wrap(method: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(method)
-        def call(self: KVOffloadDisk, *args: Any) -> T:
-            if not self.broken:
-                try:
-                    return method(self, *args)
-                except Exception:
-                    self._break(method.__name__)
-            return otherwise
-
-        return call
-
-    return wrap
 
 
 class KVOffloadDisk(SecondaryTierManager):
@@ -87,14 +67,14 @@ class KVOffloadDisk(SecondaryTierManager):
         self._finished: list[Any] = []
         self.broken = False
 
-    @_contained(RequestOffloadingContext())
+    @contained(lambda req_context: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Open the tier's record of the request."""
         if req_context.req_id not in self._records:
             self._records[req_context.req_id] = self._tier.begin_request(req_context.req_id)
         return RequestOffloadingContext()
 
-    @_contained(None)
+    @contained(lambda req_context: None)
     def on_request_finished(self, req_context: Any) -> None:
         """The tier learns what the request used."""
         record = self._records.pop(req_context.req_id, None)
@@ -102,7 +82,7 @@ class KVOffloadDisk(SecondaryTierManager):
         if record is not None and path and len(path[0]) == USUAL_KEY_BYTES:
             self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
 
-    @_contained(LookupResult.MISS)
+    @contained(lambda key, req_context: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a block is here. Nothing is read."""
         if len(key) != USUAL_KEY_BYTES:
@@ -124,7 +104,7 @@ class KVOffloadDisk(SecondaryTierManager):
         finished, self._finished = self._finished, []
         return finished
 
-    @_contained(None)
+    @contained(lambda: None)
     def _take_finished(self) -> None:
         for result in self._tier.finished():
             job = self._jobs.pop(result.job)
@@ -149,7 +129,7 @@ class KVOffloadDisk(SecondaryTierManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Uses are told once a request, when it finishes."""
 
-    @_contained(None)
+    @contained(lambda: None)
     def drain_jobs(self) -> None:
         """Wait for what is under way, and forget everything.
 
@@ -181,7 +161,7 @@ class KVOffloadDisk(SecondaryTierManager):
         else:
             self._jobs[number] = job
 
-    @_contained(NO_JOB)
+    @contained(lambda job, keys, rows, is_store: NO_JOB)
     def _begin(self, job: Any, keys: list[bytes], rows: npt.NDArray[np.int64], is_store: bool) -> int:
         packed = Keys.pack(keys, USUAL_KEY_BYTES)
         if not is_store:
@@ -190,6 +170,9 @@ class KVOffloadDisk(SecondaryTierManager):
             packed, self._pool, rows, self._records.get(job.req_context.req_id)
         )
         return number
+
+    def _before_call(self) -> None:
+        """Nothing to do."""
 
     def _break(self, where: str) -> None:
         """An error of ours. Jobs are reported as failed, once nothing moves bytes for them any more."""

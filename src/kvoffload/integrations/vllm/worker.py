@@ -17,9 +17,9 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from kvoffload.core.slots import SlotArray
 from kvoffload.integrations.vllm.copies import Copies
-from kvoffload.integrations.vllm.logs import is_worth_a_line, logger
+from kvoffload.integrations.vllm.logs import logger, rate_limited_log
 from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.specs import SlotsSpec, without_torn_groups
+from kvoffload.integrations.vllm.slots_spec import SlotsSpec, without_torn_groups
 
 
 @dataclass
@@ -58,6 +58,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._failed_loads: set[int] = set()
         self.failures_are_named = False
         self.num_failed = 0
+        self._log = rate_limited_log()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
         """Begin to store; True, always. A chunk that is not whole is not stored."""
@@ -144,10 +145,9 @@ class KVOffloadWorker(OffloadingWorker):
 
     def _fail(self, job_id: int, job: _Job, error: BaseException) -> None:
         self.num_failed += 1
-        if is_worth_a_line(self.num_failed):
-            kind, count = "store" if job.is_store else "load", len(job.slots.block_ids)
-            text = "kvoffload: a %s of %d blocks failed, they are computed again (failure %d): %s: %s"
-            logger.error(text, kind, count, self.num_failed, type(error).__name__, error)
+        kind, count = "store" if job.is_store else "load", len(job.slots.block_ids)
+        text = "kvoffload: a %s of %d blocks failed, they are computed again: %s: %s"
+        self._log.error(kind, text, kind, count, type(error).__name__, error)
         slots = job.slots.block_ids
         self._pool.failed[self._part, slots[slots >= 0]] = 1
         self._pool.failed[self._part, job.torn] = 1

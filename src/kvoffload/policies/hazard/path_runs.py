@@ -14,7 +14,7 @@ from kvoffload.structures.lists import PREV, Lists, push_head, unlink
 TAIL, LENGTH, RUN_OF, SPARE = 0, 1, 2, 3
 
 
-class Runs:
+class PathRuns:
     """An order over `num_positions` positions, empty at first. Memory: 28 bytes a position.
 
     Attributes:

@@ -16,7 +16,7 @@ from kvoffload.core.slots import SlotArray
 from kvoffload.policies.hazard.age_buckets import at_age
 from kvoffload.policies.hazard.history import NUM_CLASSES, NUM_GAP_CLASSES, History
 from kvoffload.policies.hazard.lifetimes import Lifetimes
-from kvoffload.policies.hazard.path_runs import LENGTH, Runs, deepest_of_run, join, leave, new_run
+from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
 from kvoffload.policies.hazard.shadow import ShadowLRU
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.jit import (
@@ -98,7 +98,7 @@ class Hazard(EvictionPolicy):
         )
         self._lists = Lists(capacity, NUM_CLASSES)
         self._last = np.zeros(capacity, np.int64)
-        self._runs = Runs(capacity)
+        self._runs = PathRuns(capacity)
         self._shadow = ShadowLRU(capacity, index.key_bytes)
         self._oldest = np.zeros(1, np.int64)
         self._cursors = np.zeros(NUM_CLASSES, np.int32)

@@ -33,7 +33,7 @@ REUSE = np.uint32(1 << 31)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
-Slots: TypeAlias = npt.NDArray[np.uint32]
+SlabSlots: TypeAlias = npt.NDArray[np.uint32]
 
 SLAB_MAGIC, GROUP_MAGIC, CHECKPOINT_MAGIC = b"KVOFSLAB", b"KVOGROUP", b"KVOCHECK"
 
@@ -157,7 +157,7 @@ class Group(NamedTuple):
     epoch: int
     sequence: int
     kind: int
-    removed: Slots
+    removed: SlabSlots
     entries: Records
     accessed: Records
     first_stamp: int

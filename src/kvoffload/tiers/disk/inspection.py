@@ -17,9 +17,9 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiers.disk.files import Files, aligned
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
-from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.recovery import Found, recover
 from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, UNREADABLE, Scratch, Slab
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def inspect(directory: Path, files: Files | None = None) -> list[SlabReport]:
 def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
     size = path.stat().st_size
     try:
-        slab = Slab.open(path, files, Notices("kvoffload.disk"), read_only=True)
+        slab = Slab.open(path, files, RateLimitedLog("kvoffload.disk"), read_only=True)
     except OSError as error:
         slab = error.strerror or str(error)
     if isinstance(slab, str):
@@ -110,10 +110,10 @@ def opened(
     """
     if not (directory / SLAB_NAME).exists():
         raise ConfigError("path", str(directory), f"a directory of a disk tier: it has a file {SLAB_NAME}")
-    notices = Notices("kvoffload.disk")
-    lock = DirectoryLock(directory, notices, wait_s=wait_s)
+    log = RateLimitedLog("kvoffload.disk")
+    lock = DirectoryLock(directory, log, wait_s=wait_s)
     try:
-        slab = Slab.open(directory / SLAB_NAME, files or Files(), notices)
+        slab = Slab.open(directory / SLAB_NAME, files or Files(), log)
         if isinstance(slab, str):
             raise ConfigError("path", str(directory / SLAB_NAME), slab)
         with contextlib.closing(slab):

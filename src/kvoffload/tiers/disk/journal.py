@@ -21,7 +21,7 @@ from kvoffload.tiers.disk.format import (
     Group,
     Head,
     Records,
-    Slots,
+    SlabSlots,
     encode_group,
     encode_head,
 )
@@ -61,7 +61,7 @@ class Journal:
         if found.damaged:
             self.checkpoint(found.contents)
 
-    def append(self, removed: Slots, entries: Records, accessed: Records, first_stamp: int) -> None:
+    def append(self, removed: SlabSlots, entries: Records, accessed: Records, first_stamp: int) -> None:
         """Say all this; it is durable after the next `sync`. One group, unless it is very much.
 
         What was appended before has been synced: a log ends in one torn group at most.
@@ -84,8 +84,8 @@ class Journal:
             self.bytes_written += size
 
     def _parts(
-        self, removed: Slots, entries: Records, accessed: Records
-    ) -> Iterator[tuple[Slots, Records, Records]]:
+        self, removed: SlabSlots, entries: Records, accessed: Records
+    ) -> Iterator[tuple[SlabSlots, Records, Records]]:
         """The whole, or, where it is too much for a group, parts of one kind each, in their order."""
         if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
             yield removed, entries, accessed

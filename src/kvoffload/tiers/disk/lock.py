@@ -13,7 +13,7 @@ from pathlib import Path
 from time import sleep
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 LOCK_NAME = "kvoffload.lock"
 
@@ -41,7 +41,7 @@ class DirectoryLock:
     Thread: any.
     """
 
-    def __init__(self, directory: Path, notices: Notices, *, wait_s: float = LOCK_WAIT_S) -> None:
+    def __init__(self, directory: Path, log: RateLimitedLog, *, wait_s: float = LOCK_WAIT_S) -> None:
         try:
             self._fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -51,7 +51,7 @@ class DirectoryLock:
         status = os.fstat(self._fd)
         self._file = status.st_dev, status.st_ino
         try:
-            self._take(directory, notices, 0.0 if self._file in _held else wait_s)
+            self._take(directory, log, 0.0 if self._file in _held else wait_s)
         except BaseException:
             os.close(self._fd)
             raise
@@ -61,7 +61,7 @@ class DirectoryLock:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
 
-    def _take(self, directory: Path, notices: Notices, wait_s: float) -> None:
+    def _take(self, directory: Path, log: RateLimitedLog, wait_s: float) -> None:
         waited_s = 0.0
         while True:
             try:
@@ -77,7 +77,7 @@ class DirectoryLock:
                 why += f" (waited {waited_s:g} s for it to end)" if waited_s else ""
                 raise ConfigError("path", str(directory), why)
             if not waited_s:
-                notices.warn("lock", "disk tier: process %s has %s open: waiting up to %g s for it to end",
+                log.warn("lock", "disk tier: process %s has %s open: waiting up to %g s for it to end",
                              _owner(self._fd), directory, wait_s)  # fmt: skip
             sleep(_RETRY_S)
             waited_s += _RETRY_S

@@ -17,9 +17,9 @@ from kvoffload.tiers.disk.format import Identity, fingerprint_of
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.lock import DirectoryLock
-from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.recovery import Contents, Progress, recover
 from kvoffload.tiers.disk.slab import SLAB_NAME, Slab, now_s
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 class Geometry(NamedTuple):
@@ -40,7 +40,7 @@ class Opened(NamedTuple):
 
 
 def open_directory(
-    directory: Path, geometry: Geometry, files: Files, notices: Notices, progress: Progress | None
+    directory: Path, geometry: Geometry, files: Files, log: RateLimitedLog, progress: Progress | None
 ) -> Opened:
     """Lock a directory, made if it is not there, and open its slab and journal.
 
@@ -52,9 +52,9 @@ def open_directory(
     except OSError as error:
         raise ConfigError("path", str(directory), f"a directory ({error.strerror})") from None
     with contextlib.ExitStack() as undo:
-        lock = DirectoryLock(directory, notices)
+        lock = DirectoryLock(directory, log)
         undo.callback(lock.release)
-        slab = open_slab(directory, geometry, files, notices)
+        slab = open_slab(directory, geometry, files, log)
         undo.callback(slab.close)
         found = recover(slab, progress)
         try:
@@ -66,7 +66,7 @@ def open_directory(
     return Opened(lock, slab, journal, found.contents)
 
 
-def open_slab(directory: Path, geometry: Geometry, files: Files, notices: Notices) -> Slab:
+def open_slab(directory: Path, geometry: Geometry, files: Files, log: RateLimitedLog) -> Slab:
     """The slab of a directory, made if there is none. One of another producer or format is set aside.
 
     Raises `ConfigError`, also when it is ours and has another size.
@@ -76,7 +76,7 @@ def open_slab(directory: Path, geometry: Geometry, files: Files, notices: Notice
     fingerprint = fingerprint_of(text)
     if path.exists():
         try:
-            found = Slab.open(path, files, notices)
+            found = Slab.open(path, files, log)
         except OSError as error:
             raise ConfigError(
                 "path", str(directory), f"its slab cannot be opened ({error.strerror})"
@@ -100,9 +100,9 @@ def open_slab(directory: Path, geometry: Geometry, files: Files, notices: Notice
             return found
         if isinstance(found, Slab):
             found.close()
-        set_aside(path, reason, notices)
+        set_aside(path, reason, log)
     identity = Identity(secrets.randbits(64), fingerprint, text, now_s())
-    return Slab.create(path, layout, identity, capacity_bytes, files, notices)
+    return Slab.create(path, layout, identity, capacity_bytes, files, log)
 
 
 def _difference(slab: Slab, layout: Layout, fingerprint: bytes) -> str:
@@ -114,13 +114,13 @@ def _difference(slab: Slab, layout: Layout, fingerprint: bytes) -> str:
     return ""
 
 
-def set_aside(path: Path, reason: str, notices: Notices) -> Path:
+def set_aside(path: Path, reason: str, log: RateLimitedLog) -> Path:
     """Rename a slab that is not ours to use, so that another can take its place; its new name."""
     number = 1
     while (target := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1
     os.rename(path, target)
-    notices.warn(
+    log.warn(
         f"aside {target}", "disk tier: set aside %s as %s: %s. "
         "Nothing of it is used; delete it to get its room back", path, target.name, reason,
     )  # fmt: skip

@@ -23,20 +23,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.disk.format import Records, Slots
+from kvoffload.tiers.base import Checksums
+from kvoffload.tiers.disk.format import Records, SlabSlots
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import ACCESS, entry_dtype
-from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.slab import (
     SOUND,
     UNREADABLE,
-    Checksums,
     Outcomes,
     Positions,
     Scratch,
     Slab,
     now_s,
 )
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks
 
 COMMIT_INTERVAL_S = 0.002
@@ -86,9 +86,9 @@ class Chunk:
 class _Batch:
     """What one group of the journal will say."""
 
-    removed: list[Slots] = field(default_factory=list)
+    removed: list[SlabSlots] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    accesses: list[tuple[Slots, Stamps]] = field(default_factory=list)
+    accesses: list[tuple[SlabSlots, Stamps]] = field(default_factory=list)
 
 
 class Pipeline:
@@ -107,9 +107,9 @@ class Pipeline:
         journal: Journal,
         num_threads: int,
         deliver: Callable[[Chunk], None],
-        notices: Notices,
+        log: RateLimitedLog,
     ) -> None:
-        self._slab, self._journal, self._deliver, self._notices = slab, journal, deliver, notices
+        self._slab, self._journal, self._deliver, self._log = slab, journal, deliver, log
         self._num_threads = num_threads
         self._no_entries: Records = np.empty(0, entry_dtype(slab.layout.key_bytes))
         self._lock = threading.Lock()
@@ -155,7 +155,7 @@ class Pipeline:
                 self._commit.notify()
         self._fail(failed)
 
-    def remove(self, slots: Slots) -> int:
+    def remove(self, slots: SlabSlots) -> int:
         """These slots hold nothing any more; the gate of whoever writes into them next."""
         with self._lock:
             if not self.broken:
@@ -173,7 +173,7 @@ class Pipeline:
             self._void_before = np.uint64(generation)
             self._commit.notify()
 
-    def access(self, slots: Slots, stamps: Stamps) -> None:
+    def access(self, slots: SlabSlots, stamps: Stamps) -> None:
         """These slots were used (with `REUSE`) at these times: goes along with the next commit."""
         with self._lock:
             if self.broken or self._num_accesses + len(slots) > MAX_PENDING_ACCESSES:
@@ -233,7 +233,7 @@ class Pipeline:
             except Exception as error:
                 # Not the medium's doing, that is an outcome: a pool that is gone, no memory left, our bug.
                 chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)
-                self._notices.warn("chunk", "disk tier: blocks could not be moved: %r", error)
+                self._log.warn("chunk", "disk tier: blocks could not be moved: %r", error)
             if not chunk.writes or not self._goes_on(chunk):
                 self._hand_back([chunk])
 
@@ -316,7 +316,7 @@ class Pipeline:
         try:
             self._slab.void(int(generation))
         except OSError as error:
-            self._notices.warn("void", "disk tier: what was reset may be back after a restart: %s", error)
+            self._log.warn("void", "disk tier: what was reset may be back after a restart: %s", error)
             self._void_again = time.monotonic() + VOID_RETRY_S
             return
         with self._lock:
@@ -382,7 +382,7 @@ class Pipeline:
 
     def _break(self, error: Exception, batches: list[_Batch]) -> None:
         """The journal has failed: what is on the medium is not known any more, so nothing more goes there."""
-        self._notices.warn("journal", "disk tier: no writing any more, the journal failed: %s", error)
+        self._log.warn("journal", "disk tier: no writing any more, the journal failed: %s", error)
         with self._lock:
             self.broken = True
             failed = [chunk for batch in (*batches, self._pending) for chunk in batch.chunks]

@@ -11,9 +11,10 @@ import numpy as np
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.slots import SlotArray
-from kvoffload.tiers.disk.format import Slots
+from kvoffload.tiers.base import Checksums
+from kvoffload.tiers.disk.format import SlabSlots
 from kvoffload.tiers.disk.recovery import Contents
-from kvoffload.tiers.disk.slab import Checksums, Positions
+from kvoffload.tiers.disk.slab import Positions
 
 _RESTORE_BLOCKS = 65536
 
@@ -44,7 +45,7 @@ class Placement:
         self._reserve = np.arange(num_blocks, num_slots)
         self._gate = np.zeros(num_slots, np.int64)
 
-    def restore(self, contents: Contents, manager: OffloadingManager) -> Slots:
+    def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
         """Give an empty manager the blocks that were found; the slab's slots whose blocks it did not take.
 
         They come in the order of their writing, and are then used as they were: so policies that go by
@@ -84,7 +85,7 @@ class Placement:
         self.generation[slots] = generations
         self.next_generation += len(slots)
 
-    def empty(self, slots: SlotArray) -> Slots:
+    def empty(self, slots: SlotArray) -> SlabSlots:
         """The blocks of these slots have gone; the slab's slots that hold nothing any more."""
         self.generation[slots] = 0
         return self._place[slots].astype(np.uint32)
@@ -94,7 +95,7 @@ class Placement:
         line = np.concatenate([self._reserve, self._place[slots]])
         self._place[slots], self._reserve = line[: len(slots)], line[len(slots) :]
 
-    def set_gate(self, places: Slots, gate: int) -> None:
+    def set_gate(self, places: SlabSlots, gate: int) -> None:
         """The removals from these slots of the slab are durable when so many are."""
         self._gate[places] = gate
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import Mask
+from kvoffload.tiers.base import Checksums, Mask
 from kvoffload.tiers.checksum import checksums
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files, aligned
 from kvoffload.tiers.disk.format import (
@@ -33,7 +33,7 @@ from kvoffload.tiers.disk.format import (
     with_void_before,
 )
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.notices import Notices
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
@@ -48,7 +48,6 @@ SOUND, UNREADABLE, MISMATCH = 0, 1, 2
 
 Outcomes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
-Checksums = npt.NDArray[np.uint64]
 _PIECE_BYTES = 1024 * 1024
 
 
@@ -79,13 +78,13 @@ class Slab:
         chunk_blocks: how many blocks are moved in one go at most.
     """
 
-    def __init__(self, fd: int, superblock: Bytes, files: Files, notices: Notices) -> None:
+    def __init__(self, fd: int, superblock: Bytes, files: Files, log: RateLimitedLog) -> None:
         said = decode_superblock(superblock)
         assert not isinstance(said, str), said
         self.layout, self.identity, self.capacity_bytes = said
         self._superblock, layout = superblock, self.layout
         self._superblocks_at = 0, PAGE_BYTES
-        self._fd, self._files, self._notices = fd, files, notices
+        self._fd, self._files, self._log = fd, files, log
         self._slots_offset, self._slot_bytes = layout.slots_offset, layout.slot_bytes
         self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
 
@@ -97,7 +96,7 @@ class Slab:
         identity: Identity,
         capacity_bytes: int,
         files: Files,
-        notices: Notices,
+        log: RateLimitedLog,
     ) -> Slab:
         """Make a slab where there is none, all of its room reserved. Raises `ConfigError`.
 
@@ -114,7 +113,7 @@ class Slab:
             ) from None
         page = aligned(PAGE_BYTES)
         page[:] = encode_superblock(layout, identity, capacity_bytes)
-        slab = cls(fd, page.copy(), files, notices)
+        slab = cls(fd, page.copy(), files, log)
         try:
             files.allocate(fd, layout.file_bytes)
             slab.write_pages(0, page)
@@ -133,7 +132,7 @@ class Slab:
         return slab
 
     @classmethod
-    def open(cls, path: Path, files: Files, notices: Notices, *, read_only: bool = False) -> Slab | str:
+    def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
         """Open a slab; or why it is none that this version can use. Raises `OSError`."""
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
         reason, sound = "it is too short to be a slab", []
@@ -151,7 +150,7 @@ class Slab:
                     sound.append(page)
             if not sound:
                 return reason
-            slab, fd = cls(fd, max(sound, key=void_before), files, notices), -1
+            slab, fd = cls(fd, max(sound, key=void_before), files, log), -1
             return slab
         finally:
             if fd >= 0:
@@ -238,7 +237,7 @@ class Slab:
 
     def _complain(self, operation: Callable[..., int], error: OSError) -> None:
         verb = operation.__name__
-        self._notices.warn(f"{verb} {error.errno}", "disk tier: cannot %s blocks: %s", verb, error.strerror)
+        self._log.warn(f"{verb} {error.errno}", "disk tier: cannot %s blocks: %s", verb, error.strerror)
 
     # ---- pages
 
@@ -292,7 +291,7 @@ class Slab:
             self.write_pages(at, page)
             self.sync()
         except OSError as error:
-            self._notices.warn("superblock", "disk tier: one of two superblocks cannot be written: %s", error)
+            self._log.warn("superblock", "disk tier: one of two superblocks cannot be written: %s", error)
             return error
         return None
 
@@ -304,7 +303,7 @@ class Slab:
                 self._write_superblock(at)
                 self._superblocks_at = at, PAGE_BYTES - at
         if self._files.size(self._fd) < self.layout.file_bytes:
-            self._notices.warn("short", "disk tier: the slab was cut short: what was there is lost")
+            self._log.warn("short", "disk tier: the slab was cut short: what was there is lost")
             self._files.allocate(self._fd, self.layout.file_bytes)
 
     def close(self) -> None:

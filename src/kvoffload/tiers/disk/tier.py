@@ -22,17 +22,17 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats, checked_rows
+from kvoffload.tiers.base import NO_JOB, Checksums, JobResult, Mask, SecondaryTier, TierStats, checked_rows
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.format import REUSE
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.notices import Notices
 from kvoffload.tiers.disk.opening import Geometry, open_directory
 from kvoffload.tiers.disk.pause import WritePause
 from kvoffload.tiers.disk.pipeline import Chunk, Pipeline, Stamps
 from kvoffload.tiers.disk.placement import Placement
 from kvoffload.tiers.disk.recovery import Progress
-from kvoffload.tiers.disk.slab import MISMATCH, SOUND, UNREADABLE, Checksums, Outcomes, Positions
+from kvoffload.tiers.disk.slab import MISMATCH, SOUND, UNREADABLE, Outcomes, Positions
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 
 CLOSE_TIMEOUT_S = 10.0
@@ -128,12 +128,12 @@ class DiskTier(SecondaryTier):
         self._manager = OffloadingManager(
             layout.num_blocks, key_bytes=key_bytes, policy=policy, admission=admission
         )
-        self._directory, self._notices = Path(path), Notices("kvoffload.disk")
+        self._directory, self._log = Path(path), RateLimitedLog("kvoffload.disk")
         self._lock, self._slab, self._journal, contents = open_directory(
             self._directory,
             Geometry(layout, capacity_bytes, fingerprint),
             files or Files(),
-            self._notices,
+            self._log,
             progress,
         )
         newest = int(contents.generation.max(initial=0))
@@ -151,9 +151,7 @@ class DiskTier(SecondaryTier):
         self._closed = False
         self._num_threads = num_threads
         self._handed_back: deque[Chunk] = deque()
-        self._pipeline = Pipeline(
-            self._slab, self._journal, num_threads, self._handed_back.append, self._notices
-        )
+        self._pipeline = Pipeline(self._slab, self._journal, num_threads, self._handed_back.append, self._log)
         if len(leftover):
             self._placement.set_gate(leftover, self._pipeline.remove(leftover))
 
@@ -179,7 +177,7 @@ class DiskTier(SecondaryTier):
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         if request is not None:
             # What a request asks for is not evicted for what it writes.
-            self._known(request).context.see(keys)
+            self._known(request).context.extend(keys)
         found: Mask = self._manager.ready_slots_of(keys) >= 0
         return found
 
@@ -285,7 +283,7 @@ class DiskTier(SecondaryTier):
             self._slab.close()
             self._lock.release()
         else:
-            self._notices.warn("hang", "disk tier: %s does not answer: left behind as it is", self._directory)
+            self._log.warn("hang", "disk tier: %s does not answer: left behind as it is", self._directory)
 
     # ---- inside
 
@@ -387,7 +385,7 @@ class DiskTier(SecondaryTier):
         self._counts.mismatches += len(wrong)
         self._counts.failed += len(bad) - len(wrong)
         for row in wrong[:1].tolist():
-            self._notices.warn(
+            self._log.warn(
                 "mismatch", "disk tier: %d blocks are not what was stored under their key: forgotten; "
                 "key %s, slot %d of %s", len(wrong), plan.keys[row].hex(),
                 self._placement.places(plan.slots)[row], self._directory,

@@ -1,0 +1,48 @@
+"""Keeps errors of ours away from the engine: it carries on without us.
+
+Owns the rule. Does not know what an adapter answers instead, nor how it stops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+Method = Callable[..., T]
+
+
+class Breakable(Protocol):
+    """An adapter that can stop working: `broken` is True from then on."""
+
+    broken: bool
+
+    def _before_call(self) -> None:
+        """Called first in every contained method, broken or not."""
+
+    def _break(self, where: str) -> None:
+        """The method `where` raised the exception that is being handled."""
+
+
+def contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
+    """A method of a `Breakable` which never raises an `Exception`.
+
+    When it would, and in every call once the adapter is broken, it answers what `otherwise` returns for the
+    same arguments.
+    """
+
+    def wrap(method: Method[T]) -> Method[T]:
+        @functools.wraps(method)
+        def call(self: Breakable, *args: Any, **kwargs: Any) -> T:
+            self._before_call()
+            if not self.broken:
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception:
+                    self._break(method.__name__)
+            return otherwise(*args, **kwargs)
+
+        return call
+
+    return wrap

@@ -1,0 +1,41 @@
+"""Log lines about failures of the world: of each kind, at most one in ten seconds.
+
+A dying disk fails thousands of times a second: the log states the fact, the counters have the number.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+INTERVAL_S = 10.0
+
+
+class RateLimitedLog:
+    """A logger with a rate limit for each kind of line. Thread: any."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+        self._lock = threading.Lock()
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def warn(self, kind: str, message: str, *arguments: object) -> None:
+        """Log a warning, unless the last line of this kind is too recent: then the next line counts it."""
+        self._log(logging.WARNING, kind, message, arguments)
+
+    def error(self, kind: str, message: str, *arguments: object) -> None:
+        """Log an error, under the same limit as `warn`."""
+        self._log(logging.ERROR, kind, message, arguments)
+
+    def _log(self, level: int, kind: str, message: str, arguments: tuple[object, ...]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            last, num_skipped = self._last.get(kind, (-INTERVAL_S, 0))
+            if now - last < INTERVAL_S:
+                self._last[kind] = last, num_skipped + 1
+                return
+            self._last[kind] = now, 0
+        if num_skipped:
+            message, arguments = message + " (and %d like it before)", (*arguments, num_skipped)
+        self._logger.log(level, message, *arguments)
