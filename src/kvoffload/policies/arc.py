@@ -131,19 +131,22 @@ def _access(links: I32Matrix, slots: ReadI32Array, reused: ReadBoolArray) -> int
 def _prefetch(
     batch: U64Matrix,
     num_evicted: int,
+    p: float,
     links: I32Matrix,
-    tail: int,
     index_keys: U64Matrix,
     ghost_table: U64Array,
-    ghost_keys: U64Array,
-    ghost_links: I32Array,
-    ghost_tail: int,
+    ghost_keys: U64Matrix,
+    ghost_links: I32Matrix,
 ) -> None:
     """Ask for the cache lines of a batch: what is likely to be evicted, and forgotten, as things stand.
 
     A wrong guess (the balance may tip within the batch) costs time, never correctness.
     """
     c = index_keys.shape[0]
+    t1, t2 = links.shape[0] - 2, links.shape[0] - 1
+    b1, b2 = ghost_links.shape[0] - 3, ghost_links.shape[0] - 2
+    tail = t1 if links[t1, LIST] > p else t2
+    ghost_tail = b1 if links[t1, LIST] + ghost_links[b1, LIST] == c else b2
     for i in range(batch.shape[0]):
         prefetch(ghost_table, home_bucket(ghost_table, hash_row(batch, i)))
     slot, ghost = links[tail, PREV], ghost_links[ghost_tail, PREV]
@@ -158,6 +161,65 @@ def _prefetch(
         if ghost < c:
             prefetch(ghost_table, home_bucket(ghost_table, hash_row(ghost_keys, ghost)))
         slot, ghost = links[slot, PREV], ghost_links[ghost, PREV]
+
+
+@inline
+def _find_victim(
+    links: I32Matrix,
+    from_t1: bool,
+    next_t1: int,
+    next_t2: int,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
+) -> tuple[int, int, int, int]:
+    """The coldest block of T1 or T2 that may leave, of the other list if all of the first are protected.
+
+    Returns: the block, its list (the same, if there is none), and where the search goes on in T1 and T2.
+    """
+    t1, t2 = links.shape[0] - 2, links.shape[0] - 1
+    victim, origin = t2, t2
+    for second_try in range(2):
+        origin = t1 if from_t1 != (second_try == 1) else t2
+        cold = next_t1 if origin == t1 else next_t2
+        victim = coldest_evictable(links, cold, origin, ref_cnt, path_table, path_keys, index_keys)
+        if origin == t1:
+            next_t1 = links[victim, PREV] if victim != t1 else victim
+        else:
+            next_t2 = links[victim, PREV] if victim != t2 else victim
+        if victim != origin:
+            break
+    return victim, origin, next_t1, next_t2
+
+
+@inline
+def _remember_victim(
+    victim: int,
+    ghosts: int,
+    ghost_table: U64Array,
+    ghost_keys: U64Matrix,
+    ghost_links: I32Matrix,
+    index_keys: U64Matrix,
+) -> None:
+    """The key of a block that leaves joins B1 or B2; the coldest ghost makes room, if there is none."""
+    b1, b2, spare = ghost_links.shape[0] - 3, ghost_links.shape[0] - 2, ghost_links.shape[0] - 1
+    if ghost_links[spare, LIST] == 0:
+        coldest = b2 if ghost_links[b2, LIST] > 0 else b1
+        forget_coldest(ghost_table, ghost_keys, ghost_links, coldest)
+    h = hash_row(index_keys, victim)
+    remember(ghost_table, ghost_keys, ghost_links, ghosts, index_keys, victim, h)
+
+
+@inline
+def _join(links: I32Matrix, slots: I32Array, t1: int, t2: int) -> None:
+    """New blocks join their lists, the first of the batch foremost; the sign of a slot tells the list."""
+    for i in range(slots.shape[0] - 1, -1, -1):
+        if slots[i] < 0:
+            slots[i] = ~slots[i]
+            push_head(links, t2, slots[i])
+        else:
+            push_head(links, t1, slots[i])
 
 
 @kernel
@@ -183,12 +245,8 @@ def _replace(
     new_t1 = 0
     new_t2 = 0
     p = target[0]
-    cold_list = t1 if links[t1, LIST] > p else t2
-    cold_ghosts = b1 if links[t1, LIST] + ghost_links[b1, LIST] == c else b2
     num_evicted = slots.shape[0] - num_free
-    _prefetch(
-        batch, num_evicted, links, cold_list, index_keys, ghost_table, ghost_keys, ghost_links, cold_ghosts
-    )
+    _prefetch(batch, num_evicted, p, links, index_keys, ghost_table, ghost_keys, ghost_links)
     # Where the search for the next victim goes on: who was protected before stays so.
     next_t1, next_t2 = links[t1, PREV], links[t2, PREV]
     for i in range(slots.shape[0]):
@@ -219,27 +277,15 @@ def _replace(
         if i >= num_free:  # REPLACE
             from_t1 = size_t1 >= 1 and (size_t1 > p or (in_b2 and size_t1 == p))
             from_t1 = from_t1 or not keeps_ghost
-            origin = t2
-            for second_try in range(2):
-                origin = t1 if from_t1 != (second_try == 1) else t2
-                cold = next_t1 if origin == t1 else next_t2
-                victim = coldest_evictable(links, cold, origin, ref_cnt, path_table, path_keys, index_keys)
-                if origin == t1:
-                    next_t1 = links[victim, PREV] if victim != t1 else victim
-                else:
-                    next_t2 = links[victim, PREV] if victim != t2 else victim
-                if victim != origin:
-                    break
+            victim, origin, next_t1, next_t2 = _find_victim(
+                links, from_t1, next_t1, next_t2, ref_cnt, path_table, path_keys, index_keys
+            )
             if victim == origin:
                 return i
             unlink(links, victim)
             if keeps_ghost:
-                if ghost_links[ghost_links.shape[0] - 1, LIST] == 0:
-                    coldest = b2 if ghost_links[b2, LIST] > 0 else b1
-                    forget_coldest(ghost_table, ghost_keys, ghost_links, coldest)
                 ghosts = b1 if origin == t1 else b2
-                key_hash = hash_row(index_keys, victim)
-                remember(ghost_table, ghost_keys, ghost_links, ghosts, index_keys, victim, key_hash)
+                _remember_victim(victim, ghosts, ghost_table, ghost_keys, ghost_links, index_keys)
             slots[i] = victim
         # The sign tells the list until the blocks can join it.
         if in_b1 or in_b2:
@@ -247,11 +293,6 @@ def _replace(
             slots[i] = ~slots[i]
         else:
             new_t1 += 1
-    for i in range(slots.shape[0] - 1, -1, -1):
-        if slots[i] < 0:
-            slots[i] = ~slots[i]
-            push_head(links, t2, slots[i])
-        else:
-            push_head(links, t1, slots[i])
+    _join(links, slots, t1, t2)
     target[0] = p
     return slots.shape[0]

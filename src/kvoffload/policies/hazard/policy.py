@@ -264,6 +264,97 @@ def _score(slot: int, block_class: int, now: int, last: I64Array, worth: F64Arra
     return at_age(worth, bounds, block_class, now - last[slot])
 
 
+@inline
+def _replace_as_lru(
+    slots: I32Array,
+    num_free: int,
+    now: int,
+    links: I32Matrix,
+    last: I64Array,
+    order: I32Matrix,
+    runs: I32Matrix,
+    oldest_victim: I64Array,
+    one_prefix: int,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
+) -> int:
+    """The least recently used blocks leave; how many slots are filled."""
+    c = last.shape[0]
+    oldest = order[order.shape[0] - 1, PREV]
+    for step in range(num_free, slots.shape[0]):
+        i = step if one_prefix else slots.shape[0] - 1 - (step - num_free)
+        oldest = coldest_evictable(order, oldest, c, ref_cnt, path_table, path_keys, index_keys)
+        if oldest >= c:
+            return step
+        slots[i] = oldest
+        oldest_victim[0] = max(oldest_victim[0], now - last[oldest])
+        oldest = order[oldest, PREV]
+        unlink(links, slots[i])
+        leave(order, runs, slots[i])
+    return slots.shape[0]
+
+
+@inline
+def _lowest(scores: F64Array, cursors: I32Array, last: I64Array) -> int:
+    """The class whose candidate is worth least, of equals the one that was used longest ago."""
+    lowest = 0
+    for each in range(1, NUM_CLASSES):
+        if scores[each] < scores[lowest] or (
+            scores[each] == scores[lowest]
+            and cursors[each] < last.shape[0]
+            and last[cursors[each]] < last[cursors[lowest]]
+        ):
+            lowest = each
+    return lowest
+
+
+@inline
+def _join_all(
+    slots: I32Array,
+    count: int,
+    run: int,
+    run_time: int,
+    classes: I32Array,
+    last_used: I64Array,
+    links: I32Matrix,
+    last: I64Array,
+    order: I32Matrix,
+    runs: I32Matrix,
+) -> None:
+    """The first `count` blocks of the batch join lists and order, the first of them foremost."""
+    for i in range(count - 1, -1, -1):
+        slot = slots[i]
+        if run < 0 or last_used[i] != run_time:
+            run, run_time = new_run(runs), last_used[i]
+        last[slot] = last_used[i]
+        push_head(links, last.shape[0] + classes[i], slot)
+        join(order, runs, run, slot)
+
+
+@inline
+def _clear_entered(entered: I32Array, slots: I32Array, num_free: int) -> None:
+    """Leave `entered` as it was between calls."""
+    for i in range(num_free, slots.shape[0]):
+        if slots[i] != REFUSED:
+            entered[slots[i]] = ABSENT
+
+
+@inline
+def _deepest_evictable(
+    runs: I32Matrix,
+    victim: int,
+    ref_cnt: I32Array,
+    path_table: U64Array,
+    path_keys: U64Matrix,
+    index_keys: U64Matrix,
+) -> int:
+    """The last block of a victim's run, if that may leave; otherwise the victim itself."""
+    deepest = deepest_of_run(runs, victim)
+    return deepest if evictable(ref_cnt, path_table, path_keys, index_keys, deepest) else victim
+
+
 @kernel
 def _replace(
     slots: I32Array,
@@ -289,54 +380,38 @@ def _replace(
     path_keys: U64Matrix,
     index_keys: U64Matrix,
 ) -> int:
-    c = last.shape[0]
-    count = slots.shape[0]
-    oldest = order[order.shape[0] - 1, PREV]
-    if num_free < count and not is_lru:
-        for each in range(NUM_CLASSES):
-            cursors[each] = coldest_evictable(
-                links, links[c + each, PREV], c + each, ref_cnt, path_table, path_keys, index_keys
-            )
-            scores[each] = _score(cursors[each], each, now, last, worth, bounds)
+    c, count = last.shape[0], slots.shape[0]
     run, run_time = -1, -1
+    if is_lru:
+        filled = _replace_as_lru(
+            slots, num_free, now, links, last, order, runs, oldest_victim, one_prefix,
+            ref_cnt, path_table, path_keys, index_keys,
+        )  # fmt: skip
+        if filled == count:
+            _join_all(slots, count, run, run_time, classes, last_used, links, last, order, runs)
+        return filled
+    for each in range(NUM_CLASSES if num_free < count else 0):
+        cold = links[c + each, PREV]
+        cursors[each] = coldest_evictable(links, cold, c + each, ref_cnt, path_table, path_keys, index_keys)
+        scores[each] = _score(cursors[each], each, now, last, worth, bounds)
     for step in range(num_free, count):
         # A prefix asks for room from its head on. What a device drops enters tail first: a block of it may
         # give way to one that is nearer to the root.
         i = step if one_prefix else count - 1 - (step - num_free)
-        if is_lru:
-            oldest = coldest_evictable(order, oldest, c, ref_cnt, path_table, path_keys, index_keys)
-            if oldest >= c:
-                return i
-            slots[i] = oldest
-            oldest_victim[0] = max(oldest_victim[0], now - last[oldest])
-            oldest = order[oldest, PREV]
-            unlink(links, slots[i])
-            leave(order, runs, slots[i])
-            continue
-        lowest = 0
-        for each in range(1, NUM_CLASSES):
-            if scores[each] < scores[lowest] or (
-                scores[each] == scores[lowest]
-                and cursors[each] < c
-                and last[cursors[each]] < last[cursors[lowest]]
-            ):
-                lowest = each
+        lowest = _lowest(scores, cursors, last)
         victim = cursors[lowest]
         if victim >= c:
             return i
         own = at_age(worth, bounds, classes[i], now - last_used[i])
-        if own < scores[lowest] * threshold or (
-            threshold >= 0.0 and own == scores[lowest] and last_used[i] < last[victim]
-        ):
+        is_older = threshold >= 0.0 and own == scores[lowest] and last_used[i] < last[victim]
+        if own < scores[lowest] * threshold or is_older:
             slots[i] = REFUSED
             if one_prefix:
                 slots[i:] = REFUSED
                 count = i
                 break
             continue
-        deepest = deepest_of_run(runs, victim)
-        if evictable(ref_cnt, path_table, path_keys, index_keys, deepest):
-            victim = deepest
+        victim = _deepest_evictable(runs, victim, ref_cnt, path_table, path_keys, index_keys)
         each = links[victim, LIST] - c
         warmer = links[victim, PREV]
         unlink(links, victim)
@@ -359,15 +434,7 @@ def _replace(
         join(order, runs, run, victim)
         if cursors[classes[i]] >= c:
             cursors[classes[i]], scores[classes[i]] = victim, own
-    first_left = count if one_prefix or is_lru else num_free
-    for i in range(first_left - 1, -1, -1):
-        slot = slots[i]
-        if run < 0 or last_used[i] != run_time:
-            run, run_time = new_run(runs), last_used[i]
-        last[slot] = last_used[i]
-        push_head(links, c + classes[i], slot)
-        join(order, runs, run, slot)
-    for i in range(num_free, slots.shape[0]):
-        if slots[i] != REFUSED:
-            entered[slots[i]] = ABSENT
+    first_left = count if one_prefix else num_free
+    _join_all(slots, first_left, run, run_time, classes, last_used, links, last, order, runs)
+    _clear_entered(entered, slots, num_free)
     return count
