@@ -2,7 +2,7 @@
 
 Draws mutants of the control plane, the tiers and the verification, runs each against the tests that can
 notice it, and prints how many were killed, and every one that was not: then a test is missing, or the mutant
-does what the program does, and somebody has to look. It can be stopped and started again.
+does what the program does, and has to be looked at. It can be stopped and started again.
 
 Needs cosmic-ray and coverage.py (``pip install --group mutation``). cosmic-ray makes the mutants but does not
 run them: a kernel must be compiled again exactly when the mutant is in it. mutmut, the other one that is well

@@ -307,7 +307,7 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             print(f"{name}: ready", file=sys.stderr)
         for round_number in range(options.rounds):
             for start in range(0, options.requests, options.slice):
-                # Whoever goes first finds the caches of the processor as somebody else left them.
+                # The side that runs first finds the processor's caches cold.
                 for name in random.Random(start).sample(names, len(names)):
                     stop = min(start + options.slice, options.requests)
                     took[name].append(engines[name].replay(round_number, start, stop))

@@ -47,7 +47,7 @@ def test_marks() -> None:
 def test_the_table_says_the_same() -> None:
     done = CliRunner().invoke(command, env={"COLUMNS": "200"})
     assert done.exit_code == 0
-    for words in ("policies (who leaves)", "admission rules (who may enter)", "FAST 2003",
+    for words in ("policies (which blocks leave)", "admission rules (which blocks may enter)", "FAST 2003",
                   "store_threshold=2", "write_cost=None", "(default"):  # fmt: skip
         assert words in done.stdout, words
 

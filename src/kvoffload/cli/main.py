@@ -64,6 +64,6 @@ def main() -> None:
         click.echo("kvoffload: interrupted", err=True)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output has gone (``| head``); Python would complain once more at exit.
+        # The reader of our output has gone (``| head``); Python would complain again at exit.
         sys.stdout = None
         sys.exit(141)

@@ -30,8 +30,8 @@ def policies(form: str) -> None:
         click.echo(json.dumps(listed, indent=2))
         return
     console = Console()
-    console.print(_table("policies (who leaves)", "policy", listed))
-    console.print(_table("admission rules (who may enter)", "admission", listed))
+    console.print(_table("policies (which blocks leave)", "policy", listed))
+    console.print(_table("admission rules (which blocks may enter)", "admission", listed))
 
 
 def _described(kind: str, registry: Registry[Any], name: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _described(kind: str, registry: Registry[Any], name: str) -> dict[str, Any]:
             for one in registry.parameters(found)
         ]
     except Exception as error:
-        # Somebody else's module may fail in any way when it is imported.
+        # A third party's module may fail in any way when it is imported.
         reason = " ".join(str(error).split())
         return {"name": name, "summary": "", "good_for": "", "paper": "", "parameters": [], **marks,
                 "error": f"{type(error).__name__}: {reason}"}  # fmt: skip

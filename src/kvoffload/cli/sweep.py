@@ -72,7 +72,7 @@ def sweep(
 
     TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag. Lists
     have commas. Replays are of the decisions alone, without bytes. A sweep with --output that was
-    interrupted goes on where it stopped when the same command is run again. Exit code 1 if a row is better
+    interrupted continues where it stopped when the same command is run again. Exit code 1 if a row is better
     than the optimum, or a replay failed.
     """
     grid = Grid(

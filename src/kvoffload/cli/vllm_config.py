@@ -18,8 +18,8 @@ _HOME = "kvoffload.integrations.vllm"
 @click.command("vllm-config")
 @configured(ram="ram", policy="policy", admission="admission", store="store", tiers="tiers")
 @click.option("--ram", required=True, help="RAM for blocks, all workers together: 64GiB.")
-@click.option("--policy", help="Who leaves; see `kvoffload policies`.  [default: lru]")
-@click.option("--admission", help="Who may enter: all, reuse:2, ...  [default: all]")
+@click.option("--policy", help="Which blocks leave: see `kvoffload policies`.  [default: lru]")
+@click.option("--admission", help="Which blocks may enter: all, reuse:2, ...  [default: all]")
 @click.option("--store", type=click.Choice(STORES), help="When blocks are stored.  [default: on-compute]")
 @click.option("--verify", type=click.Choice(VERIFY), help="Which blocks are verified.  [default: tiers]")
 @click.option("--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",

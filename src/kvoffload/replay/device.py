@@ -1,6 +1,6 @@
 """What an LRU device cache does with a trace: what it serves, and what it drops when.
 
-The device sees every request, and ends with its blocks whoever delivered them. So what it does follows
+The device sees every request, and ends with its blocks, wherever they came from. So what it does follows
 from the trace alone, and can be known before any tier is chosen. The same decisions as those of the
 manager that `replay.replay` puts in front of a tier, without a manager, in a fraction of the time.
 """

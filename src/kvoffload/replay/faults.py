@@ -1,7 +1,7 @@
 """Damage on purpose: what hardware, bugs and power cuts do to a tier's bytes, at a rate and from a seed.
 
 Owns the kinds of damage. Works on a `MemoryTier` from outside, through what the tier exposes: the tier
-has no switch for it. Whoever injects decides what must follow: damage is caught, never served.
+has no switch for it. The caller decides what must follow: damage is caught, never served.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _tree_starts(positions: int) -> _Int64s:
 # Nothing is ever re-sorted, and no entry goes stale as it would in a heap.
 #
 # A block whose next use the device serves is idle: it is worth nothing to the tier until it is offered
-# again by that use. If it is here it may stay for as long as nobody else wants the room, which saves
+# again by that use. If it is here it may stay for as long as no other block needs the room, which saves
 # writing it again; its place is its next use plus the length of the trace, behind all that are worth
 # something.
 #

@@ -107,7 +107,7 @@ class Replay:
             ram = data.ram if data is not None else NoMemory(num_slots)
             owner = TierOwner(ram.pool.shape[1], KEY_BYTES, FINGERPRINT, counts_blocks=True)
             tiers = open_tiers(config.tiers, owner)
-            # A replay has time: nobody gives up, and whoever is asked may use all of RAM.
+            # A replay has time: no request gives up, and promotions may use all of RAM.
             patience: dict[str, Any] = {"deadline_s": _SETTLE_S, "max_in_flight": 1.0, "enable_events": True}
             self.manager = self._tiered = TieredManager(
                 num_slots, ram=ram, tiers=tiers, **patience, **options

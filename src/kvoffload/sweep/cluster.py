@@ -73,7 +73,7 @@ class ClusterWorkers:
             self._client.cancel(list(futures))
 
     def close(self) -> None:
-        """Disconnect; the cluster goes on."""
+        """Disconnect. The cluster keeps running."""
         self._client.close()
 
     def _check(self, address: str) -> None:

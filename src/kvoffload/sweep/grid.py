@@ -179,7 +179,7 @@ def why_not(policy: str | type[EvictionPolicy], admission: str) -> ConfigError |
     except ConfigError as error:
         return error
     except Exception as error:
-        # Somebody else's class, which nothing can be made of.
+        # A third party's class that cannot be constructed.
         return ConfigError("policy", policy, f"it cannot be used: {type(error).__name__}: {error}")
     return None
 

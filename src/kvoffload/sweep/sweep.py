@@ -67,7 +67,7 @@ class Sweep:
     """One sweep. Use once: construct, `run`. What is impossible is a `ConfigError` before any work.
 
     With an output, each finished replay is kept in a journal beside it, ``OUTPUT.journal``: a sweep with
-    the same output that was interrupted, by whatever, goes on where it stopped. A replay is known by
+    the same output that was interrupted, for any reason, continues where it stopped. A replay is known by
     everything that determines it: the trace's content, the configuration, version and code of this package,
     code of the policy. When the output is written, the journal is removed.
 

@@ -53,7 +53,7 @@ class TraceSource:
 
     Attributes:
         name_or_path, block_tokens, skip_bad_lines: as `load_trace` takes them.
-        digest: its `content_digest`; empty if nobody has read it yet.
+        digest: its `content_digest`; empty before it is read.
     """
 
     name_or_path: str
@@ -125,7 +125,7 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
 def code_digest(policy: str = "") -> str:
     """SHA-256 of the code that a result depends on: this package, and the file of a policy not in it.
 
-    While somebody works on a policy the version stays and the results change.
+    While a policy is being written the version stays and the results change.
     """
     digest = hashlib.sha256(__version__.encode())
     files = [

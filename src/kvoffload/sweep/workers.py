@@ -74,7 +74,7 @@ class LocalWorkers:
         finally:
             executor.shutdown(wait=finished, cancel_futures=True)
             if not finished:
-                # What is being replayed now may take minutes, and nobody waits for it any more.
+                # What is being replayed now may take minutes, and its result is not wanted any more.
                 for process in set(multiprocessing.active_children()) - others:
                     process.terminate()
                     process.join()
