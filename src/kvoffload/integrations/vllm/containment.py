@@ -1,4 +1,4 @@
-"""Keeps errors of ours away from the engine: it carries on without us.
+"""Keeps errors of ours away from the engine, which then runs without offloading.
 
 Owns the rule. Does not know what an adapter answers instead, nor how it stops.
 """
