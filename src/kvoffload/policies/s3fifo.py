@@ -6,11 +6,10 @@ algorithm 1.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
@@ -33,8 +32,6 @@ from kvoffload.structures.jit import (
 from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
-
-U8s: TypeAlias = npt.NDArray[np.uint8]
 
 SMALL, MAIN = 0, 1
 MAX_COUNT = 3

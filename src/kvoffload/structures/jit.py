@@ -38,7 +38,6 @@ ReadI64Array: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 1,
 ReadU64Array: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 1, "C", readonly=True)]
 ReadBoolArray: TypeAlias = Annotated[npt.NDArray[np.bool_], nb.Array(nb.boolean, 1, "C", readonly=True)]
 ReadU64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, "C", readonly=True)]
-UInt64: TypeAlias = Annotated[int, nb.uint64]
 _PLAIN = {
     int: nb.int64,
     float: nb.float64,

@@ -123,8 +123,8 @@ def _audit_counters(manager: OffloadingManager) -> None:
         "evictable": int((kept & (ref_cnt == 0)).sum()),
         "condemned": int((~kept).sum()),
     }
-    told = {name: getattr(stats, name) for name in found}
-    assert told == found, f"the counters say {told}, the slots say {found}"
+    counted = {name: getattr(stats, name) for name in found}
+    assert counted == found, f"the counters say {counted}, the slots say {found}"
     slots = stats.free + stats.writing + stats.ready + stats.condemned
     assert slots == stats.capacity == manager.capacity_blocks, f"{slots} slots of {stats.capacity}"
     left = stats.ready + stats.evicted + stats.discarded

@@ -76,8 +76,8 @@ class PolicyConformance:
         assert isinstance(name, str), f"{found.__name__} has no `name`"
         assert name, f"the name of {found.__name__} is empty"
         policy = _manager(self.policy, 3).policy
-        told = policy.stats()
-        odd = {key: value for key, value in told.items() if not isinstance(value, (int, float))}
+        reported = policy.stats()
+        odd = {key: value for key, value in reported.items() if not isinstance(value, (int, float))}
         assert not odd, f"stats() of {name}: these are not numbers: {odd}"
         order = policy.order()
         assert not order, f"order() of {name} has slots, and nothing is stored: {order}"
@@ -234,7 +234,7 @@ class PolicyConformance:
 
 def decisions(policy: PolicyLike, seed: int) -> list[Any]:
     """The decisions, `stats` and `order` of a policy on `random_script`, step by step."""
-    return play(_manager(policy, 6), random_script(seed, num_steps=250), _told)
+    return play(_manager(policy, 6), random_script(seed, num_steps=250), _reported)
 
 
 def digest(log: Sequence[Any]) -> str:
@@ -262,7 +262,7 @@ def _full_manager(policy: PolicyLike, capacity_blocks: int, seed: int) -> Offloa
     return manager
 
 
-def _told(manager: OffloadingManager) -> tuple[dict[str, float], list[int] | None]:
+def _reported(manager: OffloadingManager) -> tuple[dict[str, float], list[int] | None]:
     return manager.policy.stats(), manager.policy.order()
 
 

@@ -305,9 +305,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def duplicates_equal_the_model(self) -> None:
-        told = duplicate_slots(self.manager) or []
+        reported = duplicate_slots(self.manager) or []
         expected = [self.slot_of[key] for key in self.duplicates]
-        assert told == expected, f"duplicates {told}, expected {expected}"
+        assert reported == expected, f"duplicates {reported}, expected {expected}"
         assert self.manager.stats().duplicates == len(self.duplicates)
 
     @invariant()

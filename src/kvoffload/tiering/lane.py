@@ -34,6 +34,8 @@ class TieringCounts:
 
 @dataclass
 class Job:
+    """A read or write that a tier has not finished: its plan, and when it was submitted."""
+
     plan: LoadPlan | StorePlan
     since: float
 

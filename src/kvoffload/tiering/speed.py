@@ -12,7 +12,7 @@ _MEMORY = 0.95
 class ReadSpeed:
     """A straight line through the last reads, seconds over blocks: least squares that forgets exponentially.
 
-    From reads of a single size the fixed cost of a read cannot be told: then the line goes through the
+    Reads of a single size do not determine the fixed cost of a read: then the line passes through the
     origin.
     """
 

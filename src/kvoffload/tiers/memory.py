@@ -91,7 +91,7 @@ class MemoryTier:
         self.erase(slots)
         transfers = []
         # The stack waits for the copies under way even if a later chunk fails: after the error nothing writes
-        # to the slots any more.
+        # to the slots.
         with contextlib.ExitStack() as under_way:
             for batch in self._chunks(slots):
                 transfer = engine.store(source_rows[batch], pool, slots[batch])

@@ -20,11 +20,11 @@ def register() -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-        for factory, tell, name, module in (
+        for factory, add, name, module in (
             (OffloadingSpecFactory, OffloadingSpecFactory.register_spec, "KVOffloadSpec", "spec"),
             (KVConnectorFactory, KVConnectorFactory.register_connector, "KVOffloadConnector", "connector"),
         ):
             if name not in factory._registry:
-                tell(name, f"{_HOME}.{module}", name)
+                add(name, f"{_HOME}.{module}", name)
     except Exception as error:
         logger.warning("kvoffload: not registered with vLLM: %s", error)

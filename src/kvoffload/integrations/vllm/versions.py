@@ -19,8 +19,6 @@ from kvoffload.integrations.vllm.logs import logger
 
 OLDEST, NEWEST = (0, 25), (0, 33)
 """The minor versions whose interfaces we know. The tests run with 0.32."""
-SINCE_POLICIES_FROM_ELSEWHERE = (0, 27)
-"""Since then vLLM's own manager loads policies by ``cache_policy_module_path``."""
 SINCE_CONNECTOR = (0, 32)
 """Since then the scheduler side of vLLM's connector is as `KVOffloadConnector` needs it."""
 

@@ -12,7 +12,7 @@ from kvoffload.testing.naive.choice import first_unprotected
 
 
 class NaiveTwoQ(BlockwisePolicy):
-    """Twin of `policies.two_q.TwoQ`: the paper's full version; its docstring has the conventions.
+    """Twin of `policies._2q.TwoQ`: the paper's full version; its docstring has the conventions.
 
     Attributes:
         a1in, am: slot to key of the resident blocks, the coldest first.
