@@ -54,7 +54,7 @@ class Workload:
         context_limit_tokens: a context that would be longer is *compacted*: shared prompt and summary.
         summary_tokens: length of that summary.
         block_tokens: tokens in one block.
-        seed: of the random numbers.
+        seed: another seed gives another trace of the same workload.
     """
 
     name: str
