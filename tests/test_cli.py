@@ -67,7 +67,8 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/no/such/file"], "trace: '/no/such/file' is not possible; a file, or one of: agent, chat, rag"),
+        (["/no/such/file"],
+         "trace: '/no/such/file' is not possible; allowed: a file, or one of: agent, chat, rag"),
         (["--policy", "lruu"], f"policy: 'lruu' is not possible; allowed: {', '.join(POLICIES.names())}, "
                                 "module:Class, or path/to/file.py:Class (did you mean lru?)"),
         (["--policy", "nomodule:LRU"], "policy: 'nomodule:LRU' is not possible; it cannot be imported: "

@@ -111,9 +111,9 @@ def test_slots_are_numbered_in_32_bits() -> None:
 
 
 def test_what_is_named_as_the_least_is_enough() -> None:
-    with pytest.raises(ConfigError, match=r"one block of 4096 bytes needs \d+ in its directory") as refused:
+    with pytest.raises(ConfigError, match=r"\d+ or more, which one block of 4096 bytes needs") as refused:
         Layout.within(1, 4096, 8)
-    least = int(str(refused.value).split(" needs ")[1].split()[0])
+    least = int(str(refused.value).split("allowed: ")[1].split()[0])
     assert Layout.within(least, 4096, 8).num_slots == 1
     with pytest.raises(ConfigError, match=str(least)):
         Layout.within(least - 1, 4096, 8)

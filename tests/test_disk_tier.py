@@ -322,7 +322,7 @@ def test_misuse(tmp_path: Path) -> None:
     with pytest.raises(MisuseError):
         disk.tier.finish_request(request, keys_of([1]))
     other = Disk(tmp_path / "other", 4)
-    with pytest.raises(MisuseError, match="no request of this tier"):
+    with pytest.raises(MisuseError, match="this tier has no such request"):
         disk.tier.contains(keys_of([1]), other.tier.begin_request("r"))
     other.tier.close()
     with pytest.raises(IndexError, match="rows"):

@@ -223,7 +223,7 @@ class Learnt(Hazard):
 
     def teach(self, *worth_by_count: float) -> None:
         """Blocks used once, twice, 3-4 times, ... are worth this at all ages; the last for all others."""
-        self._oldest[0] = 1
+        self._oldest_victim[0] = 1
         table = self.lifetimes
         for each, worth in enumerate(worth_by_count):
             table.worth[each * NUM_GAP_CLASSES :] = worth
@@ -406,8 +406,8 @@ def test_until_it_knows_enough_it_is_lru() -> None:
 def judged(policy: Any, sampled: int, own: int, shadow: int) -> tuple[bool, int]:
     """The verdict after a window of the duel: whether LRU decides, and for how many windows."""
     policy._shadow.counts[:] = sampled, own, shadow
-    policy._judge()
-    return policy.is_lru, policy._penalty
+    policy._end_duel_window()
+    return policy.is_lru, policy._lru_windows
 
 
 def test_a_shadow_that_hits_more_takes_over_and_for_longer_each_time() -> None:
@@ -422,7 +422,7 @@ def test_a_shadow_that_hits_more_takes_over_and_for_longer_each_time() -> None:
             assert judged(policy, 1_000, 100, 100) == (left > 0, left)
     for length in (15, 14):
         assert judged(policy, 1_000, 150, 100) == (False, 0), "whoever wins is trusted more"
-        assert policy._next_penalty == length
+        assert policy._next_lru_windows == length
 
 
 def test_nothing_sampled_is_no_verdict() -> None:
@@ -438,9 +438,9 @@ def test_windows_are_counted_in_references() -> None:
     assert policy._next_duel == 7
     policy._shadow.counts[:] = 100, 0, 90
     use(manager, "abab")
-    assert policy._penalty == 0
+    assert policy._lru_windows == 0
     use(manager, "ab")
-    assert (policy._penalty, policy._shadow.counts.tolist()) == (1, [0, 0, 0])
+    assert (policy._lru_windows, policy._shadow.counts.tolist()) == (1, [0, 0, 0])
 
 
 def test_stats_are_told() -> None:
@@ -491,7 +491,7 @@ def state(manager: OffloadingManager) -> Any:
         blocks = {slot: (block.block_class, block.last) for slot, block in policy.blocks.items()}
         classes = [members[::-1] for members in policy.classes]
         known, sampled, shadow = [*policy.history], [*policy.sample][::-1], policy.shadow.keys[::-1]
-        guards = [policy.penalty, policy.next_penalty, policy.oldest_victim]
+        guards = [policy.lru_windows, policy.next_lru_windows, policy.oldest_victim]
     else:
         c = manager.capacity_blocks
         blocks = {s: (int(policy._lists.links[s, 2]) - c, int(policy._last[s])) for s in policy.order()}
@@ -499,7 +499,7 @@ def state(manager: OffloadingManager) -> Any:
         known, shadow = policy.history.keys.members(0), policy._shadow.keys.members(0)
         sample = policy.lifetimes.sample
         sampled = [key for age in range(NUM_AGES) for key in sample.members(age)]
-        guards = [policy._penalty, policy._next_penalty, int(policy._oldest[0])]
+        guards = [policy._lru_windows, policy._next_lru_windows, int(policy._oldest_victim[0])]
     return blocks, classes, known, sampled, shadow, guards, policy.order(), policy.stats()
 
 
@@ -544,8 +544,8 @@ def test_decides_as_its_naive_twin_for_long(store: str, seed: int) -> None:
         reached.update(name for name, is_so in {
             "LRU decides": policy.is_lru,
             "it decides itself": not policy.is_lru,
-            "a duel was lost": policy._penalty > 0,
-            "the next time costs more": policy._next_penalty > 1,
+            "a duel was lost": policy._lru_windows > 0,
+            "the next time costs more": policy._next_lru_windows > 1,
             "the history is full": policy.history.keys.lists.size(1) == 0,
             "the sample is full": policy.lifetimes.sample.lists.size(NUM_AGES) == 0,
             "old ages are known": policy.lifetimes.reused[:, 4:].any(),

@@ -240,7 +240,7 @@ def test_misuse_is_named_and_changes_nothing():
         tier.write(keys, np.array([0]), device, rows)
     with pytest.raises(ValueError, match="2 slots but 1 dest_rows"):
         tier.read(keys, rows, device, np.array([0]))
-    with pytest.raises(ValueError, match="device has blocks of 32 bytes and the tier of 64"):
+    with pytest.raises(ValueError, match="device has blocks of 32 bytes, this tier of 64"):
         tier.read(keys, rows, np.zeros((2, 32), np.uint8), rows)
     assert tier.verify_slots(keys, rows).all()
 

@@ -101,7 +101,7 @@ BAD_LINES = {
     "too few ids": (line([1, 2], input_length=1536),
                     "field hash_ids: 2 ids, but input_length 1536 has 3 blocks of 512 tokens"),
     "not utf-8": (b'{"\xff": 1}', "not UTF-8 (byte 2)"),
-    "id twice": (line([1, 2, 1]), "field hash_ids[2]: id 1 stands twice in this request"),
+    "id twice": (line([1, 2, 1]), "field hash_ids[2]: id 1 occurs twice in this request"),
     "other parent": (line([9, 11]),
                      "field hash_ids[1]: id 11 follows id 9 here, but follows id 10 in line 1"),
     "no parent": (line([11]), "field hash_ids[0]: id 11 comes first here, but follows id 10 in line 1"),

@@ -202,7 +202,7 @@ def test_each_tier_learns_its_share_of_what_a_request_used() -> None:
     assert all(share == sorted(share) and share for share in shares), "in prefix order"
     tier.finish_request(idle, path[:1])
     assert [len(part.open_requests) for part in parts] == [0, 0, 0], "also where it has used nothing"
-    with pytest.raises(MisuseError, match="no request of this tier"):
+    with pytest.raises(MisuseError, match="this tier has no such request"):
         tier.finish_request(parts[0].begin_request("r"), path)
 
 
@@ -296,7 +296,7 @@ def scripted_of(block_bytes: int) -> list[ScriptedTier]:
 @pytest.mark.parametrize(
     ("tiers", "problem"),
     [
-        ([], "one tier, or several"),
+        ([], "one tier or more"),
         ([ScriptedTier(4, identity=1), ScriptedTier(8, identity=2)], r"\[4, 8\].*one size"),
         ([ScriptedTier(4, identity=1), ScriptedTier(4, identity=1)], r"\[1, 1\].*each tier once"),
     ],

@@ -129,7 +129,7 @@ def test_the_gate_of_ram_is_that_of_the_manager_without_tiers() -> None:
 # ---- down
 
 
-def test_what_is_stored_goes_down_to_every_tier_byte_for_byte() -> None:
+def test_what_is_stored_cascades_to_every_tier_byte_for_byte() -> None:
     rig = Rig(tiers=2)
     rig.store("abc")
     for tier in rig.tiers:
@@ -137,7 +137,7 @@ def test_what_is_stored_goes_down_to_every_tier_byte_for_byte() -> None:
     assert rig.manager.stats().evictable == 3
 
 
-def test_a_block_is_pinned_while_it_is_written_down() -> None:
+def test_a_block_is_pinned_while_it_cascades() -> None:
     rig = Rig(immediate=False)
     rig.store("abcd")
     assert rig.manager.stats().evictable == 0
@@ -180,7 +180,7 @@ def test_a_tier_hears_of_the_request_when_its_last_store_is_complete() -> None:
     assert set(rig.tier.blocks) == {*keys("abc")}
 
 
-def test_a_block_that_cannot_be_written_down_is_let_go_like_one_that_was() -> None:
+def test_a_block_that_cannot_cascade_is_unpinned_like_one_that_did() -> None:
     rig = Rig(capacity=8, immediate=False, max_in_flight=0.5)
     rig.store("abcd")
     rig.tier.jobs[0].fail = {b"a", b"c"}
@@ -203,7 +203,7 @@ def test_what_tiers_may_pin_is_bounded() -> None:
 # ---- up
 
 
-def test_a_prefix_comes_up_and_becomes_a_hit() -> None:
+def test_a_prefix_is_promoted_and_becomes_a_hit() -> None:
     rig = Rig(immediate=False)
     rig.below("abc")
     ctx = rig.begin()
@@ -288,7 +288,7 @@ def test_what_cannot_be_read_is_a_miss_and_what_stands_before_it_a_hit() -> None
     assert rig.manager.stats().writing == 0
 
 
-def test_blocks_come_up_whatever_the_admission_rule_of_ram_thinks() -> None:
+def test_blocks_are_promoted_whatever_the_admission_rule_of_ram_thinks() -> None:
     rig = Rig(admission="reuse:2")
     rig.below("ab")
     ctx = rig.begin()
@@ -533,7 +533,7 @@ def test_settle_says_whether_all_jobs_ended_and_close_closes_the_tiers() -> None
     assert rig.tier.closed
 
 
-def test_ram_takes_checksums_of_what_came_up() -> None:
+def test_ram_takes_checksums_of_what_was_promoted() -> None:
     rig = Rig()
     rig.below("a")
     ctx = rig.begin()
@@ -543,7 +543,7 @@ def test_ram_takes_checksums_of_what_came_up() -> None:
     assert rig.ram.verify_slots(plan.keys, plan.slots).all()
 
 
-def test_damage_in_ram_does_not_go_down_with_a_good_checksum() -> None:
+def test_damage_in_ram_does_not_cascade_with_a_good_checksum() -> None:
     rig = Rig()
     plan = rig.compute(rig.manager.prepare_store(keys("abc")))
     rig.pool[plan.slots[1]] ^= 1

@@ -36,7 +36,7 @@ def test_parameters_are_options(tmp_path: Path) -> None:
     assert trace.requests == 5
     assert set(np.diff(trace.offsets).tolist()) == {3}
     assert "think-time-s MEDIAN SIGMA" in invoke("generate", "--help").output
-    assert "other dice, same workload" in invoke("generate", "--help").output
+    assert "another seed gives another trace" in invoke("generate", "--help").output
 
 
 def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
@@ -85,7 +85,10 @@ def test_info_for_people(tmp_path: Path) -> None:
 def test_what_is_neither_file_nor_built_in() -> None:
     with pytest.raises(ConfigError) as error:
         load_trace("no-such-trace")
-    assert str(error.value) == "trace: 'no-such-trace' is not possible; a file, or one of: agent, chat, rag"
+    assert (
+        str(error.value)
+        == "trace: 'no-such-trace' is not possible; allowed: a file, or one of: agent, chat, rag"
+    )
     with pytest.raises(ConfigError, match="block_tokens: 0 is not possible"):
         load_trace("chat", block_tokens=0)
     with pytest.raises(ConfigError, match="block_tokens: 0 is not possible"):

@@ -1,8 +1,8 @@
 """The older forms of the offloading interface: managers by key over a pluggable block pool.
 
 For engines and tests written against vLLM's first offloading managers. Each form is a few lines over one
-`OffloadingManager`, which does all of the work; nothing here keeps an order, a count of pins or a ghost.
-They are convenient, not fast: a Python object for each key. New code calls `OffloadingManager`.
+`OffloadingManager`, which does all of the work; nothing here owns an order, pins or ghosts. They are
+convenient, not fast: a Python object for each key. New code calls `OffloadingManager`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Plan = TypeVar("Plan", LoadPlan, StorePlan)
 
 
 class LoadStoreSpec(ABC):
-    """Where a worker finds blocks, or puts them. What it holds is between the pool and the worker."""
+    """Where a worker reads or writes blocks. Only the pool and the worker interpret it."""
 
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """Name of the medium, by which a worker is chosen."""
+        """Name of the medium; it selects a worker."""
 
 
 class CPULoadStoreSpec(LoadStoreSpec):
@@ -49,7 +49,7 @@ class CPULoadStoreSpec(LoadStoreSpec):
 
 @dataclass
 class PrepareStoreOutput:
-    """What is to be stored, where, and who left for it."""
+    """The blocks to store, where to store them, and the keys of the evicted blocks."""
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
@@ -57,7 +57,7 @@ class PrepareStoreOutput:
 
 
 class BlockPool(ABC):
-    """Gives out the places where blocks are kept: the pluggable part of the older managers."""
+    """Allocates the places of blocks: the pluggable part of the older managers."""
 
     block_size: int
     """Tokens in a block, for events."""
@@ -69,11 +69,11 @@ class BlockPool(ABC):
 
     @abstractmethod
     def allocate_block(self, key: OffloadKey) -> int:
-        """Give out a free block; its number."""
+        """Allocate a free block; returns its number."""
 
     @abstractmethod
     def free(self, block_id: int) -> None:
-        """Take a block back."""
+        """Free a block."""
 
     @abstractmethod
     def get_load_store_spec(self, block_ids: Sequence[int]) -> LoadStoreSpec:
@@ -115,11 +115,11 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that blocks were used, whoever served them."""
+        """Record that blocks were used, wherever they were served from."""
 
     @abstractmethod
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
-        """End the protection of blocks that were prepared, in any order and grouping."""
+        """Unpin blocks that were prepared, in any order and grouping."""
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
@@ -131,18 +131,18 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What was stored and removed since the last call."""
+        """Events since the last call: blocks stored and removed."""
 
 
 class PooledOffloadingManager(AbstractOffloadingManager):
-    """An `OffloadingManager` by key, whose blocks a `BlockPool` gives out.
+    """An `OffloadingManager` by key, whose blocks a `BlockPool` allocates.
 
     Args:
-        pool: gives out blocks; nobody else may allocate from it.
-        policy, store_threshold, max_tracker_size: who leaves; how many requests must have asked for a
+        pool: allocates blocks, for this manager only.
+        policy, store_threshold, max_tracker_size: which blocks leave; how many requests must have asked for a
             block before it enters (1: no filter), and how many keys are counted.
         key_bytes: length of every key.
-        enable_events: whether `take_events` has something to tell.
+        enable_events: whether events are recorded for `take_events`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class PooledOffloadingManager(AbstractOffloadingManager):
         enable_events: bool = False,
     ) -> None:
         if store_threshold < 1:
-            raise ConfigError("store_threshold", store_threshold, "it must be 1 or more; 1 is no filter")
+            raise ConfigError("store_threshold", store_threshold, "allowed: 1 or more; 1 admits every block")
         gated = store_threshold > 1
         self.pool = pool
         self.manager = OffloadingManager(
@@ -266,8 +266,8 @@ class CPUOffloadingManager(PooledOffloadingManager):
 class FilterReusedOffloadingManager(AbstractOffloadingManager):
     """The reuse filter as a decorator around any manager: a lookup counts, `prepare_store` is gated.
 
-    Counts at each lookup, as a manager without requests must. Where requests are known, use the filter
-    that is built in (`store_threshold`, or ``admission="reuse:N"``): it counts once per request.
+    Counts at each lookup, because this interface has no requests. If requests are known, use the built-in
+    filter (`store_threshold`, or ``admission="reuse:N"``): it counts once per request.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class FilterReusedOffloadingManager(AbstractOffloadingManager):
 
 
 def _taken(plans: defaultdict[OffloadKey, list[Plan]], key: OffloadKey, call: str) -> Plan:
-    """Take one plan of `key` out of those that wait for completion."""
+    """Remove and return one plan of `key` that waits for completion."""
     if not plans.get(key):
         raise MisuseError(f"{call} of a block that was not prepared: key {key.hex()}")
     found = plans[key].pop()

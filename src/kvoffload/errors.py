@@ -1,4 +1,4 @@
-"""The exceptions of kvoffload. Everything that the *world* does wrong is a result, not one of these."""
+"""Our exceptions. A failure of the *world* (disk, device, network) is a result, not an exception."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class KVOffloadError(Exception):
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """The user asked for something impossible; the message names field, value and what is allowed."""
+    """An option or argument is impossible; the message names field, value and what is allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
@@ -18,7 +18,7 @@ class ConfigError(KVOffloadError, ValueError):
 
 
 class CombinedConfigError(ConfigError):
-    """Several impossible things, told at once: one line for each. `problems` has them one by one."""
+    """Several impossible options in one message, a line for each; `problems` has them one by one."""
 
     def __init__(self, where: str, problems: Sequence[ConfigError]) -> None:
         first = problems[0]
@@ -28,7 +28,7 @@ class CombinedConfigError(ConfigError):
 
 
 class MisuseError(KVOffloadError, RuntimeError):
-    """The caller broke the life-cycle (completed twice, loaded what is absent). Nothing has changed."""
+    """The caller broke the life-cycle (completed twice, loaded an absent block). Nothing has changed."""
 
 
 class PolicyError(KVOffloadError, RuntimeError):
@@ -40,8 +40,8 @@ class TraceError(KVOffloadError, ValueError):
 
 
 class SweepError(KVOffloadError, RuntimeError):
-    """A sweep could not be finished; the message names the row or the worker. What is done is kept."""
+    """A sweep could not be finished; the message names the row or the worker. Finished rows are kept."""
 
 
 class TierError(KVOffloadError, RuntimeError):
-    """A tier behind RAM does not answer, and who asked cannot go on without it."""
+    """A tier behind RAM does not answer, and the caller cannot continue without it."""

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kvoffload.integrations.vllm.scheduler import NOBODY, OnDeviceEvictionScheduler
+from kvoffload.integrations.vllm.scheduler import NO_REQUEST, OnDeviceEvictionScheduler
 
 TOKENS = 16
 
@@ -101,7 +101,7 @@ def test_what_leaves_next_is_offered_once_the_warmest_first(at_once: list[int]) 
     setting.finish(setting.run("abcdef"))
     (job_id, job), *others = setting.step().items()
     assert (setting.manager.offered, others, at_once) == (["ef"], [], [])
-    assert (job_id, job.req_id, job.dst_spec) == (7, NOBODY, "slots")
+    assert (job_id, job.req_id, job.dst_spec) == (7, NO_REQUEST, "slots")
     assert job.src_spec.block_ids.tolist() == [5, 6]
     assert job.src_spec.group_sizes == [2]
     assert setting.side._jobs[7].pending_count == 2

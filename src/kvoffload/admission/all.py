@@ -10,14 +10,14 @@ from kvoffload.structures.keys import Keys
 
 
 class AdmitAll(Admission):
-    """Admit every block: no gate, no cost."""
+    """Admit every block, at no cost."""
 
     name = "all"
     good_for = "tiers whose writes are cheap; the default"
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> None:
-        """None: a cache without a gate does not ask."""
+        """None: a cache without a rule does not ask one."""
 
     def count(self, keys: Keys) -> None:
         """Nothing to count."""

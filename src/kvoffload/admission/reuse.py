@@ -27,11 +27,11 @@ DEFAULT_TRACKER_SIZE = 64_000
 
 
 class ReuseAdmission(Admission):
-    """Admit a block once `store_threshold` requests have referred to it, the storing one included.
+    """Admit a block once `store_threshold` requests have referred to it, including the storing one.
 
     Counts are kept for the `max_tracker_size` keys that were referred to last. Within a request they are
-    refreshed from the tail to the head, so a tail is forgotten before its head and a block that is
-    admitted never lacks an admitted parent.
+    refreshed from the tail to the head, so a tail is forgotten before its head, and the parent of an admitted
+    block is always admitted.
 
     Cost: one index probe a key, and a few writes. Memory: 32 bytes and the key for each tracked key.
     """
@@ -46,9 +46,9 @@ class ReuseAdmission(Admission):
         self, key_bytes: int, store_threshold: int, max_tracker_size: int = DEFAULT_TRACKER_SIZE
     ) -> None:
         if store_threshold < 2:
-            raise ConfigError("store_threshold", store_threshold, "it must be 2 or more; 1 is no filter")
+            raise ConfigError("store_threshold", store_threshold, "allowed: 2 or more; 1 admits every block")
         if max_tracker_size < 1:
-            raise ConfigError("max_tracker_size", max_tracker_size, "it must be 1 or more")
+            raise ConfigError("max_tracker_size", max_tracker_size, "allowed: 1 or more")
         self.key_bytes = key_bytes
         self.store_threshold, self.max_tracker_size = store_threshold, max_tracker_size
         self._tracker = KeyLists(max_tracker_size, key_bytes, 1)
@@ -86,9 +86,9 @@ class ReuseAdmission(Admission):
 @kernel
 def _count(table: U64Array, keys: U64Matrix, links: I32Matrix, counts: I32Array, batch: ReadU64Matrix) -> int:
     tracked, spare = links.shape[0] - 2, links.shape[0] - 1
-    # Of a request longer than the tracker only the head can be remembered.
+    # Of a request longer than the tracker only the head is remembered.
     length = min(batch.shape[0], keys.shape[0])
-    # What is tracked already goes to the front first, so that new keys never push it out.
+    # Tracked keys move to the front first, so that new keys never displace them.
     for row in range(length - 1, -1, -1):
         position = find(table, keys, batch, row, hash_row(batch, row))
         if position != ABSENT:

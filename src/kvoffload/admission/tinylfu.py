@@ -1,4 +1,4 @@
-"""TinyLFU admission: a block enters once it was asked for twice of late, counted in a few bits a key."""
+"""TinyLFU admission: a block enters if it was asked for twice recently, counted in a few bits a key."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ THRESHOLD = 2
 
 
 class TinyLFUAdmission(Admission):
-    """Admit a block that two requests have referred to of late, the storing one included.
+    """Admit a block that two requests have referred to recently, including the storing one.
 
-    "Of late" are the last ten references for each block of the cache, with counts that age (see
-    `structures.sketch`). Unlike that of ``reuse:N``, whose table has one size for all caches, the memory of
-    this rule is as long as the cache is large, and a few bits a key.
+    "Recently" means within the last ten references for each block of the cache, with counts that age (see
+    `structures.sketch`). The table of ``reuse:N`` has one size for all caches; the memory of this rule grows
+    with the cache, and is a few bits a key.
 
-    The first `capacity_blocks` blocks enter unseen: nothing has to leave for them. A cache that holds all
-    of its traffic is therefore never gated, and a large one starts warm.
+    The first `capacity_blocks` blocks enter without a check: nothing has to leave for them. A cache that
+    holds all of its traffic therefore never refuses a block, and a large one fills at once.
 
-    Differs from the paper, where a block enters if it was seen more often than the one that would leave
-    for it: a rule that composes with every policy does not know who would. The policy ``wtinylfu`` does,
-    and is the paper's algorithm.
+    Differs from the paper, where a block enters if it was seen more often than the one that would leave for
+    it: a rule that composes with every policy does not know which block would leave. The policy ``wtinylfu``
+    knows it, and is the paper's algorithm.
 
-    Hash collisions can only let a block in too early. While counts are being halved a block may be
-    allowed whose parent is not; `leading` ends the run at the parent, so none enters without it.
+    Hash collisions can only admit a block too early. While counts are being halved a block may be admitted
+    whose parent is not; `leading` ends the run at the parent, so no block enters without its parent.
 
     Cost: one cache miss a key. Memory: 64 bits for each block of the cache, and no keys.
 
@@ -43,13 +43,13 @@ class TinyLFUAdmission(Admission):
 
     def __init__(self, capacity_blocks: int) -> None:
         if capacity_blocks < 1:
-            raise ConfigError("capacity_blocks", capacity_blocks, "it must be 1 or more")
+            raise ConfigError("capacity_blocks", capacity_blocks, "allowed: 1 or more")
         self._capacity_blocks = self._num_unseen = capacity_blocks
         self._sketch = FrequencySketch(capacity_blocks)
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> TinyLFUAdmission:
-        """Of any length of keys."""
+        """The rule for one cache; keys may have any length."""
         return cls(capacity_blocks)
 
     def count(self, keys: Keys) -> None:

@@ -389,7 +389,7 @@ class OffloadingManager:
         Slots that a transfer still uses stay reserved until that transfer is completed.
 
         Args:
-            drop_in_flight: the caller guarantees that no transfer runs any more: all slots are free at once,
+            drop_in_flight: the caller guarantees that no transfer is under way: all slots are free at once,
                 and completing an old plan does nothing.
         """
         ready = self.slots.ready()

@@ -91,7 +91,7 @@ class EvictionPolicy(ABC):
         """These blocks left without being chosen as victims: a store failed, a block was damaged, or, in a
         victim tier, the device holds the block again."""
 
-    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:  # noqa: B027  (most policies ignore it)
+    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:  # noqa: B027  (most ignore it)
         """A request refers to these blocks, resident or not: for policies that learn from all traffic.
 
         Called once a request, before its first `access` or `replace`, and again when the request has grown.

@@ -63,7 +63,7 @@ class Slots:
         return self.capacity - self.num_free - self.num_writing - self.num_condemned
 
     def free(self) -> list[int]:
-        """The free slots; the next one to be used stands last. Cost: O(capacity), for audits."""
+        """The free slots; the next one to be used is last. Cost: O(capacity), for audits."""
         return list(map(int, self._free[: self.num_free]))
 
     def ready(self) -> SlotArray:

@@ -1,4 +1,4 @@
-"""2Q: a queue for blocks on trial, a memory of those that failed it, and a list for those that came back.
+"""2Q: a queue for new blocks, a memory of those that left it, and a list for those that returned.
 
 Source: Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm",
 VLDB 1994, the full version.
@@ -36,23 +36,24 @@ A1OUT = 0
 class TwoQ(EvictionPolicy):
     """The paper's full version: A1in, A1out and Am, for batches with pins.
 
-    A new block enters A1in, first in, first out. A hit there does nothing: uses that follow each other
-    closely are one. While A1in holds more than Kin = 25 % of the blocks, its oldest leaves, and A1out
+    A new block enters A1in, first in, first out. A hit there does nothing: uses in quick succession count as
+    one. While A1in holds more than Kin = 25 % of the blocks, its oldest leaves, and A1out
     remembers its key; otherwise the coldest of Am leaves, and is forgotten. A block that A1out remembers
     enters Am, a list by recency. A1out remembers Kout = 50 % as many keys as there are blocks.
 
     Where the paper is silent, because it knows neither batches, pins nor failures:
 
-    - A batch is its blocks one after the other, each of which finds the lists as the one before left
-      them. Blocks of one batch never evict each other, and its head is the youngest.
-    - A block has arrived in A1in when the request that stored it finishes: only then is its place in the
-      queue settled, so that a path that was stored in pieces is lost from its tail, too. In Am a
-      request's own store is no second access, but the block moves to the front with its path.
-    - A block that A1out remembers is taken out of A1out before somebody leaves for it.
-    - If every block of the list that should give is protected, or there is none, the other list gives
-      the victim; what leaves A1in is remembered, what leaves Am is not, whoever was meant to give.
+    - A batch is processed block by block: each finds the lists as the one before left them. Blocks of one
+      batch never evict each other, and its head is the youngest.
+    - A block gets its final place in A1in when the request that stored it finishes, so that a path that was
+      stored in parts is lost from its tail, too. In Am a request's own store is no second access, but the
+      block moves to the front with its path.
+    - The key of a returning block is removed from A1out before a victim leaves for it.
+    - If the list that should provide the victim is empty or all its blocks are protected, the victim is
+      taken from the other one; blocks that leave A1in are remembered, those that leave Am are not, in any
+      case.
     - While slots are free no victim is needed, and A1in may grow beyond Kin, as in the paper.
-    - A block whose store failed, or that was damaged, is not remembered: it was not its time that ran out.
+    - A block whose store failed, or that was damaged, is not remembered: it did not leave as a victim.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block
     for the lists, and for each two blocks 28 bytes and a key for A1out.
@@ -137,7 +138,7 @@ def _prefetch(
     index_keys: U64Matrix,
     ghost_table: U64Array,
 ) -> None:
-    """Ask for the cache lines of a batch: what is likely to leave, as things stand."""
+    """Ask for the cache lines of a batch: blocks that are likely to leave, as the lists are now."""
     for i in range(batch.shape[0]):
         prefetch(ghost_table, home_bucket(ghost_table, hash_row(batch, i)))
     slot = links[tail, PREV]
@@ -173,7 +174,7 @@ def _replace(
     new_a1in = 0
     likely = a1in if links[a1in, LIST] > max_a1in else am
     _prefetch(batch, slots.shape[0] - num_free, links, likely, index_keys, ghost_table)
-    # Where the search for the next victim goes on: who was protected before stays so.
+    # Where the search for the next victim continues: blocks that were protected before still are.
     next_a1in, next_am = links[a1in, PREV], links[am, PREV]
     for i in range(slots.shape[0]):
         ghost = find(ghost_table, ghost_keys, batch, i, hash_row(batch, i))
@@ -205,7 +206,7 @@ def _replace(
                 next_am = links[victim, PREV]
             unlink(links, victim)
             slots[i] = victim
-        # The sign tells the list until the blocks can join it.
+        # The sign marks the list until the blocks can join it.
         if ghost != ABSENT:
             slots[i] = ~slots[i]
         else:

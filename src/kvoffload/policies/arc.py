@@ -36,24 +36,24 @@ B1, B2 = 0, 1
 class ARC(EvictionPolicy):
     """The paper's algorithm, with all four cases and its bounds, for batches with pins.
 
-    T1 holds blocks used by one request, T2 by more; B1 and B2 remember the keys that left them. A miss
-    that B1 remembers moves the target size `p` of T1 up, one that B2 remembers moves it down, and the
-    block enters T2. At all times ``|T1| + |B1| <= c`` and ``|T1| + |T2| + |B1| + |B2| <= 2c``.
+    T1 holds blocks used by one request, T2 by more; B1 and B2 remember the keys of blocks that left them. A
+    miss that B1 remembers raises the target size `p` of T1, a miss that B2 remembers lowers it, and the block
+    enters T2. At all times ``|T1| + |B1| <= c`` and ``|T1| + |T2| + |B1| + |B2| <= 2c``.
 
     Where the paper is silent, because it knows neither batches, pins nor failures:
 
-    - A batch is its blocks one after the other: each sees the lists and the target as the block before
-      it left them. Blocks of one batch never evict each other.
+    - A batch is processed block by block: each finds the lists and the target as the one before left them.
+      Blocks of one batch never evict each other.
     - A request's own store is no second access: when it finishes, the block moves to the front of the
       list that it is in, with the rest of its path.
-    - A miss counts when the block is stored. A refused block has changed nothing, the target included.
-    - If every block of the list that REPLACE points to is protected, the other list gives the victim,
-      and it becomes a ghost of the list that it was in.
-    - While slots are free (at the start, after failures), no victim is needed: REPLACE is left out, the
-      rest of the case is done, so the target learns and the bounds hold.
-    - A block whose store failed, or that was damaged, leaves no ghost: nobody chose it. While the slot
-      of a damaged block is still pinned, the lists are shorter than the cache is; at most `c` ghosts are
-      kept all the same (the coldest of B2 goes, then of B1).
+    - A miss counts when the block is stored. A refused block changes nothing, not even the target.
+    - If every block of the list that REPLACE points to is protected, the victim is taken from the other
+      list and becomes a ghost of the list that it was in.
+    - While slots are free (at the start, after failures), no victim is needed: REPLACE is skipped, the rest
+      of the case runs, so the target learns and the bounds hold.
+    - A block whose store failed, or that was damaged, leaves no ghost: it was not chosen as a victim. While
+      the slot of a damaged block is still pinned, the lists are shorter than the cache; still at most `c`
+      ghosts are kept (the coldest of B2 is dropped, then the coldest of B1).
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
     for the lists, and 28 bytes and the key for each of `c` ghosts.
@@ -138,7 +138,7 @@ def _prefetch(
     ghost_keys: U64Matrix,
     ghost_links: I32Matrix,
 ) -> None:
-    """Ask for the cache lines of a batch: what is likely to be evicted, and forgotten, as things stand.
+    """Ask for the cache lines of a batch: blocks and ghosts that are likely to leave, as the lists are now.
 
     A wrong guess (the balance may tip within the batch) costs time, never correctness.
     """
@@ -240,14 +240,14 @@ def _replace(
     c = index_keys.shape[0]
     t1, t2 = links.shape[0] - 2, links.shape[0] - 1
     b1, b2 = ghost_links.shape[0] - 3, ghost_links.shape[0] - 2
-    # New blocks join their lists after the last victim was chosen: a slot that changes hands must not be
-    # taken for the block that left it. Until then they count here.
+    # New blocks join their lists after the last victim was chosen: a reused slot must not be taken for the
+    # block that left it. Until then they count here.
     new_t1 = 0
     new_t2 = 0
     p = target[0]
     num_evicted = slots.shape[0] - num_free
     _prefetch(batch, num_evicted, p, links, index_keys, ghost_table, ghost_keys, ghost_links)
-    # Where the search for the next victim goes on: who was protected before stays so.
+    # Where the search for the next victim continues: blocks that were protected before still are.
     next_t1, next_t2 = links[t1, PREV], links[t2, PREV]
     for i in range(slots.shape[0]):
         h = hash_row(batch, i)
@@ -287,7 +287,7 @@ def _replace(
                 ghosts = b1 if origin == t1 else b2
                 _remember_victim(victim, ghosts, ghost_table, ghost_keys, ghost_links, index_keys)
             slots[i] = victim
-        # The sign tells the list until the blocks can join it.
+        # The sign marks the list until the blocks can join it.
         if in_b1 or in_b2:
             new_t2 += 1
             slots[i] = ~slots[i]

@@ -1,4 +1,4 @@
-"""First in, first out: the block that was stored first leaves first, however often it is used."""
+"""First in, first out: the block that was stored first leaves first, no matter how often it is used."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class FIFO(EvictionPolicy):
 
     Where the paper, which knows single pages, leaves a choice:
 
-    - The blocks of a batch queue up in prefix order, so a prefix loses its head before its tail. That is
-      what the name says, and what gives the golden numbers to the last digit. The other way round, as in
-      LRU, is worth up to 0.0023 of the prefix-hit ratio on a chat trace.
-    - An access changes nothing, of whatever kind: no order is taken up when a request finishes.
-    - A protected block is passed over and keeps its place: it leaves when it may.
+    - The blocks of a batch join the queue in prefix order, so a prefix loses its head before its tail. That
+      is what the name says, and it gives the golden numbers to the last digit. The reverse order, as in LRU,
+      is worth up to 0.0023 of the prefix-hit ratio on a chat trace.
+    - No access changes anything, so a finished request does not change the order.
+    - A protected block is skipped and keeps its place: it leaves as soon as it may.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold end. Memory: 12 bytes a block.
     """

@@ -1,4 +1,4 @@
-"""GDSF: the block whose loss would cost least to make good leaves first, by frequency and depth, with aging.
+"""GDSF: the block that is cheapest to lose leaves first, by frequency and cost to recompute, with aging.
 
 Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy",
 HP Laboratories technical report HPL-98-69R1, 1998; after Cao and Irani, "Cost-Aware WWW Proxy Caching
@@ -33,35 +33,34 @@ from kvoffload.structures.keys import Keys
 
 
 class GDSF(EvictionPolicy):
-    """A heap by H = L + frequency x cost / size, the least first; L is the H of what left last.
+    """A heap by H = L + frequency x cost / size, the least first; L is the H of the last victim.
 
-    All blocks have one size, which is 1. The cost of a block is what it costs to compute it again::
+    All blocks have size 1. The cost of a block is that of computing it again::
 
         cost(depth) = 1 + depth * block_attention_ratio
 
-    The 1 is the work on a block's tokens that is the same everywhere: the linear layers, 2 FLOPs for each
-    parameter and token. The rest is attention over the `depth` blocks before it: 4 FLOPs for each token,
-    layer, unit of model width and token of context. So the ratio is ``2 * tokens in a block * layers *
-    width / parameters``: 0.0005 for blocks of 16 tokens and a model of 8 billion parameters (32 layers of
-    width 4,096). It grows with the block: a subclass for blocks of 512 tokens sets 0.017. Depth is the
-    key's place on the path of the request that stored it, from 0; so give `begin_request` the whole path.
+    The 1 is the part that does not depend on depth: the linear layers, 2 FLOPs for each parameter and token.
+    The rest is attention over the `depth` blocks before it: 4 FLOPs for each token, layer, unit of model
+    width and token of context. So the ratio is ``2 * tokens in a block * layers * width / parameters``:
+    0.0005 for blocks of 16 tokens and a model of 8 billion parameters (32 layers of width 4,096). It grows
+    with the block: a subclass for blocks of 512 tokens sets 0.017. Depth is the key's place on the path of
+    the request that stored it, from 0; so give `begin_request` the whole path.
 
-    What this does not optimise is the prefix-hit ratio. Blocks are judged one by one, and a deep one costs
-    more than its head: of blocks that are used equally often, a path loses its head a little before its
-    tail, and a tail without its head cannot be reached. With the small ratio the depth moves a block by a
-    few percent of its time in the cache, and what remains is LFU with aging. A frequency is forgotten when
-    its block leaves.
+    This does not optimise the prefix-hit ratio. Blocks are judged one by one, and a deep block costs more
+    than the head: of blocks that are used equally often, a path loses its head a little before its tail, and
+    a tail without its head cannot be reached. With the small ratio the depth changes a block's time in the
+    cache by a few percent, and the rest is LFU with aging. A frequency is forgotten when its block leaves.
 
     Where the paper is silent, because it knows neither batches, pins nor failures:
 
-    - L rises with each block that leaves for a batch; the H of all its new blocks is made with the last L.
-      Blocks of one batch never evict each other.
-    - Equal H: who was used longer ago leaves first. The head of a batch counts as used last.
-    - A request's own store is no second access: when it finishes, the frequency of the block stays, and
-      its H is made again with the L of now, as its place in the order.
-    - Protected blocks are passed over. L never goes back: what has a lower H than the block that left
-      for it, having been protected, keeps it.
-    - While slots are free nobody leaves, and L stays.
+    - L rises with each block that leaves for a batch; the H of all its new blocks is computed with the last
+      L. Blocks of one batch never evict each other.
+    - Equal H: the block that was used longer ago leaves first. The head of a batch counts as used last.
+    - A request's own store is no second access: when it finishes, the frequency of the block stays, and its
+      H is computed again with the present L, which gives its place in the order.
+    - Protected blocks are skipped. L never decreases: a block that was protected, with an H below that of
+      the block that left instead, keeps its H.
+    - While slots are free no block leaves, and L stays.
     - A block whose store failed, or that was damaged, does not raise L.
 
     Cost per block: O(log n), and O(log n) for each protected block at the cold end. A block's life costs
@@ -159,7 +158,7 @@ def _access(
         rank[slot] = inflation[0] + frequency[slot] * cost[slot]
         state[CLOCK] += 1
         stamp[slot] = state[CLOCK]
-        # Neither L nor a frequency goes back: a block only ever moves away from the cold end.
+        # Neither L nor a frequency decreases: a block only ever moves away from the cold end.
         sift_down(heap, place, rank, stamp, state[SIZE], place[slot])
     return slots.shape[0]
 
@@ -203,7 +202,7 @@ def _replace(
             return i
         victim = heap[0]
         take_out(heap, place, rank, stamp, state, victim)
-        # The victim's entry lies between the heap and what is parked: the last of that fills it.
+        # The victim's entry is between the heap and the parked entries: the last of those fills it.
         heap[state[SIZE]] = heap[state[SIZE] + parked]
         inflation[0] = max(inflation[0], rank[victim])
         slots[i] = victim

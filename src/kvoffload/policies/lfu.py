@@ -37,17 +37,17 @@ class LFU(EvictionPolicy):
 
     Where the papers leave a choice:
 
-    - A block is counted while it is here. Who comes back after an eviction starts at 1 again, as everyone
-      does. Nothing makes a count smaller: what was popular once stays until all others have counted more.
-    - Counts end at `max_count`: blocks that reached it are one list, the least recently used first. It
-      matters only when every block that may leave has been used that often, and it makes the list of a
-      block say its count, so that none is stored.
-    - A request's own store is its first use, and no second one when it finishes: the block moves to the
+    - A block is counted while it is here. A block that returns after an eviction starts at 1 again. No count
+      ever becomes smaller: a block that was popular once stays until all others have higher counts.
+    - Counts stop at `max_count`: blocks that reach it share one list, the least recently used first. That
+      matters only if every block that may leave has been used that often; and because the list of a block
+      is its count, no counts are stored.
+    - A request's own store is its first use, and not a second one when it finishes: the block moves to the
       front of the list that it is in. Of equal counts the least recent leaves, the head of a path last.
-    - Protected blocks are passed over, then the lists of higher counts are searched.
+    - Protected blocks are skipped, then the lists of higher counts are searched.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends; per call at most
-    `max_count` empty lists are passed. Memory: 12 bytes a block.
+    `max_count` empty lists are skipped. Memory: 12 bytes a block.
     """
 
     name = "lfu"

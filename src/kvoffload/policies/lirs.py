@@ -1,4 +1,4 @@
-"""LIRS: blocks whose last two uses lie close together stay, the others pass through a short queue.
+"""LIRS: blocks whose last two uses are close together stay, the others pass through a short queue.
 
 Source: Jiang and Zhang, "LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to Improve
 Buffer Cache Performance", SIGMETRICS 2002.
@@ -39,31 +39,32 @@ class LIRS(EvictionPolicy):
     """The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
 
     S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and keys of HIR blocks
-    that have left. A HIR block, here or gone, that is used while in S becomes LIR, and the coldest LIR
-    block becomes HIR, the last in Q. A HIR block that is used when it is not in S stays HIR, and goes to
-    the end of Q. The first of Q leaves; if it is in S, its key stays there.
+    that have left. A HIR block, resident or not, that is used while in S becomes LIR, and the coldest LIR
+    block becomes HIR and the last in Q. A HIR block that is used while not in S stays HIR, and moves to the
+    end of Q. The first of Q leaves; if it is in S, its key stays there.
 
     There is no stack to prune: every block and key has the time of its last use, and is in S if that is
-    later than the time of the coldest LIR block. The decisions are those of the stack (the naive twin has
-    one), and no call pays for a long pruning.
+    later than that of the coldest LIR block. The decisions are those of the stack (the naive twin has one),
+    and no call pays for a long pruning.
 
     Where the paper is silent, because it knows neither batches, pins nor failures:
 
-    - A batch is its blocks one after the other, each of which finds S and Q as the one before left them.
+    - A batch is processed block by block: each finds S and Q as the one before left them.
       Blocks of one batch never evict each other, and its head is the most recent.
     - Q is short, so a long request soon finds all of Q protected. Then the coldest LIR block that may
-      leave does, and is not remembered, since its place in S was the bottom. The new block is HIR all the
-      same, and Q has more than its 1 % for a while: a scan does not take over the LIR set. (To let it in as
-      LIR costs a third of all hits on a recorded chat, with 1,000 to 2,000 blocks.)
-    - While the LIR set is not full, a block that is given a free slot is LIR, as in the paper, and so is
-      a HIR block that is used again, in S or not: else a LIR set that was lost would never come back.
+      leave does, and is not remembered, since it was at the bottom of S. The new block is still HIR, and Q
+      has more than its 1 % for a while: so a scan does not take over the LIR set. (To let it enter as LIR
+      costs a third of all hits on a recorded chat, with 1,000 to 2,000 blocks.)
+    - While the LIR set is not full, a block that gets a free slot is LIR, as in the paper, and so is a HIR
+      block that is used again, in S or not: otherwise a lost LIR set would never grow again.
     - A request's own store is no second access: when it finishes, the block moves to the top of S, and to
       the end of Q if it is HIR, with the rest of its path.
-    - At most `c` keys of blocks that have left are kept; who left first is forgotten first, in S or not.
+    - At most `c` keys of blocks that have left are kept; those that left first are forgotten first, in S or
+      not.
       (In the paper S has no bound.)
     - A block whose store failed, or that was damaged, is not remembered.
 
-    A cache of one block has no LIR block; it is an LRU.
+    A cache of one block has no LIR block: it behaves as LRU.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 20 bytes a block,
     and 36 bytes and the key for each of `c` keys of blocks that have left.
@@ -141,7 +142,7 @@ class LIRS(EvictionPolicy):
 
 @inline
 def _bottom(links: I32Matrix, used_at: I64Array, lir: int) -> int:
-    """When the coldest LIR block was used: whoever was used later is in S. Never goes back."""
+    """Time of the coldest LIR block's last use: keys used later are in S. Never decreases."""
     coldest = links[lir, PREV]
     return np.int64(NO_BOTTOM) if coldest == lir else used_at[coldest]
 
@@ -223,7 +224,7 @@ def _replace(
     # New blocks join their lists after the last victim was chosen; until then they count here.
     new_lir = 0
     _prefetch(batch, slots.shape[0] - num_free, links, lir, queue, index_keys, gone_table)
-    # Where the search for the next victim goes on: who was protected before stays so.
+    # Where the search for the next victim continues: blocks that were protected before still are.
     next_in_queue, next_lir = links[queue, PREV], links[lir, PREV]
     for i in range(slots.shape[0]):
         remembered = find(gone_table, gone_keys, batch, i, hash_row(batch, i))
@@ -252,7 +253,7 @@ def _replace(
                 next_lir = links[victim, PREV]
             unlink(links, victim)
             slots[i] = victim
-        # The sign tells the list until the blocks can join it.
+        # The sign marks the list until the blocks can join it.
         if is_lir:
             slots[i] = ~slots[i]
             new_lir += 1

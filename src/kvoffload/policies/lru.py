@@ -12,10 +12,10 @@ from kvoffload.structures.lists import PREV, Lists, move_to_head, push_head, unl
 
 
 class LRU(EvictionPolicy):
-    """One list, most recent first. The default, and what every other policy is measured against.
+    """One list, most recent first. The default, and the yardstick for every other policy.
 
-    A store counts as a use; the head of what is stored is the most recent. When a request finishes, its
-    whole path moves to the front, the head foremost (see `EvictionPolicy.access`).
+    A store counts as a use; the head of the stored blocks is the most recent. When a request finishes, its
+    whole path moves to the front, its head first of all (see `EvictionPolicy.access`).
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold end.
     """

@@ -1,4 +1,4 @@
-"""S3-FIFO: three static queues, one for newcomers, one for who has proven useful, one for who has left.
+"""S3-FIFO: three static queues: of new blocks, of blocks that have proven useful, of keys that have left.
 
 Source: Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023,
 algorithm 1.
@@ -6,11 +6,10 @@ algorithm 1.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected, evictable
@@ -34,41 +33,39 @@ from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, reme
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
 
-U8s: TypeAlias = npt.NDArray[np.uint8]
-
 SMALL, MAIN = 0, 1
 MAX_COUNT = 3
-"""A block's count of uses since it came, or was last spared, ends here: two bits in the paper."""
+"""Limit of a block's count of uses since it entered or was last spared: two bits in the paper."""
 
 
 class S3FIFO(EvictionPolicy):
-    """The paper's algorithm, for batches with pins, and with an end to how long one call may search.
+    """The paper's algorithm, for batches with pins, and with a limit to the search in one call.
 
-    A new block joins the small queue S, or the main queue M if the ghost queue G remembers its key. S
-    gives the victim if it has its share of the slots, else M. At the cold end of S, a block with two uses
-    or more moves on to M and the search goes on; another one leaves, and G remembers its key. At the cold
-    end of M, a block with uses goes back to the head with one less; another one leaves for good.
+    A new block joins the small queue S, or the main queue M if the ghost queue G remembers its key. The
+    victim is taken from S if S has its share of the slots, else from M. At the cold end of S, a block with
+    two uses or more moves to M and the search continues; any other block leaves, and G remembers its key. At
+    the cold end of M, a block with uses moves back to the head with one use less; any other block leaves for
+    good.
 
     Where the paper leaves a choice:
 
-    - The share of S is `small_share`, rounded down and at least one block; G remembers as many keys as
-      the rest has blocks, at least one.
-    - While slots are free, S takes no more than its share and M takes the rest, new as it is: the queues
-      have their sizes from the start, as in the authors' simulator. The paper's algorithm sends every
-      newcomer to S, which then gives all victims until M has grown. On a chat trace, as a flat stream, that
-      hits 0.285 instead of 0.242 with 20,000 blocks, and 0.139 instead of 0.151 with 5,000.
-    - One victim at a time: where a block that moves on leaves M with more than its share, the paper takes
-      one from M as well; here S goes on to give this victim, and M gives the next, as S is short then.
-    - A batch is its blocks one after the other, as far as counts and ghosts go. The blocks join their
+    - The share of S is `small_share`, rounded down and at least one block; G remembers as many keys as M has
+      blocks, at least one.
+    - While slots are free, S takes no more new blocks than its share and M takes the others: the queues have
+      their sizes from the start, as in the authors' simulator. The paper's algorithm sends every new block to
+      S, from which all victims are then taken until M has grown. On a chat trace, as a flat stream, that hits
+      0.285 instead of 0.242 with 20,000 blocks, and 0.139 instead of 0.151 with 5,000.
+    - One victim at a time: if a block that moves makes M larger than its share, the paper also takes one
+      block from M; here this victim still comes from S, and the next one from M, since S is then short.
+    - A batch is processed block by block as far as counts and ghosts are concerned. The blocks join their
       queues together, after the last victim, the head of the prefix last, so that it outlives its tail.
-    - A request's own store is no use of the block, and there is no order that a finished path could take
-      up.
-    - Protected blocks are passed over, and keep their place and count. If all of one queue are, the other
-      one gives the victim; from M it leaves no ghost.
-    - A block whose store failed, or that was damaged, leaves no ghost: nobody chose it.
+    - A request's own store is no use of the block, and a finished path does not change the order.
+    - Protected blocks are skipped, and keep their place and count. If all blocks of one queue are protected,
+      the victim is taken from the other; from M it leaves no ghost.
+    - A block whose store failed, or that was damaged, leaves no ghost: it was not chosen as a victim.
     - A call spares at most `patience` used blocks; then the next one that may leave does, used or not.
-      M alone may be gone round three times in one call, which at a million blocks is a fifth of a second.
-      Of 18 replays of recorded traces it changes one, from a prefix-hit ratio of 0.8217 to 0.8213.
+      Without this limit a call could go round M three times, a fifth of a second for a million blocks. It
+      changes one of 18 replays of recorded traces, from a prefix-hit ratio of 0.8217 to 0.8213.
 
     Cost per block: O(1) on average, since each spared block was used before; at most O(patience) in a
     call; and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block, and 28 bytes and
@@ -153,7 +150,7 @@ def _prefetch(
     ghost_links: I32Array,
     ghost_tail: int,
 ) -> None:
-    """Ask for the cache lines of a batch: what is likely to be evicted, and forgotten, as things stand.
+    """Ask for the cache lines of a batch: blocks and ghosts that are likely to leave, as the lists are now.
 
     A wrong guess (many blocks are spared) costs time, never correctness.
     """
@@ -198,7 +195,7 @@ def _replace(
     _prefetch(batch, num_evicted, links, tail, index_keys, ghost_table, ghost_keys, ghost_links, ghosts)
     # New blocks join their queues after the last victim was chosen; until then they count here.
     new_small = 0
-    # The search goes on behind the last protected block, who stays protected, or at the cold end.
+    # The search continues after the last protected block, which stays protected, or at the cold end.
     passed_small, passed_main = small, main
     for i in range(slots.shape[0]):
         ghost = find(ghost_table, ghost_keys, batch, i, hash_row(batch, i))
@@ -230,7 +227,7 @@ def _replace(
                     key_hash = hash_row(index_keys, cold)
                     remember(ghost_table, ghost_keys, ghost_links, ghosts, index_keys, cold, key_hash)
                 break
-        # The sign tells the queue until the blocks can join it.
+        # The sign marks the queue until the blocks can join it.
         if joins_main:
             slots[i] = ~slots[i]
         else:

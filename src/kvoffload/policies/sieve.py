@@ -1,4 +1,4 @@
-"""SIEVE: a queue that nobody moves in, and a hand that takes out what was not visited since it last came by.
+"""SIEVE: a queue in which no block moves, and a hand that evicts blocks not visited since it last passed.
 
 Source: Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction
 Algorithm for Web Caches", NSDI 2024, algorithm 1.
@@ -29,29 +29,30 @@ from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink
 
 HAND, VISITED = 0, 1
-"""Of `SIEVE._state`: slot where the hand rests, or ABSENT for the oldest block; number of visited blocks."""
+"""Entries of `SIEVE._state`: the slot at which the hand rests, or ABSENT for the oldest block; the number of
+visited blocks."""
 
 
 class SIEVE(EvictionPolicy):
-    """The paper's algorithm, for batches with pins, and with an end to how long one call may search.
+    """The paper's algorithm, for batches with pins, and with a limit to the search in one call.
 
-    A hit marks a block as visited, and moves nothing. A new block joins the queue at its head. For a
-    victim the hand goes from the oldest block towards the head, and from there to the oldest again; it
-    clears the mark of a visited block and leaves it where it stands, and the first block without a mark
-    leaves. The next search goes on from there.
+    A hit marks a block as visited, and moves nothing. A new block joins the queue at its head. To find a
+    victim the hand moves from the oldest block towards the head, and from there to the oldest again; it
+    clears the mark of a visited block, which keeps its place, and the first block without a mark leaves. The
+    next search continues from there.
 
     Where the paper leaves a choice:
 
     - The blocks of a batch join the queue together, after the last victim, in prefix order. A victim at
-      the head therefore sends the hand to the oldest block, as in the paper, also if blocks of its batch
-      came before it. Prefix order means that of unused blocks the head of a prefix goes first; it gives
+      the head therefore sends the hand to the oldest block, as in the paper, even if blocks of its batch
+      came before it. Prefix order means that of unused blocks the head of a prefix leaves first; it gives
       the golden numbers to the last digit, and costs up to 0.003 of the prefix-hit ratio on a chat trace.
-    - A request's own store is no visit, and there is no order that a finished path could take up.
-    - The hand passes a protected block without touching its mark.
-    - A removed block at which the hand rests passes it on to the next one, as a victim does.
-    - A call spares at most `patience` visited blocks; then the next one that may leave does, visited or
-      not. The hand may go round the whole cache in one call, which at a million blocks is a fifth of a
-      second. No decision on the recorded traces is another one for it.
+    - A request's own store is no visit, and a finished path does not change the order.
+    - The hand passes a protected block without changing its mark.
+    - When the block at which the hand rests is removed, the hand moves to the next one, as for a victim.
+    - A call spares at most `patience` visited blocks; then the next block that may leave does, visited or
+      not. Without this limit the hand could go round the whole cache in one call, a fifth of a second for a
+      million blocks. The limit changes no decision on the recorded traces.
 
     Cost per block: O(1) on average, since each spared block was visited before; at most O(patience) in a
     call; and O(skipped) for protected blocks. Memory: 13 bytes a block.
@@ -103,7 +104,7 @@ class SIEVE(EvictionPolicy):
         return self._queue.members(0)[::-1]
 
     def marks(self) -> tuple[int | None, list[int]]:
-        """Slot where the hand rests, None for the oldest; visited slots. Cost: O(blocks), for tests."""
+        """Slot at which the hand rests, None for the oldest; visited slots. Cost: O(blocks), for tests."""
         hand = int(self._state[HAND])
         return None if hand == ABSENT else hand, np.flatnonzero(self._visited).tolist()
 

@@ -31,23 +31,23 @@ PROBATION, PROVEN = 0, 1
 
 
 class SLRU(EvictionPolicy):
-    """Two LRU lists: blocks on probation, which give the victims, and blocks that have proven useful.
+    """Two LRU lists: blocks on probation, from which victims are taken, and blocks that have proven useful.
 
-    A new block is on probation. A hit makes it the most recent of the proven ones; if those are now more
-    than their share, their least recent one goes back to probation, as its most recent. The paper calls
-    the second segment protected; here that word is taken, by pins.
+    A new block is on probation. A hit makes it the most recent proven block; if there are now more proven
+    blocks than their share, the least recent of them goes back to probation, as its most recent. The paper
+    calls the second segment protected; here that word means pinned, in flight, or of the same request.
 
     Where the paper leaves a choice:
 
     - The share of the proven blocks is `proven_share`, rounded down. It is small, because turns come back
       by recency: on a chat trace with 5,000 blocks the prefix-hit ratio is 0.130 with a share of 0.2, 0.114
-      with 0.5, 0.110 with 0.8, and 0.124 with LRU. Documents that come back for ever want 0.5.
-    - Probation has no size of its own: it holds what the others do not, all slots at the start.
+      with 0.5, 0.110 with 0.8, and 0.124 with LRU. For documents that return for ever 0.5 is better.
+    - Probation has no size of its own: it holds all other slots, at the start all of them.
     - A request's own store is no hit: when it finishes, the block moves to the front of the list that it
-      is in, with the rest of its path. The head of a path ends foremost, so prefixes are lost, and lose
-      their rank, from the tail.
-    - If every block on probation is protected, the least recent proven block that may leaves.
-    - Losing one's rank is not leaving: a pinned block goes back to probation as any other.
+      is in, with the rest of its path. The head of a path ends in front, so prefixes are evicted, and go
+      back to probation, from the tail.
+    - If every block on probation is protected, the least recent proven block that may leave does.
+    - To go back to probation is not to leave: pinned blocks do it like others.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block.
     """

@@ -1,4 +1,4 @@
-"""W-TinyLFU: a small LRU window, a large segmented LRU, and a duel of frequencies at the door between them.
+"""W-TinyLFU: a small LRU window, a large segmented LRU, and a duel of frequencies between the two.
 
 Source: Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
 Transactions on Storage 13(4), 2017.
@@ -36,28 +36,29 @@ WINDOW, PROBATION, PROTECTED = 0, 1, 2
 class WTinyLFU(EvictionPolicy):
     """The paper's algorithm, with its 1 % window and its 80/20 main cache, for batches with pins.
 
-    A new block enters the window. What the window has no room for, its coldest, meets the coldest of
-    the main cache: the one that was seen less often of late leaves, and the newcomer if they are equal. A
-    winner enters the main cache on probation; a block that is used again there is protected, and the
-    coldest of too many protected blocks goes back on probation. Frequencies are those of a sketch that
-    ages (`structures.sketch`): every use counts, and every store, which is the use that missed.
+    A new block enters the window. When the window is full its coldest block duels with the coldest of the
+    main cache: the one that was seen less often recently leaves, or the one from the window if they are
+    equal. A winner enters the main cache on probation; a block that is used again there is protected, and if
+    there are too many protected blocks the coldest goes back on probation. Frequencies are those of a sketch
+    that ages (`structures.sketch`): every use counts, and every store, which is the use that missed.
 
     Where the paper is silent, because it knows neither batches, pins nor failures:
 
-    - A batch is its blocks one after the other, each of which finds the lists and the sketch as the one
-      before left them. Blocks of one batch never evict each other, and its head is the most recent.
-    - A request may be longer than the window. Once no other block of the window may leave, the main cache
-      gives, without a duel; the window is then larger than its share. Later candidates duel all the same,
-      and the loser leaves; but until the main cache has its share back, one winner for each new block
-      enters it at nobody's expense, and the next candidate duels in its place.
-    - A window within its share (blocks of it were discarded) makes the main cache give, without a duel.
-    - If every block of one part is protected, the other part gives. A main cache gives its coldest block
-      on probation that may leave, then its coldest protected one.
-    - While slots are free nobody leaves, and the coldest block of a window that is too large enters the
+    - A batch is processed block by block: each finds the lists and the sketch as the one before left
+      them. Blocks of one batch never evict each other, and its head is the most recent.
+    - A request may be longer than the window. Once no other block of the window may leave, a block of the
+      main cache leaves without a duel; the window is then larger than its share. Later candidates still duel,
+      and the loser leaves; but until the main cache has its share back, one winner for each new block enters
+      it without a victim, and the next candidate duels in its place.
+    - While the window is within its share (blocks of it were discarded), a block of the main cache leaves
+      without a duel.
+    - If every block of one part is protected, the victim is taken from the other. In the main cache that is
+      the coldest block on probation that may leave, then the coldest protected one.
+    - While slots are free no block leaves, and the coldest block of a window that is too large enters the
       main cache, if that has room, without a duel; once for every free slot, after the batch has entered.
     - A request's own store is no second use: when it finishes, the block moves to the front of the list
       that it is in, with the rest of its path, and the sketch counts nothing.
-    - A miss counts in the sketch when the block is stored; a refused block has changed nothing.
+    - A miss counts in the sketch when the block is stored; a refused block changes nothing.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
     for the lists and 8 for the sketch.
@@ -173,7 +174,7 @@ def _prefetch(
     index_keys: U64Matrix,
     table: U64Array,
 ) -> None:
-    """Ask for the cache lines of a batch: who is likely to duel, as things stand."""
+    """Ask for the cache lines of a batch: blocks that are likely to duel, as the lists are now."""
     for i in range(batch.shape[0]):
         prefetch(table, line_of(table, hash_row(batch, i)))
     from_window = min(num_evicted, np.int64(links[window, LIST]))
@@ -210,7 +211,7 @@ def _replace(
     window, probation, protected = c, c + 1, c + 2
     max_main = c - max_window
     _prefetch(batch, slots.shape[0] - num_free, links, window, probation, index_keys, table)
-    # Where the searches for the next block that may leave go on: who was protected before stays so.
+    # Where the searches for the next block that may leave continue: protected blocks stay protected.
     candidate, on_probation, kept = links[window, PREV], links[probation, PREV], links[protected, PREV]
     for i in range(slots.shape[0]):
         add(table, state, hash_row(batch, i))

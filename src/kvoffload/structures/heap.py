@@ -1,7 +1,7 @@
-"""A heap over positions that can be found, moved and taken out: what policies of priorities are made of.
+"""A heap over positions that can be found, moved and removed: for policies that order by priority.
 
-Owns the arrays of an indexed binary heap, the least first, equals in the order of their stamps. Knows
-neither keys nor where a rank comes from.
+Owns the arrays of an indexed binary heap, the least first, equal ranks in the order of their stamps. Does not
+know keys, nor what a rank means.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Heap:
     """An empty heap over `num_positions` positions. Memory: 24 bytes a position.
 
     Attributes:
-        heap: positions in heap order; the first ``state[SIZE]`` entries count.
-        place: where each position is in `heap`, or OUTSIDE.
-        rank, stamp: what positions are ordered by.
-        state: int64: how many positions are inside, and the last stamp that was given.
+        heap: positions in heap order; only the first ``state[SIZE]`` entries are valid.
+        place: index of each position in `heap`, or OUTSIDE.
+        rank, stamp: the order of the positions.
+        state: int64: how many positions are inside, and the last stamp.
     """
 
     __slots__ = ("heap", "place", "rank", "stamp", "state")
@@ -52,7 +52,7 @@ def _precedes(rank: F64Array, stamp: I64Array, a: int, b: int) -> bool:
 
 @inline
 def sift_up(heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, at: int) -> None:
-    """Bring the position at `at` of the heap up to where it belongs."""
+    """Move the position at index `at` of the heap up to its place."""
     position = heap[at]
     while at > 0:
         parent = (at - 1) >> 1
@@ -67,7 +67,7 @@ def sift_up(heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, at
 
 @inline
 def sift_down(heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, size: int, at: int) -> None:
-    """Bring the position at `at` of a heap of `size` down to where it belongs."""
+    """Move the position at index `at` of a heap of `size` down to its place."""
     position = heap[at]
     while True:
         child = 2 * at + 1
@@ -88,7 +88,7 @@ def sift_down(heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, 
 def push(
     heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, state: I64Array, position: int
 ) -> None:
-    """Put in a position whose rank and stamp are set."""
+    """Insert a position whose rank and stamp are set."""
     heap[state[SIZE]] = position
     state[SIZE] += 1
     sift_up(heap, place, rank, stamp, state[SIZE] - 1)
@@ -98,7 +98,7 @@ def push(
 def take_out(
     heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, state: I64Array, position: int
 ) -> None:
-    """Take out a position, wherever it is. What the heap's last entry was is then free."""
+    """Remove a position, wherever it is. The heap's last entry is then free."""
     at = place[position]
     place[position] = OUTSIDE
     state[SIZE] -= 1

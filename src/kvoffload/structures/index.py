@@ -2,10 +2,10 @@
 
 Owns two arrays. `table` is an open-addressing hash table with linear probing: an entry is 0 (empty) or
 ``tag << 32 | position + 1``, where the tag is the upper half of the key's hash. `keys` holds the key of
-each position. Who gets which position is decided by the caller; nothing here knows what it stands for.
+each position. The caller chooses the position of each key; nothing here knows what a position means.
 
-The home bucket of a key is ``tag * buckets >> 32``: any number of buckets will do, an entry's home is
-known without its key, and so a removal closes the gap (backward shift) without touching `keys`. Both
+The home bucket of a key is ``tag * buckets >> 32``: the number of buckets is arbitrary, and an entry's home
+is known without its key, so that a removal closes the gap (backward shift) without reading `keys`. Both
 arrays have their final size from the start: no rehash, no tombstones, no pause.
 """
 
@@ -19,7 +19,7 @@ from kvoffload.structures.keys import Keys, words_per_key
 ABSENT = -1
 
 MAX_POSITIONS = 2**31 - 2
-"""A position and its links are 32-bit numbers."""
+"""Positions and links are 32-bit numbers."""
 
 
 class Index:
@@ -33,12 +33,12 @@ class Index:
 
     def __init__(self, num_positions: int, key_bytes: int) -> None:
         self.key_bytes = key_bytes
-        # At most half of the buckets are taken: 1.5 probes for a hit, 2.5 for a miss, on average.
+        # At most half of the buckets are full: 1.5 probes for a hit, 2.5 for a miss, on average.
         self.table = np.zeros(2 * num_positions + 1, np.uint64)
         self.keys = np.zeros((num_positions, words_per_key(key_bytes)), np.uint64)
 
     def populate(self) -> Index:
-        """Touch all memory now: a page that is first touched inside a request stops it for up to 1 ms."""
+        """Touch all memory now: a page that is first touched inside a request delays it by up to 1 ms."""
         self.table.fill(0)
         self.keys.fill(0)
         return self
@@ -80,7 +80,7 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
 
 @inline
 def same_key(a: U64Array, i: int, b: U64Array, j: int) -> bool:
-    """Whether the rows `a[i]` and `b[j]` are one key."""
+    """Whether the rows `a[i]` and `b[j]` are the same key."""
     for word in range(a.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if a[i, word] != b[j, word]:
             return False
@@ -96,13 +96,13 @@ def copy_key(to: U64Array, i: int, source: U64Array, j: int) -> None:
 
 @inline
 def home_bucket(table: U64Array, h: np.uint64) -> int:
-    """Where the search for a key with hash `h` begins."""
+    """The bucket in which the search for a key with hash `h` begins."""
     return np.int64(((h >> np.uint64(32)) * np.uint64(table.shape[0])) >> np.uint64(32))
 
 
 @inline
 def bucket_of(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Bucket of the key `batch[row]`, whose hash is `h`; the empty one where it belongs if it is absent."""
+    """Bucket of the key `batch[row]`, whose hash is `h`; its empty bucket if the key is absent."""
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
     while True:
@@ -116,7 +116,7 @@ def bucket_of(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: n
 
 @inline
 def position_in(entry: np.uint64) -> int:
-    """Position that a bucket's entry stands for; ABSENT for an empty bucket."""
+    """Position in a bucket's entry; ABSENT for an empty bucket."""
     return np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
 
 
@@ -130,7 +130,7 @@ def find(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uin
 def fill_bucket(
     table: U64Array, bucket: int, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64, position: int
 ) -> None:
-    """Put the key `batch[row]` at `position`; `bucket` is the empty one that `bucket_of` gave."""
+    """Put the key `batch[row]` at `position`; `bucket` is the empty one that `bucket_of` returned."""
     copy_key(keys, position, batch, row)
     table[bucket] = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
 
@@ -148,7 +148,7 @@ def insert(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.u
 
 @inline
 def remove(table: U64Array, keys: U64Matrix, position: int) -> None:
-    """Take the key at `position` out of the table and close the gap. The key's row stays readable."""
+    """Remove the key at `position` from the table and close the gap. The key's row stays readable."""
     size = table.shape[0]
     h = hash_row(keys, position)
     entry = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
@@ -168,7 +168,7 @@ def remove(table: U64Array, keys: U64Matrix, position: int) -> None:
         home = home_bucket(table, entry)
         from_home = bucket - home if bucket >= home else bucket - home + size
         from_hole = bucket - hole if bucket >= hole else bucket - hole + size
-        # The entry may move into the hole only if its probe sequence passes there.
+        # The entry may move into the hole only if its probe sequence passes through it.
         if from_home >= from_hole:
             table[hole] = entry
             hole = bucket

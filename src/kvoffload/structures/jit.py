@@ -1,8 +1,8 @@
-"""How a loop over flat arrays becomes machine code: the only place that says how numba is used.
+"""Compiles loops over flat arrays to machine code: the only place that knows how numba is used.
 
 A kernel has one signature, its annotations. It is therefore compiled when its module is imported (from
 numba's on-disk cache in milliseconds, the first time in about a second), never inside a request, and a call
-with other types fails instead of compiling in silence.
+with other types fails instead of compiling silently.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What a kernel takes, as annotations: the type for Python's checker, and the one that numba compiles for.
-# Arrays that a kernel only reads are read-only for it: those types accept both kinds of arrays.
+# Annotations of kernels: the type for mypy, and the type for which numba compiles. A `Read` type is for
+# arrays that a kernel does not write: it accepts both read-only and writeable arrays.
 BoolArray: TypeAlias = Annotated[npt.NDArray[np.bool_], nb.Array(nb.boolean, 1, "C")]
 U8Array: TypeAlias = Annotated[npt.NDArray[np.uint8], nb.Array(nb.uint8, 1, "C")]
 I32Array: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 1, "C")]
@@ -38,7 +38,6 @@ ReadI64Array: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 1,
 ReadU64Array: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 1, "C", readonly=True)]
 ReadBoolArray: TypeAlias = Annotated[npt.NDArray[np.bool_], nb.Array(nb.boolean, 1, "C", readonly=True)]
 ReadU64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, "C", readonly=True)]
-UInt64: TypeAlias = Annotated[int, nb.uint64]
 _PLAIN = {
     int: nb.int64,
     float: nb.float64,
@@ -48,9 +47,9 @@ _PLAIN = {
 }
 
 
-# numba counts references to arrays with atomic instructions, also in inner loops, wherever a helper is
-# called: up to six times the cost of what the loop does. A kernel gets all of its arrays from its caller, who
-# holds them, and makes none; so it counts none (`_nrt`), and `np.empty` in a kernel is refused.
+# numba counts references to arrays with atomic instructions at every call of a helper, also in inner loops:
+# up to six times the cost of the loop itself. A kernel gets all of its arrays from its caller, which keeps
+# them alive, and makes none; so counting is off (`_nrt`), and `np.empty` in a kernel does not compile.
 
 
 def kernel(function: F) -> F:
@@ -77,10 +76,10 @@ def inline(function: F) -> F:
 
 
 def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
-    """Ask the processor to fetch the first bytes of ``array[row]``; a kernel goes on meanwhile.
+    """Ask the processor to fetch the first bytes of ``array[row]``; the kernel continues meanwhile.
 
-    Most of what the control plane costs at a million blocks is waiting for memory, one cache line after
-    the other. A loop that first asks for all its lines waits about once.
+    With a million blocks most of the control plane's time is waiting for memory, one cache line after the
+    other. A loop that first asks for all its lines waits about once.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -121,8 +120,8 @@ load_word: Any = intrinsic(_load_word)
 def _drop_stale_kernels() -> None:
     """Delete cached kernels when a source file of the package that has kernels or helpers has changed.
 
-    numba checks only the file in which a kernel stands, not those of the helpers compiled into it: after
-    an edit of `lists.py` a policy would go on running the old code.
+    numba checks only the file that has the kernel, not those of the helpers compiled into it: after an edit
+    of `lists.py` a policy would keep running the old code.
     """
     package = Path(__file__).resolve().parent.parent
     sources = sorted(path for path in package.rglob("*.py") if b"structures.jit" in path.read_bytes())
@@ -137,8 +136,8 @@ def _drop_stale_kernels() -> None:
         stamp.parent.mkdir(exist_ok=True)
         stamp.write_text(digest)
     except OSError:
-        # An installed package that we may not write to does not change either: an upgrade gives its
-        # files new times, which numba does see.
+        # An installed package that we cannot write to changes only by an upgrade, which gives its files new
+        # times, and numba checks those.
         pass
 
 

@@ -1,4 +1,4 @@
-"""Keys in recency lists, without blocks: ghosts of evicted blocks, counters of seen ones.
+"""Keys in recency lists, without blocks: ghosts of evicted blocks, counters of keys.
 
 Owns an index over a fixed number of positions, the lists that order them and a list of spare positions.
 Does not know why a key is remembered.
@@ -59,7 +59,7 @@ def remember(
     row: int,
     h: np.uint64,
 ) -> int:
-    """Put the absent key `batch[row]` at the head of a list; a spare position must be left."""
+    """Put the absent key `batch[row]` at the head of a list; there must be a spare position."""
     spare = links.shape[0] - 1
     position = links[spare, PREV]
     unlink(links, position)

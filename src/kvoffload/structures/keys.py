@@ -1,7 +1,7 @@
 """Batches of block keys, packed once so that kernels can read them.
 
-Owns the packed form of keys. Does not know what a key means: to the control plane a key is a string of
-bytes, and all keys of one manager have the same length.
+Owns the packed form of keys. Does not know what a key means: for the control plane a key is a byte string,
+and all keys of one manager have the same length.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Keys(Sequence[bytes]):
         return row[: self.key_bytes]
 
     def take(self, rows: npt.NDArray[Any]) -> Keys:
-        """Those of `rows`, which are numbers or a mask."""
+        """The keys of `rows`, which are row numbers or a mask."""
         return Keys(self.words[rows], self.key_bytes)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -93,7 +93,7 @@ def words_per_key(key_bytes: int) -> int:
 def joined_keys(keys: Sequence[bytes], key_bytes: int) -> bytes:
     """All keys, one after the other. Raises `ValueError` as `Keys.pack` does. Cost: 20 ns a key."""
     joined = b"".join(keys)
-    # The sum alone does not tell: one key too long and one too short make two keys, both wrong.
+    # The total length is not enough: one key may be too long and another too short.
     if list(map(len, keys)).count(key_bytes) != len(keys):
         position, wrong = next(item for item in enumerate(keys) if len(item[1]) != key_bytes)
         raise ValueError(

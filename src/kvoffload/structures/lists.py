@@ -1,8 +1,8 @@
-"""Doubly linked lists over positions: what policies are made of.
+"""Doubly linked lists over positions: the building blocks of policies.
 
-Owns one int32 array with a row per position and one per list. A position is in at most one list; moving
-it is a handful of writes. A list's row is the sentinel of a ring: its NEXT is the head (most recent), its
-PREV the tail (coldest), its LIST the number of members. Nothing here knows keys or why an order changes.
+Owns one int32 array with a row for each position and each list. A position is in at most one list; to move
+it takes a few writes. A list's row is the sentinel of a ring: its NEXT is the head (most recent), its PREV
+the tail (coldest), its LIST the number of members. Does not know keys, nor why an order changes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def push_head(links: I32Matrix, sentinel: int, position: int) -> None:
 
 @inline
 def unlink(links: I32Matrix, position: int) -> None:
-    """Take `position` out of its list."""
+    """Remove `position` from its list."""
     before, after = links[position, PREV], links[position, NEXT]
     links[before, NEXT] = after
     links[after, PREV] = before
@@ -83,7 +83,7 @@ def move_to_head(links: I32Matrix, sentinel: int, position: int) -> None:
 
 @kernel
 def unlink_all(links: I32Matrix, positions: ReadI32Array) -> int:
-    """Take each of `positions` out of its list."""
+    """Remove each of `positions` from its list."""
     for i in range(positions.shape[0]):
         unlink(links, positions[i])
     return positions.shape[0]

@@ -1,7 +1,7 @@
-"""How often keys were seen lately, in a few bits a key: a count-min sketch that ages.
+"""How often keys were used recently, in a few bits a key: a count-min sketch that ages.
 
-Owns a table of 4-bit counters, and how many references it has counted. Knows hashes, not keys, and not
-what a count is good for.
+Owns a table of 4-bit counters, and the number of references counted. Knows hashes, but not keys, nor what a
+count is used for.
 
 Source: Cormode and Muthukrishnan, "An Improved Data Stream Summary: The Count-Min Sketch and its
 Applications", J. Algorithms 55(1), 2005; with the aging of Einziger, Friedman and Manes, "TinyLFU: A Highly
@@ -25,17 +25,16 @@ SAMPLE_PER_KEY = 10
 class FrequencySketch:
     """Counts references to keys, up to 15; an estimate is never too low, until counts age.
 
-    After `sample` references every count is halved, and again each time when half as many have followed:
-    what was popular is forgotten, and an estimate is about the references in the last `sample`. Halving is
-    spread over the references that follow, one cache line each, so that no call pays for the whole table;
-    while that goes on, some keys are halved and others not yet.
+    After `sample` references every count is halved, and again after every further half of that: past
+    popularity is forgotten, and an estimate is about the references in the last `sample`. Halving is spread
+    over the references that follow, one cache line each, so that no call pays for the whole table; meanwhile
+    some counts are halved and others not yet.
 
-    All four counters of a key are in one cache line, so a key costs one cache miss. A reference raises
-    only the lowest of its four counters (conservative update), which other keys then overestimate less.
-    There is no doorkeeper: what it can gain is what the collisions of keys that come once cost, and that
-    is little. With four times the counters W-TinyLFU hits 0.4 to 0.6 points more of a recorded chat's
-    blocks (caches of 5,000 and 10,000), while a doorkeeper for a sample would need more memory than the
-    counters have.
+    All four counters of a key are in one cache line, so a key costs one cache miss. A reference increments
+    only the lowest of its four counters (conservative update), so that keys are overestimated less. There is
+    no doorkeeper: it could only gain what collisions with keys used once cost, and that is little. With four
+    times the counters W-TinyLFU hits 0.4 to 0.6 points more of a recorded chat's blocks (caches of 5,000 and
+    10,000), while a doorkeeper for a sample would need more memory than the counters.
 
     Kernels get `table` and `state`. Memory: 64 bits a key of `capacity`.
 
@@ -63,7 +62,7 @@ class FrequencySketch:
 
 @inline
 def line_of(table: U64Array, h: np.uint64) -> int:
-    """First word of the line in which the counters of a key with hash `h` are."""
+    """First word of the line that has the counters of a key with hash `h`."""
     lines = np.uint64(table.shape[0] // LINE_WORDS)
     return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
 
@@ -76,13 +75,13 @@ def _word(line: int, h: np.uint64, row: int) -> int:
 
 @inline
 def _shift(h: np.uint64, row: int) -> np.uint64:
-    """Where in its word the key's counter of a row begins."""
+    """First bit, in its word, of the key's counter of a row."""
     return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
 
 
 @inline
 def estimate(table: U64Array, h: np.uint64) -> int:
-    """How often the key with hash `h` was seen lately, 0 to 15; other keys may make it too high."""
+    """How often the key with hash `h` was used recently, 0 to 15; other keys may make it too high."""
     line = line_of(table, h)
     lowest = MAX_COUNT
     for row in range(ROWS):
@@ -107,7 +106,7 @@ def add(table: U64Array, state: I64Array, h: np.uint64) -> None:
         state[SWEEP] = 0
     first = state[SWEEP] * LINE_WORDS
     if first < table.shape[0]:
-        # A shift brings a bit of each counter into its neighbour; the mask takes it out again.
+        # A shift moves a bit of each counter into its neighbour; the mask clears it.
         for word in range(first, first + LINE_WORDS):
             table[word] = (table[word] >> np.uint64(1)) & np.uint64(0x7777777777777777)
         state[SWEEP] += 1

@@ -6,7 +6,7 @@
         def make(self):
             return MyRule(window=1000)
 
-Knows no rule. Whether a rule lets the *right* blocks in is a question for `kvoffload replay`, and for a twin.
+Knows no rule. Whether a rule admits the *right* blocks is checked by `kvoffload replay`, and by a twin.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SEEDS = range(4)
 
 
 class AdmissionConformance:
-    """Derive a class from it, say how a rule is made, and pytest runs every check on it.
+    """Derive a class from it, override `make`, and pytest runs every check on the rule.
 
     Attributes:
-        max_examples: how long Hypothesis tries.
-        remembers_keys: fresh keys after which the state of a rule grows no more.
+        max_examples: examples that Hypothesis tries.
+        remembers_keys: number of fresh keys after which the state of a rule does not grow.
     """
 
     max_examples: ClassVar[int] = 20
@@ -40,14 +40,14 @@ class AdmissionConformance:
 
     def make(self) -> Admission:
         """A new rule, for keys of 20 bytes."""
-        raise AssertionError(f"{type(self).__name__} does not say how its rule is made")
+        raise AssertionError(f"{type(self).__name__} does not implement `make`")
 
     def twin(self) -> Admission | None:
         """Another rule that must admit the same, if there is one."""
         return None
 
     def test_life_cycle(self) -> None:
-        """Every invariant of a manager holds behind this rule, with each of two policies."""
+        """Every invariant of a manager holds with this rule, for each of two policies."""
         for policy in ("lru", "arc"):
             machine = manager_machine(
                 policy,
@@ -60,7 +60,7 @@ class AdmissionConformance:
             run_state_machine_as_test(machine, settings=machine.TestCase.settings)
 
     def test_it_answers_for_each_block_and_admits_a_length(self) -> None:
-        """`admit` answers a bool for each key, `leading` where the first refusal is; both change nothing."""
+        """`admit` returns a bool for each key, `leading` the place of the first False; both are queries."""
         for seed in _SEEDS:
             rule = self.make()
             for _, _, numbers in random_script(seed, num_steps=100):
@@ -69,23 +69,24 @@ class AdmissionConformance:
                 before = state_of(rule)
                 allowed = rule.admit(keys)
                 assert state_of(rule) == before, f"seed {seed}: a question changed the rule"
-                assert allowed.dtype == np.bool_, f"admit answers {allowed!r}, not bools"
-                assert allowed.shape == (len(keys),), f"admit answers {allowed!r} for {len(keys)} keys"
+                assert allowed.dtype == np.bool_, f"admit returns {allowed!r}, not bools"
+                assert allowed.shape == (len(keys),), f"admit returns {allowed!r} for {len(keys)} keys"
                 refused = np.flatnonzero(~allowed)
                 expected = int(refused[0]) if len(refused) else len(keys)
-                assert rule.leading(keys) == expected, f"leading says {rule.leading(keys)}, admit {allowed}"
+                leading = rule.leading(keys)
+                assert leading == expected, f"leading returns {leading}, admit {allowed}"
                 assert state_of(rule) == before, f"seed {seed}: a question changed the rule"
-            assert rule.leading(_keys([])) == 0, "of no blocks, none may enter"
+            assert rule.leading(_keys([])) == 0, "of no blocks, none is admitted"
 
     def test_it_admits_the_same_again(self) -> None:
-        """Equal calls, equal answers, in another instance."""
+        """Another instance gives equal answers to equal calls."""
         for seed in _SEEDS:
             script = random_script(seed, num_steps=250)
             once, again = (_answers(self.make(), script) for _ in range(2))
-            assert once == again, f"seed {seed}: the same offers were answered differently the second time"
+            assert once == again, f"seed {seed}: the second time the same offers had other answers"
 
     def test_reset_forgets_everything(self) -> None:
-        """After `reset` a rule answers as if it were new."""
+        """After `reset` a rule answers as a new one does."""
         for seed in _SEEDS:
             rule = self.make()
             _answers(rule, random_script(seed, num_steps=200))
@@ -94,7 +95,7 @@ class AdmissionConformance:
             assert _answers(rule, script) == _answers(self.make(), script), f"seed {seed}: it remembers"
 
     def test_it_admits_as_its_twin(self) -> None:
-        """Step by step. Nothing to do without a `twin`."""
+        """Step by step. Does nothing without a `twin`."""
         if self.twin() is None:
             return
         for seed in range(20):
@@ -124,7 +125,7 @@ def _keys(numbers: list[int]) -> Keys:
 
 
 def _answers(rule: Admission, script: list[Step]) -> list[list[bool]]:
-    """Whom a rule admits, at first and after each step of a script."""
+    """Which keys a rule admits, at first and after each step of a script."""
     answers = [rule.admit(_keys([*range(16)])).tolist()]
     for action, _, numbers in script:
         keys = _keys(numbers)

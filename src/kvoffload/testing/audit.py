@@ -1,7 +1,7 @@
-"""Checks a manager from the inside: every invariant that ties its parts together, in O(capacity).
+"""Checks a manager from the inside: every invariant between its parts, in O(capacity).
 
-The one place that may look at private attributes. A test calls `audit` after every step of whatever it
-does; a failure is an `AssertionError` that says which parts disagree, and about which slots or keys.
+The only module that may read private attributes of others. A test calls `audit` after every step; a failure
+is an `AssertionError` that says which parts disagree, and about which slots or keys.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from kvoffload.testing.naive.arc import NaiveARC
 def audit(manager: OffloadingManager) -> None:
     """Check everything that must hold between two calls of a manager. Changes nothing.
 
-    Of a policy, whoever wrote it, the `Lists`, `KeyLists` and `PathRuns` among its attributes are checked,
-    and what its `order` tells.
+    Of any policy it checks the `Lists`, `KeyLists` and `PathRuns` among its attributes, and its `order`.
 
     Raises:
         AssertionError: says what is wrong.
@@ -75,10 +74,10 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
 
 
 def state_of(thing: Any) -> bytes | Any:
-    """All that a policy or an admission rule knows, in a form that compares with ``==``, however it is kept.
+    """The whole state of a policy or an admission rule, in a form that compares with ``==``.
 
-    Unlike `snapshot` it knows cycles and what comes from elsewhere (`random.Random`), and equal values kept
-    in two places may differ: compare only states of one thing. A policy's `index` is the manager's.
+    Unlike `snapshot` it handles cycles and foreign objects (`random.Random`); but equal values of different
+    objects may give different states: compare only states of one object. A policy's `index` is the manager's.
     """
     state = {name: value for name, value in vars(thing).items() if name != "index"}
     try:
@@ -88,7 +87,7 @@ def state_of(thing: Any) -> bytes | Any:
 
 
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
-    """Slots of the blocks that the device holds as well, the first to leave first; None: no victim tier."""
+    """Slots of the duplicates, the first to leave first; None if it is no victim tier."""
     mode = manager.store_mode
     return mode.duplicates.slots() if isinstance(mode, OnDeviceEviction) else None
 
@@ -112,7 +111,7 @@ def _audit_slots(manager: OffloadingManager) -> None:
     assert set(stack) == marked, f"free stack and slot states disagree about {set(stack) ^ marked}"
     condemned = np.flatnonzero(manager.slots.condemned).tolist()
     idle = {slot for slot in condemned if ref_cnt[slot] in (0, FREE)}
-    assert not idle, f"condemned slots that nobody uses were not freed: {idle}"
+    assert not idle, f"unused condemned slots were not freed: {idle}"
 
 
 def _audit_counters(manager: OffloadingManager) -> None:
@@ -124,8 +123,8 @@ def _audit_counters(manager: OffloadingManager) -> None:
         "evictable": int((kept & (ref_cnt == 0)).sum()),
         "condemned": int((~kept).sum()),
     }
-    told = {name: getattr(stats, name) for name in found}
-    assert told == found, f"the counters say {told}, the slots say {found}"
+    counted = {name: getattr(stats, name) for name in found}
+    assert counted == found, f"the counters say {counted}, the slots say {found}"
     slots = stats.free + stats.writing + stats.ready + stats.condemned
     assert slots == stats.capacity == manager.capacity_blocks, f"{slots} slots of {stats.capacity}"
     left = stats.ready + stats.evicted + stats.discarded
@@ -150,7 +149,7 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
 
 
 def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
-    """Check that links and sizes agree; the members of each list."""
+    """Check that links and sizes agree; returns the members of each list."""
     previous, following, owner = (lists.links[:, column].tolist() for column in (PREV, NEXT, LIST))
     all_members: list[list[int]] = []
     for number in range(lists.num_lists):
@@ -201,7 +200,7 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
 
 
 def _audit_parts(thing: Any, owner: str) -> None:
-    """Check every structure of ours that `thing` is made of."""
+    """Check every structure of ours among the attributes of `thing`."""
     names = [*getattr(thing, "__dict__", ()), *(n for c in type(thing).__mro__ for n in _slots_of(c))]
     for name in names:
         value, what = getattr(thing, name), f"{name} of {owner}"
@@ -250,4 +249,4 @@ def _audit_hazard(policy: Hazard) -> None:
     order = policy.order()
     classified = [slot for number in range(policy._lists.num_lists) for slot in policy._lists.members(number)]
     assert sorted(order) == sorted(classified), f"order and classes disagree: {order}, {classified}"
-    assert (policy._entered == ABSENT).all(), "rows of a batch are left behind"
+    assert (policy._entered == ABSENT).all(), "rows of a batch were not cleared"

@@ -1,13 +1,13 @@
-"""Conformance: what every eviction policy must do, ours or yours, as a class that pytest runs.
+"""Conformance of eviction policies: what every policy must do, ours or yours, as a class that pytest runs.
 
     from kvoffload.testing.conformance import PolicyConformance
 
     class TestMine(PolicyConformance):
         policy = "examples/my_policy.py:MyPolicy"
 
-Knows no policy. It judges what a policy decides, through the manager that it will serve, and looks inside
-only to see whether its state changes or grows. That it keeps the *right* blocks is not checked here: a
-hit ratio is what `kvoffload replay` is for, and a twin of yours is what `PolicyConformance.twin` is for.
+Knows no policy. It checks a policy's decisions through a manager, and reads its state only to see whether it
+changes or grows. Whether it keeps the *right* blocks is not checked here: use `kvoffload replay` for hit
+ratios, and `PolicyConformance.twin` to compare it with a twin of yours.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged
 
 
 class PolicyConformance:
-    """Derive a class from it, say which policy, and pytest runs every check on it.
+    """Derive a class from it, set `policy`, and pytest runs every check on it.
 
-    A failure says what happened; whatever is random prints its seed, or is shrunk by Hypothesis. Takes a
-    few seconds for a policy. Override what does not fit: each check is a method of its own.
+    A failure says what happened; random checks print their seed, or are shrunk by Hypothesis. Takes a few
+    seconds for a policy. Override checks that do not fit: each is a method of its own.
 
     Attributes:
         policy: a name, ``module:Class``, ``path/to/file.py:Class``, or the class.
-        twin: another policy that must decide alike in all things, if there is one.
-        admissions: rules that it is tried with, ``all`` first.
-        max_examples: how long Hypothesis tries, in each check.
-        remembers_blocks: fresh blocks after which the state of a policy of 16 blocks grows no more.
+        twin: another policy that must make the same decisions, if there is one.
+        admissions: rules that it is tested with, ``all`` first.
+        max_examples: examples that Hypothesis tries in each check.
+        remembers_blocks: number of fresh blocks after which the state of a policy of 16 blocks does not grow.
     """
 
     policy: ClassVar[Any]
@@ -68,7 +68,7 @@ class PolicyConformance:
     # ---- what it is
 
     def test_it_is_found_and_says_its_name(self) -> None:
-        """The manager finds it, and reports can name it; `stats` and `order` have the promised form."""
+        """The manager finds it, it has a name for reports; `stats` and `order` have the specified form."""
         found = POLICIES.find(self.policy)
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         assert not missing, f"{found.__name__} does not implement {', '.join(missing)}"
@@ -76,8 +76,8 @@ class PolicyConformance:
         assert isinstance(name, str), f"{found.__name__} has no `name`"
         assert name, f"the name of {found.__name__} is empty"
         policy = _manager(self.policy, 3).policy
-        told = policy.stats()
-        odd = {key: value for key, value in told.items() if not isinstance(value, (int, float))}
+        reported = policy.stats()
+        odd = {key: value for key, value in reported.items() if not isinstance(value, (int, float))}
         assert not odd, f"stats() of {name}: these are not numbers: {odd}"
         order = policy.order()
         assert not order, f"order() of {name} has slots, and nothing is stored: {order}"
@@ -85,9 +85,9 @@ class PolicyConformance:
     # ---- what may never happen
 
     def test_life_cycle(self) -> None:
-        """Every invariant of a manager, at every step of every life that a state machine can think of.
+        """Every invariant of a manager holds at every step of the lives that a state machine generates.
 
-        Also: what the policy's `order` tells is what is resident, and the events give the readable blocks.
+        Also: the policy's `order` has exactly the resident blocks, and the events give the readable blocks.
         """
         lives = [("all", 1, self.max_examples // 4)]
         lives += [(admission, 5, self.max_examples // len(self.admissions)) for admission in self.admissions]
@@ -102,7 +102,7 @@ class PolicyConformance:
             run_state_machine_as_test(machine, settings=machine.TestCase.settings)
 
     def test_protection(self) -> None:
-        """Exactly those leave that may: nobody who is pinned, in flight, or of the request that stores."""
+        """Only blocks that may leave do: none that is pinned, in flight, or of the storing request."""
 
         @settings(max_examples=self.max_examples * 3, deadline=None)
         @given(
@@ -116,7 +116,7 @@ class PolicyConformance:
         check()
 
     def test_every_block_can_leave(self) -> None:
-        """Whatever happened before, a block that alone may leave is found: none is lost to the policy."""
+        """The only block that may leave is found, whatever happened before: the policy loses none."""
         for seed in SEEDS:
             manager = _full_manager(self.policy, 7, seed)
             for last in _resident(manager):
@@ -131,20 +131,20 @@ class PolicyConformance:
                 audit(manager)
 
     def test_asking_changes_nothing(self) -> None:
-        """Neither a refusal nor a question leaves a trace in the policy, `stats` and `order` included."""
+        """Neither a refusal nor a query changes the policy; `stats` and `order` are queries too."""
         for seed in SEEDS:
             _check_asking(_full_manager(self.policy, 6, seed), seed)
 
     # ---- what it does again
 
     def test_it_decides_the_same_again(self) -> None:
-        """Equal calls, equal decisions: another instance knows nothing of the first, and rolls no dice."""
+        """Equal calls, equal decisions: instances share no state, and nothing is random."""
         for seed in SEEDS:
             once, again = (decisions(self.policy, seed) for _ in range(2))
-            assert once == again, f"seed {seed}: the same calls were decided differently the second time"
+            assert once == again, f"seed {seed}: the second time the same calls had other decisions"
 
     def test_it_decides_the_same_elsewhere(self) -> None:
-        """In another process too, where hashes of bytes differ, and so the order of a set of keys does.
+        """Also in another process, where hashes of bytes differ, and so does the order of a set of keys.
 
         A class that was made inside a function cannot be found there, and is not checked.
         """
@@ -153,7 +153,7 @@ class PolicyConformance:
             check_elsewhere([name])
 
     def test_reset_forgets_everything(self) -> None:
-        """After `reset` a policy is as new: what it decides, counts and orders."""
+        """After `reset` a policy decides, counts and orders as a new one does."""
         for seed in SEEDS:
             used, new = _manager(self.policy, 6), _manager(self.policy, 6)
             play(used, random_script(seed, num_steps=200, settle=True))
@@ -166,7 +166,7 @@ class PolicyConformance:
             _compare(f"seed {seed}, after reset", used, new, random_script(seed + 1000, num_steps=200))
 
     def test_it_decides_as_its_twin(self) -> None:
-        """Step by step, on random scripts, at several capacities. Nothing to do without a `twin`."""
+        """Step by step, on random scripts, at several capacities. Does nothing without a `twin`."""
         if self.twin is None:
             return
 
@@ -200,7 +200,7 @@ class PolicyConformance:
                     manager.discard(keys[3:])
             sizes.append(len(pickle.dumps(state_of(manager.policy))))
         audit(manager)
-        # What grows without bound is three times as large at the end; numbers may take a few bytes more.
+        # Unbounded state is three times as large at the end; larger numbers may take a few bytes more.
         assert sizes[-1] <= 1.5 * sizes[0] + 256, (
             f"the state grows for ever: {sizes} bytes after 1, 2 and 3 times {self.remembers_blocks} "
             f"fresh blocks, with {capacity_blocks} in the cache; if it is bounded and the bound is larger, "
@@ -212,8 +212,8 @@ class PolicyConformance:
     def test_it_is_never_above_the_optimum(self) -> None:
         """On several workloads, capacities and admission rules, without and behind a device cache.
 
-        More hits than the optimum has are hits that are not there. And with room for everything, every
-        block misses once.
+        More hits than the optimum means false hits. With room for everything, every block misses exactly
+        once.
         """
         for name in ("chat", "agent", "rag"):
             trace = workload(name)
@@ -233,8 +233,8 @@ class PolicyConformance:
 
 
 def decisions(policy: PolicyLike, seed: int) -> list[Any]:
-    """What a policy decides, says and orders on `random_script`, step by step."""
-    return play(_manager(policy, 6), random_script(seed, num_steps=250), _told)
+    """The decisions, `stats` and `order` of a policy on `random_script`, step by step."""
+    return play(_manager(policy, 6), random_script(seed, num_steps=250), _reported)
 
 
 def digest(log: Sequence[Any]) -> str:
@@ -254,7 +254,7 @@ def _manager(policy: PolicyLike, capacity_blocks: int) -> OffloadingManager:
 
 
 def _full_manager(policy: PolicyLike, capacity_blocks: int, seed: int) -> OffloadingManager:
-    """A manager with a past, whose blocks are all ready and unpinned, and who has no free slot."""
+    """A used manager whose blocks are all ready and unpinned, and which has no free slot."""
     manager = _manager(policy, capacity_blocks)
     play(manager, random_script(seed, num_steps=150, settle=True))
     for number in range(100, 100 + manager.stats().free):
@@ -262,7 +262,7 @@ def _full_manager(policy: PolicyLike, capacity_blocks: int, seed: int) -> Offloa
     return manager
 
 
-def _told(manager: OffloadingManager) -> tuple[dict[str, float], list[int] | None]:
+def _reported(manager: OffloadingManager) -> tuple[dict[str, float], list[int] | None]:
     return manager.policy.stats(), manager.policy.order()
 
 
@@ -286,7 +286,7 @@ def _compare(what: str, one: OffloadingManager, other: OffloadingManager, script
 
 
 def _check_protection(manager: OffloadingManager, roles: list[str], touched: list[int], offered: int) -> None:
-    """Fill a cache with blocks that play these roles, offer as many new ones, and see who leaves."""
+    """Fill a cache with blocks in these roles, offer as many new ones, and check which leave."""
     keys = [key_of(number, _KEY_BYTES) for number in range(len(roles))]
     for key, role in zip(keys, roles, strict=True):
         entering = _store(manager, [key])
@@ -315,7 +315,7 @@ def _check_protection(manager: OffloadingManager, roles: list[str], touched: lis
 
 
 def _check_asking(manager: OffloadingManager, seed: int) -> None:
-    """Ask a full manager everything that can be asked; the policy stays as it is."""
+    """Make every query and a refusal on a full manager; the policy must not change."""
     here = _resident(manager)
     fresh = [key_of(number, _KEY_BYTES) for number in range(240, 245)]
     own = manager.begin_request("of everybody", here)
@@ -334,11 +334,11 @@ def _check_asking(manager: OffloadingManager, seed: int) -> None:
     for what, ask in asking.items():
         answer = ask()
         assert state_of(manager.policy) == before, f"seed {seed}: {what} changed the policy"
-        assert "refusal" not in what or answer is None, f"seed {seed}: {what}, and was not refused"
+        assert "refusal" not in what or answer is None, f"seed {seed}: {what}, but it was not refused"
 
 
 def _address(policy: type[EvictionPolicy]) -> str | None:
-    """How another process finds this class; None if it cannot."""
+    """The name by which another process finds this class; None if it cannot."""
     if "." in policy.__qualname__:
         return None
     if policy.__module__.startswith("kvoffload."):
@@ -348,7 +348,7 @@ def _address(policy: type[EvictionPolicy]) -> str | None:
 
 
 def check_elsewhere(names: Sequence[str]) -> None:
-    """Compare what these policies decide with what they do in a fresh process with other hashes."""
+    """Compare the decisions of these policies with those in a fresh process with other hashes."""
     code = (
         "from kvoffload.testing.conformance import decisions, digest\n"
         f"for name in {list(names)!r}: print(digest(decisions(name, 0)))"
@@ -358,5 +358,5 @@ def check_elsewhere(names: Sequence[str]) -> None:
     assert done.returncode == 0, f"in another process: {done.stderr}"
     for name, elsewhere in zip(names, done.stdout.split(), strict=True):
         assert elsewhere == digest(decisions(name, 0)), (
-            f"{name}, seed 0: decided otherwise in another process"
+            f"{name}, seed 0: decided differently in another process"
         )

@@ -1,8 +1,8 @@
-"""Other doors to the system for the disk tier: one that records what a crash could leave, one that fails.
+"""Implementations of `Files` for tests of the disk tier: one records what a crash could leave, others fail.
 
-Owns a model of what a medium may do with writes that no sync has covered: keep them, lose them, tear them at
-any sector, fill them with zeros, in any order. The tier is tested through its own seam, `Files`, and knows
-of none of this.
+Owns a model of what a medium may do with writes before a sync: keep them, lose them, tear them at any sector,
+fill them with zeros, in any order. Tests use the tier's own seam, `Files`; the tier does not know this
+module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECTOR_BYTES = 512
 
 
 class Write(NamedTuple):
-    """A write that was begun, as it was asked for; `end` is the position in the record where it returned."""
+    """A write as it was submitted; `end` is the position in the record at which it returned."""
 
     begin: int
     end: int
@@ -30,10 +30,10 @@ class Write(NamedTuple):
 
 
 class Recorder(Files):
-    """Passes everything on, and remembers each write and each sync of the file that was opened last.
+    """Passes all calls on, and records each write and each sync of the file that was opened last.
 
-    A position in the record counts what happened so far. `image` says what the file may hold after a crash
-    there. Thread: any.
+    A position in the record counts the operations so far. `image` returns what the file may hold after a
+    crash at a position. Thread: any.
 
     Attributes:
         writes: every write, in the order in which they returned.
@@ -49,12 +49,12 @@ class Recorder(Files):
 
     @property
     def position(self) -> int:
-        """How much has happened."""
+        """Number of operations so far."""
         with self._lock:
             return self._position
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """As `Files.allocate`; the record begins."""
+        """As `Files.allocate`; begins the record."""
         super().allocate(fd, num_bytes)
         self.size_bytes = num_bytes
 
@@ -80,15 +80,15 @@ class Recorder(Files):
             return self._position
 
     def image(self, position: int, chance: random.Random, kind: str, base: bytes = b"") -> bytes:
-        """What the file may hold after a crash at `position`: everything that was synced, and of the rest
+        """What the file may hold after a crash at `position`: all synced writes, and of the others
 
-        - ``all``: everything that returned (the process died, the system lived);
+        - ``all``: all that returned (the process died, the system did not);
         - ``none``: nothing;
         - ``some``: any of the writes, in any order;
-        - ``last``: the last of the writes alone, though others were begun before it;
+        - ``last``: only the last of the writes, although others were begun before it;
         - ``torn``: any sectors of any of them;
-        - ``prefix``: of each, a beginning of any length;
-        - ``zeros``: sectors of them, others filled with zeros.
+        - ``prefix``: of each, a prefix of any length;
+        - ``zeros``: sectors of them; the others are zeros.
 
         `base` is what the file held when the record began.
         """
@@ -111,7 +111,7 @@ class Recorder(Files):
 
 
 def _land(content: bytearray, write: Write, position: int, chance: random.Random, kind: str) -> None:
-    """Let as much of an unsynced write arrive as this kind of crash lets."""
+    """Apply the part of an unsynced write that survives this kind of crash."""
     if kind == "none" or (kind == "all" and write.end > position):
         return
     if kind in ("all", "last", "some"):
@@ -129,11 +129,11 @@ def _land(content: bytearray, write: Write, position: int, chance: random.Random
 
 
 KINDS = ("all", "none", "some", "last", "torn", "prefix", "zeros")
-"""What `Recorder.image` knows."""
+"""The kinds of crashes of `Recorder.image`."""
 
 
 class FailingFiles(Files):
-    """Fails, or waits, where a test says so.
+    """Fails or waits where a test decides.
 
     Attributes:
         fail: called before each operation with its name (``read``, ``write``, ``sync``, ``allocate``) and
@@ -173,10 +173,10 @@ class BufferedFiles(Files):
 
 
 class ShortFiles(BufferedFiles):
-    """Moves a few bytes in a call, however many are asked for, as every system may.
+    """Moves only a few bytes in each call, as every system may.
 
     Attributes:
-        num_bytes: how many at the most.
+        num_bytes: the most bytes of a call.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -199,10 +199,10 @@ class ShortFiles(BufferedFiles):
 
 
 class SparseFiles(Files):
-    """Reserves no room: for slabs that are bigger than any disk here."""
+    """Reserves no room: for slabs larger than the disk of the test machine."""
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Make the file this long, and nothing else."""
+        """Set the length of the file, without reserving room."""
 
         os.ftruncate(fd, num_bytes)
 
@@ -218,7 +218,7 @@ def raises(number: int, *operations: str, above: int = 0) -> Callable[[str, int]
 
 
 def write_image(directory: Path, name: str, image: bytes) -> Path:
-    """Put what a crash left into a directory, as the file `name`."""
+    """Write what a crash left into a directory, as the file `name`."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / name
     path.write_bytes(image)

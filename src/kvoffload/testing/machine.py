@@ -1,9 +1,9 @@
-"""A Hypothesis state machine that lives a manager's life, against a model of two dicts and a list.
+"""A Hypothesis state machine of a manager's life, against a model of two dicts and a list.
 
 Jobs that finish, fail and are lost are rules of their own, so a single-threaded test explores every
 interleaving of completions. The model knows no order: which block *should* leave is for the tests of a
-policy; here it is checked that whoever leaves *may*, that duplicates of a victim tier leave before anything
-else, and that nothing else changes.
+policy; here the checks are that each block that leaves *may* leave, that duplicates of a victim tier leave
+before all others, and that nothing else changes.
 
     TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
 """
@@ -43,14 +43,14 @@ COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped",
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
 batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
-"""Numbers of keys: prefixes of chains, which is what engines send, and anything else, repeats included."""
+"""Numbers of keys: prefixes of chains, as engines send them, and any other lists, with repeats."""
 
 
 @dataclass
 class Request:
-    """An inference request, and what it has asked for so far: its path, which protects its blocks.
+    """An inference request and its path so far, which protects its blocks.
 
-    Of the path, `accessed` is what the request has touched already, or stored itself.
+    `accessed` is the part of the path that the request has already touched, or stored itself.
     """
 
     ctx: RequestContext | None
@@ -60,7 +60,7 @@ class Request:
 
 @dataclass
 class Job:
-    """A transfer that somebody runs. `reset` may have made it stale (forgotten) or void (never to end)."""
+    """A transfer under way. `reset` may have made it stale (forgotten) or void (never to end)."""
 
     plan: LoadPlan | StorePlan
     stale: bool = False
@@ -71,9 +71,9 @@ class Job:
 class ManagerMachine(RuleBasedStateMachine):
     """The rules and the model. Make a class of it with `manager_machine`.
 
-    The model: `state`, key to WRITING or READY, and `slot_of`, key to slot. Beside it `pins`, readers
-    of each slot, and `memory`, what a tier would hold in each slot: the bytes of a block are its key. Of a
-    victim tier, `duplicates` are the keys of blocks that the device holds as well, the first to leave first.
+    The model: `state`, key to WRITING or READY, and `slot_of`, key to slot. Also `pins`, the readers of each
+    slot, and `memory`, the contents of each slot of a tier: the bytes of a block are its key. In a victim
+    tier, `duplicates` are the keys of blocks that the device holds as well, the first to leave first.
     """
 
     make: Callable[[], OffloadingManager]
@@ -105,7 +105,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=requests)
     def nameless(self) -> Request:
-        """Calls without a context stand for themselves."""
+        """Each call without a context is a request of its own."""
         return Request(None)
 
     @rule(request=consumes(requests))
@@ -139,7 +139,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=stores, request=requests, numbers=batches, promoted=st.sampled_from([False, False, True]))
     def prepare_store(self, request: Request, numbers: list[int], promoted: bool = False) -> Job:
-        """`promoted` blocks come up from a tier behind: nobody is asked whether they may enter."""
+        """`promoted` blocks come from a tier behind: neither admission rule nor policy may refuse them."""
         manager, keys = self.manager, self._seen(request, numbers)
         protected = {*request.path, *keys}
         missing = [key for key in dict.fromkeys(keys) if key not in self.state]
@@ -153,7 +153,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert missing, "None, with nothing to store"
             assert room == 0, f"refused, with room for {room}"
             assert snapshot(manager, ignore=["dropped"]) == before, "a refusal left a trace"
-            # Whoever is refused has nothing to complete; an empty store stands for it.
+            # A refused store has nothing to complete; an empty store takes its place.
             return self._started(manager.prepare_store([]))
         assert room or not missing, "no room for anything is None, not an empty plan"
         assert [keys[row] for row in plan.rows] == list(plan.keys), "rows are not those of the keys"
@@ -173,7 +173,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self._check_one_by_one(plan, keys, missing, admitted, room, num_given)
         self._hold_alone(evicted)
         self._hold_alone(keys)
-        if request.ctx is not None:  # Nobody remembers what a nameless call has stored.
+        if request.ctx is not None:  # The blocks that a call without a context stores are not remembered.
             request.accessed.update(plan.keys)
         for key in evicted:
             del self.state[key], self.slot_of[key]
@@ -186,7 +186,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(numbers=runs)
     def serve(self, numbers: list[int]) -> None:
-        """A whole request, undisturbed: what is here is loaded, the rest is stored."""
+        """A whole request, uninterrupted: blocks that are here are loaded, the others are stored."""
         request = self.begin(numbers)
         self.complete_load(self.prepare_load(request, numbers), damaged=set())
         if self._is_victim_tier:
@@ -226,7 +226,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=loads, numbers=batches)
     def pin(self, numbers: list[int]) -> Job:
-        """Blocks are read by a tier behind."""
+        """A tier behind reads blocks."""
         keys = self._keys(numbers)
         ready, _ = self._expected(keys)
         if ready < len(keys):
@@ -270,7 +270,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for key in here:
             self._forget(key)
 
-    # A reset is worth trying when there is much to forget; at any time, it would forget all too often.
+    # Only when there is much to forget: at any time a reset would come too often.
 
     @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
@@ -285,7 +285,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
     def reset_after_jobs_were_lost(self) -> None:
-        """The connection broke, say: no transfer runs, and what is still reported means nothing."""
+        """As after a broken connection: no transfer runs, and later reports mean nothing."""
         self.manager.reset(drop_in_flight=True)
         for job in self.jobs:
             job.stale, job.void = False, True
@@ -305,9 +305,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def duplicates_equal_the_model(self) -> None:
-        told = duplicate_slots(self.manager) or []
+        reported = duplicate_slots(self.manager) or []
         expected = [self.slot_of[key] for key in self.duplicates]
-        assert told == expected, f"duplicates {told}, expected {expected}"
+        assert reported == expected, f"duplicates {reported}, expected {expected}"
         assert self.manager.stats().duplicates == len(self.duplicates)
 
     @invariant()
@@ -336,7 +336,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- what a plan may say
 
     def _check_prefix(self, plan: StorePlan, missing: list[bytes], room: int, num_given: int) -> None:
-        """Blocks of a request's path: the head of what is missing, as much as may enter and has room."""
+        """Blocks of a request's path: the head of the missing ones, as many as may enter and have room."""
         stored = len(plan.keys)
         assert plan.keys == missing[:stored], "not the head of what was missing"
         assert stored + plan.num_dropped + plan.num_refused == len(missing), (
@@ -358,7 +358,7 @@ class ManagerMachine(RuleBasedStateMachine):
         room: int,
         num_given: int,
     ) -> None:
-        """Blocks that the device drops: each may enter without the others."""
+        """Blocks that the device drops: each may enter on its own."""
         considered, dropped = admitted[:room], admitted[room:]
         stored = list(plan.keys)
         refused = [key for key in considered if key not in stored]
@@ -378,15 +378,15 @@ class ManagerMachine(RuleBasedStateMachine):
         return duplicate_slots(self.manager) is not None
 
     def _admitted(self, missing: list[bytes]) -> list[bytes]:
-        """Which of the absent blocks the admission rule lets in, each on its own."""
+        """Which of the absent blocks the admission rule admits, each on its own."""
         if self.manager.admission is None:
             return missing
-        # A copy is asked: a rule may let the first ones in unseen, and counts them.
+        # Asked of a copy: a rule may admit and count the first blocks without a check.
         allowed = deepcopy(self.manager.admission).admit(Keys.pack(missing, self.manager.key_bytes))
         return [key for key, is_allowed in zip(missing, allowed.tolist(), strict=True) if is_allowed]
 
     def _held_by_device(self, keys: list[bytes]) -> None:
-        """Of a victim tier: the device holds these blocks too, as far as they are here and ready."""
+        """In a victim tier: the device now also holds those of these blocks that are here and ready."""
         if self._is_victim_tier:
             latest = [key for key in dict.fromkeys(keys) if self.state.get(key) is READY]
             self.duplicates = [*latest, *(key for key in self.duplicates if key not in latest)]
@@ -451,8 +451,8 @@ def manager_machine(
         admission: a name, or a function that makes a rule, since one rule serves one manager.
         store: when blocks are offered: ``on-compute``, or ``on-device-eviction`` for a victim tier.
         capacity_blocks: keep it small: everything interesting happens when there is no room.
-        max_examples: lives that are tried; None for as many as Hypothesis' profile says.
-        step_count: steps of a life, at most.
+        max_examples: number of lives; None for that of Hypothesis' profile.
+        step_count: most steps of a life.
     """
 
     def make() -> OffloadingManager:

@@ -1,4 +1,4 @@
-"""A tier whose jobs end when a test says so, and as it says: for tests of what stands in front of it.
+"""A tier whose jobs end when and how a test decides: for tests of the code in front of a tier.
 
 Keeps blocks in a dictionary: no policy, no capacity, no medium.
 """
@@ -17,7 +17,7 @@ from kvoffload.transfer import Blocks, Rows
 
 @dataclass(eq=False)
 class ScriptedJob:
-    """One job; `fail` names the keys that are to fail."""
+    """One job; `fail` has the keys that will fail."""
 
     number: int
     keys: Keys
@@ -34,9 +34,9 @@ class ScriptedTier(SecondaryTier):
 
     Attributes:
         blocks: the bytes under each key.
-        jobs: those that have not ended; `end` ends one. With `immediate` they end when they are submitted.
-        durable: what of it a crash would leave: the blocks when a `drain` last came to its end.
-        takes: whether writes are accepted: False is a tier that is busy.
+        jobs: jobs that have not ended; `end` ends one. With `immediate` they end when they are submitted.
+        durable: the blocks that would survive a crash: those at the end of the last `drain`.
+        takes: whether writes are accepted; False for a busy tier.
         used: the path that each finished request used.
     """
 
@@ -86,7 +86,7 @@ class ScriptedTier(SecondaryTier):
         ), taken
 
     def end(self, job: ScriptedJob) -> None:
-        """Carry a job out. A block that fails leaves noise where it was to be read to, and is forgotten."""
+        """Run a job. A block that fails is forgotten, and its destination is filled with noise."""
         self.jobs.remove(job)
         ok = np.zeros(len(job.keys), np.bool_)
         for i, (key, row) in enumerate(zip(job.keys, job.rows.tolist(), strict=True)):
@@ -121,7 +121,7 @@ class ScriptedTier(SecondaryTier):
             job.void = True
 
     def drain(self, timeout_s: float) -> bool:
-        """Does not wait for what nobody ends."""
+        """Return at once: only the test ends jobs."""
         if self.jobs:
             return False
         self.durable = dict(self.blocks)

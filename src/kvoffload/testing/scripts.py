@@ -1,7 +1,7 @@
-"""Random scripts for a manager, and the log of what it decided: how twins are compared.
+"""Random scripts for a manager, and the log of its decisions: twins are compared with them.
 
-A script is data, so that it can be played to several managers. Its steps name requests, keys and jobs by
-numbers that are good for every manager, whatever it decides; two managers that decide alike give equal logs.
+A script is data, so that several managers can play it. Its steps name requests, keys and jobs by numbers that
+are valid for every manager, whatever it decides; two managers that decide alike give equal logs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvoffload.structures.keys import Keys
 T = TypeVar("T")
 
 Step: TypeAlias = tuple[str, int, list[int]]
-"""What to do; a number that says to which request or job; numbers of keys."""
+"""Name of a step; number of a request or job; numbers of keys."""
 
 ACTIONS = (
     ["store", "stored"] * 4 + ["load", "loaded", "finish"] * 2 + ["touch", "failed", "damaged", "discard"]
@@ -51,7 +51,7 @@ def random_script(seed: int, num_steps: int, settle: bool = False) -> list[Step]
 
 
 def long_lists(elements: st.SearchStrategy[T], max_size: int) -> st.SearchStrategy[list[T]]:
-    """Lists of any length up to `max_size`, all equally likely; `st.lists` makes about five elements."""
+    """Lists with equally likely lengths up to `max_size`; `st.lists` makes about five elements."""
     return st.integers(0, max_size).flatmap(lambda n: st.lists(elements, min_size=n, max_size=n))
 
 
@@ -60,7 +60,7 @@ def play(
     script: Sequence[Step],
     after_step: Callable[[OffloadingManager], Any] = lambda manager: None,
 ) -> list[Any]:
-    """Do what the script says; returns every decision in order, with what `after_step` saw."""
+    """Play a script; returns every decision in order, with the result of `after_step`."""
     contexts: dict[int, RequestContext] = {}
     stores: list[StorePlan] = []
     loads: list[LoadPlan] = []
@@ -102,7 +102,7 @@ def key_of(number: int, key_bytes: int) -> bytes:
 
 @cache
 def colliding_keys(num_keys: int, capacity_blocks: int, key_bytes: int) -> list[bytes]:
-    """`num_keys` keys that crowd into the last home buckets of a manager's index, and wrap around."""
+    """`num_keys` keys whose home buckets are the last ones of a manager's index, so that they wrap around."""
     rng = np.random.default_rng(0)
     keys = Keys.pack(list({rng.bytes(key_bytes): None for _ in range(num_keys * 20)}), key_bytes)
     homes = []

@@ -1,6 +1,6 @@
 """What a tiered manager knows of each tier behind RAM: its jobs, how fast it reads, whether it answers.
 
-Owns no policy: what is done about a slow tier is decided in `tiering`.
+Decides nothing: `manager` decides what to do about a slow tier.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ _PROBE_EVERY_S = 10.0
 
 @dataclass
 class TieringCounts:
-    """What happened between RAM and the tiers behind it. Blocks, unless it says otherwise."""
+    """What happened between RAM and the tiers behind it. In blocks, except where a line says otherwise."""
 
     promoted: int = 0
     lost: int = 0
-    """Wanted, and could not be read, or were not what was stored."""
+    """Not promoted: they could not be read, or were not what was stored."""
     no_room: int = 0
-    """Found in a tier, and RAM had no room for them."""
+    """Found in a tier, but RAM had no room for them."""
     not_worth: int = 0
-    """Found in a tier, and computing them was expected to take less time."""
+    """Found in a tier, but expected to take longer to read than to compute."""
     not_offered: int = 0
-    """Not offered to a tier, because too much of RAM was pinned for writes, or the tier did not answer."""
+    """Not offered to a tier: too much of RAM was pinned for writes, or the tier did not answer."""
     gave_up: int = 0
-    """Requests that waited for as long as they may."""
+    """Requests that waited as long as they may."""
 
 
 @dataclass
 class Job:
+    """A read or write that a tier has not finished: its plan, and when it was submitted."""
+
     plan: LoadPlan | StorePlan
     since: float
 
 
 class TierLane:
-    """A tier, the jobs that it has to do, and how fast it reads."""
+    """A tier behind RAM, the jobs that it has not finished, and how fast it reads."""
 
     def __init__(self, tier: SecondaryTier) -> None:
         self.tier = tier
@@ -49,14 +51,14 @@ class TierLane:
         self.num_writing = 0
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
-        """Whether its oldest job is so late that nothing more is given to it."""
+        """Whether its oldest job is so late that it gets no more jobs."""
         if not self.jobs:
             return False
         oldest = next(iter(self.jobs.values()))
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
     def is_worth(self, num_blocks: int, compute_s: float, now: float) -> bool:
-        """Whether so many blocks are read sooner than they are computed. Now and then a probe is worth it."""
+        """Whether reading this many blocks takes no longer than computing them, or a probe is due."""
         if self.speed.seconds_for(num_blocks) <= compute_s:
             return True
         if now < self._next_probe:

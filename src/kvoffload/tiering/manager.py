@@ -1,7 +1,7 @@
-"""Tiers behind RAM: what is stored there as well, and what is brought up when a request asks for it.
+"""Tiers behind RAM: which blocks cascade to them, and which are promoted when a request asks for them.
 
-Owns the jobs between RAM and the tiers, and which requests wait for them. Decides neither who leaves RAM
-(the manager's policy) nor what a tier keeps (its own policy and admission rule).
+Owns the jobs between RAM and the tiers, and which requests wait for them. Decides neither which blocks leave
+RAM (the manager's policy does) nor what a tier keeps (its own policy and admission rule do).
 """
 
 from __future__ import annotations
@@ -28,43 +28,42 @@ HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 
 class TieredManager(OffloadingManager):
-    """An `OffloadingManager` of RAM with tiers behind it; the same calls, and `poll` once a step.
+    """An `OffloadingManager` of RAM with tiers behind it: the same calls, and `poll` once a step.
 
-    **Down.** A block is offered to every tier when its store is complete, and again when a request that
-    used it finishes, while it is in RAM: each tier's own admission rule decides. It is pinned in RAM while
-    it is written. A tier that is busy drops the offer; nobody waits. RAM is the tiers' door: what its
-    admission rule refuses reaches none of them, and its policy refuses nothing, unless its ``write_cost`` is
-    set.
+    **Cascade.** A block is offered to every tier when its store is complete, and again when a request that
+    used it finishes while it is in RAM; each tier's own admission rule decides. It is pinned in RAM while it
+    is written. A tier that is busy drops the offer; no request waits for a write. Blocks reach the tiers only
+    through RAM: a block that RAM's admission rule refuses reaches none of them, and RAM's policy refuses
+    nothing unless its ``write_cost`` is set.
 
-    **Up.** When a request asks for a prefix that goes on in a tier, room is reserved for as much of it as
-    fits, the blocks are read into it and verified, and meanwhile the answer is RETRY. Blocks that arrive
-    are HIT from then on; those that cannot be read are MISS. Requests that want the same blocks wait for
-    the same read. Blocks on their way up enter whatever the admission rule and the policy of RAM think of
-    them.
+    **Promote.** When a request asks for a prefix that continues in a tier, room is reserved for as much of it
+    as fits, and its blocks are read and verified; meanwhile the answer is RETRY. Blocks that arrive are HIT
+    from then on; those that cannot be read are MISS. Requests that want the same blocks wait for the same
+    read. Neither RAM's admission rule nor its policy can refuse a promoted block.
 
-    **Do no harm.** A read that is expected to take longer than computing the blocks is not begun, except
-    for one every 10 s, to learn whether that still holds. Who has waited longer than computing would have
-    taken, or `deadline_s`, gets MISS instead of RETRY from then on. A tier whose oldest read is late by
-    four deadlines is left alone until it answers.
+    **Do no harm.** A read that is expected to take longer than computing the blocks is not begun, except for
+    one every 10 s, to learn whether that still holds. A request that has waited longer than computing would
+    have taken, or longer than `deadline_s`, gets MISS instead of RETRY from then on. A tier whose oldest job
+    is late by four deadlines gets no more jobs until it answers.
 
     Args:
         capacity_blocks, and all keywords that are not below: as for `OffloadingManager`.
-        ram: the memory of RAM's slots: a `MemoryTier`, with checksums or without.
-        tiers: from the fastest to the slowest. They are the manager's from now on: `close` closes them.
-        deadline_s: how long a request waits for tiers at the longest.
-        recompute_s_per_block: what computing one block takes; None while it is not known. May be set at
-            any time.
-        max_in_flight: the share of RAM's slots that may be pinned for the writes of each tier, and as much
-            again that may be reserved for reads.
+        ram: the memory of RAM's slots: a `MemoryTier`, with or without checksums.
+        tiers: from the fastest to the slowest. The manager owns them from now on: `close` closes them.
+        deadline_s: the longest time that a request waits for tiers.
+        recompute_s_per_block: how long it takes to compute one block; None while unknown. May be set at any
+            time.
+        max_in_flight: the share of RAM's slots that may be pinned for the writes of each tier; the same share
+            may be reserved for reads.
         clock: monotonic seconds.
 
     Attributes:
         hit_blocks: blocks that were loaded, by where they came from: RAM, then each tier. Of a load with
-            damaged blocks those before the first of them.
-        counts: what happened between the tiers.
+            damaged blocks only those before the first damaged one count.
+        counts: what happened between RAM and the tiers.
 
     Thread: as `OffloadingManager`. No call waits for a tier, except `settle` and `close`.
-    Cost: while no tier is asked, a dictionary lookup a call more than an `OffloadingManager`.
+    Cost: while no tier is asked, one dictionary lookup a call more than an `OffloadingManager`.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class TieredManager(OffloadingManager):
                     f"blocks of {tier.block_bytes} bytes",
                     f"those of RAM have {block_bytes}",
                 )
-        # What RAM's policy refuses would reach no tier: RAM is their door. Unless the user says so.
+        # A block that RAM's policy refuses would reach no tier, so it refuses only if the user asks for it.
         self.policy_may_refuse = not tiers or self.policy.write_cost is not None
         self._ram = ram
         self._lanes = [TierLane(tier) for tier in tiers]
@@ -102,7 +101,7 @@ class TieredManager(OffloadingManager):
         self._clock = clock
         self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
         self._num_reading = 0
-        # Blocks on their way up, and the number of the tier (from 1) that they come from.
+        # Blocks that are being promoted, and the number of their tier, from 1.
         self._promoting: dict[bytes, int] = {}
         self._requests: dict[RequestContext, TierWait] = {}
         self._asking: dict[RequestContext, TierWait] = {}
@@ -118,19 +117,19 @@ class TieredManager(OffloadingManager):
         return ctx
 
     def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
-        """As `OffloadingManager.finish_request`. Tiers hear of the request when its stores are complete."""
+        """As `OffloadingManager.finish_request`. Tiers learn of the request when its stores are complete."""
         super().finish_request(ctx, path)
         request = self._requests.get(ctx)
         if request is not None:
             request.finished = True
             self._end(ctx, request)
 
-    # ---- up
+    # ---- promote
 
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
-        """As `OffloadingManager.lookup`; RETRY where the prefix goes on with blocks on their way up.
+        """As `OffloadingManager.lookup`; RETRY if the prefix continues with blocks that are being promoted.
 
-        Asking is what begins their way. Without a request only RAM is asked.
+        The lookup begins their promotion. Without a request only RAM is asked.
         """
         found = super().lookup(keys, ctx)
         if found.stopped_by is HIT or ctx is None or not self._lanes:
@@ -143,7 +142,7 @@ class TieredManager(OffloadingManager):
         return PrefixLookup(found.num_ready, self._wait(rest, request))
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """As `OffloadingManager.lookup_key`. A block that a tier has is RETRY; `poll` begins to read it."""
+        """As `OffloadingManager.lookup_key`. A block in a tier is RETRY; `poll` begins to promote it."""
         result = super().lookup_key(key, ctx)
         if result is HIT or ctx is None or not self._lanes:
             return result
@@ -158,7 +157,7 @@ class TieredManager(OffloadingManager):
         return self._wait([key], request)
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
-        """As `OffloadingManager.complete_load`; counts what the request has from where."""
+        """As `OffloadingManager.complete_load`; counts the request's blocks by where they came from."""
         super().complete_load(plan, damaged)
         num_usable = min(damaged) if len(damaged) else len(plan.keys)
         request = self._requests.get(plan.request)
@@ -169,7 +168,7 @@ class TieredManager(OffloadingManager):
                 self.hit_blocks[0] -= 1
                 self.hit_blocks[came_from] += 1
 
-    # ---- down
+    # ---- cascade
 
     def prepare_store(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
@@ -182,7 +181,7 @@ class TieredManager(OffloadingManager):
         return plan
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """As `OffloadingManager.complete_store`; offers what is stored to the tiers."""
+        """As `OffloadingManager.complete_store`; offers the stored blocks to the tiers."""
         super().complete_store(plan, success)
         request = self._requests.get(plan.request)
         if success and plan.epoch == self._epoch:
@@ -195,9 +194,9 @@ class TieredManager(OffloadingManager):
     # ---- jobs
 
     def poll(self) -> bool:
-        """Take in what the tiers have finished, begin what was asked for; whether jobs are under way.
+        """End the jobs that tiers have finished and begin new ones; returns whether jobs are under way.
 
-        Call it once a step. Cost: O(1) while nothing is.
+        Call it once a step. Cost: O(1) while there are no jobs.
         """
         for number, lane in enumerate(self._lanes, 1):
             if lane.jobs:
@@ -212,11 +211,11 @@ class TieredManager(OffloadingManager):
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a tier has been given something to do, or is about to be."""
+        """Whether a tier has a job, or is about to get one."""
         return bool(self._asking) or any(lane.jobs for lane in self._lanes)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no job is under way; False if that takes longer. For tests, replays and shutdown."""
+        """Wait until no job is under way; False on time-out. For tests, replays and shutdown."""
         until = time.monotonic() + timeout_s
         while self.poll():
             for lane in self._lanes:
@@ -227,9 +226,9 @@ class TieredManager(OffloadingManager):
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """As `OffloadingManager.reset`; tiers forget everything as well.
 
-        With `drop_in_flight` it waits for the tiers' own jobs first, `deadline_s` at the longest: nobody
-        can vouch for those. If one still runs then, slots in flight stay reserved. Then it waits in any case,
-        as long again at the most, until the tiers would not remember after a crash either.
+        With `drop_in_flight` it first waits, for at most `deadline_s`, for the tiers' own jobs: the caller
+        cannot vouch for those. If one still runs then, slots in flight stay reserved. In any case it then
+        waits, at most as long again, until the tiers would not remember their blocks even after a crash.
         """
         nothing_runs = drop_in_flight and self.settle(self.deadline_s)
         super().reset(drop_in_flight=nothing_runs)
@@ -238,7 +237,7 @@ class TieredManager(OffloadingManager):
             lane.tier.clear()
         if drop_in_flight:
             until = time.monotonic() + self.deadline_s
-            # Every tier is asked, also when one hangs.
+            # Every tier is asked, even if one hangs.
             for lane in self._lanes:
                 lane.tier.drain(max(0.0, until - time.monotonic()))
         self._asking.clear()
@@ -259,7 +258,7 @@ class TieredManager(OffloadingManager):
         return [lane.tier.stats() for lane in self._lanes]
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let jobs end, for so long at the most, and close the tiers."""
+        """Let jobs end, for at most `timeout_s`, and close the tiers."""
         self.settle(timeout_s)
         for lane in self._lanes:
             lane.tier.close()
@@ -267,7 +266,7 @@ class TieredManager(OffloadingManager):
     # ---- inside
 
     def _below(self, keys: Keys, request: TierWait) -> tuple[list[Mask], Mask]:
-        """Which blocks each tier has, and which are in any; stalled tiers have none."""
+        """Which blocks each tier has, and which are in any tier; a stalled tier counts as empty."""
         found = []
         for lane, record in zip(self._lanes, request.records, strict=True):
             is_stalled = lane.is_stalled(self._clock(), self.deadline_s)
@@ -275,7 +274,7 @@ class TieredManager(OffloadingManager):
         return found, np.logical_or.reduce(found)
 
     def _promote(self, keys: Keys, ctx: RequestContext, request: TierWait) -> None:
-        """Begin to read what of this run is in tiers and not in RAM, if there is room and it is worth it."""
+        """Begin to read the blocks of this run that only tiers have, if there is room and it is worth it."""
         here = self.contains(keys, ctx)
         in_tiers, below = self._below(keys, request)
         reachable = here | below
@@ -298,7 +297,7 @@ class TieredManager(OffloadingManager):
         plan = super().prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
         num_taken = 0 if plan is None else len(plan.keys)
         if num_taken < len(missing):
-            # Asked again at every step, blocks that find no room now would drive out those that did.
+            # If they were asked for again at every step, they would evict those that found room.
             self.counts.no_room += len(missing) - num_taken
             request.given_up.update(missing[num_taken:])
         if plan is None or num_taken == 0:
@@ -315,7 +314,7 @@ class TieredManager(OffloadingManager):
             self._promoting.update(dict.fromkeys(part.keys, number + 1))
 
     def _is_worth(self, come_from: SlotArray, compute_s: float) -> bool:
-        """Whether reading these blocks takes less time than computing what they make reachable."""
+        """Whether to read these blocks takes less time than to compute what they make reachable."""
         counts = np.bincount(come_from, minlength=len(self._lanes)).tolist()
         now = self._clock()
         return all(
@@ -324,9 +323,9 @@ class TieredManager(OffloadingManager):
         )
 
     def _wait(self, keys: Sequence[bytes], request: TierWait) -> LookupResult:
-        """RETRY, until the request has waited long enough for these blocks."""
+        """RETRY, or MISS once the request has waited long enough for these blocks."""
         had_given_up = request.gave_up
-        if not request.goes_on(self._clock(), self.deadline_s):
+        if not request.keeps_waiting(self._clock(), self.deadline_s):
             self.counts.gave_up += not had_given_up
             return MISS
         for key in keys:
@@ -335,7 +334,7 @@ class TieredManager(OffloadingManager):
         return RETRY
 
     def _take_in(self, number: int, lane: TierLane, job: Job, ok: Mask, seconds: float) -> None:
-        """A job has ended: blocks that were read are ready, blocks that were written are let go."""
+        """End a job: the blocks that were read become ready, those that were written are unpinned."""
         plan = job.plan
         if isinstance(plan, LoadPlan):
             lane.num_writing -= len(plan.keys)
@@ -354,7 +353,7 @@ class TieredManager(OffloadingManager):
         super().complete_store(lost, success=False)
 
     def _cascade(self, row: int, keys: Keys, request: TierWait | None) -> None:
-        """Offer ready blocks to a tier; those that it takes stay pinned while they are written."""
+        """Offer ready blocks to a tier; those that it takes stay pinned until they are written."""
         lane = self._lanes[row]
         room = self._max_in_flight - lane.num_writing
         if lane.is_stalled(self._clock(), self.deadline_s):
@@ -363,7 +362,7 @@ class TieredManager(OffloadingManager):
         if room <= 0 or len(keys) == 0:
             return
         offered = self.pin(keys[:room])
-        # A tier takes its own checksum of what it is given: damage must not get a good one.
+        # A tier takes its own checksum of the bytes that it gets: damaged bytes must not get a valid one.
         sound = self._ram.verify_slots(offered.keys, offered.slots)
         offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
         self.unpin(damaged, damaged=range(len(damaged.keys)))
@@ -378,7 +377,7 @@ class TieredManager(OffloadingManager):
         lane.num_writing += len(kept.keys)
 
     def _end(self, ctx: RequestContext, request: TierWait) -> None:
-        """The request has finished and nothing of it is being stored any more: tiers learn what it used."""
+        """If the request has finished and its stores have ended, report to the tiers what it used."""
         if not request.finished or request.num_storing:
             return
         del self._requests[ctx]

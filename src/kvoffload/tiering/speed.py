@@ -1,4 +1,4 @@
-"""How long reads from a tier take, learnt from reads: for deciding whether they are worth waiting for.
+"""How long reads from a tier take, learnt from past reads: to decide whether a read is worth the wait.
 
 Knows neither blocks nor tiers.
 """
@@ -6,21 +6,21 @@ Knows neither blocks nor tiers.
 from __future__ import annotations
 
 _MEMORY = 0.95
-"""What of the past is left after one more read: about the last 20 reads count."""
+"""The weight that the past keeps after each read: about the last 20 reads count."""
 
 
 class ReadSpeed:
     """A straight line through the last reads, seconds over blocks: least squares that forgets exponentially.
 
-    Reads of one size alone say nothing of what a read costs before its first block: then the line goes
-    through the origin.
+    Reads of a single size do not determine the fixed cost of a read: then the line passes through the
+    origin.
     """
 
     def __init__(self) -> None:
         self._weight = self._blocks = self._seconds = self._blocks_squared = self._product = 0.0
 
     def learn(self, num_blocks: int, seconds: float) -> None:
-        """A read of this many blocks took so long. Cost: O(1)."""
+        """A read of `num_blocks` took `seconds`. Cost: O(1)."""
         self._weight = _MEMORY * self._weight + 1.0
         self._blocks = _MEMORY * self._blocks + num_blocks
         self._seconds = _MEMORY * self._seconds + seconds

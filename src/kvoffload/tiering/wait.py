@@ -1,4 +1,4 @@
-"""What a tiered manager knows of a request beside its path: what it waits for, and for how long it may."""
+"""What a tiered manager knows of a request besides its path: what it waits for, and for how long it may."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TierWait:
-    """A request that tiers are asked for.
+    """The wait of one request for blocks in tiers.
 
     Attributes:
-        records: the record that each tier keeps of it.
-        wanted: single keys that a tier has, and nobody has begun to read.
-        given_up: keys that it does not wait for any more.
-        came_from: the number of the tier, from 1, that blocks came up from while it waited for them.
-        num_storing: blocks in flight to RAM.
-        may_wait_s: how long it may wait for what it has asked for.
-        gave_up: it waits for nothing any more.
+        records: the record that each tier keeps of the request.
+        wanted: single keys that a tier has and whose promotion has not begun.
+        given_up: keys that it no longer waits for.
+        came_from: for blocks promoted while it waited for them: the number of their tier, from 1.
+        num_storing: its blocks in flight to RAM.
+        may_wait_s: how long it may wait for the blocks that it has asked for.
+        gave_up: it no longer waits for anything.
     """
 
     records: list[object]
@@ -31,8 +31,8 @@ class TierWait:
     _since: float = 0.0
     _last_asked: float = -math.inf
 
-    def goes_on(self, now: float, deadline_s: float) -> bool:
-        """Whether it waits on. After a pause of more than the deadline it is another wait."""
+    def keeps_waiting(self, now: float, deadline_s: float) -> bool:
+        """Whether it keeps waiting. After a pause longer than the deadline a new wait begins."""
         if now - self._last_asked > deadline_s:
             self._since = now
         self._last_asked = now

@@ -1,6 +1,6 @@
 """What tiers share: their contract, and the checksum that binds a block's bytes to its key.
 
-Knows neither media nor devices.
+Does not know media or devices.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvoffload.tiers.checksum import checksums
 from kvoffload.transfer import Blocks, Rows, check_rows
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
-"""Shape ``(n,)``: one answer for each block of a batch."""
+"""Shape ``(n,)``, bool: one answer for each block of a batch."""
 
 Checksums: TypeAlias = npt.NDArray[np.uint64]
-"""Shape ``(n,)``. 0 (`NO_CHECKSUM`) stands for none; a checksum is never 0."""
+"""Shape ``(n,)``, uint64. 0 (`NO_CHECKSUM`) means none; a checksum is never 0."""
 
 NO_CHECKSUM = 0
 
 HOUR_S = 3600
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
-"""splitmix64's step: odd, so that its multiples are all different, and without a pattern in its bits."""
+"""splitmix64's step: odd, so that all its multiples differ, and without a pattern in its bits."""
 
 
 class Memory(Protocol):
@@ -41,26 +41,26 @@ class Memory(Protocol):
 
 
 class SecondaryTier(Protocol):
-    """A place behind RAM: it finds its blocks by key, takes its time, and may forget.
+    """A place for blocks behind RAM: it finds them by key, works in the background, and may forget them.
 
-    `StripedTier` makes one of several, and `BudgetedTier` bounds what is written to one.
+    `StripedTier` makes one tier of several, and `BudgetedTier` bounds the bytes written to one.
 
-    Reads and writes are jobs. `submit_read` and `submit_write` return at once, threads of the tier's own
-    do the work, and `finished` tells how each ended. From the submission to the end of its job the rows of
-    a pool that it names belong to the job. No failure of the medium is an exception: a block that cannot be
-    written or read, or that is not what was stored under its key, is False in the result of its job, and
-    `contains` it no longer.
+    Reads and writes are jobs. `submit_read` and `submit_write` return at once, the tier's own threads do the
+    work, and `finished` returns how each job ended. From its submission to its end a job owns the rows of the
+    pool that it names. No failure of the medium is an exception: a block that cannot be written or read, or
+    that is not what was stored under its key, is False in the result of its job, and `contains` is False for
+    it from then on.
 
-    Thread: every method by one thread, the scheduler's; none of them waits for the medium, except `drain`
-    and `close`. What one job does is not visible to another that was submitted before it ended.
+    Thread: all methods on one thread, the scheduler's; only `drain` and `close` wait for the medium. The
+    effect of a job is not visible to jobs that were submitted before it ended.
 
     Attributes:
-        name: what users call it, for reports and metrics: ``disk``.
-        identity: which one this is, in 64 bits and the same in every life; keys are shared out by it.
+        name: name in reports and metrics: ``disk``.
+        identity: 64 bits that identify this tier, the same in every life; keys are distributed by it.
         block_bytes: bytes of a block.
-        stored_bytes: what writing a block costs the medium, padding included.
-        written_before: how many blocks earlier lives have written, by hour since 1970; empty where the tier
-            does not remember.
+        stored_bytes: bytes that writing a block costs the medium, including padding.
+        written_before: blocks written in earlier lives, by hour since 1970; empty if the tier does not
+            remember.
     """
 
     name: str
@@ -70,32 +70,32 @@ class SecondaryTier(Protocol):
     written_before: Mapping[int, int]
 
     def begin_request(self, request_id: str) -> object:
-        """Open the tier's record of an inference request: what it uses counts once, however often it asks."""
+        """Open the tier's record of a request: a block counts as used once, however often it is asked for."""
         ...
 
     def finish_request(self, request: object, path: Keys) -> None:
-        """The request used these blocks, wherever they were served from; it will not be named any more."""
+        """The request used these blocks, wherever they were served from. This is its last call."""
         ...
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        """Which blocks could be read now: written, not forgotten. No I/O; cost: an index probe a key."""
+        """Which blocks can be read now: written and not forgotten. No I/O; cost: one index probe a key."""
         ...
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        """Begin to read blocks into ``pool[rows[i]]``; the number of the job.
+        """Begin to read blocks into ``pool[rows[i]]``; returns the number of the job.
 
-        Blocks that are not here, or not sound, are False in the result; their rows hold anything.
+        Blocks that are absent or damaged are False in the result; the contents of their rows are undefined.
         """
         ...
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """Begin to write blocks that the tier wants, from ``pool[rows[i]]``; the job, and which it takes.
+        """Begin to write blocks from ``pool[rows[i]]``; returns the job's number, and which blocks it takes.
 
-        It leaves out what it has, what its admission rule or policy refuses, and, when its queue is full,
-        everything: it drops rather than delays. When it takes nothing there is no job, and its number is
-        `NO_JOB`. The result has one row for each block that it took.
+        The tier leaves out blocks that it has, that its admission rule or policy refuses, and, when its queue
+        is full, all blocks: it drops rather than delays. If it takes none there is no job, and the number is
+        `NO_JOB`. The result has one row for each block taken.
         """
         ...
 
@@ -104,15 +104,15 @@ class SecondaryTier(Protocol):
         ...
 
     def delete(self, keys: Keys) -> int:
-        """Forget blocks that cannot be trusted, or are not wanted; how many were here."""
+        """Forget blocks that are not trusted or not wanted; returns how many were here."""
         ...
 
     def clear(self) -> None:
-        """Forget every block for good, also for those who open the tier later: they mean nothing any more."""
+        """Forget every block permanently: also a later life of the tier must not serve it."""
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has ended and its blocks would survive a crash; False if that takes longer."""
+        """Wait until every job has ended and its blocks would survive a crash; False on time-out."""
         ...
 
     def stats(self) -> TierStats:
@@ -120,7 +120,7 @@ class SecondaryTier(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is under way, keep what is to be kept, let go of the medium. Idempotent."""
+        """End the jobs under way, make blocks durable if the tier does so, release the medium. Idempotent."""
         ...
 
 
@@ -132,8 +132,8 @@ class JobResult(NamedTuple):
 
     Attributes:
         job: its number.
-        ok: shape ``(n,)``; which blocks were read and are sound, or written for good.
-        seconds: from its submission to its end, waiting in queues included.
+        ok: shape ``(n,)``; which blocks were read and are sound, or are written durably.
+        seconds: from its submission to its end, including waiting in queues.
     """
 
     job: int
@@ -143,7 +143,7 @@ class JobResult(NamedTuple):
 
 @dataclass
 class TierStats:
-    """Counters of one secondary tier since it was opened. Blocks, unless their names say otherwise."""
+    """Counters of one secondary tier since it was opened. In blocks, unless a name says otherwise."""
 
     capacity: int = 0
     ready: int = 0
@@ -151,32 +151,32 @@ class TierStats:
     read: int = 0
     evicted: int = 0
     refused: int = 0
-    """Not wanted by the tier's admission rule or policy."""
+    """Refused by the tier's admission rule or policy."""
     dropped: int = 0
-    """Wanted, but the tier was too busy, or its write budget was used up."""
+    """Not taken because the tier was too busy or its write budget was used up."""
     failed: int = 0
-    """The medium would not take them, or not give them back."""
+    """The medium failed to write or read them."""
     mismatches: int = 0
-    """Read, and not what was stored under their key: served as misses and forgotten."""
+    """Read, but not what was stored under their key: served as misses and forgotten."""
     restored: int = 0
     """Found when the tier was opened."""
     journal_damage: int = 0
-    """Parts of the tier's own records that could not be read: not blocks. What they said is forgotten."""
+    """Parts of the tier's own records, not blocks, that could not be read. Their contents are lost."""
     bytes_written: int = 0
     bytes_read: int = 0
     free: int = 0
-    """Room that nothing is in."""
+    """Room without a block in it."""
     in_flight: int = 0
-    """Being written or read now."""
+    """Being written or read."""
     write_budget_bytes: int | None = None
-    """What may still be written in these 24 hours; None without a limit."""
+    """Bytes that may still be written in these 24 hours; None without a limit."""
 
 
 def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:
     """The rows of a job, checked against its pool and keys. Raises `ValueError` and, as `check_rows`,
     `IndexError`."""
     if pool.shape[1] != block_bytes:
-        raise ValueError(f"a pool with blocks of {pool.shape[1]} bytes; this tier has {block_bytes}")
+        raise ValueError(f"the pool has blocks of {pool.shape[1]} bytes, this tier of {block_bytes}")
     checked = check_rows("rows", rows, len(pool))
     if len(checked) != len(keys):
         raise ValueError(f"{len(keys)} keys but {len(checked)} rows")
@@ -184,10 +184,10 @@ def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.
 
 
 def key_digests(keys: Keys) -> Checksums:
-    """A 64-bit digest of each key: the seed that makes a checksum one of *this* key.
+    """A 64-bit digest of each key: the seed that binds a checksum to its key.
 
-    Two keys of up to 8 bytes never share a digest, longer ones with probability 2^-64. It is part of
-    what tiers may persist and does not change; the hash of the index is another one, and may.
+    Two keys of up to 8 bytes never share a digest, longer ones with probability 2^-64. Tiers may persist
+    digests, so the function never changes; the hash of the index is a different one and may change.
 
     Cost: 2 ns a word. Thread: any.
     """
@@ -199,7 +199,7 @@ def key_digests(keys: Keys) -> Checksums:
 def block_checksums(addresses: npt.NDArray[np.int64], block_bytes: int, digests: Checksums) -> Checksums:
     """xxh3_64 of the block at each of these addresses, seeded with its key's digest; never `NO_CHECKSUM`.
 
-    Who calls holds the memory. Cost: memory speed (10-20 GB/s), without the GIL. Thread: any.
+    The caller keeps the memory alive. Cost: memory speed (10-20 GB/s), without the GIL. Thread: any.
     """
     sums = checksums(addresses, block_bytes, digests)
     sums[sums == NO_CHECKSUM] = 1
@@ -218,7 +218,7 @@ def mix(word: Any) -> Any:
 def _digest(words: ReadU64Matrix, key_bytes: int, digests: U64Array) -> int:
     for row in range(words.shape[0]):
         digest = np.uint64(key_bytes)
-        # Not `words.shape[1]`: how far a batch pads its keys is no property of the key.
+        # Not `words.shape[1]`: the digest must not depend on the padding of a batch.
         for word in range((key_bytes + 7) // 8):
             digest = mix((digest ^ words[row, word]) + ODD)
         digests[row] = digest

@@ -1,6 +1,6 @@
-"""A bound for what is written to a tier: a solid-state disk is good for so many bytes, and then for none.
+"""A bound for the bytes written to a tier: a solid-state disk wears out with every write.
 
-Counts blocks by the hour. Knows neither what they are nor where they go.
+Counts blocks by the hour. Does not know keys or places.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from kvoffload.tiers.base import HOUR_S, JobResult, Mask, SecondaryTier, TierSta
 from kvoffload.transfer import Blocks, Rows
 
 _HOURS = 25
-"""A day, and the hour that is only partly in it: so no 24 hours ever see more than the budget."""
+"""A day and one partial hour: so no 24 hours ever exceed the budget."""
 
 
 class BudgetedTier(SecondaryTier):
-    """A tier to which no 24 hours write more than so many bytes; in all else it is that tier.
+    """A tier that writes at most so many bytes in any 24 hours; in all else it behaves as the wrapped tier.
 
-    Counted is what writing a block costs the medium, whether it succeeds or not, and what earlier lives have
-    written, if the tier remembers. `TierStats.write_budget_bytes` says what is left.
+    A write counts with its cost for the medium (`stored_bytes`), successful or not. Writes of earlier lives
+    count if the tier remembers them. `TierStats.write_budget_bytes` is the rest of the budget.
 
     Args:
-        tier: any `SecondaryTier`, to which nothing has been written since it was opened. It belongs to this
-            one from now on.
+        tier: any `SecondaryTier` to which nothing has been written since it was opened. This one owns it from
+            now on.
         max_write_bytes_per_day: 0 for a tier that is only read.
         clock: seconds since 1970.
 
-    Thread and cost: the tier's, and for a batch that is too large one `contains`.
+    Thread and cost: those of the tier, and one `contains` for a batch that exceeds the budget.
     Raises: `ConfigError` for a negative budget.
     """
 
@@ -41,7 +41,7 @@ class BudgetedTier(SecondaryTier):
         self, tier: SecondaryTier, max_write_bytes_per_day: int, clock: Callable[[], float] = time.time
     ) -> None:
         if max_write_bytes_per_day < 0:
-            raise ConfigError("max_write_bytes_per_day", max_write_bytes_per_day, "it is not negative")
+            raise ConfigError("max_write_bytes_per_day", max_write_bytes_per_day, "allowed: 0 or more")
         self._tier, self._max_bytes, self._clock = tier, max_write_bytes_per_day, clock
         self.name, self.identity = tier.name, tier.identity
         self.block_bytes, self.stored_bytes = tier.block_bytes, tier.stored_bytes
@@ -52,9 +52,9 @@ class BudgetedTier(SecondaryTier):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """As `SecondaryTier.submit_write`. Of a batch that does not fit into the budget the head is taken.
+        """As `SecondaryTier.submit_write`. Of a batch that exceeds the budget only the head is offered.
 
-        The rest is counted as dropped: blocks that the tier does not have, those on their way to it included.
+        The rest counts as dropped, except for blocks that the tier has. Blocks in flight to it count too.
         """
         left, num_offered = self._left_bytes(), len(keys)
         if num_offered * self.stored_bytes > left:
@@ -87,7 +87,7 @@ class BudgetedTier(SecondaryTier):
             del self._written_in_hour[hour]
         return max(0, self._max_bytes - self._written_in_hour.total() * self.stored_bytes)
 
-    # ---- the tier's own affair
+    # ---- passed on to the tier
 
     def begin_request(self, request_id: str) -> object:
         return self._tier.begin_request(request_id)

@@ -1,8 +1,8 @@
 """xxh3_64 of many blocks in one call, without the GIL.
 
-What the `xxhash` library gives for each block alone, to the last bit: it is the oracle of the tests, and does
-what is shorter than 241 bytes. A tier of small blocks asks for half a million of them a second, from several
-threads; a call of the library for each costs more than the sum does, and has the threads wait for each other.
+Bit-identical to the `xxhash` library, which is the oracle of the tests and hashes blocks of less than 241
+bytes. A tier of small blocks needs half a million checksums a second, on several threads: a call of the
+library for each costs more than the checksum, and makes the threads wait for each other.
 
 Written from the specification (Collet, xxHash fast digest algorithm, doc/xxhash_spec.md, "XXH3 Algorithm
 Overview"), for seeds and inputs of more than 240 bytes.
@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from kvoffload.structures.jit import I64Array, ReadI64Array, ReadU64Array, U64Array, inline, kernel
 
-# As mypy should see them.
+# With types for mypy: numba has none.
 _intrinsic: Callable[[Any], Any] = intrinsic
 _cgutils: Any = cgutils
 
@@ -52,7 +52,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 def checksums(addresses: I64Array, num_bytes: int, seeds: U64Array) -> U64Array:
     """xxh3_64 of the `num_bytes` at each of these addresses, each with its own seed.
 
-    Who calls holds the memory. Cost: 3 µs a call, then memory speed. Thread: any; several run at a time.
+    The caller keeps the memory alive. Cost: 3 µs a call, then memory speed. Thread: any, several at a time.
     """
     sums = np.empty(len(addresses), np.uint64)
     if num_bytes > _SHORT_BYTES:
@@ -76,7 +76,7 @@ def _load(typing_context: Any, address: int) -> Any:
 
 @_intrinsic
 def _accumulate(typing_context: Any, lanes: int, data: int, secret: int, num_stripes: int) -> Any:
-    """Add stripes of 64 bytes to the eight lanes at an address; the secret moves on by 8 bytes a stripe."""
+    """Add stripes of 64 bytes to the eight lanes at an address; the secret advances 8 bytes a stripe."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word, i64 = ir.VectorType(ir.IntType(64), 8), ir.IntType(64)
@@ -103,7 +103,7 @@ def _accumulate(typing_context: Any, lanes: int, data: int, secret: int, num_str
 
 @inline
 def _fold(a: Any, b: Any) -> Any:
-    """The product of two words, its upper half xored with the lower."""
+    """The 128-bit product of two words: its upper half xor its lower half."""
     a_low, a_high, b_low, b_high = a & _LOW, a >> np.uint64(32), b & _LOW, b >> np.uint64(32)
     low = a_low * b_low
     middle = a_high * b_low + (low >> np.uint64(32))

@@ -1,7 +1,7 @@
 """The RAM tier: one contiguous pool of slots, and a checksum for each.
 
-Owns the pool's memory and the checksums. Does not know which slots are in use, nor why a block comes or
-goes; a slot belongs to whom the manager gave it.
+Owns the pool's memory and the checksums. Does not know which slots are in use, nor why a block enters or
+leaves: the manager decides that.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class MemoryTier:
     Verification is by identity. A slot's checksum is the xxh3_64 of its bytes, seeded with the digest of
     the key under which it was written, so `read` and `verify_slots` detect
 
-    - damaged bytes, zeroed or torn blocks: all but one in 2^64. The checksum lies in other memory than
-      the bytes; damage to it makes a sound block count as damaged, never the reverse;
-    - bytes of another block, also when its checksum came along (slots swapped, a stale slot number),
-      likewise. Only two keys with one digest are taken for each other: 2^-64 a pair;
-    - a slot that was never written, or erased: always.
+    - damaged bytes, zeroed or torn blocks: all but one in 2^64. The checksum is not stored with the bytes;
+      damage to it makes a sound block count as damaged, never the reverse;
+    - bytes of another block, with the same certainty, even if its checksum was moved with them (swapped
+      slots, a stale slot number). Only two keys with equal digests are confused: 2^-64 a pair;
+    - a slot that was never written, or was erased: always.
 
     Not detected: bytes that were wrong before `write` took the checksum; damage between verification and
-    the copy right after it; and forgery, since xxh3 keeps out accidents, not adversaries.
+    the copy right after it; and forgery, since xxh3 detects accidents, not adversaries.
 
-    With ``verify=False`` there are no checksums: every block of a valid slot counts as sound, whatever
-    it holds.
+    With ``verify=False`` there are no checksums: every block of a valid slot counts as sound, whatever its
+    bytes.
 
     Args:
         num_slots: at least 1.
@@ -54,18 +54,18 @@ class MemoryTier:
         checksums: ``(num_slots,)`` uint64, or None without verification.
 
     Memory is populated page by page as slots are first written; untouched slots cost nothing.
-    Thread: one at a time. Whoever drives transfers by an engine of their own (`pool`, `seal`,
-    `verify_slots`) keeps the slots of a transfer under way out of the other calls.
-    Cost: a write or read moves each byte twice, once for the checksum.
-    Raises: `ConfigError` when the pool is larger than what the machine can give; `IndexError` that names
+    Thread: one at a time. A caller that runs transfers with its own engine (`pool`, `seal`, `verify_slots`)
+    must not name the slots of a transfer under way in other calls.
+    Cost: a write or read reads each byte twice, once for the checksum.
+    Raises: `ConfigError` when the pool is larger than the memory available; `IndexError` that names
     the first slot or row out of range, before anything changes; `MisuseError` after `close`.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, *, verify: bool = True) -> None:
         if num_slots < 1:
-            raise ConfigError("num_slots", num_slots, "it is at least 1")
+            raise ConfigError("num_slots", num_slots, "allowed: 1 or more")
         if block_bytes < 1:
-            raise ConfigError("block_bytes", block_bytes, "it is at least 1")
+            raise ConfigError("block_bytes", block_bytes, "allowed: 1 or more")
         self.num_slots, self.block_bytes = num_slots, block_bytes
         self.slot_stride = -(-block_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
         self._memory: mmap.mmap | None = _allocate(num_slots, block_bytes, num_slots * self.slot_stride)
@@ -81,9 +81,8 @@ class MemoryTier:
     def write(self, keys: Keys, slots: Rows, source: DeviceArray | CopyEngine, source_rows: Rows) -> None:
         """Copy blocks in and take their checksums: block `i` is ``source[source_rows[i]]``.
 
-        `source` is a device or, better for many calls, its engine. Every slot is named once. If the
-        device fails on the way, its error is raised and the slots it did not finish count as never
-        written.
+        `source` is a device or, better for many calls, its engine. Each slot is named once. If the device
+        fails, its error is raised, and the slots that were not finished count as never written.
         """
         engine = self._engine_for(source)
         slots = self._checked(keys, slots)
@@ -91,8 +90,8 @@ class MemoryTier:
         pool = self.pool
         self.erase(slots)
         transfers = []
-        # The stack waits for what is under way also when a later chunk fails: nobody writes to the slots
-        # after the error.
+        # The stack waits for the copies under way even if a later chunk fails: after the error nothing writes
+        # to the slots.
         with contextlib.ExitStack() as under_way:
             for batch in self._chunks(slots):
                 transfer = engine.store(source_rows[batch], pool, slots[batch])
@@ -103,14 +102,14 @@ class MemoryTier:
                 self.seal(keys[batch], slots[batch])
 
     def read(self, keys: Keys, slots: Rows, dest: DeviceArray | CopyEngine, dest_rows: Rows) -> Mask:
-        """Verify blocks and copy out those that are sound: ``(n,)`` bool. A damaged one moves no byte."""
+        """Verify blocks and copy out the sound ones: ``(n,)`` bool. No byte of a damaged block is copied."""
         engine = self._engine_for(dest)
         slots = self._checked(keys, slots)
         dest_rows = self._checked_rows("dest_rows", dest_rows, engine, len(slots))
         pool = self.pool
         sound = np.empty(len(slots), np.bool_)
-        # In chunks, so that a block is still in the cache when it is copied, and so that a device copies
-        # one chunk while the next is verified.
+        # In chunks, so that a block is still in the CPU's cache when it is copied, and a device copies one
+        # chunk while the next is verified.
         with contextlib.ExitStack() as under_way:
             for batch in self._chunks(slots):
                 sound[batch] = good = self.verify_slots(keys[batch], slots[batch])
@@ -119,13 +118,13 @@ class MemoryTier:
         return sound
 
     def seal(self, keys: Keys, slots: Rows) -> None:
-        """Take the checksums of what the slots hold now, as blocks of `keys`: the end of a write."""
+        """Take the checksums of the slots' bytes as those of the blocks `keys`: the end of a write."""
         slots = self._checked(keys, slots)
         if self.checksums is not None:
             self.checksums[slots] = self._compute(keys, slots)
 
     def verify_slots(self, keys: Keys, slots: Rows) -> Mask:
-        """Which slots hold what was written under these keys: ``(n,)`` bool. Nothing is copied."""
+        """Which slots hold the bytes that were written under these keys: ``(n,)`` bool. Copies nothing."""
         slots = self._checked(keys, slots)
         if self.checksums is None:
             return np.ones(len(slots), np.bool_)
@@ -140,17 +139,17 @@ class MemoryTier:
             self.checksums[slots] = NO_CHECKSUM
 
     def close(self) -> None:
-        """Give the memory back, once views of `pool` that others hold are gone. Once more does nothing."""
+        """Release the memory; it is unmapped when the last view of `pool` is gone. Idempotent."""
         if self._memory is None:
             return
         memory, self._memory = self._memory, None
         del self._slots
-        # Somebody still holds a view: the memory goes with the last of them, not under their feet.
+        # A view of the memory is still in use: it is unmapped with the last view, not now.
         with contextlib.suppress(BufferError):
             memory.close()
 
     def _compute(self, keys: Keys, slots: npt.NDArray[np.int64]) -> Checksums:
-        held = self._slots  # by this frame: whoever closes meanwhile leaves us the memory
+        held = self._slots  # a reference of this frame: a `close` meanwhile does not unmap the memory
         addresses = address_of(held) + slots * self.slot_stride
         return block_checksums(addresses, self.block_bytes, key_digests(keys))
 
@@ -165,7 +164,7 @@ class MemoryTier:
         engine = copy_engine_for(device)
         if engine.block_bytes != self.block_bytes:
             raise ValueError(
-                f"the device has blocks of {engine.block_bytes} bytes and the tier of {self.block_bytes}"
+                f"the device has blocks of {engine.block_bytes} bytes, this tier of {self.block_bytes}"
             )
         return engine
 
@@ -202,10 +201,10 @@ def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:
 
 
 def available_bytes() -> int:
-    """Memory that this process can still fill: what the system calls available, within its cgroup's limit.
+    """Memory that this process can still use: the system's available memory, within the cgroup's limit.
 
-    An anonymous mapping of any size succeeds; what it cannot hold shows when pages are written, and then
-    the kernel kills the process. So it is asked before.
+    An anonymous mapping of any size succeeds; a lack of memory shows only when pages are written, and then
+    the kernel kills the process. So this is checked first.
     """
     found = [2**63 - 1]
     with contextlib.suppress(AttributeError, ValueError, OSError):

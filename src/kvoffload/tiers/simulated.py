@@ -1,6 +1,6 @@
-"""A tier without bytes: what a replay without data, a sweep or a plan puts behind RAM.
+"""A tier without bytes, for replays without data, sweeps and plans.
 
-Decides by the same manager, policy and admission objects as a tier on a disk; its jobs end at once.
+Decides with the same manager, policy and admission objects as a disk tier; its jobs end at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvoffload.transfer import Blocks, Rows
 
 
 class SimulatedTier(SecondaryTier):
-    """A tier that keeps account of blocks, and keeps none.
+    """A tier that keeps track of blocks and holds no bytes.
 
     Args:
         capacity_blocks, policy, admission, key_bytes: as for `OffloadingManager`.
-        block_bytes: what blocks would have, for `TierStats`; RAM's too.
-        identity: of this tier among those beside it; as for `SecondaryTier`.
+        block_bytes: size of a block, for `TierStats`; the same as RAM's.
+        identity: as for `SecondaryTier`.
     """
 
     name = "simulated"
@@ -52,7 +52,7 @@ class SimulatedTier(SecondaryTier):
 
     def finish_request(self, request: object, path: Keys) -> None:
         assert isinstance(request, RequestContext)
-        # RAM asks for what it lacks first: its order of first sight is not that of the prefix.
+        # RAM asks first for the blocks that it lacks: the order of those calls is not that of the prefix.
         self._manager.finish_request(request, path)
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
@@ -114,7 +114,7 @@ class SimulatedTier(SecondaryTier):
 
 
 class NoMemory:
-    """RAM of a replay without bytes: every slot is there, none has any."""
+    """The RAM of a replay without bytes: it has slots, and no memory."""
 
     def __init__(self, num_slots: int) -> None:
         self.pool: Blocks = np.empty((num_slots, 0), np.uint8)

@@ -1,6 +1,7 @@
 """Several tiers as one: each key belongs to one of them, and all of them work at once.
 
-Owns which key belongs to which tier, and the jobs that are shared out. What a tier keeps is its own affair.
+Owns which key belongs to which tier, and the jobs that are divided among them. Does not know what a tier
+keeps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvoffload.transfer import Blocks, Rows
 
 @dataclass(eq=False)
 class _Request:
-    """What each tier knows of a request."""
+    """The records that the tiers keep of one request."""
 
     records: list[object]
 
@@ -44,40 +45,40 @@ class _Job:
 
 
 class StripedTier(SecondaryTier):
-    """Tiers side by side, of any kind: disks, simulated ones, yours.
+    """Tiers side by side, of any kind: disks, simulated ones, your own.
 
     A key belongs to one of them, by highest random weight (Thaler and Ravishankar, "Using name-based mappings
     to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998): the tiers' identities decide, not
-    their order, and where one is added it takes its share of the keys from the others, and no other key
-    moves. Each sees its share of every prefix, in order. One that fails or hangs costs its own blocks.
+    their order. A tier that is added takes its share of the keys from the others, and no other key moves.
+    Each sees its share of every prefix, in order. A tier that fails or hangs costs only its own blocks.
 
     Args:
-        tiers: of one block size. They belong to this one from now on: `close` closes them.
+        tiers: of one block size. This tier owns them from now on: `close` closes them.
 
     Attributes:
         identity: that of the first tier.
         stored_bytes: the largest of the tiers'.
 
-    Thread: one, as the tiers. Cost: a digest of each key and a weight for each tier; 50 ns a key with four.
-    Raises: `ConfigError` for no tiers, tiers of different `block_bytes`, and tiers of one identity.
+    Thread: one, as for its tiers. Cost: a digest a key and a weight for each tier; 50 ns a key with four.
+    Raises: `ConfigError` for no tiers, tiers of different `block_bytes`, and tiers of equal identity.
     """
 
     def __init__(self, tiers: Sequence[SecondaryTier]) -> None:
         identities = [tier.identity for tier in tiers]
         sizes = [tier.block_bytes for tier in tiers]
         if not tiers:
-            raise ConfigError("tiers", [], "one tier, or several")
+            raise ConfigError("tiers", [], "allowed: one tier or more")
         if len({*sizes}) > 1:
-            raise ConfigError("tiers", f"blocks of {sizes} bytes", "blocks of one size")
+            raise ConfigError("tiers", f"blocks of {sizes} bytes", "allowed: blocks of one size")
         if len({*identities}) < len(identities):
-            raise ConfigError("tiers", f"identities {identities}", "each tier once")
+            raise ConfigError("tiers", f"identities {identities}", "allowed: each tier once")
         self._tiers = list(tiers)
         self._identities = np.array(identities, np.uint64)
         self.name = "+".join(dict.fromkeys(tier.name for tier in tiers))
         self.identity, self.block_bytes = identities[0], sizes[0]
         self.stored_bytes = max(tier.stored_bytes for tier in tiers)
         self.written_before = sum((Counter(tier.written_before) for tier in tiers), Counter[int]())
-        # By tier and the number that it gave to its part of a job: the job, and which of its rows these are.
+        # (number of a tier, that tier's job) -> the whole job, and the rows of it that this part has.
         self._parts: dict[tuple[int, int], tuple[_Job, npt.NDArray[np.int64]]] = {}
         self._results: list[JobResult] = []
         self._next_job = 0
@@ -143,7 +144,7 @@ class StripedTier(SecondaryTier):
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        # Every tier is asked, also when one hangs.
+        # Every tier is asked, even if one hangs.
         drained = [tier.drain(max(0.0, deadline - time.monotonic())) for tier in self._tiers]
         return all(drained)
 
@@ -164,7 +165,7 @@ class StripedTier(SecondaryTier):
     # ---- inside
 
     def _homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """The number of the tier that each key belongs to. Part of what lasts: it does not change."""
+        """The number of each key's tier. It must never change: blocks on disks depend on it."""
         weights = key_digests(keys)[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)
         weights ^= weights >> np.uint64(32)
@@ -173,7 +174,7 @@ class StripedTier(SecondaryTier):
         return homes
 
     def _shares(self, keys: Keys) -> list[tuple[int, SecondaryTier, npt.NDArray[np.int64]]]:
-        """Tiers that have a share of these keys, and the rows of that share."""
+        """The tiers that have a share of these keys: number, tier, rows of the share."""
         homes = self._homes(keys)
         numbers = np.unique(homes).tolist()
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
@@ -182,11 +183,11 @@ class StripedTier(SecondaryTier):
         if request is None:
             return [None] * len(self._tiers)
         if not isinstance(request, _Request):
-            raise MisuseError(f"no request of this tier: {request!r}")
+            raise MisuseError(f"this tier has no such request: {request!r}")
         return request.records
 
     def _begin(self, count: int, parts: list[tuple[int, int, npt.NDArray[np.int64]]]) -> int:
-        """A job of so many rows, made of parts: tier, number there, rows; its number."""
+        """Begin a job of `count` rows from parts (tier, its job there, rows); returns its number."""
         job = _Job(self._next_job, np.zeros(count, np.bool_), len(parts))
         self._next_job += 1
         self._parts.update({(number, part): (job, at) for number, part, at in parts})

@@ -1,6 +1,6 @@
 """Files that may be compressed, opened by suffix: ``.gz``, ``.xz``, ``.zst``, anything else is plain.
 
-Does not know what is in a file.
+Does not know the contents of a file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _CHUNK_BYTES = 1 << 14
 COMPRESSIONS = (".gz", ".xz", ".zst")
 
 DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
-"""What reading a damaged or truncated file raises."""
+"""Exceptions from reading a damaged or truncated file."""
 
 
 def decompressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """The content of `raw`, as a file to read from. Reading to the end raises one of `DAMAGE` if cut off."""
+    """A file that reads the decompressed content of `raw`; raises one of `DAMAGE` if it is cut off."""
     if suffix == ".gz":
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="rb"))
     if suffix == ".xz":
@@ -33,9 +33,9 @@ def decompressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
 
 
 def compressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """A file to write to, whose content reaches `raw` compressed. Equal content gives equal bytes."""
+    """A file that writes compressed content to `raw`. Equal content gives equal bytes."""
     if suffix == ".gz":
-        # Neither a time nor a name in the header.
+        # No time and no name in the header.
         return cast("IO[bytes]", gzip.GzipFile("", "wb", fileobj=raw, mtime=0))
     if suffix == ".xz":
         return lzma.LZMAFile(raw, "wb")
@@ -45,9 +45,9 @@ def compressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
 
 
 class _WholeZstd(io.RawIOBase):
-    """Decompresses zstd frames and insists that the last one is complete.
+    """Decompresses zstd frames and requires that the last one is complete.
 
-    zstandard's own reader takes a truncated file for a shorter one.
+    zstandard's own reader accepts a truncated file as a shorter one.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:

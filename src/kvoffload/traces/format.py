@@ -59,21 +59,21 @@ def read_trace(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Trace:
-    """Read a trace; the suffix ``.gz``, ``.xz`` or ``.zst`` says how it is compressed.
+    """Read a trace; the suffix ``.gz``, ``.xz`` or ``.zst`` determines the compression.
 
-    File order is arrival order, whatever the timestamps say. Blank lines are ignored.
+    The order of the file is the order of arrival, whatever the timestamps are. Blank lines are ignored.
 
     Args:
         block_tokens: Tokens in one block of the file.
         skip_bad_lines: Leave bad lines out and count them in `Trace.skipped_lines`. A file that cannot
-            be read to its end, or has no good line, is an error all the same.
-        progress: Told now and then which share of the file has been read, 0 to 1.
+            be read to its end, or has no good line, is still an error.
+        progress: Called from time to time with the share of the file that has been read, 0 to 1.
 
     Cost: about 0.3 s per million block references.
     Raises: `TraceError`, one line: file, line number, field, reason. `ConfigError` for `block_tokens`.
     """
     if block_tokens < 1:
-        raise ConfigError("block_tokens", block_tokens, "at least 1")
+        raise ConfigError("block_tokens", block_tokens, "allowed: 1 or more")
     path = Path(path)
     return format_of(path).read(
         path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, progress=progress

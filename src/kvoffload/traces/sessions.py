@@ -1,8 +1,8 @@
-"""Plays the sessions of a `Workload` and writes down what the server would have been asked.
+"""Plays the sessions of a `Workload` and records the requests that a server would get.
 
-Determinism is the point of this module: the dice are `random.Random.random`, whose stream Python
-guarantees, and all that follows is ``+ - * /`` on floats, which IEEE 754 fixes to the last bit. Nothing
-comes from libm or numpy's generators, both of which differ between machines and versions.
+This module is deterministic: its random numbers come from `random.Random.random`, whose stream Python
+guarantees, and all else is ``+ - * /`` on floats, which IEEE 754 defines to the last bit. It uses neither
+libm nor numpy's generators: both differ between machines and versions.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload
 
 _Segment: TypeAlias = "int | tuple[str, int]"
-"""A piece of text: a number of its own if it occurs once, a kind and a number if many may use it."""
+"""A piece of text: a unique number if it occurs once, a kind and a number if it is shared."""
 
 _EMPTY = 0
 
 
 @dataclass(frozen=True)
 class _Context:
-    """A text so far: the ids of its full blocks, its length, and an identity that equal texts share."""
+    """A text so far: the ids of its full blocks, its length, and an identity, equal for equal texts."""
 
     blocks: tuple[int, ...] = ()
     tokens: int = 0
@@ -45,9 +45,9 @@ class _Request:
 def generate(workload: Workload) -> Trace:
     """Play all sessions and merge their requests by time.
 
-    The clock goes in a circle, for a server that was busy before the recording and stays so: what a
-    session would do after the end happens at the beginning, as the rest of a session that nobody saw
-    begin. So there is no rush hour, no quiet end, and the load does not change the number of requests.
+    Time wraps around, as for a server that was busy before the recording and stays so: requests after the end
+    move to the beginning, as the rest of a session that began before the recording. So the load is even, and
+    does not change the number of requests.
 
     Cost: about 0.7 s per million block references.
     """
@@ -73,7 +73,7 @@ def generate(workload: Workload) -> Trace:
 
 
 class _Server:
-    """The sessions' common ground: dice, texts that many share, and one block id per different prefix."""
+    """What the sessions share: random numbers, shared texts, and one block id for each different prefix."""
 
     def __init__(self, workload: Workload) -> None:
         self.shared_blocks: set[int] = set()
@@ -134,7 +134,7 @@ class _Server:
                 time_ms = self._converse(session, requests, time_ms, task, opening, is_sub_agent=True)
 
     def _goes_on(self, turns: int, mean_turns: float) -> bool:
-        """Whether another turn follows: a beta-geometric number, sessions that lasted tend to go on."""
+        """Whether another turn follows: the number is beta-geometric, so long sessions tend to continue."""
         a, b = (mean_turns - 1) * (self._workload.turns_shape - 1), self._workload.turns_shape
         return self._random() * (a + b + turns - 1) < a + turns - 1
 
@@ -146,7 +146,7 @@ class _Server:
         workload = self._workload
         if context.tokens + tokens > workload.context_limit_tokens:
             context = self._append_once(self._opening(prompt), self._draw(workload.summary_tokens))
-        # One text may be longer than all that fits: its end is cut off.
+        # A single text may be longer than the limit: its end is cut off.
         room = max(0, workload.context_limit_tokens - context.tokens)
         return self._append_once(context, min(tokens, room))
 
@@ -155,7 +155,7 @@ class _Server:
         return self._append(context, self._unique_segments, tokens)
 
     def _append(self, context: _Context, segment: _Segment, tokens: int) -> _Context:
-        """The context with `tokens` of `segment` behind it; equal appends to equal contexts are equal."""
+        """The context extended by `tokens` of `segment`; equal appends to equal contexts are equal."""
         before, total = context.identity, context.tokens + tokens
         completed = range(len(context.blocks), total // self._workload.block_tokens)
         blocks = [self._blocks.setdefault((before, segment, i), len(self._blocks)) for i in completed]
@@ -169,8 +169,8 @@ class _Server:
 
     def _draw(self, quantity: LogNormal, unit: int = 1) -> int:
         """A whole number of 1/`unit`, at least 1."""
-        # Twelve dice are as good as normal up to three sigma, and need no logarithm. They are added one
-        # by one, because `sum` rounds differently since Python 3.12.
+        # The sum of twelve uniform numbers is close to normal up to three sigma, and needs no logarithm. They
+        # are added one by one, because `sum` rounds differently since Python 3.12.
         normal = -6.0
         for _ in range(12):
             normal += self._random()

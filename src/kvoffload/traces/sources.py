@@ -1,4 +1,4 @@
-"""Where a trace comes from: the one place that turns what a user typed into a `Trace`."""
+"""Turns what a user typed into a `Trace`: a built-in workload or a file. Knows no format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_trace(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Trace:
-    """Generate a built-in workload, or read a file. A name of the former wins; ``./chat`` is a file.
+    """Generate a built-in workload, or read a file. A built-in name has priority; ``./chat`` is a file.
 
     The arguments are those of `read_trace`; a built-in is cut into blocks of `block_tokens`.
 
@@ -28,7 +28,7 @@ def load_trace(
     if str(name_or_path) in BUILTIN:
         return generate(builtin(str(name_or_path), block_tokens=block_tokens))
     if not Path(name_or_path).exists():
-        raise ConfigError("trace", str(name_or_path), f"a file, or one of: {', '.join(BUILTIN)}")
+        raise ConfigError("trace", str(name_or_path), f"allowed: a file, or one of: {', '.join(BUILTIN)}")
     return read_trace(
         name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, progress=progress
     )

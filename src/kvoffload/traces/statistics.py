@@ -1,6 +1,6 @@
-"""What a trace is like, seen from its block ids: lengths, turns, and how soon blocks return.
+"""Statistics of a trace, from its block ids: lengths, turns, and how soon blocks are used again.
 
-Says nothing about caches; hits are the business of `replay.optimum` and of the replay itself.
+Knows no caches: `replay.optimum` and the replay compute hits.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class TraceStatistics:
 
     Attributes:
         duration_s: from the first arrival to the last.
-        blocks_per_request: full blocks, the shared prefix included.
+        blocks_per_request: full blocks, including the shared prefix.
         output_tokens: generated per request.
-        sessions: inferred, sub-agents and forks included.
+        sessions: inferred, including sub-agents and forks.
         turns_per_session, mean_turns: requests of a session.
         turn_gap_s: from a turn to the next.
-        new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no request had before.
+        new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no earlier request had.
         concurrent_sessions: sessions between their first and last request, average over the duration.
         reuse_time_s: from a block's use to its next use.
-        reuse_distance_blocks: different blocks used in between, where a request uses its blocks tail
-            first: an LRU with more blocks than that still has it.
+        reuse_distance_blocks: different blocks used in between, if a request uses its blocks from tail to
+            head: an LRU with more blocks than that still has the block.
     """
 
     requests: int
@@ -108,7 +108,7 @@ def describe(trace: Trace) -> TraceStatistics:
 
 
 def _percentiles(values: _Int64s, unit: int = 1) -> Percentiles:
-    """Of the values in `unit`; each of them is a value that occurs."""
+    """Percentiles of the values in `unit`; each of them is a value that occurs."""
     if len(values) == 0:
         return Percentiles(0, 0, 0, 0, 0, 0)
     found = np.percentile(values, (10, 25, 50, 75, 90, 99), method="inverted_cdf").tolist()
@@ -123,7 +123,7 @@ def _first_positions(trace: Trace) -> _Int64s:
 
 
 def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s) -> _Int64s:
-    """For each request, the one that it continues, or `_NONE`; `shared` is how many blocks it found known."""
+    """For each request, the one that it continues, or `_NONE`; `shared`: its number of known blocks."""
     starts, is_head = trace.offsets[:-1], np.zeros(trace.block_refs + 1, np.bool_)
     is_head[starts] = True
     parents = trace.refs[first_seen[~is_head[first_seen]] - 1]
@@ -132,7 +132,7 @@ def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shar
     candidates = np.flatnonzero(shared > 0)
     deepest_known = trace.refs[starts[candidates] + shared[candidates] - 1]
     origin = request_of[first_seen[deepest_known]]
-    # The request that brought the deepest known block is continued if that block was its last one.
+    # The request that introduced the deepest known block is continued if that block was its last.
     continues = first_seen[deepest_known] == trace.offsets[origin + 1] - 1
     continues &= fan_out[deepest_known] <= _SHARED_PROMPT_FAN_OUT
     previous[candidates[continues]] = origin[continues]
@@ -177,7 +177,7 @@ def _add(counts: Any, access: int, amount: int) -> None:
         access += access & -access
 
 
-# Each block is marked at its last access; accesses are numbered from 1. The marks behind a block's own are
+# Each block is marked at its last access; accesses are numbered from 1. The marks after a block's own are
 # the blocks used since. `counts` is a Fenwick tree over the marks (Fenwick, Software 24(3), 1994).
 @kernel
 def _measure_reuses(

@@ -1,6 +1,6 @@
-"""A trace in memory: what an LLM server was asked, as chained block ids.
+"""A trace in memory: the requests to an LLM server, as chained block ids.
 
-Owns the in-memory form only. Reading files is `traces.format`, making traces is `traces.workloads`.
+Owns only the in-memory form. `traces.format` reads files, `traces.sessions` makes traces.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 class Trace:
     """Requests in arrival order, each a chain of block ids. Immutable; arrays are shared, never copied.
 
-    An id stands for the whole prefix that ends in its block: equal ids in two requests mean equal
-    prefixes. Ids are renumbered to dense *codes* in order of first appearance, so that everything that
-    is known of a block is an array indexed by its code.
+    An id identifies the whole prefix that ends in its block: equal ids in two requests mean equal
+    prefixes. Ids are renumbered to dense *codes* in order of first appearance, so that data about blocks are
+    arrays indexed by code.
 
     Attributes:
-        name: what reports call it (a file name without its suffixes, or a workload).
+        name: for reports (a file name without its suffixes, or a workload).
         block_tokens: tokens in one block.
         block_ids: shape ``(unique_blocks,)``, int64; code -> id in the file.
         refs: shape ``(block_refs,)``, int32; codes of all requests, one request after the other.

@@ -1,7 +1,7 @@
-"""Built-in workloads: requests that nobody recorded, shaped like those that somebody did.
+"""Built-in workloads: generated requests, similar in shape to recorded ones.
 
-Owns the parameters and the presets; `traces.sessions` plays them. What the presets share with the
-recordings, and what not, is measured in docs/workloads.md.
+Owns the parameters and the presets; `traces.sessions` plays them. docs/workloads.md measures where the
+presets agree with the recordings, and where not.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ _AT_LEAST_ONE = {"sessions", "turns", "shared_prompts", "sub_agent_turns", "bloc
 
 @dataclass(frozen=True)
 class Workload:
-    """What the users of one imaginary LLM server do. Equal parameters give equal traces, everywhere.
+    """The users' behaviour at an imaginary LLM server. Equal parameters give equal traces on every machine.
 
     A *session* opens with a shared prompt, documents (if any) and a first message; each further turn
     appends the answer and a new message to everything before. Sessions start at random, evenly over
     ``sessions / sessions_per_minute`` minutes, and all run to their end.
 
     Attributes:
-        name: what reports call the trace.
-        sessions: conversations, sub-agents not counted.
+        name: of the trace, for reports.
+        sessions: conversations, without sub-agents.
         sessions_per_minute: load. Twice the load is the same sessions in half the time.
-        turns: requests of a session on average, sub-agents not counted.
-        turns_shape: above 1. How alike sessions are: at 2 a few are very long, at 1000 each turn is the
-            last one with equal probability.
+        turns: requests of a session on average, without sub-agents.
+        turns_shape: above 1. How similar sessions are: at 2 a few are very long, at 1000 each turn is the
+            last with equal probability.
         think_time_s: from a request to the next one of its session: answer, tools, the user.
         shared_prompts: different system prompts; the i-th is chosen in proportion to 1/i.
         shared_prompt_tokens: length of each of them.
-        first_tokens: what else stands in the first request, documents not counted.
-        turn_tokens: what a turn adds besides the answer before it: message, tool output.
-        answer_tokens: what the model generates.
+        first_tokens: the rest of the first request, without documents.
+        turn_tokens: tokens that a turn adds besides the answer before it: message, tool output.
+        answer_tokens: tokens that the model generates.
         documents: size of the collection; the i-th is chosen in proportion to 1/i.
         documents_per_session: documents in the first request, between shared prompt and first message.
         document_tokens: length of a document.
-        fork_share: share of the turns that go back to an earlier turn (edit, retry) and drop the rest.
+        fork_share: share of the turns that return to an earlier turn (edit, retry) and drop the rest.
         sub_agent_share: share of the turns that wait for a sub-agent, a session of its own that begins
             with a shared prompt.
         sub_agent_turns: requests of a sub-agent on average.
         context_limit_tokens: a context that would be longer is *compacted*: shared prompt and summary.
         summary_tokens: length of that summary.
         block_tokens: tokens in one block.
-        seed: other dice, same workload.
+        seed: another seed gives another trace of the same workload.
     """
 
     name: str
@@ -80,24 +80,26 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse, with a `ConfigError`, what describes no server."""
+        """Raise `ConfigError` for impossible parameters."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, LogNormal):
                 if not (0 < value.median < 1e9 and 0 <= value.sigma <= 4):
-                    raise ConfigError(field.name, tuple(value), "median above 0, sigma from 0 to 4")
+                    raise ConfigError(field.name, tuple(value), "allowed: median above 0, sigma from 0 to 4")
             elif field.name.endswith("_share") and not 0 <= value <= 0.5:
-                raise ConfigError(field.name, value, "0 to 0.5")
+                raise ConfigError(field.name, value, "allowed: 0 to 0.5")
             elif field.name in _AT_LEAST_ONE and not 1 <= value < 1e9:
-                raise ConfigError(field.name, value, "at least 1 and below 1e9")
+                raise ConfigError(field.name, value, "allowed: at least 1 and below 1e9")
             elif not isinstance(value, str) and not 0 <= value < 1e9:
-                raise ConfigError(field.name, value, "at least 0 and below 1e9")
+                raise ConfigError(field.name, value, "allowed: at least 0 and below 1e9")
         if self.sessions_per_minute == 0:
-            raise ConfigError("sessions_per_minute", 0, "above 0")
+            raise ConfigError("sessions_per_minute", 0, "allowed: above 0")
         if self.turns_shape <= 1:
-            raise ConfigError("turns_shape", self.turns_shape, "above 1")
+            raise ConfigError("turns_shape", self.turns_shape, "allowed: above 1")
         if self.documents_per_session > self.documents:
-            raise ConfigError("documents_per_session", self.documents_per_session, "at most `documents`")
+            raise ConfigError(
+                "documents_per_session", self.documents_per_session, "allowed: at most `documents`"
+            )
 
 
 _CHAT = Workload(
@@ -159,9 +161,9 @@ BUILTIN = {workload.name: workload for workload in (_AGENT, _CHAT, _RAG)}
 def builtin(name: str, **overrides: Any) -> Workload:
     """The preset `name` with some parameters replaced. Raises `ConfigError` for an unknown one of either."""
     if name not in BUILTIN:
-        raise ConfigError("workload", name, f"one of: {', '.join(BUILTIN)}")
+        raise ConfigError("workload", name, f"allowed: {', '.join(BUILTIN)}")
     known = [field.name for field in fields(Workload) if field.name != "name"]
     for key in overrides:
         if key not in known:
-            raise ConfigError("workload parameter", key, f"one of: {', '.join(known)}")
+            raise ConfigError("workload parameter", key, f"allowed: {', '.join(known)}")
     return replace(BUILTIN[name], **overrides)

@@ -1,8 +1,8 @@
-"""Moves blocks between devices and pools in host memory. The only room that knows torch, and that only
-when a caller hands it a tensor: importing it does not import torch.
+"""Moves blocks between devices and pools in host memory. The only package that uses torch, and only when a
+caller passes a tensor: importing it does not import torch.
 
 `copies` copies rows between host arrays, with the stores of `streaming`; `engine` is the one interface over
-all devices, `cuda` its form for CUDA tensors. Nothing here decides what to move, and nothing knows keys.
+all devices, `cuda` implements it for CUDA tensors. Nothing here decides what to move or knows keys.
 """
 
 from kvoffload.transfer.copies import Blocks, Rows, check_rows, copy_blocks

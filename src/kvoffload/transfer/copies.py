@@ -1,9 +1,9 @@
 """Copies of scattered blocks between two arrays in host memory, at the speed of one big memcpy.
 
-Owns the copy kernel and the coalescing of neighbouring rows. Knows neither devices nor tiers: a block is
-a row of bytes.
+Owns the copy kernel and the coalescing of neighbouring rows. Does not know devices or tiers: a block is a row
+of bytes.
 
-A block that leaves for the pool is not read again soon, and so it is written around the caches
+A block that is copied to the pool is not read again soon, so it is written around the CPU's caches
 (`streaming`). `docs/performance.md` has the numbers.
 """
 
@@ -18,13 +18,13 @@ from kvoffload.structures.jit import ReadI64Array, kernel
 from kvoffload.transfer.streaming import fence, memcpy, stream
 
 Blocks: TypeAlias = npt.NDArray[np.uint8]
-"""Shape ``(num_blocks, block_bytes)``; the bytes of a row are contiguous, rows may lie further apart."""
+"""Shape ``(num_blocks, block_bytes)``; the bytes of a row are contiguous, there may be gaps between rows."""
 
 Rows: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 """Shape ``(n,)``: numbers of rows."""
 
 STREAM_FROM_BYTES = 16 * 1024
-"""A smaller call is copied through the caches: its reader is probably the next to run."""
+"""Smaller copies go through the caches: their reader probably runs next."""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -32,13 +32,13 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
 
     Args:
         src: ``(any, block_bytes)``.
-        dst: ``(any, block_bytes)``, writeable. It must not overlap with the rows that are read.
+        dst: ``(any, block_bytes)``, writeable. It must not overlap the rows that are read.
         src_rows, dst_rows: ``(n,)``. A destination named twice ends up with the later block.
 
     Cost: 6 µs a call, then memory speed. Releases the GIL: several threads may copy at a time, into
     different rows. When it returns, every thread sees the bytes.
-    Raises: `IndexError` that names the first row out of range, `ValueError` for arrays that do not fit
-    together; in both cases no byte has moved.
+    Raises: `IndexError` that names the first row out of range, `ValueError` for arrays whose shapes do not
+    match; in both cases no byte has been copied.
     """
     _check_blocks("src", src)
     _check_blocks("dst", dst)
@@ -57,7 +57,7 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
 
 
 def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
-    """Answer `rows` as contiguous int64, all of them in ``[0, num_rows)``.
+    """Return `rows` as contiguous int64, all of them in ``[0, num_rows)``.
 
     Raises: `IndexError` that names the first row out of range; `ValueError` for anything but a
     one-dimensional array of integers.
@@ -73,7 +73,7 @@ def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def coalesce(src_rows: npt.NDArray[np.int64], dst_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where the runs begin that are neighbours on both sides: ``(runs + 1,)``, the last entry is `n`.
+    """Starts of the runs of rows that are neighbours on both sides: ``(runs + 1,)``, the last entry is `n`.
 
     Run `r` copies rows ``src_rows[starts[r]]`` onwards to ``dst_rows[starts[r]]`` onwards, as many as
     ``starts[r + 1] - starts[r]``.
@@ -92,7 +92,7 @@ def _check_blocks(name: str, blocks: Blocks) -> None:
 
 
 def address_of(array: npt.NDArray[np.uint8]) -> int:
-    """Where the first byte of `array` lies in memory."""
+    """Address of the first byte of `array`."""
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -1,14 +1,14 @@
 """The engine of a CUDA tensor: pinned pools, a stream for each direction, batched copies.
 
-Imports torch, and is imported only for a CUDA tensor. Two ways lead across the bus, and `plan` chooses:
+Imports torch, and is imported only for a CUDA tensor. There are two ways across the bus, and `plan` chooses:
 
 - *runs*: one `cudaMemcpyAsync` for each run of neighbours. No other work, but a launch costs 5-10 µs of
-  host time, as long as the bus needs for half a megabyte.
+  host time, in which the bus moves half a megabyte.
 - *gathered*: the device gathers scattered blocks into one buffer, which crosses the bus in one copy, and
-  the host puts the blocks into their slots when that has arrived; the other way round for a load. Worth
-  it for many small blocks, where launches would take longer than the bytes.
+  the host then copies the blocks into their slots; the reverse for a load. Faster for many small blocks,
+  where launches would take longer than the bytes.
 
-What moves bytes is functions over tensors, tested on CPU tensors everywhere; the class adds streams.
+Functions over tensors move the bytes and are tested with CPU tensors; the class adds streams.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch as untyped_torch
 from kvoffload.transfer.copies import Blocks, Rows, address_of, check_rows, coalesce, copy_blocks
 from kvoffload.transfer.engine import Transfer, byte_rows
 
-# Parts of torch are typed and parts are not; and mypy has to say the same with and without it.
+# torch is only partly typed, and mypy must report the same with and without it.
 torch: Any = untyped_torch
 Tensor: TypeAlias = Any
 Stream: TypeAlias = Any
 
 RUN_BYTES = 256 * 1024
-"""Runs that are smaller than this on average are gathered."""
+"""Blocks are gathered if their runs are smaller than this on average."""
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process, not for this one only.
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 
 RowsArray = npt.NDArray[np.int64]
 
@@ -46,8 +46,8 @@ class Plan(NamedTuple):
 def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: bool = True) -> Plan:
     """Choose between runs and gathering, by the average size of a run.
 
-    Where the blocks are not `packed` on both sides, a run is one block: torch copies memory with gaps
-    through a temporary of its own, and then `non_blocking` would be a race.
+    If the blocks are not `packed` on both sides, a run is one block: torch copies memory with gaps through a
+    temporary buffer of its own, and then `non_blocking` would be a race.
     """
     starts = coalesce(device_rows, slots) if packed else np.arange(len(slots) + 1)
     num_runs = len(starts) - 1
@@ -55,18 +55,18 @@ def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: boo
 
 
 class CudaEngine:
-    """Moves blocks between a CUDA tensor and pools in host memory, beside the engine's computing.
+    """Moves blocks between a CUDA tensor and pools in host memory, while the engine computes.
 
-    Both directions begin after the work that the caller's current stream has been given so far: a store
-    reads what that computed, a load does not overwrite what that still reads. Nothing waits for us by
-    itself: `wait` for (or see `done` of) a load before launching what reads the rows, and of a store
-    before launching what overwrites them.
+    Both directions begin after the work that is already on the caller's current stream: a store reads what
+    that work computes, a load does not overwrite what it still reads. No stream waits for a transfer: `wait`
+    for a load (or check `done`) before launching work that reads its rows, and for a store before launching
+    work that overwrites them.
 
-    The host's part of a gathered store, a copy at memory speed, runs in the `done` or `wait` that sees the
-    bytes arrive: every transfer is waited for.
+    The host's part of a gathered store, a copy at memory speed, runs in the call of `done` or `wait` that
+    finds the bytes arrived: so call one of them for every transfer.
 
-    A pool is pinned (`cudaHostRegister`, which also populates it) on its first use and stays so until
-    `close`; it must live that long: close the engine before the tier.
+    A pool is pinned (`cudaHostRegister`, which also populates it) on its first use until `close`, and must
+    exist that long: close the engine before the tier.
 
     Args:
         device: CUDA tensor as for `byte_rows`, kept alive by the engine.
@@ -116,7 +116,7 @@ class CudaEngine:
 
     def _checked(self, device_rows: Rows, pool: Blocks, slots: Rows) -> tuple[RowsArray, RowsArray, Any]:
         if pool.shape[1] != self.block_bytes:
-            raise ValueError(f"pool has blocks of {pool.shape[1]} bytes and the device of {self.block_bytes}")
+            raise ValueError(f"pool has blocks of {pool.shape[1]} bytes, the device of {self.block_bytes}")
         rows = check_rows("device_rows", device_rows, self.num_blocks)
         checked_slots = check_rows("slots", slots, len(pool))
         if len(rows) != len(checked_slots):
@@ -134,10 +134,10 @@ class CudaEngine:
         return self._pools[identity].tensor
 
     def _submitting(self, stream: Stream) -> Any:
-        """Context in which work goes to `stream`, behind what the caller's stream has been given."""
+        """Context in which work goes to `stream`, after the work on the caller's stream."""
         stream.wait_stream(torch.cuda.current_stream(self.blocks.device))
-        # The engine may be dropped with copies under way: the allocator must not hand out the memory of
-        # a device that only we still held before they are done.
+        # The engine may be dropped with copies under way: before they are done the allocator must not reuse
+        # the memory of a tensor that only the engine still holds.
         self.blocks.record_stream(stream)
         return torch.cuda.stream(stream)
 
@@ -168,13 +168,13 @@ def tensor_over(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _wide(blocks: Tensor) -> Tensor:
-    """The same rows as words of 8 bytes where that is possible: a device moves an item per thread."""
+    """The same rows as 8-byte words if possible: a device moves one item per thread."""
     aligned = blocks.data_ptr() | blocks.shape[1] | blocks.stride(0) | blocks.storage_offset()
     return blocks.view(torch.int64) if aligned % 8 == 0 else blocks
 
 
 def _indices(rows: RowsArray, device: Tensor) -> Tensor:
-    # From pageable memory: the driver takes its own copy before the call returns, so `rows` may go.
+    # From pageable memory: the driver copies it before the call returns, so `rows` may be freed.
     return torch.from_numpy(rows.copy()).to(device.device, non_blocking=True)
 
 
@@ -205,7 +205,7 @@ class _CudaTransfer:
 
 
 class _PinnedPool:
-    """A pool as a tensor in pinned memory; `unpin` undoes what was done here and no more."""
+    """A pool as a tensor in pinned memory; `unpin` undoes only the pinning done here."""
 
     def __init__(self, pool: Blocks) -> None:
         self.tensor = torch.from_numpy(pool)

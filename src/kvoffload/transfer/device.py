@@ -6,7 +6,7 @@ from kvoffload.transfer.engine import CopyEngine, DeviceArray, HostEngine, is_te
 
 
 def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
-    """Answer the engine for a device: a numpy array, a torch tensor, or an engine, which is passed through.
+    """The engine for a device: a numpy array, a torch tensor, or an engine, which is returned as it is.
 
     Cost: small on the host; on CUDA it creates streams, so make one engine for each device and keep it.
     Raises: `TypeError` for anything else, `ValueError` as `as_blocks`.

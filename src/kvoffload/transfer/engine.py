@@ -1,7 +1,7 @@
 """One interface over every device: store rows of a device into slots of a pool, load them back.
 
-Owns what a device is: an array whose first dimension is blocks. `device` chooses its engine. Does not know
-what the bytes mean, which slot is whose, or how a copy is done.
+Defines what a device is: an array whose first dimension is blocks. `device` chooses its engine. Does not know
+what the bytes mean, which block is in a slot, or how a copy is done.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Transfer(Protocol):
 class CopyEngine(Protocol):
     """Moves blocks between one device and pools in host memory.
 
-    From the call until the transfer is done, the rows and slots named in it belong to the transfer: the
-    caller neither writes those that are read nor touches those that are written. Transfers that are
-    under way at the same time have no order: a slot is loaded after its store is done.
+    From the call until the transfer is done, its rows and slots belong to the transfer: the caller must not
+    write those that are read, nor touch those that are written. Transfers under way at the same time are
+    unordered: load a slot only after its store is done.
 
-    Thread: calls are made by one thread at a time. Rows and slots are checked before anything moves:
-    `IndexError` names the first one out of range, `ValueError` says which shapes do not fit together.
+    Thread: one at a time. Rows and slots are checked before any byte moves: `IndexError` names the first one
+    out of range, `ValueError` names the shapes that do not match.
 
     Attributes:
         num_blocks: rows of the device.
@@ -60,7 +60,7 @@ class CopyEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the pools. Every transfer has been waited for before."""
+        """Release the pools. All transfers must be done."""
         ...
 
 
@@ -90,7 +90,7 @@ class HostEngine:
 
 
 class _Done:
-    """A transfer that was done when it began."""
+    """A transfer that is already done."""
 
     def done(self) -> bool:
         return True
@@ -107,9 +107,9 @@ def as_blocks(device: DeviceArray, block_bytes: int | None = None) -> Blocks:
 
     Args:
         device: numpy array or torch CPU tensor of any dtype (also bfloat16), shape ``(num_blocks, ...)``.
-            All that belongs to a block is contiguous; blocks may lie further apart. A view that splits
-            a block (keys and values in different places) is two devices.
-        block_bytes: what the caller expects.
+            The bytes of a block are contiguous; there may be gaps between blocks. A view that splits a
+            block (keys and values in different places) is two devices.
+        block_bytes: the size of a block that the caller expects.
 
     Raises: `TypeError` for other objects or devices; `ValueError` when a block is not contiguous or has
     another size than `block_bytes`.
@@ -157,12 +157,12 @@ def _not_blocks(device: DeviceArray) -> ValueError:
 
 
 def cpu_capability() -> str:
-    """What torch takes this CPU for (``AVX512``); engines lay out KV pages by it. Empty without torch."""
+    """torch's name for this CPU (``AVX512``); engines' KV layout depends on it. Empty without torch."""
     torch = sys.modules.get("torch")
     return "" if torch is None else str(torch.backends.cpu.get_cpu_capability())
 
 
 def is_tensor(candidate: object) -> bool:
-    """Whether this is a torch tensor. A program that has one has imported torch: we never do."""
+    """Whether this is a torch tensor. Does not import torch: a program with a tensor has done so."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(candidate, torch.Tensor)

@@ -1,7 +1,7 @@
-"""Copies of memory that go around the caches, as building blocks for kernels.
+"""Memory copies that bypass the caches, as building blocks for kernels.
 
 An ordinary store first reads the line that it overwrites (three transfers on the bus instead of two) and
-pushes what others work on out of the caches. LLVM turns a vector store that is marked `!nontemporal`
+displaces other threads' data from the caches. LLVM turns a vector store that is marked `!nontemporal`
 into the machine's streaming store (`vmovntps` on x86, `stnp` on ARM) and into an ordinary one where there
 is none: one source serves every architecture. Addresses are plain integers here; nothing is checked.
 """
@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from kvoffload.structures.jit import inline
 
-# The decorator as mypy should see it: what it makes is called without the first parameter.
+# Typed for mypy: the decorated function is called without its first parameter.
 _intrinsic: Callable[[Any], Any] = intrinsic
 
 _LINE = 64
@@ -26,7 +26,7 @@ _QUARTERS_FROM_LINES = 192
 
 @_intrinsic
 def _stream_line(typing_context: Any, dst: int, src: int) -> Any:
-    """Copy one cache line around the caches. `dst` is aligned to 64 bytes, `src` need not be."""
+    """Copy one cache line, bypassing the caches. `dst` is aligned to 64 bytes, `src` need not be."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), 8).as_pointer()
@@ -57,8 +57,8 @@ def fence(typing_context: Any) -> Any:
     """Make streaming stores visible to other threads: on x86 they are not ordered with ordinary ones."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # One instruction everywhere (`lock or`, `mfence`, `dmb`), and each of them drains the buffers in
-        # which streaming stores are collected.
+        # One instruction on every architecture (`lock or`, `mfence`, `dmb`); each drains the buffers that
+        # collect streaming stores.
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -67,13 +67,13 @@ def fence(typing_context: Any) -> Any:
 
 @inline
 def stream(dst: int, src: int, num_bytes: int) -> None:
-    """Copy one run around the caches; what precedes the first and follows the last whole line, plainly."""
+    """Copy one run, bypassing the caches except for the partial lines at both ends."""
     head = min(-dst % _LINE, num_bytes)
     memcpy(dst, src, head)
     dst, src, num_bytes = dst + head, src + head, num_bytes - head
     lines = num_bytes // _LINE
-    # Four streams, not one: a hardware prefetcher follows a stream within its page and starts anew in
-    # the next one, and four of them hide each other's start. Worth 20 % at 16 KiB; below that it costs.
+    # Four streams, not one: a hardware prefetcher follows a stream within a page and has to restart in the
+    # next one; four streams hide each other's restarts. 20 % faster at 16 KiB, slower for less.
     quarter = lines // 4 * _LINE if lines >= _QUARTERS_FROM_LINES else 0
     for offset in range(0, quarter, _LINE):
         _stream_line(dst + offset, src + offset)

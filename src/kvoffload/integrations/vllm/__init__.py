@@ -1,7 +1,7 @@
 """kvoffload inside vLLM.
 
-The only room that knows vLLM, and that only where it is used: the options and the command line work without
-it. `KVOffloadSpec` is named in ``kv_connector_extra_config``, `KVOffloadConnector` in
+The only package that knows vLLM, and that imports it only in use: the options and the command line work
+without it. `KVOffloadSpec` is named in ``kv_connector_extra_config``, `KVOffloadConnector` in
 ``kv_connector_module_path``.
 """
 

@@ -1,6 +1,6 @@
 """``KVOffloadConnector``: vLLM's ``OffloadingConnector`` with another scheduler side.
 
-Owns how that is put in place, and what must be so for it. The worker's side is vLLM's.
+Owns how that side is installed, and the options that it needs. The worker's side is vLLM's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, as th
 
 
 class KVOffloadConnector(OffloadingConnector):
-    """Looks prefixes up at once, and can store what the GPU is about to drop (`store: on-device-eviction`).
+    """Looks up a whole prefix at once, and can store blocks that the GPU drops (`store: on-device-eviction`).
 
         {"kv_connector": "KVOffloadConnector", "kv_connector_module_path":
          "kvoffload.integrations.vllm.connector", "kv_role": "kv_both", "kv_connector_extra_config":
@@ -43,7 +43,9 @@ class KVOffloadConnector(OffloadingConnector):
         if victim_mode and (options.blocks_per_chunk or 1) > 1:
             raise ConfigError("blocks_per_chunk", options.blocks_per_chunk, _ONE_BY_ONE)
         if victim_mode and not vllm_config.cache_config.enable_prefix_caching:
-            raise ConfigError("store", options.store, "it needs vLLM's prefix caching: enable_prefix_caching")
+            raise ConfigError(
+                "store", options.store, "allowed: with vLLM's prefix caching: enable_prefix_caching"
+            )
         offering = OFFERS_DROPPED.set(victim_mode)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -59,7 +61,7 @@ class KVOffloadConnector(OffloadingConnector):
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's pool of blocks, once it is there."""
+        """Called by vLLM when its pool of blocks exists."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if isinstance(self.connector_scheduler, OnDeviceEvictionScheduler):
             self.connector_scheduler.bind(gpu_block_pool, self._step_tokens)

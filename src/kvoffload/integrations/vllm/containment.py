@@ -1,4 +1,4 @@
-"""Keeps errors of ours away from the engine: it carries on without us.
+"""Keeps errors of ours away from the engine, which then runs without offloading.
 
 Owns the rule. Does not know what an adapter answers instead, nor how it stops.
 """
@@ -26,10 +26,10 @@ class Breakable(Protocol):
 
 
 def contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
-    """A method of a `Breakable` which never raises an `Exception`.
+    """Make a method of a `Breakable` that never raises an `Exception`.
 
-    When it would, and in every call once the adapter is broken, it answers what `otherwise` returns for the
-    same arguments.
+    When the method raises, and in every call once the adapter is broken, the result is that of `otherwise`
+    with the same arguments.
     """
 
     def wrap(method: Method[T]) -> Method[T]:

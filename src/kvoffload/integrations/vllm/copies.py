@@ -1,7 +1,7 @@
-"""Copies between an engine's tensors and the pool: in host memory by our own engine, in a thread.
+"""Copies between an engine's tensors and the pool; in host memory by our own engine, on a thread.
 
-Owns the interface of both, and how bytes are moved on the CPU platform; `cuda` is for devices. Does not know
-keys or checksums, nor what follows when a copy fails.
+Owns the interface, and its implementation for the CPU platform; `cuda` is for devices. Does not know keys or
+checksums, nor how a failed copy is handled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvoffload.transfer.engine import as_blocks
 
 
 class Copied(NamedTuple):
-    """How a job ended. Without an `error` all of its bytes have arrived."""
+    """The result of a job. Without an `error` all of its bytes have arrived."""
 
     job: int
     num_bytes: int
@@ -29,7 +29,7 @@ class Copied(NamedTuple):
 class Copies(Protocol):
     """Moves the blocks of jobs. Jobs of one direction end in the order in which they were submitted.
 
-    Thread: every method by one thread. `store` and `load` may raise instead of beginning.
+    Thread: all methods on one thread. `store` and `load` may raise; then nothing has begun.
     """
 
     def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
@@ -45,16 +45,16 @@ class Copies(Protocol):
         ...
 
     def wait(self, jobs: set[int]) -> None:
-        """Return when these jobs have ended; `finished` tells how."""
+        """Return when these jobs have ended; `finished` has their results."""
         ...
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the tensors and the pool."""
+        """Wait for the jobs under way, and release the tensors and the pool."""
         ...
 
 
 class HostCopies:
-    """Copies of tensors in host memory. One thread copies, so that the engine's step goes on meanwhile."""
+    """Copies of tensors in host memory. One thread copies, while the engine's step continues."""
 
     def __init__(self, kv_caches: Any, layout: Layout, part: Blocks) -> None:
         self._layout, self._part = layout, part

@@ -1,7 +1,7 @@
 """Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
 
-The only module for devices. Owns the pinning of the pool and its views as vLLM's copies want them; how bytes
-cross the bus is theirs (``vllm/v1/kv_offload/cpu/gpu_worker.py``), reviewed against 0.32.
+The only module for devices. Owns the pinning of the pool and its views for vLLM's copies; vLLM owns how bytes
+cross the bus (``vllm/v1/kv_offload/cpu/gpu_worker.py``), reviewed against 0.32.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvoffload.integrations.vllm.slots_spec import SlotsSpec
 from kvoffload.transfer.cuda import tensor_over
 
 PIN_AT_ONCE_BYTES = 64 * 2**30
-"""Drivers refuse to pin more in one call."""
+"""The most that drivers pin in one call."""
 
 
 class DeviceCopies:
-    """Copies of tensors on a CUDA device, or another one that vLLM's kernels know.
+    """Copies of tensors on a CUDA device, or another device that vLLM's kernels support.
 
-    Each direction has its order: a transfer begins when the one before has ended, and when the work is done
-    that the engine had given the device so far.
+    Transfers of one direction run in order: each begins when the one before has ended, and when the engine's
+    work submitted so far is done.
     """
 
     def __init__(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> None:
@@ -75,14 +75,14 @@ class DeviceCopies:
         self._pinned = []
 
     def _check(self, slots: SlotsSpec) -> None:
-        """The kernels compute addresses from what they are given."""
+        """Raise for slots outside the pool: the kernels compute addresses without a check."""
         rows = slots.block_ids
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self._num_slots:
             raise ValueError(f"slots {rows.tolist()} of a pool of {self._num_slots}")
 
 
 def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[int]) -> list[Any]:
-    """What each tensor has in the pool: ``(num_slots, blocks_per_chunk * page_bytes)`` int8, in place."""
+    """Each tensor's bytes in the pool: ``(num_slots, blocks_per_chunk * page_bytes)`` int8, in place."""
     rows = pool.part(part)
     return [
         tensor_over(rows[:, start : start + size * layout.blocks_per_chunk].view(np.int8))
@@ -91,7 +91,7 @@ def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[i
 
 
 def _pin(pool: SharedPool) -> list[int]:
-    """Pin the slots; the addresses to be unpinned, none if that is not possible: copies work, more slowly."""
+    """Pin the slots; returns the addresses to unpin, none if pinning fails: copies are then slower."""
     address, num_bytes = pool.address, pool.num_slots * pool.slot_stride
     step = max(1, PIN_AT_ONCE_BYTES // pool.slot_stride) * pool.slot_stride
     pinned: list[int] = []

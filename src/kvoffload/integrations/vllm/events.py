@@ -1,4 +1,4 @@
-"""Our events in vLLM's form. vLLM's connector turns them into those that its publisher sends."""
+"""Our events in vLLM's form, which its connector turns into those that its publisher sends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvoffload.integrations.vllm.versions import event as vllm_event
 
 
 class Events:
-    """What came and went, between two questions of vLLM's.
+    """The events between two calls of vLLM's.
 
-    After a reset everything has left. vLLM describes a block by what it noted when it offered it, and
-    forgets its note when the block leaves: also that of a block which is stored again before vLLM asks. So of
-    such a block only the return is told.
+    After a reset all blocks have left. vLLM describes a block by the record that it made at the offer, and
+    deletes the record when the block leaves, even if the block is stored again before vLLM asks. So for such
+    a block only the return is an event.
     """
 
     def __init__(self) -> None:

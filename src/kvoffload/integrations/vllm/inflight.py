@@ -1,4 +1,4 @@
-"""Plans of transfers under way, found again by what vLLM says when they end: a request and a set of keys."""
+"""Plans of transfers under way, found by what vLLM passes when they end: a request and a set of keys."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ P = TypeVar("P", LoadPlan, StorePlan)
 
 
 class InFlight(Generic[P]):
-    """Plans by request. A transfer may end after its request has finished, and in pieces."""
+    """Plans by request. A transfer may end after its request has finished, and in parts."""
 
     def __init__(self) -> None:
         self._plans: dict[str, list[tuple[P, set[bytes]]]] = {}
 
     def add(self, plan: P, keys: Collection[bytes]) -> None:
-        """Remember a plan, which is for these keys, until all of it has been taken."""
+        """Keep a plan for these keys until all of it has been taken."""
         if len(plan.keys):
             self._plans.setdefault(plan.request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
-        """Plans for these keys and no others; a plan that covers more is split. Unknown keys give nothing."""
+        """Plans for exactly these keys; a plan that covers more is split. Unknown keys are ignored."""
         wanted = set(keys)
         taken: list[P] = []
         left: list[tuple[P, set[bytes]]] = []
         for plan, its_keys in self._plans.pop(request_id, ()):
-            # One plan's keys are named once: a second load of the same block has a plan of its own.
+            # A key is taken from one plan only: a second load of the same block has a plan of its own.
             if its_keys <= wanted:
                 taken.append(plan)
                 wanted -= its_keys
@@ -46,7 +46,7 @@ class InFlight(Generic[P]):
         return taken
 
     def clear(self) -> None:
-        """Forget all plans; nobody will ask for them."""
+        """Forget all plans; none will be taken."""
         self._plans.clear()
 
     def __len__(self) -> int:

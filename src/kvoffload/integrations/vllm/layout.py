@@ -1,7 +1,7 @@
-"""Where the bytes of an engine block lie in a slot.
+"""Where the bytes of an engine block are in a slot.
 
-Owns the places of the engine's tensors in a worker's part of a slot, and which row goes where in a
-transfer. Knows neither devices nor pools: it answers numbers.
+Owns the places of the engine's tensors in a worker's part of a slot, and the source and destination of each
+row of a transfer. Does not know devices or pools: its results are numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Rows = npt.NDArray[np.int64]
 
 
 class Region(NamedTuple):
-    """What a block of one KV group has in one tensor.
+    """The bytes of a KV group's block in one tensor.
 
     Attributes:
         tensor: number of the tensor. num_bytes: of a block there, without padding.
-        start: where the first block of a chunk begins in the part; stride: from one block to the next.
+        start: offset in the part of a chunk's first block; stride: bytes from one block to the next.
     """
 
     tensor: int
@@ -30,11 +30,11 @@ class Region(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Copies of one transfer that have the same place in their slots.
+    """The copies of one transfer that have the same place in their slots.
 
     Attributes:
         group: number of the KV group. inner: number of the block in its chunk.
-        blocks: rows of the engine's tensors. slots: where each of them belongs.
+        blocks: rows of the engine's tensors. slots: the slot of each.
     """
 
     group: int
@@ -46,9 +46,9 @@ class Move(NamedTuple):
 class Layout:
     """The places of all tensors in a part of a slot.
 
-    A chunk of one KV group needs the bytes of the tensors that hold the group's layers, and no others:
-    tensors that never meet in a group share a place. So a hybrid model pays for its largest group, not for
-    all of them.
+    A chunk of one KV group needs only the bytes of the tensors that hold the group's layers: tensors that are
+    in no common group share a place. So a slot has room for a hybrid model's largest group, not for all of
+    them.
 
     Args:
         page_bytes: of each tensor, with padding.
@@ -56,8 +56,8 @@ class Layout:
         blocks_per_chunk: engine blocks in a slot.
 
     Attributes:
-        starts: of each tensor in the part. part_bytes: of all of them.
-        regions: for each KV group, what is to be copied.
+        starts: offset of each tensor in the part. part_bytes: bytes of the part.
+        regions: for each KV group, what is copied.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Layout:
         self.regions = [
             [
                 Region(tensor, size, self.starts[tensor], page_bytes[tensor])
-                # Layers of one group may be one tensor; the largest of them covers the others.
+                # Layers of one group may share a tensor; the largest of them covers the others.
                 for tensor, size in sorted({t: max(b for s, b in group if s == t) for t, _ in group}.items())
             ]
             for group in groups
@@ -91,12 +91,12 @@ class Layout:
         """The copies of one transfer.
 
         Args:
-            engine: vLLM's ``GPULoadStoreSpec``: blocks of all groups in order; how many are each group's,
-                and the number of its first block in the request, because a transfer may begin in the middle
-                of a chunk.
+            engine: vLLM's ``GPULoadStoreSpec``: the blocks of all groups in order; the number of blocks of
+                each group, and the index of its first block in the request, because a transfer may begin in
+                the middle of a chunk.
             slots: of the chunks of all groups, in the same order.
 
-        Raises `ValueError` when blocks and slots do not fit together, or a slot is none.
+        Raises `ValueError` if the numbers of blocks and slots do not match, or a slot is negative.
         """
         per_chunk, blocks = self.blocks_per_chunk, np.asarray(engine.block_ids, np.int64)
         block_at = slot_at = 0
@@ -125,7 +125,7 @@ class Layout:
 
 
 def _places(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """The lowest start for each tensor at which it overlaps with no tensor of a group of its own."""
+    """The lowest start of each tensor at which it overlaps no tensor that is in a group with it."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):

@@ -10,5 +10,5 @@ logger = logging.getLogger("vllm.kvoffload")
 
 
 def rate_limited_log() -> RateLimitedLog:
-    """The same logger, for failures that may repeat at every step: a rate limit of its own each."""
+    """Our logger with a rate limit, for failures that may repeat at every step."""
     return RateLimitedLog(logger.name)

@@ -1,7 +1,7 @@
-"""What blocks are, for an engine that asks for one after the other.
+"""The state of blocks, for an engine that asks for one after the other.
 
-Owns the order of asking: our manager, then the verification, and what is looked up ahead of questions. Does
-not contain errors: who calls does.
+Owns the order of a lookup (our manager, then the verification), and lookups ahead of the engine's questions.
+Does not contain errors: the caller does.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Request:
     """A request in our manager.
 
     Attributes:
-        path: its keys as vLLM had noted them when it first asked.
-        reach: how many of them are looked up ahead.
-        checks: its blocks that are being verified, or have been.
+        path: its keys as vLLM had recorded them when it first asked.
+        reach: number of them that are looked up ahead.
+        checks: its blocks that are being or have been verified.
     """
 
     ctx: RequestContext
@@ -43,13 +43,13 @@ class Request:
 class Lookups:
     """Looks blocks up.
 
-    vLLM's own connector asks block by block, and a call across costs as much as the answer. So the first
-    block of a path that is a hit has those looked up at once that follow it. What is ready stays ready until
-    something is done with the manager: who does it sets `ahead` to an empty list. With tiers or
-    verification an answer belongs to a request, and nothing is looked up ahead.
+    vLLM's own connector asks block by block, and a call costs as much as the answer. So when the first block
+    of a path is a hit, the blocks after it are looked up at once. They stay ready until the manager is
+    changed: any such call must set `ahead` to an empty list. With tiers or verification an answer belongs to
+    one request, and nothing is looked up ahead.
 
     Attributes:
-        ahead: blocks known to be ready, the one that will be asked for next at the end.
+        ahead: blocks known to be ready; the next to be asked for is at the end.
     """
 
     def __init__(self, manager: OffloadingManager, verifier: Verifier | None, *, tiered: bool) -> None:
@@ -58,23 +58,23 @@ class Lookups:
         self._asker: Request | None = None
 
     def one(self, key: bytes, request: Request) -> VLLMResult:
-        """What a block is for this request."""
+        """State of a block for this request."""
         found = self._manager.lookup_key(key, request.ctx if self._tiered else None)
         if found is _HIT:
             if self._verifier is not None:
                 found = self._verifier.lookup(key, request.checks, request.ctx)
             elif request.reach and not self._tiered:
                 self._look_ahead(key, request)
-        # The hash of a member of an enum is Python code.
+        # Not one dictionary: hashing a member of an enum runs Python code.
         return _VLLM_HIT if found is _HIT else _VLLM_MISS if found is _MISS else _ANSWERS[found]
 
     def prefix(self, keys: list[bytes], request: Request) -> tuple[int, bool]:
-        """How many leading blocks are ready, and whether to ask again because the next one soon will be."""
+        """How many leading blocks are ready, and whether to ask again because the next soon will be."""
         if self._verifier is None:
             found = self._manager.lookup(keys, request.ctx)
             return found.num_ready, found.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
         num_ready, wait = 0, False
-        for key in keys:  # all checks that will be needed are begun at once
+        for key in keys:  # begins all the checks that will be needed
             answer = self.one(key, request)
             if answer is _VLLM_MISS:
                 break
@@ -87,7 +87,7 @@ class Lookups:
         wanted: list[Any] = list(islice(following, request.reach))
         request.reach = min(4 * request.reach, _LONGEST_REACH)
         if self.ahead and self._asker is request:
-            # It asks in another order, of several KV groups perhaps.
+            # vLLM asks in another order, perhaps because of several KV groups.
             request.reach = 0
         elif wanted:
             num_ready = self._manager.lookup(wanted, request.ctx).num_ready
@@ -95,12 +95,12 @@ class Lookups:
 
 
 def positions_of(req_context: Any) -> dict[bytes, int]:
-    """Where each block that vLLM has noted ends in its request; empty where vLLM does not tell."""
+    """The end, in its request, of each block that vLLM has recorded; empty if vLLM records none."""
     positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return positions
 
 
 def path_of(req_context: Any) -> list[bytes]:
-    """The keys that vLLM has noted of a request, in the order of their tokens."""
+    """The keys of a request that vLLM has recorded, in the order of their tokens."""
     positions = positions_of(req_context)
     return sorted(positions, key=positions.__getitem__)

@@ -1,8 +1,8 @@
 """vLLM's interface of a manager, in front of ours.
 
-Owns what vLLM says differently: key by key where we take batches, sets of keys where we hand out plans, and
-blocks of one KV group after the other where we want prefix order. Decides nothing, and lets no error of ours
-reach the engine.
+Owns the translation: vLLM asks key by key where we take batches, completes sets of keys where we hand out
+plans, and lists the blocks of one KV group after the other where we want prefix order. Decides nothing, and
+lets no error of ours reach the engine.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import SecondaryTier, key_digests
 
 USUAL_KEY_BYTES = 36
-"""A SHA-256 and the number of the KV group. If the engine hashes otherwise, its first key shows it."""
+"""A SHA-256 and the number of the KV group. With another hash the length follows from the first key."""
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
-"""Nothing is stored, and the offer is not to be repeated."""
+"""Nothing is stored, and vLLM does not repeat the offer."""
 
 
 class KVOffloadManager(OffloadingManager):
     """Our manager as vLLM's connector calls it.
 
-    A request's path is what vLLM has noted of its keys when it first asks: with it a hit refreshes the whole
-    prefix, also what the GPU's own cache served. Several KV groups share one path, in the order of their
-    tokens, so that a partial store keeps the head of every group.
+    A request's path is the list of keys that vLLM has recorded when it first asks: so a hit refreshes the
+    whole prefix, including what the GPU's own cache served. Several KV groups share one path, in the order of
+    their tokens, so that a partial store keeps the head of every group.
 
     Args:
-        tokens_per_block: of the blocks that events speak of. blocks_per_chunk: engine blocks in a slot.
-        open_tiers: makes the tiers behind RAM, for blocks and keys of so many bytes.
+        tokens_per_block: tokens in a block, for events. blocks_per_chunk: engine blocks in a slot.
+        open_tiers: makes the tiers behind RAM; called with the bytes of a block and of a key.
 
     Attributes:
-        core: the manager that decides. broken: an error was contained, and nothing is offloaded any more.
-        num_lost: blocks that the device has dropped before they could be offered.
+        core: the manager that decides. broken: an error was contained, and nothing is offloaded until a
+        reset. num_lost: blocks that the device dropped before they could be offered.
 
     Thread: the scheduler's.
     """
@@ -102,8 +102,8 @@ class KVOffloadManager(OffloadingManager):
             self._tiered = None
         if self._open_tiers is not None and key_bytes != USUAL_KEY_BYTES:
             logger.error(
-                "kvoffload: no tiers behind RAM: keys have %d bytes; what outlives the engine needs the %d "
-                "of --prefix-caching-hash-algo sha256 or sha256_cbor", key_bytes, USUAL_KEY_BYTES
+                "kvoffload: no tiers behind RAM: keys have %d bytes; blocks that outlive the engine need the "
+                "%d of --prefix-caching-hash-algo sha256 or sha256_cbor", key_bytes, USUAL_KEY_BYTES
             )  # fmt: skip
         elif self._open_tiers is not None:
             self._tiered = TieredManager(
@@ -128,7 +128,7 @@ class KVOffloadManager(OffloadingManager):
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Nothing but its name yet: the request's keys come later."""
+        """Record only the name: the request's keys come later."""
         self._running.add(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -168,7 +168,7 @@ class KVOffloadManager(OffloadingManager):
     # ---- lookup
 
     def lookup(self, key: bytes, req_context: Any) -> VLLMResult:
-        """What one block is. A HIT is a promise: where verification is on, it has been verified."""
+        """State of one block. A HIT will load; if verification is on, it has been verified."""
         self.metrics.num_lookups += 1
         ahead = self._lookups.ahead
         if ahead and ahead[-1] is key:
@@ -176,7 +176,7 @@ class KVOffloadManager(OffloadingManager):
             return VLLMResult.HIT
         if self.broken:
             return VLLMResult.MISS
-        # As `contained`, written out: it is called for each block, and a call costs as much as the answer.
+        # `contained`, inlined: this is called for each block, and a call costs as much as the answer.
         try:
             request = self._requests.get(req_context.req_id) or self._request(req_context)
             return self._lookups.one(key, request)
@@ -186,13 +186,13 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda keys, req_context: (0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """How many leading blocks are ready, and whether to ask again because the next one soon will be."""
+        """How many leading blocks are ready, and whether to ask again because the next soon will be."""
         self.metrics.num_lookups += len(keys)
         request = self._request(req_context)
         return self._lookups.prefix(keys, request)
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        """Where hits come from."""
+        """The source of hits in vLLM's metrics."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         return CacheHitSource.HOST
@@ -201,7 +201,7 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda keys, req_context: SlotsSpec(np.full(len(keys), -1, np.int32)))
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
-        """Pin blocks that were promised."""
+        """Pin blocks that `lookup` has answered with HIT."""
         request = self._request(req_context)
         plan = self.core.prepare_load(list(keys), request.ctx)
         self._loads.add(plan, keys)
@@ -211,7 +211,7 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda keys, req_context: None)
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Unpin blocks of a load that has ended; those that a worker could not load are forgotten."""
+        """Unpin the blocks of a load that has ended; forget those that a worker could not load."""
         for plan in self._loads.take(req_context.req_id, keys):
             failed = np.flatnonzero(self._failed(plan.slots))
             self.metrics.counts["failed_load_blocks"] += len(failed)
@@ -221,7 +221,7 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda keys, req_context: _NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Choose what is stored of the offered blocks. None: nothing now, perhaps later."""
+        """Choose which of the offered blocks are stored. None: none now, perhaps later."""
         if req_context.req_id in self._outdated:
             return _NOTHING
         request = self._request(req_context)
@@ -241,7 +241,7 @@ class KVOffloadManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """A plan for the blocks ``offered[order]`` in vLLM's form: in the order of `offered`."""
         if plan is None:
-            # With nothing under way all room is this request's own, and offering again would not help.
+            # With nothing in flight all room is this request's own: a later offer would fail too.
             stats = self.core.stats()
             under_way = stats.writing or stats.condemned or stats.ready > stats.evictable
             return None if under_way else _NOTHING
@@ -266,7 +266,7 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """End a store; blocks that a worker could not store are forgotten."""
+        """End a store; forget blocks that a worker could not store."""
         for plan in self._stores.take(req_context.req_id, keys):
             if success and not self._pool.failed[:, plan.slots].any():
                 self.core.complete_store(plan)
@@ -276,16 +276,16 @@ class KVOffloadManager(OffloadingManager):
             for piece, lost in zip(plan.split(), failed.tolist(), strict=True):
                 self.core.complete_store(piece, success=not lost)
 
-    # ---- what the device drops, of no request: its request has none of ours
+    # ---- blocks that the device drops: they belong to no request of ours
 
     @contained(lambda keys: _NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
-        """Choose what is stored of the blocks that the device is about to drop, the warmest first."""
+        """Choose which blocks to store of those that the device drops next, given from the warmest."""
         return self._chosen(self.core.prepare_store(keys), keys)
 
     @contained(lambda keys: None)
     def keep_dropped(self, keys: list[bytes]) -> None:
-        """The device has dropped these blocks unseen: those that are here are not duplicates any more."""
+        """The device has dropped these blocks without an offer: they are no longer duplicates."""
         here = self.core.contains(keys)
         if here.any():
             self.core.prepare_store([key for key, found in zip(keys, here.tolist(), strict=True) if found])
@@ -294,16 +294,16 @@ class KVOffloadManager(OffloadingManager):
         self.metrics.counts["lost_blocks"] += lost
 
     def _failed(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Which slots a worker has marked: it could not copy its part of them."""
+        """Which slots a worker has marked because it could not copy its part of them."""
         return np.asarray(self._pool.failed[:, slots].any(axis=0), np.bool_)
 
     # ---- the rest
 
     @contained(lambda context: None)
     def on_schedule_end(self, context: Any) -> None:
-        """Requests that run now will load nothing: what was verified for them need not stay.
+        """Running requests load nothing more in this step: release the blocks that were verified for them.
 
-        What this step has asked tiers for is read from now on.
+        Begin the promotions that this step has asked for.
         """
         if self._tiered is not None:
             self._tiered.poll()
@@ -314,15 +314,15 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda: False)
     def has_pending_work(self) -> bool:
-        """Whether vLLM has to step on though no request runs: one may wait for a tier."""
+        """Whether vLLM must keep stepping while no request runs: one may wait for a tier."""
         return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
         """Forget everything. vLLM waits for transfers under way before it begins new ones.
 
-        Requests that run now store nothing any more: what they have computed is what a reset is to forget.
-        And vLLM offers them from their beginning again, with blocks that left their sliding window long ago
-        and are others' now.
+        Requests that run now store nothing more: a reset has to forget what they have computed. vLLM also
+        offers their blocks again from the beginning, including blocks that left the sliding window long ago
+        and now hold other data.
         """
         self.broken = False
         self._forget()
@@ -341,19 +341,19 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(list)
     def take_events(self) -> list[Any]:
-        """Blocks that came and went since the last call, in vLLM's form."""
+        """Events since the last call, in vLLM's form."""
         return self._events.take(self.core)
 
     @contained(lambda: None)
     def get_stats(self) -> Any:
-        """Metrics since the last call, and how things are now."""
+        """Counters since the last call, and gauges of the present state."""
         taken = self.metrics.take(self.core.policy.name, self.core.stats())
         if self._tiered is not None:
             self.metrics.add_tiers(taken, tier_counts(self._tiered))
         return taken
 
     def shutdown(self) -> None:
-        """Let go of the pool."""
+        """Close tiers and pool."""
         if self._verifier is not None:
             self._verifier.close()
         if self._tiered is not None:
@@ -364,7 +364,7 @@ class KVOffloadManager(OffloadingManager):
         self._lookups.ahead = []
 
     def _break(self, where: str) -> None:
-        """An error of ours: the engine goes on without us."""
+        """Contain an error of ours: the engine continues without offloading."""
         self.broken, self._lookups.ahead = True, []
         self.metrics.counts["internal_errors"] += 1
         logger.exception(

@@ -1,8 +1,7 @@
-"""What vLLM shows of us under ``/metrics``.
+"""Our metrics in vLLM's ``/metrics``.
 
-Owns names and meanings of our metrics, and what has been counted since vLLM last asked. Bytes and seconds
-of loads and stores are vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on), from what our worker
-reports.
+Owns names and meanings of our metrics, and the counts since vLLM last asked. Bytes and seconds of loads and
+stores are vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on), from our worker's reports.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 from kvoffload.core.plans import ManagerStats
 
 PREFIX = "vllm:kvoffload_"
-"""vLLM takes what has its name in it out of the registry when an engine ends, and nothing else."""
+"""When an engine ends vLLM unregisters only metrics that have ``vllm`` in their names."""
 
 COUNTERS = {
     "lookup_blocks": "Blocks that requests asked for.",
-    "hit_blocks": "Blocks that were promised and loaded.",
+    "hit_blocks": "Blocks that were found and loaded.",
     "stored_blocks": "Blocks stored.",
     "evicted_blocks": "Blocks that left for others.",
     "discarded_blocks": "Blocks forgotten because they were damaged, or the cache was reset.",
-    "verification_failures": "Blocks that were not what had been stored: treated as misses.",
+    "verification_failures": "Blocks that were not what was stored: treated as misses.",
     "failed_load_blocks": "Blocks that a worker could not load: computed again.",
     "failed_store_blocks": "Blocks that a worker could not store: forgotten.",
-    "lost_blocks": "Of store on-device-eviction: blocks that the GPU dropped before they were offered.",
+    "lost_blocks": "With store on-device-eviction: blocks that the GPU dropped before they were offered.",
     "internal_errors": "Errors of ours that were contained: offloading pauses until the cache is reset.",
 }
 REFUSED = "refused_blocks"
 REASONS = {
-    "admission": "not wanted by the admission rule or the policy",
+    "admission": "refused by the admission rule or the policy",
     "no_room": "everything else was in use",
 }
 GAUGES = {
@@ -44,29 +43,29 @@ GAUGES = {
 }
 POLICY = "policy_state"
 TIER_COUNTERS = {
-    "hits": "Blocks that requests had from this tier.",
+    "hits": "Blocks that requests got from this tier.",
     "written": "Blocks written.",
     "read": "Blocks read and found sound.",
     "evicted": "Blocks that left for others.",
-    "refused": "Blocks not wanted by the tier's admission rule or policy.",
-    "dropped": "Blocks wanted, but the tier was too busy or its write budget was used up.",
-    "failed": "Blocks that the medium would not take, or not give back.",
-    "mismatches": "Blocks that were not what had been stored: treated as misses.",
+    "refused": "Blocks refused by the tier's admission rule or policy.",
+    "dropped": "Blocks not taken because the tier was too busy or its write budget was used up.",
+    "failed": "Blocks that the medium failed to write or read.",
+    "mismatches": "Blocks that were not what was stored: treated as misses.",
     "bytes_written": "Bytes of blocks written.",
     "bytes_read": "Bytes of blocks read.",
 }
 TIER_GAUGES = {
     "capacity": "Blocks that fit.",
     "ready": "Blocks that can be read.",
-    "free": "Blocks for which there is room that nothing is in.",
+    "free": "Blocks for which there is empty room.",
     "in_flight": "Blocks that are being written or read.",
-    "write_budget_bytes": "What may still be written in these 24 hours, where there is a limit.",
+    "write_budget_bytes": "Bytes that may still be written in these 24 hours, if there is a limit.",
 }
 """Of each tier behind RAM, with the prefix ``tier_``."""
 
 
 def definitions() -> dict[str, Any]:
-    """Our metrics as vLLM wants to know them, before any has a value."""
+    """The definitions of our metrics, in vLLM's form."""
     made: dict[str, Any] = {
         PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()
     }
@@ -76,7 +75,7 @@ def definitions() -> dict[str, Any]:
         documentation=f"Blocks offered and not stored, by reason ({why}).", labelnames=("reason",)
     )
     made[PREFIX + POLICY] = OffloadingGaugeMetadata(
-        documentation="What the eviction policy tells about itself.", labelnames=("policy", "name")
+        documentation="State of the eviction policy.", labelnames=("policy", "name")
     )
     for name, text in TIER_COUNTERS.items():
         made[f"{PREFIX}tier_{name}"] = OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
@@ -86,11 +85,11 @@ def definitions() -> dict[str, Any]:
 
 
 class Metrics:
-    """Counts until vLLM asks.
+    """Counts since vLLM last asked.
 
     Attributes:
-        counts: what the adapter counts itself, since vLLM last asked; keys as in `COUNTERS`.
-        num_lookups: ``lookup_blocks``, apart because it is counted for each block.
+        counts: the adapter's own counts since vLLM last asked; keys as in `COUNTERS`.
+        num_lookups: ``lookup_blocks``; an attribute because it is counted for each block.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class Metrics:
         self._tiers_before: Counter[tuple[str, str]] = Counter()
 
     def take(self, policy: str, stats: ManagerStats) -> OffloadingConnectorStats:
-        """Everything since the last call, and how things are now."""
+        """Counters since the last call, and gauges of the present state."""
         counts, self.counts = self.counts, Counter()
         counts["lookup_blocks"], self.num_lookups = self.num_lookups, 0
         before, self._before = self._before, stats
@@ -125,7 +124,7 @@ class Metrics:
         return taken
 
     def add_tiers(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, Any]]) -> None:
-        """The same of each tier behind RAM: its name, and what it has counted since it was opened."""
+        """The same for each tier behind RAM, from its name and its counters since it was opened."""
         for tier, counts in tiers.items():
             for name in TIER_COUNTERS:
                 since = counts[name] - self._tiers_before[tier, name]
@@ -139,7 +138,7 @@ class Metrics:
     def _show(
         self, taken: OffloadingConnectorStats, name: str, value: float, labels: tuple[str, ...] = ()
     ) -> None:
-        """A gauge, where it has changed: it keeps its value, and this is asked after every step."""
+        """Set a gauge if it has changed: it keeps its value, and this is called after every step."""
         if self._shown.get((name, labels)) != value:
             self._shown[name, labels] = value
             taken.set_gauge(PREFIX + name, value, labels)

@@ -1,12 +1,12 @@
-"""What is changed in vLLM's objects at run time, all of it, each with the hook that would replace it.
+"""All changes to vLLM's objects at run time, each with the hook that would replace it.
 
-| patch | what it changes | the hook that it waits for |
+| patch | what it changes | the hook that would replace it |
 |---|---|---|
 | `take_over` | the scheduler side that vLLM's connector has made | a connector asks a factory for its sides |
 | `watch_evictions` | `BlockPool._maybe_evict_cached_block` | a pool tells listeners which blocks it evicts |
 | `name_failed_loads` | results of the connector's worker side | a worker names the loads that have failed |
 
-Everything here is an attribute of one object, never of a class or module of vLLM.
+Each patch changes attributes of one object, never of a class or module of vLLM.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 def take_over(ours: type[T], made: object) -> T:
-    """An object of `ours` in place of the one of its base class that vLLM has made: the same state.
+    """An object of `ours` with the state of the one of its base class that vLLM has made, to replace it.
 
-    vLLM's connector makes its sides by name, and offers no way to say another class.
+    vLLM's connector makes its sides by name, and has no option for another class.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
@@ -31,7 +31,7 @@ def take_over(ours: type[T], made: object) -> T:
 
 
 def watch_evictions(block_pool: Any, tell: Callable[[bytes], None]) -> None:
-    """From now on `tell` hears of the key of each block that this pool drops, before it does."""
+    """From now on call `tell` with the key of each block that this pool drops, before it does."""
     evict = block_pool._maybe_evict_cached_block
 
     def evict_and_tell(block: Any) -> Any:
@@ -45,23 +45,22 @@ def watch_evictions(block_pool: Any, tell: Callable[[bytes], None]) -> None:
 def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
     """From now on the results of this process's connector name the requests whose loads have failed.
 
-    vLLM's connector takes it that loads succeed, but the engine behind it knows better: it computes a request
-    again whose load is named as failed. What follows is vLLM's ``kv_load_failure_policy``: ``recompute``,
-    which we want, or ``fail``, vLLM's default, with which such a request ends with an error. The engine lives
-    either way.
+    vLLM's connector assumes that loads succeed, but its engine can handle a failed one, as vLLM's
+    ``kv_load_failure_policy`` says: ``recompute``, which we want, computes the request again; ``fail``,
+    vLLM's default, ends it with an error. The engine survives either way.
 
     Args:
         group: the connector of the process, or one that combines several.
-        spec: the specification that made the worker; it tells which connector is ours.
+        spec: the specification that made the worker; it identifies our connector.
 
-    Returns whether there is a connector that can be told. If not, a failed load is reported as such, and the
-    engine stops rather than compute with what has not arrived.
+    Returns whether there is a connector that can report failed loads. If not, a failed load is reported as a
+    failed job, and the engine stops rather than compute with bytes that have not arrived.
     """
     connectors = [group, *getattr(group, "_connectors", ())]
     sides = [getattr(one, "connector_worker", None) for one in connectors]
     ours = [one for one, side in zip(connectors, sides, strict=True) if getattr(side, "spec", None) is spec]
     if not ours:
-        logger.warning("kvoffload: this engine cannot be told of a load that fails: it would stop")
+        logger.warning("kvoffload: this engine has no way to report a failed load: it would stop")
         return False
     (connector,) = ours
     if connector._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -80,7 +79,7 @@ def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
     results_of = connector.get_transfer_results
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
-        # vLLM forgets which request a load was for while it reports the load.
+        # While vLLM reports a load it forgets which request the load was for.
         requests = dict(connector.connector_worker._load_jobs)
         results = results_of(finished_req_ids)
         failed = {requests[job] for job in worker.take_failed_loads() if job in requests}
@@ -91,7 +90,7 @@ def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
 
 
 def _name_blocks(connector: Any, worker: KVOffloadWorker) -> None:
-    """The same for vLLM before 0.30, which asks for the engine's blocks that did not arrive."""
+    """The same for vLLM before 0.30, which asks for the numbers of blocks that did not arrive."""
     blocks: dict[int, list[int]] = {}
     submit = worker.submit_load
 

@@ -1,11 +1,11 @@
-"""Every policy of ours inside vLLM's own manager, for people who want only the better decision.
+"""Every policy of ours inside vLLM's own manager, for users who want only the policy.
 
     "kv_connector_extra_config": {"cpu_bytes_to_use": 68719476736, "eviction_policy": "hazard",
                                   "cache_policy_module_path": "kvoffload.integrations.vllm.policies"}
 
-Any name of ours, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and ``arc`` are vLLM's own there;
-ours are ``kvoffload-lru`` and ``kvoffload-arc``. For vLLM 0.27 and later: older ones take no policies from
-elsewhere. Owns the translation, and knows nothing of bytes.
+The policy is any name of ours, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and ``arc`` are vLLM's
+own there; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or later: older versions do not
+load policies by module path. Owns the translation; does not know bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_ABSENT = 100_000
 
 
 def __getattr__(name: str) -> Any:
-    """The class that vLLM asks this module for, by the text of ``eviction_policy``."""
+    """The class for the text of ``eviction_policy``, which vLLM looks up in this module."""
     if name.startswith("__"):
         raise AttributeError(name)
     found = name.removeprefix(PREFIX)
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Request:
-    """What we know of a request of vLLM's: our record of it, and what it could not find when it stored."""
+    """Our record of one of vLLM's requests, and the keys that were absent when it stored."""
 
     def __init__(self, owner: VLLMPolicy, ctx: RequestContext) -> None:
         self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()
@@ -45,17 +45,17 @@ class _Request:
 class VLLMPolicy(CachePolicy):
     """A policy of ours behind vLLM's interface for policies.
 
-    vLLM's manager asks who leaves before it says who comes, block by block; a policy of ours is told both
-    at once, and in batches. So a manager of ours stands between: it holds the same blocks, in the same
+    vLLM's manager asks for victims before it names the new blocks, one block at a time; a policy of ours gets
+    both at once, in batches. So a manager of ours stands between: it holds the same blocks, in the same
     states, and its plan for a batch answers the single calls that follow.
 
-    Where it decides otherwise than a manager of ours on its own: vLLM stores all of an offer or nothing; a
-    policy cannot refuse a block; and admission is vLLM's.
+    It decides differently from a manager of ours alone: vLLM stores all of an offer or nothing; a policy
+    cannot refuse a block; and admission is vLLM's.
 
-    A request's whole path is refreshed when it finishes, also what the device served, and none of it is
+    A request's whole path is refreshed when it finishes, including what the device served, and none of it is
     evicted for its own blocks; vLLM's policies see only what was loaded or offered.
 
-    Thread: the scheduler's. Cost: that of our manager, and of the calls one by one.
+    Thread: the scheduler's. Cost: that of our manager, and of vLLM's single calls.
     """
 
     policy: ClassVar[str] = "lru"
@@ -71,12 +71,12 @@ class VLLMPolicy(CachePolicy):
         self._expected: set[bytes] = set()
         self._loading: dict[bytes, LoadPlan] = {}
 
-    # ---- what vLLM's manager asks
+    # ---- called by vLLM's manager
 
     def get(self, key: bytes) -> Any:
         chunk = self.chunks.get(key)
         if chunk is None:
-            # A store begins by asking for every block that it is offered: their order is known from here.
+            # A store begins with a question for every block of the offer: this gives us their order.
             if len(self._absent) >= _MAX_ABSENT:
                 self._absent.clear()
             self._absent.pop(key, None)
@@ -110,7 +110,7 @@ class VLLMPolicy(CachePolicy):
         try:
             evicted = self._enter(entering, ctx)
         except PolicyError as error:
-            logger.error("kvoffload: nothing is stored any more: %s", error)
+            logger.error("kvoffload: nothing is stored from now on: %s", error)
             return None
         self._evictable.difference_update(evicted)
         return [(key, self.chunks.pop(key)) for key in evicted]
@@ -176,15 +176,15 @@ class VLLMPolicy(CachePolicy):
     # ---- inside
 
     def _manager_for(self, key: bytes) -> OffloadingManager:
-        """Our manager, made when the first key tells how long keys are."""
+        """Our manager, made when the first key shows the length of keys."""
         if self._manager is None:
             self._manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
         return self._manager
 
     def _request(self, req_context: Any, keys: list[bytes]) -> _Request:
-        """Our record of a request. Its path is what vLLM knows of it, in prefix order."""
+        """Our record of a request. Its path is the list of keys that vLLM has, in prefix order."""
         request: _Request | None = req_context.get_state(_Request)
-        # Where vLLM notes no positions, all that is known is what it names.
+        # If vLLM records no positions, only the keys of this call are known.
         positions = getattr(req_context, "_offload_key_positions", None) or dict.fromkeys(keys, 0)
         if request is None or request.owner is not self:
             path = sorted(positions, key=positions.__getitem__)
@@ -196,14 +196,14 @@ class VLLMPolicy(CachePolicy):
         return request
 
     def _context(self, key: bytes) -> RequestContext | None:
-        """The request that stores `key`, if it is the one that vLLM spoke of last."""
+        """The request that stores `key`, if it is the one of vLLM's last call."""
         if self._current is None or key not in self._current.missed or self._current.ctx.finished:
             return None
         return self._current.ctx
 
     def _enter(self, entering: list[bytes], ctx: RequestContext | None) -> list[bytes]:
-        """Give slots to blocks that vLLM will insert one by one; who left for them."""
-        # vLLM asks for room, and takes no refusal.
+        """Give slots to blocks that vLLM will insert one by one; returns the keys of the evicted ones."""
+        # vLLM asks for room, and accepts no refusal.
         plan = self._manager_for(entering[0]).prepare_store(entering, ctx, admitted=True)
         assert plan is not None, f"no room for {entering[0].hex()}"
         evicted = list(plan.evicted)
@@ -213,7 +213,7 @@ class VLLMPolicy(CachePolicy):
         return evicted
 
     def _forget_expected(self) -> None:
-        """Give back the slots of blocks that were expected, and that vLLM did not insert after all."""
+        """Free the slots of expected blocks that vLLM did not insert."""
         for key in self._expected:
             self._manager_for(key).complete_store(self._storing.pop(key), success=False)
         self._expected.clear()

@@ -1,11 +1,11 @@
 """The RAM pool that an engine's scheduler and workers share.
 
 Owns a file in shared memory: how the processes of one engine find it, how large it is, and that it never
-outlives them. Does not know which slot is whose, nor what a block's bytes mean.
+outlives them. Does not know which block is in a slot, nor what its bytes mean.
 
-The file has a name only while the engine starts. When the last process has attached, the name is removed,
-so that the kernel takes the memory back when the last process has gone, however it went. An engine that is
-killed while it starts leaves a file that nobody has locked; the next start removes it.
+The file has a name only while the engine starts. When the last process has attached, the name is removed, so
+that the kernel frees the memory when the last process ends, however it ends. An engine that is killed while
+it starts leaves a file without a lock; the next start removes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvoffload.transfer.copies import address_of
 
 SHARED_MEMORY = Path("/dev/shm")
 SCHEDULER = 0
-"""The member that has no part of the slots; the worker of rank `r` is member ``1 + r``."""
+"""The member without a part of the slots; the worker of rank `r` is member ``1 + r``."""
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000001
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _FIRST_MEMBER = range(6)
@@ -38,14 +38,14 @@ _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _FIRST_MEMBER = range(6)
 
 
 class SharedPool:
-    """Slots of blocks in memory that several processes see, and a ledger that says which can be trusted.
+    """Slots of blocks in memory shared by several processes, and a ledger of which can be trusted.
 
-    A slot has one *part* for each worker, which alone writes it. Whoever attaches first makes the pool and
-    decides its geometry; who comes later has to fit in.
+    A slot has one *part* for each worker, and only that worker writes it. The first process to attach makes
+    the pool and decides its geometry; later ones must fit.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
-        checksums: ``(num_parts, num_slots)`` uint64; what the workers took of their parts, 0 for none.
+        checksums: ``(num_parts, num_slots)`` uint64; taken by the workers of their parts, 0 for none.
         failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy. Workers write it
             before they report a job, the scheduler reads it after that.
 
@@ -81,14 +81,14 @@ class SharedPool:
         """Find the pool of this engine, or make it.
 
         Args:
-            engine_id: what the processes of one engine have in common, and no other engine has.
+            engine_id: equal in the processes of one engine, and different in every other engine.
             member: which of the engine's processes this is, from 0 to ``num_members - 1``.
-            num_parts: parts of a slot. part_bytes: bytes of one; what this process needs at least.
+            num_parts: parts of a slot. part_bytes: the least bytes of a part that this process needs.
             capacity_bytes: memory for slots, all parts together.
 
-        Raises `ConfigError` when the memory cannot be had, or is used by another engine.
-        Cost: making the pool takes all of its memory from the system at once (1 s for 5-10 GB), because
-        memory that is missing later would kill whoever touches it.
+        Raises `ConfigError` if the memory is not available, or another engine uses the pool.
+        Cost: making the pool allocates all of its memory at once (1 s for 5-10 GB), because memory that is
+        missing later would kill the process that touches it.
         """
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         with _locked(directory):
@@ -133,28 +133,28 @@ class SharedPool:
         return self._slots
 
     def part(self, number: int) -> Blocks:
-        """What one worker writes of every slot: ``(num_slots, part_bytes)`` uint8, in place."""
+        """One worker's part of every slot: ``(num_slots, part_bytes)`` uint8, in place."""
         start = number * self.part_bytes
         return self._slots[:, start : start + self.part_bytes]
 
     @property
     def address(self) -> int:
-        """Where the first slot lies in this process; slots follow each other at `slot_stride`."""
+        """Address of the first slot in this process; the others follow at multiples of `slot_stride`."""
         return address_of(self._slots)
 
     def seal(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> None:
-        """Take the checksums of what a part of these slots holds now, for keys with these digests."""
+        """Take the checksums of the bytes in a part of these slots, for keys with these digests."""
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
     def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
-        """Which slots hold, in all of their parts, what was stored under keys with these digests."""
+        """Which slots hold, in all parts, the bytes that were stored under keys with these digests."""
         sound: Mask = np.ones(len(slots), np.bool_)
         for part in range(self.num_parts):
             sound &= self.checksums[part, slots] == self._compute(part, slots, digests)
         return sound
 
     def close(self) -> None:
-        """Let go of the memory, once views that others hold are gone. Once more does nothing."""
+        """Release the memory; it is unmapped when the last view of it is gone. Idempotent."""
         if self._map is None:
             return
         memory, self._map = self._map, None
@@ -164,16 +164,20 @@ class SharedPool:
         os.close(self._fd)
 
     def _compute(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> Checksums:
-        held = self._slots  # by this frame: whoever closes meanwhile leaves us the memory
+        held = self._slots  # a reference of this frame: a `close` meanwhile does not unmap the memory
         first = address_of(held) + part * self.part_bytes
         return block_checksums(first + slots.astype(np.int64) * self.slot_stride, self.part_bytes, digests)
 
     def _join(self, member: int, counts: tuple[int, int], part_bytes: int) -> None:
         if int(self._header[_MAGIC_AT]) != _MAGIC or counts != (self.num_members, self.num_parts):
-            raise ConfigError("engine_id", self.path.name, "another engine of another shape has this name")
+            raise ConfigError(
+                "engine_id", self.path.name, "allowed: a name that no engine of another shape has"
+            )
         if self._header[_FIRST_MEMBER + member]:
-            raise ConfigError("engine_id", self.path.name, "another engine with this name is starting")
-        # The scheduler has no part; what it says is a guess from the outside.
+            raise ConfigError(
+                "engine_id", self.path.name, "allowed: a name that no other engine has; one is starting"
+            )
+        # The scheduler has no part; its value is only an estimate.
         if member != SCHEDULER and part_bytes > self.part_bytes:
             raise ConfigError(
                 "pipeline_parallel_size",
@@ -185,7 +189,7 @@ class SharedPool:
 
 
 def _sizes(num_slots: int, num_parts: int, part_bytes: int) -> tuple[int, int, int]:
-    """Bytes of a slot with its padding, of the ledger, and of everything."""
+    """Bytes of a slot with its padding, of the ledger, and of the whole pool."""
     stride, ledger = _pages(num_parts * part_bytes), _pages(9 * num_parts * num_slots)
     return stride, ledger, _PAGE + ledger + num_slots * stride
 
@@ -198,12 +202,12 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
     stride = _pages(num_parts * part_bytes)
     num_slots = min(capacity_bytes // stride, MAX_POSITIONS // 2)
     if num_slots < 1:
-        raise ConfigError("ram", capacity_bytes, f"it is less than one block, which takes {stride:,} bytes")
+        raise ConfigError("ram", capacity_bytes, f"allowed: {stride:,} bytes, which one block takes, or more")
     return num_slots
 
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
-    """Refuse what the machine has not got: the kernel would kill somebody for it later."""
+    """Refuse more memory than the machine has: the kernel would kill a process for it later."""
     stat = os.statvfs(directory)
     here, everywhere = stat.f_bavail * stat.f_frsize, available_bytes()
     if num_bytes > here:
@@ -219,7 +223,7 @@ def _check_memory(directory: Path, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Nobody else makes, finds or removes pools meanwhile."""
+    """No other process makes, finds or removes pools meanwhile."""
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -229,7 +233,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove pools that no living process has attached: whoever has, holds a lock on the file."""
+    """Remove pools that no living process has attached: an attached process holds a lock on the file."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

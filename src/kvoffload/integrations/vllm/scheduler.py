@@ -1,8 +1,8 @@
-"""The scheduler's side of vLLM's connector, with two things done otherwise.
+"""The scheduler's side of vLLM's connector, with two changes.
 
-A prefix is looked up at once. And in the mode ``on-device-eviction`` blocks are stored when the GPU is about
-to drop them, not when they have been computed. Owns when what is offered; what becomes of it our manager
-decides, and transfers and their fences are vLLM's.
+A whole prefix is looked up at once; and in the mode ``on-device-eviction`` blocks are stored when the GPU is
+about to drop them, not when they have been computed. Owns which blocks are offered and when; our manager
+decides which are stored, and vLLM owns transfers and their fences.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.patches import take_over, watch_evictions
 
 _FADING = 0.99
-"""How fast a large step is forgotten: to the half in 70 steps that evict."""
+"""Decay of the largest step: it is halved in 70 steps that evict."""
 
-NOBODY = ""
-"""The request of blocks that the GPU drops; vLLM's have longer names."""
+NO_REQUEST = ""
+"""Name of the request of blocks that the GPU drops; vLLM's names are never empty."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):
@@ -37,13 +37,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
 
     @classmethod
     def of(cls, plain: OffloadingConnectorScheduler) -> Any:
-        """Take over what vLLM has just made."""
+        """Take over the scheduler side that vLLM has just made."""
         return take_over(cls, plain)
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        """Leading blocks that are ready; None: ask again."""
+        """Number of leading blocks that are ready; None: ask again."""
         wanted = list(keys)
         num_ready, wait = self.manager.lookup_prefix(wanted, req_context)
         if self._events_tracker.self_describing_enabled:
@@ -53,19 +53,18 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
 
 
 class OnDeviceEvictionScheduler(KVOffloadScheduler):
-    """Stores what the GPU is about to drop.
+    """Stores blocks that the GPU is about to drop.
 
-    The blocks that vLLM hands out next stand at the head of its list of free blocks. After each step those
-    within reach of the next one, the *window*, are offered, the warmest first, and copied in the background.
-    They stay free: a block that is handed out while its copy is under way is fenced, as vLLM does it for the
-    blocks of finished requests. So nothing is pinned, and nothing that the GPU's own cache does is changed.
+    The blocks that vLLM reuses next are at the head of its list of free blocks. After each step the blocks
+    that the next step may take, the *window*, are offered, the warmest first, and copied in the background.
+    They stay free: if a block is reused while its copy is under way, vLLM's fence for the blocks of finished
+    requests applies. So nothing is pinned, and the GPU's own cache works as before.
 
-    When less is free than a step may take, blocks can come and go between two steps unseen. Then requests
-    store at once what they have computed, as without this mode, until more is free again.
+    If fewer blocks are free than a step may take, a block can be computed and dropped between two steps. Then
+    requests store at once what they have computed, as without this mode, until more blocks are free again.
 
-    Not stored are blocks that leave unseen all the same, because a step took more than the window (a long
-    prefix that comes back from RAM does); the manager counts them. `window` follows the largest recent step,
-    up to half of the GPU's blocks.
+    Blocks are lost if a step takes more than the window (as a long prefix from RAM does); the manager counts
+    them. `window` follows the largest recent step, up to half of the GPU's blocks.
 
     Attributes:
         window: blocks at the head of the free list that are offered.
@@ -83,11 +82,13 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         self._rows = {group.group_idx: row for row, group in enumerate(groups)}
         self._offered: dict[int, bytes] = {}
         self._gone: list[bytes] = []
-        nobody = SimpleNamespace(request_id=NOBODY, kv_transfer_params=None, is_finished=lambda: False)
-        self._req_status[NOBODY] = RequestOffloadState(
+        no_request = SimpleNamespace(
+            request_id=NO_REQUEST, kv_transfer_params=None, is_finished=lambda: False
+        )
+        self._req_status[NO_REQUEST] = RequestOffloadState(
             config=self.config,
-            req=nobody,
-            req_context=ReqContext(NOBODY),
+            req=no_request,
+            req_context=ReqContext(NO_REQUEST),
             offloading_context=RequestOffloadingContext(),
         )
         watch_evictions(block_pool, self._gone.append)
@@ -100,7 +101,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return at_once | self._store_next_victims()
 
     def _follow_evictions(self) -> None:
-        """Blocks that have been dropped since the last step."""
+        """Process the blocks that the GPU has dropped since the last step."""
         if not self._gone:
             return
         self._reach = max(self._smallest, _FADING * self._reach, len(self._gone))
@@ -149,17 +150,17 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         for block_id in blocks:
             self._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
         self._jobs[job_id] = TransferJobStatus(
-            req_id=NOBODY,
+            req_id=NO_REQUEST,
             pending_count=self.config.num_workers,
             keys=set(output.keys_to_store),
             is_store=True,
             fenced_block_ids=blocks,
         )
-        self._req_status[NOBODY].transfer_jobs.add(job_id)
+        self._req_status[NO_REQUEST].transfer_jobs.add(job_id)
         sizes = [0] * len(self.config.kv_group_configs)
         sizes[row] = len(blocks)
         source = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=[0] * len(sizes))
-        return TransferJob(req_id=NOBODY, src_spec=source, dst_spec=output.store_spec)
+        return TransferJob(req_id=NO_REQUEST, src_spec=source, dst_spec=output.store_spec)
 
     def reset_cache(self) -> None:
         super().reset_cache()

@@ -1,9 +1,9 @@
-"""Our disk behind vLLM's own RAM tier, for people who want only that.
+"""Our disk behind vLLM's own RAM tier, for users who want only that.
 
     "secondary_tiers": [{"type": "KVOffloadDisk", "module_path": "kvoffload.integrations.vllm.secondary",
                          "path": "/nvme/kv", "capacity": "1TiB"}]
 
-Owns what vLLM calls otherwise: its jobs, its requests, its view of RAM. No error of ours reaches the engine.
+Owns the translation of vLLM's jobs, requests and view of RAM. No error of ours reaches the engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _DRAIN_TIMEOUT_S = 30.0
 class KVOffloadDisk(SecondaryTierManager):
     """A `DiskTier` as vLLM's tiering manager calls it: bounded, verified at every read, warm after a restart.
 
-    A block is HIT when its entry is here. Whether its bytes are sound shows when it is read; where they are
-    not, vLLM is told which blocks of the job arrived, and computes the others.
+    A block is HIT if its entry is here. Its bytes are verified when it is read; if some are damaged, vLLM
+    gets the keys of the blocks that arrived, and computes the others.
 
     Takes the options of a tier of `KVOffloadSpec`: path, capacity, policy, admission,
     max_write_bytes_per_day, salt. Raises `ConfigError` when the engine starts. Thread: the scheduler's.
 
     Attributes:
-        broken: an error of ours was contained; the disk is not used any more.
+        broken: an error of ours was contained; the disk is no longer used.
     """
 
     medium = Medium.STORAGE
@@ -59,7 +59,7 @@ class KVOffloadDisk(SecondaryTierManager):
         (checked,) = parse_tiers("secondary_tiers", [{"type": "disk", **options}])
         slots = np.asarray(primary_kv_view).view(np.uint8)
         self._pool = slots.reshape(len(slots), -1)
-        # vLLM's RAM lays blocks out in its own way: they are not those of `KVOffloadSpec`.
+        # vLLM's RAM has its own layout: its blocks are not interchangeable with those of `KVOffloadSpec`.
         facts = engine_facts(offloading_spec, vllm_version)
         self._tier = checked.open(tier_owner(facts, self._pool.shape[1], USUAL_KEY_BYTES, pool="vllm"))
         self._records: dict[str, object] = {}
@@ -76,7 +76,7 @@ class KVOffloadDisk(SecondaryTierManager):
 
     @contained(lambda req_context: None)
     def on_request_finished(self, req_context: Any) -> None:
-        """The tier learns what the request used."""
+        """Report to the tier what the request used."""
         record = self._records.pop(req_context.req_id, None)
         path = path_of(req_context)
         if record is not None and path and len(path[0]) == USUAL_KEY_BYTES:
@@ -84,14 +84,14 @@ class KVOffloadDisk(SecondaryTierManager):
 
     @contained(lambda key, req_context: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Whether a block is here. Nothing is read."""
+        """Whether a block is here. Reads nothing."""
         if len(key) != USUAL_KEY_BYTES:
             return LookupResult.MISS
         found = self._tier.contains(Keys.pack([key], USUAL_KEY_BYTES), self._records.get(req_context.req_id))
         return LookupResult.HIT if found[0] else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to write what the tier wants of these blocks."""
+        """Begin to write those of these blocks that the tier takes."""
         self._submit(job_metadata, is_store=True)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -99,7 +99,7 @@ class KVOffloadDisk(SecondaryTierManager):
         self._submit(job_metadata, is_store=False)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """How jobs ended; of a load also which blocks are sound."""
+        """The results of jobs that have ended; for a load also which blocks are sound."""
         self._take_finished()
         finished, self._finished = self._finished, []
         return finished
@@ -123,30 +123,30 @@ class KVOffloadDisk(SecondaryTierManager):
             )
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM has to step on though no request runs."""
+        """Whether vLLM must keep stepping while no request runs."""
         return bool(self._jobs or self._finished)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Uses are told once a request, when it finishes."""
+        """Nothing: uses are reported once a request, when it finishes."""
 
     @contained(lambda: None)
     def drain_jobs(self) -> None:
-        """Wait for what is under way, and forget everything.
+        """Wait for the jobs under way, and forget everything.
 
-        vLLM calls this when its cache is reset, and only then. What a reset is for, new weights say, makes
-        the blocks on the disk wrong as well, and nothing else would tell.
+        vLLM calls this when its cache is reset, and only then. The reason for a reset, such as new weights,
+        makes the blocks on the disk wrong too, and there is no other notification.
         """
         if not self._tier.drain(_DRAIN_TIMEOUT_S):
-            logger.error("kvoffload: the disk does not answer, though vLLM resets its cache")
+            logger.error("kvoffload: the disk does not answer while vLLM resets its cache")
         self._take_finished()
         self._tier.clear()
         if not self._tier.drain(_DRAIN_TIMEOUT_S):
             logger.error(
-                "kvoffload: what vLLM has reset may be back after a restart: the disk does not take it"
+                "kvoffload: the disk does not record the reset: old blocks may be back after a restart"
             )
 
     def shutdown(self) -> None:
-        """Keep what is to be kept, and let go of the disk."""
+        """Close the disk; its blocks stay."""
         try:
             self._tier.close()
         except Exception:
@@ -156,7 +156,7 @@ class KVOffloadDisk(SecondaryTierManager):
         keys, rows = list(job.keys), np.asarray(job.chunk_ids, np.int64)
         number = self._begin(job, keys, rows, is_store)
         if number == NO_JOB:
-            # Nothing to write is no failure; nothing read is.
+            # A store of no block is no failure; a load of no block is.
             self._finished.append(JobResult(job_id=job.job_id, success=is_store))
         else:
             self._jobs[number] = job
@@ -175,9 +175,9 @@ class KVOffloadDisk(SecondaryTierManager):
         """Nothing to do."""
 
     def _break(self, where: str) -> None:
-        """An error of ours. Jobs are reported as failed, once nothing moves bytes for them any more."""
+        """Contain an error of ours: end all transfers, then report their jobs as failed."""
         self.broken = True
-        logger.exception("kvoffload: internal error in %s; the disk is not used any more", where)
+        logger.exception("kvoffload: internal error in %s; the disk is no longer used", where)
         with contextlib.suppress(Exception):
             self._tier.close()
         for job in self._jobs.values():

@@ -1,4 +1,4 @@
-"""What the scheduler tells a worker about our side of a transfer."""
+"""The scheduler's message to a worker about our side of a transfer. Knows slots and digests, not keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Checksums
 
 _GROUP_BYTES = 4
-"""Of the number of its KV group, at the end of a key."""
+"""Bytes of the number of the KV group, at the end of a key."""
 
 
 class SlotsSpec(CPULoadStoreSpec):
@@ -22,9 +22,9 @@ class SlotsSpec(CPULoadStoreSpec):
     Derived from vLLM's own, so that its copies on a device can read it.
 
     Attributes:
-        block_ids: slots, int32; -1 for a block that turned out not to be there.
-        digests: of the keys, where checksums are kept; None otherwise.
-        num_slots: of each KV group that has any, in order; None where it does not matter.
+        block_ids: slots, int32; -1 for an absent block.
+        digests: of the keys, if checksums are kept; None otherwise.
+        num_slots: number of slots of each KV group that has any, in order; None if not needed.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SlotsSpec(CPULoadStoreSpec):
 
 
 def slots_per_group(keys: Keys) -> list[int]:
-    """How many of these keys each KV group has, group by group; keys of one group stand together."""
+    """How many of these keys each KV group has, in order; the keys of one group are contiguous."""
     ends = keys.words.view(np.uint8)[:, keys.key_bytes - _GROUP_BYTES : keys.key_bytes]
     begins = np.flatnonzero((ends[1:] != ends[:-1]).any(axis=1)) + 1
     return np.diff([0, *begins.tolist(), len(keys)]).tolist()
@@ -46,11 +46,11 @@ def slots_per_group(keys: Keys) -> list[int]:
 def without_torn_groups(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[Any, SlotsSpec, SlotArray]:
-    """A store without the KV groups that bring less than whole chunks, and the slots that it leaves out.
+    """A store without the KV groups whose chunks are not whole, and the slots that it leaves out.
 
     A chunk of several blocks may have lost its first ones to the sliding window before it is stored. vLLM
-    leaves out blocks, not the chunk; what the slot held before would stay there in their place, and be
-    loaded as this chunk's. With blocks missing in the middle, the others would even go to wrong places.
+    then leaves out those blocks, not the chunk: the slot would keep old bytes in their place, and they would
+    be loaded as this chunk's. With blocks missing in the middle, the others would even go to wrong places.
     """
     if slots.num_slots is None:
         return engine, slots, slots.block_ids[:0]

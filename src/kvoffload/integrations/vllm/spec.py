@@ -1,6 +1,6 @@
-"""The way into vLLM: what its ``OffloadingConnector`` makes of ``spec_name`` and ``spec_module_path``.
+"""The entry into vLLM: its ``OffloadingConnector`` makes the class of ``spec_name`` and ``spec_module_path``.
 
-Owns how the scheduler's and the worker's side are put together. Everything else is elsewhere.
+Owns how the scheduler's and the worker's side are assembled. Decides nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class KVOffloadSpec(OffloadingSpec):
     """kvoffload as an offloading backend of vLLM.
 
     Attributes:
-        options: what the user asked for.
+        options: the user's options, checked.
 
     Raises `ConfigError` when the engine starts, with all problems at once, and never later.
     """
@@ -51,9 +51,9 @@ class KVOffloadSpec(OffloadingSpec):
         self.facts = engine_facts(self, vllm_version)
         self.options = parse_options(self.facts.extra_config)
         if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
-            raise ConfigError("store", self.options.store, "it needs kv_connector: KVOffloadConnector")
+            raise ConfigError("store", self.options.store, "allowed: with kv_connector: KVOffloadConnector")
         self.offload_prompt_only = self.options.prompt_only
-        # Where all workers hold the same bytes, one of them stores and all of them load one part.
+        # If all workers hold the same bytes, one of them stores and all of them load one part.
         self.replicated_layout = self.facts.replicated
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
@@ -125,7 +125,7 @@ def _connector() -> Any:
 
 
 def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> Copies:
-    """The copies for the tensors of this worker, wherever they are."""
+    """The copies for the tensors of this worker, on the host or a device."""
     if all(tensor.tensor.device.type == "cpu" for tensor in kv_caches.tensors):
         return HostCopies(kv_caches, layout, pool.part(part))
     from kvoffload.integrations.vllm.cuda import DeviceCopies

@@ -1,7 +1,7 @@
-"""Blocks in RAM are verified before they are called a hit, where the user wants that.
+"""Verifies blocks in RAM before they count as hits, if the user wants that.
 
-Owns the checks under way and the pins that keep a verified block what it was until it is loaded. Does not
-know what is done about a damaged block.
+Owns the checks under way and the pins that keep a verified block unchanged until it is loaded. Does not know
+how a damaged block is handled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvoffload.tiers.base import Checksums, key_digests
 
 @dataclass(eq=False)
 class _Check:
-    """One block of one request: pinned from the first question until it is loaded, or not wanted any more."""
+    """One block of one request: pinned from the first lookup until it is loaded or no longer wanted."""
 
     key: bytes
     plan: LoadPlan
@@ -37,12 +37,12 @@ class Checks:
 
 
 class Verifier:
-    """Answers RETRY until a thread has verified the block, then HIT; a damaged one is forgotten, a MISS.
+    """Answers RETRY until a thread has verified the block, then HIT; a damaged block is forgotten and MISS.
 
-    At most half of the pool is pinned by checks: beyond that a block is a MISS, so that requests that wait
-    for each other's blocks, or for more than the pool holds, go on.
+    At most half of the pool is pinned by checks: beyond that a block is MISS, so that requests that wait for
+    each other's blocks, or for more than the pool holds, can continue.
 
-    Thread: the scheduler's, for all methods. The work is done by one thread, at memory speed.
+    Thread: the scheduler's, for all methods. One thread does the checks, at memory speed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Verifier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
-        """What a block that is ready is for this request."""
+        """The answer for a ready block and this request."""
         check = checks.by_key.get(key)
         if check is None:
             if self._held >= self._limit:
@@ -71,12 +71,12 @@ class Verifier:
         return LookupResult.MISS
 
     def release(self, checks: Checks) -> None:
-        """The request has loaded its blocks, or will not."""
+        """The request has loaded its blocks, or will not load them: unpin them."""
         for key in list(checks.by_key):
             self._release(checks, key, damaged=checks.by_key[key].sound is False)
 
     def reset(self) -> None:
-        """Every plan is void: forget the checks."""
+        """Forget the checks: all plans are void."""
         self._held = 0
 
     def close(self) -> None:
@@ -93,5 +93,5 @@ class Verifier:
         try:
             sound = bool(np.all(self._pool.verify(check.plan.slots, check.digests)))
         finally:
-            # Whatever happened: a request that waits for an answer gets one.
+            # Also after an error: a request that waits for an answer gets one.
             check.sound = sound

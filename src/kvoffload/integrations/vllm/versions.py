@@ -1,10 +1,10 @@
-"""What differs between vLLM 0.25 and 0.33, and which versions there are: nothing else knows of versions.
+"""The differences between vLLM 0.25 and 0.33: no other file knows versions.
 
-Most differences need no code. What one version calls and another does not (`get_load_source`, `lock`,
-`on_reset_flushed`, `config_info`) is a method that older ones never ask for; what one version passes and
-another does not (``expedited``, ``req_context``) is a parameter with a default. tests/vllm_signatures.json
-lists every form of every interface, tests/test_vllm_versions.py holds our classes against it. Here stands
-what is left: how a specification is told of its engine, and what an event calls its medium.
+Most differences need no code. What only some versions call (`get_load_source`, `lock`, `on_reset_flushed`,
+`config_info`) is a method that the others never call; what only some versions pass (``expedited``,
+``req_context``) is a parameter with a default. tests/vllm_signatures.json lists every form of every
+interface, and tests/test_vllm_versions.py checks our classes against it. The rest is here: how a
+specification learns about its engine, and how an event names its medium.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.logs import logger
 
 OLDEST, NEWEST = (0, 25), (0, 33)
-"""The minor versions whose interfaces we know. 0.32 is the one that the tests run."""
-SINCE_POLICIES_FROM_ELSEWHERE = (0, 27)
-"""vLLM's own manager takes policies by ``cache_policy_module_path``."""
+"""The minor versions whose interfaces we know. The tests run with 0.32."""
 SINCE_CONNECTOR = (0, 32)
-"""`KVOffloadConnector` builds on the scheduler side of vLLM's connector as it is since then."""
+"""Since then the scheduler side of vLLM's connector is as `KVOffloadConnector` needs it."""
 
 _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _PARALLEL_0_25 = (
@@ -36,7 +34,7 @@ _PARALLEL_0_25 = (
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a specification needs to know of its engine, however its version says it.
+    """What a specification needs to know of its engine, from any version.
 
     Attributes:
         engine_id: one for each engine and data-parallel rank; equal in all of its processes.
@@ -46,10 +44,10 @@ class EngineFacts:
         worker_block_bytes: KV bytes of an engine block at one worker, all layers and groups.
         num_workers, rank: workers that share a block, and which one this is; 0 at the scheduler.
         replicated: all workers hold the same bytes of a block (MLA under tensor parallelism), so that one
-            copy will do.
-        enable_events: somebody listens to KV events.
-        identity: what the bytes of a block depend on, beside its key.
-        replica: which of several data-parallel engines this is; empty if it is the only one.
+            copy is enough.
+        enable_events: KV events are wanted.
+        identity: what the bytes of a block depend on besides its key.
+        replica: name of this engine among several data-parallel ones; empty if it is the only one.
     """
 
     engine_id: str
@@ -100,7 +98,7 @@ def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
 def _facts_of_0_25(spec: Any, vllm_version: str) -> EngineFacts:
     parallel, cache = spec.vllm_config.parallel_config, spec.kv_cache_config
     sizes = [tensor.size for tensor in cache.kv_cache_tensors]
-    # Packed tensors name places in one allocation, whose size each of them gives.
+    # Packed tensors are places in one allocation, and each of them has the size of all.
     packed = any(getattr(tensor, "block_stride", 0) for tensor in cache.kv_cache_tensors)
     total_bytes = sizes[0] if packed else sum(sizes)
     return EngineFacts(
@@ -144,25 +142,25 @@ def event(base: Any, keys: list[bytes], removed: bool) -> Any:
 
 
 def minor(version: str) -> tuple[int, int] | None:
-    """``(0, 32)`` of ``0.32.0+cpu``; None where there is no number, as of some builds from source."""
+    """``(0, 32)`` of ``0.32.0+cpu``; None if there is no number, as for some builds from source."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found is not None else None
 
 
 def check_version(version: str, since: tuple[int, int] = OLDEST, what: str = "kvoffload") -> None:
-    """Say at start-up that a version of vLLM is not one that we know.
+    """Check at start-up that this version of vLLM is one that we know.
 
-    Raises `ConfigError` for one that is too old for `what`. A newer one than we have seen gets a warning:
-    its interfaces may have changed, and if they have, this is where to look.
+    Raises `ConfigError` for a version too old for `what`. A newer version than we have tested gets a warning:
+    its interfaces may have changed.
     """
     found = minor(version)
     known = f"{_text(since)} to {_text(NEWEST)}"
     if found is None:
         logger.warning("kvoffload: vLLM %s has no number; known versions are %s", version, known)
     elif found < since:
-        raise ConfigError("vllm", version, f"{what} needs vLLM {known}")
+        raise ConfigError("vllm", version, f"allowed: {what} needs vLLM {known}")
     elif found > NEWEST:
-        logger.warning("kvoffload: vLLM %s is newer than any that was tested; those are %s", version, known)
+        logger.warning("kvoffload: vLLM %s is newer than the tested versions, %s", version, known)
 
 
 def _text(version: tuple[int, int]) -> str:

@@ -1,7 +1,7 @@
-"""The worker's side: carries out transfers, seals what was stored, and never fails loudly.
+"""The worker's side: runs transfers, takes checksums of stored blocks, and contains failures.
 
-Owns the jobs of one worker and what becomes of those that fail. Does not decide what is stored, and does
-not know keys, only their digests.
+Owns the jobs of one worker and the handling of those that fail. Does not decide what is stored, and does not
+know keys, only their digests.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class _Job:
 class KVOffloadWorker(OffloadingWorker):
     """Transfers between this worker's tensors and its part of the pool.
 
-    vLLM's connector stops the engine for a job that is reported as failed, so none is. Of a store that
-    failed, the slots are marked in the pool's ledger before it is reported, and the scheduler forgets its
-    blocks. A load that failed is marked too, and named by `take_failed_loads`, so that its request is
-    computed again (`patches`).
+    vLLM's connector stops the engine if a job is reported as failed, so none is. If a store fails, its slots
+    are marked in the pool's ledger before it is reported, and the scheduler forgets its blocks. If a load
+    fails, its slots are marked too, and `take_failed_loads` names it, so that its request is computed again
+    (`patches`).
 
     Args:
         blocks_per_chunk: engine blocks in a slot.
-        seal: whether to take checksums of what was stored.
+        seal: whether to take checksums of stored blocks.
 
     Attributes:
-        failures_are_named: somebody calls `take_failed_loads`. If not, a failed load is reported as failed.
+        failures_are_named: `take_failed_loads` is called. If not, a failed load is reported as failed.
         num_failed: jobs that failed.
     """
 
@@ -61,7 +61,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._log = rate_limited_log()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
-        """Begin to store; True, always. A chunk that is not whole is not stored."""
+        """Begin to store; always True. A chunk that is not whole is not stored."""
         blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
         job = _Job(slots, True, torn)
         if len(torn) and not len(slots.block_ids):
@@ -72,12 +72,12 @@ class KVOffloadWorker(OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any, expedited: bool = False) -> bool:
-        """Begin to load; True, always."""
+        """Begin to load; always True."""
         self._submit(job_id, _Job(src_spec, False), dst_spec, self._copies.load)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call; how they did, the ledger says."""
+        """Jobs that have ended since the last call; the ledger says which blocks failed."""
         self._collect()
         done = [(job_id, job.result) for job_id, job in self._jobs.items() if job.result is not None]
         for job_id, _ in done:
@@ -85,7 +85,7 @@ class KVOffloadWorker(OffloadingWorker):
         return [result for _, result in done]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when these jobs have ended: their blocks and slots may be used for something else."""
+        """Return when these jobs have ended: their blocks and slots may then be reused."""
         mine = {job_id for job_id in job_ids if job_id in self._jobs}
         try:
             self._copies.wait(mine)
@@ -94,7 +94,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._collect(wait_for=mine)
 
     def take_failed_loads(self) -> set[int]:
-        """Loads that `get_finished` has reported, or will, and whose bytes have not arrived."""
+        """Failed loads: `get_finished` has reported them, or will, and their bytes have not arrived."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
@@ -103,7 +103,7 @@ class KVOffloadWorker(OffloadingWorker):
         return set(self._jobs)
 
     def shutdown(self) -> None:
-        """Wait for what is under way and let go of the pool."""
+        """Wait for the jobs under way and close the pool."""
         self._copies.close()
         if self._sealer is not None:
             self._sealer.shutdown()
@@ -146,7 +146,7 @@ class KVOffloadWorker(OffloadingWorker):
     def _fail(self, job_id: int, job: _Job, error: BaseException) -> None:
         self.num_failed += 1
         kind, count = "store" if job.is_store else "load", len(job.slots.block_ids)
-        text = "kvoffload: a %s of %d blocks failed, they are computed again: %s: %s"
+        text = "kvoffload: a %s of %d blocks failed; they are computed again: %s: %s"
         self._log.error(kind, text, kind, count, type(error).__name__, error)
         slots = job.slots.block_ids
         self._pool.failed[self._part, slots[slots >= 0]] = 1
@@ -156,7 +156,7 @@ class KVOffloadWorker(OffloadingWorker):
         job.result = TransferResult(job_id, job.is_store or self.failures_are_named)
 
     def _seal(self, slots: SlotsSpec, result: TransferResult) -> TransferResult:
-        """Take the checksums of this worker's part of the slots, as they are now."""
+        """Take the checksums of this worker's part of the slots."""
         start = time.perf_counter()
         assert slots.digests is not None
         self._pool.seal(self._part, slots.block_ids, slots.digests)

@@ -1,4 +1,4 @@
-"""``hazard``: the policy itself is `policy`, what it learns from stands beside it."""
+"""``hazard``: `policy` is the policy, the other files are what it learns from."""
 
 from kvoffload.policies.hazard.policy import Hazard
 

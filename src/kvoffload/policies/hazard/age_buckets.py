@@ -1,6 +1,6 @@
 """Ages in buckets: how tables over the time since a block's last use are indexed.
 
-Time is counted in block references that a policy has seen; it owns no clock.
+Time is counted in block references that a policy has observed. Owns no clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NUM_AGES = 48
 
 
 def age_bounds() -> npt.NDArray[np.int64]:
-    """Where each bucket begins, and where the last one ends: 0, 8, 11, 16, 22, ... (two an octave)."""
+    """Where each bucket begins, and where the last ends: 0, 8, 11, 16, 22, ... (two an octave)."""
     octaves = [8 << octave for octave in range(NUM_AGES // 2 + 1)]
     return np.array([0, *(b for o in octaves for b in (o, math.isqrt(2 * o * o)))][: NUM_AGES + 1], np.int64)
 

@@ -1,6 +1,6 @@
-"""What is remembered of keys, resident or not: how often and how regularly they are used.
+"""The history of keys, resident or not: how often and how regularly they are used.
 
-Owns the history of one policy. Knows neither slots nor what a class is worth.
+Owns the history of one policy. Does not know slots, nor what a class is worth.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _UNKNOWN = -1.0
 class History:
     """The keys used last: how often each was used, and its typical gap between two uses.
 
-    A key's *class* is what its past says of its future: how often it was used (1, 2, 3-4, 5-9, 10 and
-    more) and, in octaves, its typical gap. A block that is new takes the gap of the block before it on
-    its path: its request is a turn of the same session. Times are block references seen so far.
+    A key's *class* is what its past predicts: how often it was used (1, 2, 3-4, 5-9, 10 and more) and, in
+    octaves, its typical gap. A new block takes the gap of the block before it on its path, because its
+    request is a turn of the same session. Times are numbers of block references so far.
 
     Args:
-        capacity: keys that are remembered, by recency; a path is forgotten from its tail.
+        capacity: number of keys, kept by recency; a path is forgotten from its tail.
         gap_unit: gaps below it count as one octave.
 
     Memory: 52 bytes a key, and the key. Cost: one index probe a key and a few writes.
@@ -50,7 +50,7 @@ class History:
         self._last = np.zeros(capacity, np.int64)
 
     def observe(self, path: Keys, start: int, now: int, places: I32Array, classes: I32Array) -> None:
-        """A request uses the blocks of `path` from `start` on, at `now`; fills in the class of each.
+        """A request uses the blocks of `path` from `start` on at time `now`; fills in the class of each.
 
         `places` is scratch; both have shape ``(len(path) - start,)``, int32.
         """
@@ -71,7 +71,7 @@ class History:
         )
 
     def classify(self, keys: Keys, now: int, classes: I32Array, last: I64Array) -> None:
-        """Fill in the class and the time of the last use of each key; an unknown one is new, used now."""
+        """Fill in the class and the time of the last use of each key; an unknown key is new and used now."""
         index = self.keys.index
         _classify(
             keys.words, now, index.table, index.keys, self._counts, self._gaps, self._last, classes, last
@@ -111,7 +111,7 @@ def _class_of(count: int, gap: float) -> int:
 
 @inline
 def _mean_gap(count: int, gap: float, age: int, unit: int) -> float:
-    """The moving average of the gaps of a block that was used `count` times, now after `age`."""
+    """Moving average of the gaps of a block used `count` times, after one more gap of `age`."""
     octaves = _octaves(age + unit) - _octaves(unit)
     if gap < 0.0 or count < 2:
         return octaves
@@ -134,9 +134,9 @@ def _observe(
     classes: I32Array,
 ) -> int:
     known_list, spare = links.shape[0] - 2, links.shape[0] - 1
-    # Of a request longer than the history only the head can be remembered.
+    # Of a request longer than the history only the head is remembered.
     length = min(path.shape[0] - start, keys.shape[0])
-    # What is known goes to the front first, so that new keys never push it out.
+    # Known keys move to the front first, so that new keys never displace them.
     for i in range(length - 1, -1, -1):
         row = start + i
         places[i] = find(table, keys, path, row, hash_row(path, row))

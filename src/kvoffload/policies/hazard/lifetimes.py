@@ -1,6 +1,6 @@
 """How long blocks of each class stay unused: a life table of sampled keys, and what it makes a block worth.
 
-Owns the sample, the table and the worth that follows. Knows neither slots nor what the classes are.
+Owns the sample, the table and the worth computed from it. Does not know slots, nor what a class means.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, PREV, move_to_head
 
 _PRIOR_WEIGHT = 50.0
-"""As many observed keys as weigh as much as what the larger group says."""
+"""Number of observed keys that weigh as much as the estimate of the larger group."""
 
 
 class Lifetimes:
     """The chance that a block of a class is used again, by the time since its last use.
 
-    Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that
-    it lives to see, and as reused in the one where it is used; what has not happened yet is thus neither
-    (the life table of actuaries; Kaplan and Meier, JASA 53, 1958). Old evidence fades with a half-life.
-    A class leans on all classes with its use count, and those on all.
+    Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
+    age reaches, and as reused in the bucket in which it is used; a future that is not yet known counts as
+    neither (the actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence fades with a half-life.
+    The estimate of a class is shrunk towards that of all classes with its use count, and that towards all.
 
-    `worth` is the Gittins index of a block at the start of an age: the largest, over all times that it
-    may be kept, of hits expected / slot-time expected (Gittins, J. Royal Stat. Soc. B 41, 1979).
+    `worth` is the Gittins index of a block at the start of an age: the maximum, over all times for which it
+    may be kept, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
 
     Args:
-        num_classes: classes; `group_size` neighbours have one use count.
-        capacity_blocks: of the cache, which sets how many keys are worth sampling.
+        num_classes: number of classes; `group_size` neighbouring classes have one use count.
+        capacity_blocks: of the cache; it determines how many keys are sampled.
         sample_capacity: keys in the sample.
-        half_life: references after which evidence counts half; at least four times the capacity.
+        half_life: references after which evidence counts half; raised to four times the capacity if less.
 
     Cost: for one key in `sampled_one_in` an index probe and a few writes; every 16,384 references O(classes
     * ages^2), 0.2 ms. Memory: 3 MB and 30,000 keys.
@@ -76,7 +76,7 @@ class Lifetimes:
         self._evaluate(0)
 
     def observe(self, path: Keys, start: int, now: int, classes: I32Array) -> None:
-        """The blocks of `path` from `start` on are used at `now`, and are of these classes from then on."""
+        """The blocks of `path` from `start` on are used at time `now` and have these classes now."""
         index, links = self.sample.index, self.sample.lists.links
         _observe(
             path.words,
@@ -109,7 +109,7 @@ class Lifetimes:
         self.reused *= faded
         self.exposed *= faded
         _evaluate(self.reused, self.exposed, self.group_size, self.bounds, self._hazard, self.worth)
-        # At first there is much to learn from each request.
+        # At first each request changes the estimates much.
         self._evaluated, self._next = now, now + min(max(now // 8, 64), 16384)
 
 
@@ -130,7 +130,7 @@ def _observe(
     exposed: F64Matrix,
 ) -> int:
     youngest, spare = keys.shape[0], links.shape[0] - 1
-    # Each list is a bucket of ages, in order of time: who is old enough is at its end.
+    # Each list is a bucket of ages, ordered by time: keys that are too old for it are at its end.
     for age in range(NUM_AGES - 1):
         key = links[youngest + age, PREV]
         while key != youngest + age and last[key] + bounds[age + 1] <= now:
@@ -172,24 +172,24 @@ def _evaluate(
     num_classes = reused.shape[0]
     for age in range(NUM_AGES):
         all_reused, all_exposed = 0.5, 1.5
-        for each in range(num_classes):
-            all_reused += reused[each, age]
-            all_exposed += exposed[each, age]
+        for block_class in range(num_classes):
+            all_reused += reused[block_class, age]
+            all_exposed += exposed[block_class, age]
         for group in range(0, num_classes, group_size):
             group_reused = _PRIOR_WEIGHT * (all_reused / all_exposed)
             group_exposed = _PRIOR_WEIGHT
-            for each in range(group, group + group_size):
-                group_reused += reused[each, age]
-                group_exposed += exposed[each, age]
-            for each in range(group, group + group_size):
-                likely = reused[each, age] + _PRIOR_WEIGHT * (group_reused / group_exposed)
-                hazard[each, age] = min(likely / (exposed[each, age] + _PRIOR_WEIGHT), 1.0)
-    for each in range(num_classes):
+            for block_class in range(group, group + group_size):
+                group_reused += reused[block_class, age]
+                group_exposed += exposed[block_class, age]
+            for block_class in range(group, group + group_size):
+                likely = reused[block_class, age] + _PRIOR_WEIGHT * (group_reused / group_exposed)
+                hazard[block_class, age] = min(likely / (exposed[block_class, age] + _PRIOR_WEIGHT), 1.0)
+    for block_class in range(num_classes):
         for age in range(NUM_AGES):
             alive, hits, slot_time = 1.0, 0.0, 0.0
             best_hits, best_time = 0.0, 1.0
             for until in range(age, NUM_AGES):
-                reuse = hazard[each, until]
+                reuse = hazard[block_class, until]
                 hits += alive * reuse
                 slot_time += alive * (1.0 - 0.5 * reuse) * (bounds[until + 1] - bounds[until])
                 alive *= 1.0 - reuse
@@ -197,5 +197,5 @@ def _evaluate(
                     best_hits, best_time = hits, slot_time
                 if alive < 1e-6:
                     break
-            worth[each, age] = best_hits / best_time
+            worth[block_class, age] = best_hits / best_time
     return num_classes

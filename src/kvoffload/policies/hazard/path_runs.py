@@ -1,6 +1,6 @@
-"""An order of slots that knows what is left of each request's path.
+"""An order of slots that also records what is left of each request's path.
 
-Owns a list of slots, most recent first, cut into *runs*: a run is a stretch of slots that was put there
+Owns a list of slots, most recent first, divided into *runs*: a run is a sequence of slots that were put there
 together, the last one deepest. Does not know why an order changes.
 """
 
@@ -28,7 +28,7 @@ class PathRuns:
 
     def __init__(self, num_positions: int) -> None:
         self.order = Lists(num_positions, 1)
-        # One run more than positions: a position leaves its run after the new one was made.
+        # One run more than positions: a position leaves its old run after the new one was made.
         self.runs = np.zeros((num_positions + 2, 4), np.int32)
         _clear(self.runs)
 
@@ -59,7 +59,7 @@ def _clear(runs: I32Matrix) -> int:
 
 @inline
 def new_run(runs: I32Matrix) -> int:
-    """An empty run; it must be joined, or its place is lost."""
+    """An empty run. A position must join it, otherwise its row is lost."""
     height = runs.shape[0] - 1
     runs[height, SPARE] -= 1
     run = runs[runs[height, SPARE], SPARE]
@@ -79,7 +79,7 @@ def join(order: I32Matrix, runs: I32Matrix, run: int, position: int) -> None:
 
 @inline
 def leave(order: I32Matrix, runs: I32Matrix, position: int) -> None:
-    """Take `position` out of the order and its run; a run that is empty is unused."""
+    """Remove `position` from the order and its run; an empty run becomes unused."""
     run = runs[position, RUN_OF]
     runs[run, LENGTH] -= 1
     if runs[run, LENGTH] == 0:

@@ -1,6 +1,6 @@
-"""Hazard: a block stays as long as its chance to be used again is worth its slot.
+"""Hazard: a block stays as long as its chance of being used again is worth its slot.
 
-Our own policy. See `Hazard` for the idea, `history` and `lifetimes` for what it learns from.
+Our own policy. `Hazard` explains the idea; `history` and `lifetimes` are what it learns from.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head
 
 _VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
-"""A write cost below -1: no block is worth less than that of what leaves."""
-_SHADOW_LEAD = 0.005
-_MAX_PENALTY = 16
+"""A write cost below -1: then every new block is worth enough."""
+_TOLERATED_LEAD = 0.005
+_MAX_LRU_WINDOWS = 16
 
 
 class Hazard(EvictionPolicy):
-    """Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new one below that.
+    """Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new block below that.
 
-    Blocks fall into 50 classes by how often and at what gaps they were used (`History`). How likely a
-    block of a class is used again, given how long it has not been, is learnt on-line from sampled keys of
-    all traffic, resident or not (`Lifetimes`); it makes each block worth a Gittins index. Each class is an
-    LRU list, so its last block is its candidate. The lowest candidate of all marks a request; of what is
-    left of that request's path the *deepest* block leaves, since no block is of use without those before
-    it. A new block that is worth less than that is refused, and its write saved.
+    Blocks fall into 50 classes by how often and at what gaps they were used (`History`). The chance that a
+    block of a class is used again, given its age, is learnt on-line from sampled keys of all traffic,
+    resident or not (`Lifetimes`); from it follows each block's worth, a Gittins index. Each class is an LRU
+    list, so its last block is its candidate. The candidate of lowest worth determines a request; of what is
+    left of that request's path the *deepest* block leaves, since no block is useful without those before it.
+    A new block that is worth less than the candidate is refused, which saves its write.
 
-    Two guards, for the promise that it is never much worse than LRU:
+    Two guards keep it from being much worse than LRU:
 
-    - Until it has seen three times the age at which LRU evicts, it *is* LRU: it knows too little yet of
-      the ages that matter.
-    - A shadow LRU (`ShadowLRU`) runs beside it. If the shadow hits 0.5 points more, LRU decides for a
-      while, and for longer each time (set duelling: Qureshi et al., ISCA 2007).
+    - Until it has observed three times the age at which LRU evicts, it *is* LRU: it does not yet know the
+      ages that matter.
+    - A shadow LRU (`ShadowLRU`) runs beside it. If the shadow hits 0.5 points more, LRU decides for a while,
+      and for longer each time (set duelling: Qureshi et al., ISCA 2007).
 
-    `write_cost` is the dial between hits and writes: a new block must be worth ``1 + write_cost`` times the
-    block that leaves. By default 0, and -0.2 in a victim tier, where writes stay in the host.
+    `write_cost` trades hits for writes: a new block must be worth ``1 + write_cost`` times the block that
+    leaves. By default 0, and -0.2 in a victim tier, where writes stay in the host.
 
     Time is counted in block references. Cost per block: three index probes and a scan of 50 classes for a
     victim. Memory: 44 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
@@ -70,9 +70,9 @@ class Hazard(EvictionPolicy):
         write_cost: see above.
         history_capacity: keys of history, if that is more than twice the capacity.
         sample_capacity, half_life: as in `Lifetimes`.
-        duel_window: references between two verdicts of the duel; at most twenty times the capacity, at
-            least the capacity.
-        warm_up: how many times the age at which LRU evicts must have passed.
+        duel_window: references between two decisions of the duel; limited to at most twenty times and at
+            least once the capacity.
+        warm_up: it is LRU until this many times the age at which LRU evicts have passed.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
@@ -100,7 +100,7 @@ class Hazard(EvictionPolicy):
         self._last = np.zeros(capacity, np.int64)
         self._runs = PathRuns(capacity)
         self._shadow = ShadowLRU(capacity, index.key_bytes)
-        self._oldest = np.zeros(1, np.int64)
+        self._oldest_victim = np.zeros(1, np.int64)
         self._cursors = np.zeros(NUM_CLASSES, np.int32)
         # Row of the batch whose block has just entered a slot; ABSENT between calls.
         self._entered = np.full(capacity, ABSENT, np.int32)
@@ -110,7 +110,7 @@ class Hazard(EvictionPolicy):
     def _start(self) -> None:
         self._now = self._references = 0
         self._is_victim_tier = False
-        self._lead, self._penalty, self._next_penalty = 0.0, 0, 1
+        self._lead, self._lru_windows, self._next_lru_windows = 0.0, 0, 1
         self._next_duel = 0
 
     def observe(self, path: Keys, slots: SlotArray, start: int) -> None:
@@ -124,10 +124,10 @@ class Hazard(EvictionPolicy):
         self._shadow.observe(path, start, held, self._is_victim_tier)
         self._references += count
         if self._references >= self._next_duel:
-            self._judge()
+            self._end_duel_window()
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        # In a victim tier blocks of several requests are put in order together: each keeps its run.
+        # In a victim tier blocks of several requests come in one batch: each request gets its own run.
         _access(
             self._lists.links,
             self._last,
@@ -164,7 +164,7 @@ class Hazard(EvictionPolicy):
             self._cursors,
             self._entered,
             self._scores,
-            self._oldest,
+            self._oldest_victim,
             1.0 + write_cost,
             self.is_lru,
             protected.one_prefix or protected.admitted,
@@ -182,14 +182,14 @@ class Hazard(EvictionPolicy):
         self.lifetimes.clear()
         for part in (self._lists, self._runs, self._shadow):
             part.clear()
-        self._oldest.fill(0)
+        self._oldest_victim.fill(0)
         self._start()
 
     @property
     def is_lru(self) -> bool:
-        """Whether LRU decides at the moment."""
-        oldest = int(self._oldest[0])
-        return oldest == 0 or self._references < self.warm_up * oldest or self._penalty > 0
+        """Whether LRU decides now."""
+        oldest = int(self._oldest_victim[0])
+        return oldest == 0 or self._references < self.warm_up * oldest or self._lru_windows > 0
 
     def stats(self) -> dict[str, float]:
         return {
@@ -202,21 +202,21 @@ class Hazard(EvictionPolicy):
     def order(self) -> list[int]:
         return self._runs.order.members(0)[::-1]
 
-    def _judge(self) -> None:
-        """The end of a window of the duel: does LRU decide for the next ones?"""
+    def _end_duel_window(self) -> None:
+        """End a window of the duel: decide whether LRU decides in the next ones."""
         sampled, own, shadow = self._shadow.counts.tolist()
         self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
         self._shadow.counts.fill(0)
         window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks)
         self._next_duel = self._references + window
-        if self._penalty > 0:
-            self._penalty -= 1
+        if self._lru_windows > 0:
+            self._lru_windows -= 1
             self._lead = 0.0
-        elif self._lead > _SHADOW_LEAD:
-            self._penalty = self._next_penalty
-            self._next_penalty = min(2 * self._next_penalty, _MAX_PENALTY)
-        elif self._lead < 0 and self._next_penalty > 1:
-            self._next_penalty -= 1
+        elif self._lead > _TOLERATED_LEAD:
+            self._lru_windows = self._next_lru_windows
+            self._next_lru_windows = min(2 * self._next_lru_windows, _MAX_LRU_WINDOWS)
+        elif self._lead < 0 and self._next_lru_windows > 1:
+            self._next_lru_windows -= 1
 
 
 @kernel
@@ -245,7 +245,7 @@ def _remove(links: I32Matrix, order: I32Matrix, runs: I32Matrix, slots: ReadI32A
 def _reclassify(
     slots: ReadI32Array, classes: I32Array, now: int, links: I32Matrix, last: I64Array, held: BoolArray
 ) -> int:
-    """Put the blocks of a request into the lists of their classes; `held` are those that are in one."""
+    """Move a request's blocks to the lists of their classes; `held` are the blocks that are in a list."""
     for i in range(slots.shape[0] - 1, -1, -1):
         slot = slots[i]
         held[i] = slot >= 0 and links[slot, LIST] != UNLISTED
@@ -258,7 +258,7 @@ def _reclassify(
 
 @inline
 def _score(slot: int, block_class: int, now: int, last: I64Array, worth: F64Array, bounds: I64Array) -> float:
-    """What a candidate is worth now; infinite for none."""
+    """The worth of a candidate now; infinite if there is none."""
     if slot >= last.shape[0]:
         return np.inf
     return at_age(worth, bounds, block_class, now - last[slot])
@@ -380,7 +380,7 @@ def _replace(
     path_keys: U64Matrix,
     index_keys: U64Matrix,
 ) -> int:
-    c, count = last.shape[0], slots.shape[0]
+    capacity, count = last.shape[0], slots.shape[0]
     run, run_time = -1, -1
     if is_lru:
         filled = _replace_as_lru(
@@ -390,21 +390,23 @@ def _replace(
         if filled == count:
             _join_all(slots, count, run, run_time, classes, last_used, links, last, order, runs)
         return filled
-    for each in range(NUM_CLASSES if num_free < count else 0):
-        cold = links[c + each, PREV]
-        cursors[each] = coldest_evictable(links, cold, c + each, ref_cnt, path_table, path_keys, index_keys)
-        scores[each] = _score(cursors[each], each, now, last, worth, bounds)
+    for block_class in range(NUM_CLASSES if num_free < count else 0):
+        cold = links[capacity + block_class, PREV]
+        cursors[block_class] = coldest_evictable(
+            links, cold, capacity + block_class, ref_cnt, path_table, path_keys, index_keys
+        )
+        scores[block_class] = _score(cursors[block_class], block_class, now, last, worth, bounds)
     for step in range(num_free, count):
-        # A prefix asks for room from its head on. What a device drops enters tail first: a block of it may
-        # give way to one that is nearer to the root.
+        # The blocks of a prefix enter from its head on. Blocks that a device drops enter from the tail on: a
+        # block may leave again for one that is nearer to the root.
         i = step if one_prefix else count - 1 - (step - num_free)
         lowest = _lowest(scores, cursors, last)
         victim = cursors[lowest]
-        if victim >= c:
+        if victim >= capacity:
             return i
-        own = at_age(worth, bounds, classes[i], now - last_used[i])
-        is_older = threshold >= 0.0 and own == scores[lowest] and last_used[i] < last[victim]
-        if own < scores[lowest] * threshold or is_older:
+        own_worth = at_age(worth, bounds, classes[i], now - last_used[i])
+        is_older = threshold >= 0.0 and own_worth == scores[lowest] and last_used[i] < last[victim]
+        if own_worth < scores[lowest] * threshold or is_older:
             slots[i] = REFUSED
             if one_prefix:
                 slots[i:] = REFUSED
@@ -412,15 +414,15 @@ def _replace(
                 break
             continue
         victim = _deepest_evictable(runs, victim, ref_cnt, path_table, path_keys, index_keys)
-        each = links[victim, LIST] - c
+        block_class = links[victim, LIST] - capacity
         warmer = links[victim, PREV]
         unlink(links, victim)
         leave(order, runs, victim)
-        if cursors[each] == victim:
-            cursors[each] = coldest_evictable(
-                links, warmer, c + each, ref_cnt, path_table, path_keys, index_keys
+        if cursors[block_class] == victim:
+            cursors[block_class] = coldest_evictable(
+                links, warmer, capacity + block_class, ref_cnt, path_table, path_keys, index_keys
             )
-            scores[each] = _score(cursors[each], each, now, last, worth, bounds)
+            scores[block_class] = _score(cursors[block_class], block_class, now, last, worth, bounds)
         slots[i] = victim
         if one_prefix:
             continue
@@ -430,10 +432,10 @@ def _replace(
         if run < 0 or last_used[i] != run_time or runs[run, LENGTH] == 0:
             run, run_time = new_run(runs), last_used[i]
         last[victim] = last_used[i]
-        push_head(links, c + classes[i], victim)
+        push_head(links, capacity + classes[i], victim)
         join(order, runs, run, victim)
-        if cursors[classes[i]] >= c:
-            cursors[classes[i]], scores[classes[i]] = victim, own
+        if cursors[classes[i]] >= capacity:
+            cursors[classes[i]], scores[classes[i]] = victim, own_worth
     first_left = count if one_prefix else num_free
     _join_all(slots, first_left, run, run_time, classes, last_used, links, last, order, runs)
     _clear_entered(entered, slots, num_free)

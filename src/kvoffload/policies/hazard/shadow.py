@@ -1,6 +1,6 @@
-"""A shadow LRU: what plain LRU would hit, estimated on a sample of the keys.
+"""A shadow LRU: the hits of plain LRU, estimated on a sample of the keys.
 
-Owns a small LRU cache of keys. Knows neither slots nor who asks.
+Owns a small LRU cache of keys. Does not know slots, nor what the estimate is used for.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SAMPLED, OWN_HITS, SHADOW_HITS = 0, 1, 2
 
 
 class ShadowLRU:
-    """LRU over one key in four, with a quarter of the capacity; counts its hits beside those of its owner.
+    """LRU over one key in four, with a quarter of the capacity; counts its own hits and those of its owner.
 
-    A cache of less than `SMALL_CAPACITY` blocks is shadowed whole: a sample is too coarse where a request
-    is not much smaller than the cache. Then only hits along the prefix count.
+    A cache of less than `SMALL_CAPACITY` blocks is shadowed without sampling: a sample is too coarse if a
+    request is not much smaller than the cache. Then only hits along the prefix count.
 
     Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015: a cache over a sample of keys,
     scaled down like the sample, hits as often as the whole cache would.
@@ -52,7 +52,7 @@ class ShadowLRU:
     def observe(self, path: Keys, start: int, held: BoolArray, is_victim_tier: bool) -> None:
         """A request uses the blocks of `path` from `start` on; `held` are those that the owner has.
 
-        LRU takes in what it misses. In a victim tier what is hit goes back to the device, and leaves.
+        LRU stores the blocks that it misses. In a victim tier a block that is hit leaves for the device.
         """
         index, links = self.keys.index, self.keys.lists.links
         _observe(
@@ -68,7 +68,7 @@ class ShadowLRU:
         )
 
     def store(self, keys: Keys) -> None:
-        """The device drops these blocks: what a victim tier with LRU takes in."""
+        """The device drops these blocks; a victim tier with LRU stores them."""
         index = self.keys.index
         _store(keys.words, self.one_in, index.table, index.keys, self.keys.lists.links)
 
@@ -82,9 +82,9 @@ class ShadowLRU:
 def _take_in(
     batch: U64Matrix, start: int, one_in: int, table: U64Array, keys: U64Matrix, links: I32Matrix
 ) -> int:
-    """Make the blocks of a batch from `start` on the most recent, the first foremost.
+    """Make the blocks of a batch from `start` on the most recent, the first most of all.
 
-    Of a batch longer than the cache only the head is taken in.
+    Of a batch longer than the cache only the head is stored.
     """
     for row in range(min(batch.shape[0], start + one_in * keys.shape[0]) - 1, start - 1, -1):
         h = hash_row(batch, row)

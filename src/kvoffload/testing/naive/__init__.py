@@ -1,6 +1,6 @@
-"""Naive twins: the obvious O(n) version of everything that is clever elsewhere.
+"""Naive twins: a simple O(n) version of every fast structure, policy and rule.
 
-Each twin says in plain Python, on lists and dicts, what its fast counterpart is meant to do. Property
-tests drive both with the same calls and compare every decision; a reader who wants to know *what* a
-kernel does reads the twin first. The policies serve a whole manager: ``OffloadingManager(policy=NaiveARC)``.
+Each twin shows in plain Python, with lists and dicts, what its fast counterpart must do. Property tests make
+the same calls to both and compare every decision; to learn *what* a kernel does, read its twin first. The
+policies serve a whole manager: ``OffloadingManager(policy=NaiveARC)``.
 """

@@ -91,7 +91,7 @@ class NaiveHazard(EvictionPolicy):
         self.oldest_victim = 0
         self.now = self.references = self.next_duel = self.num_runs = 0
         self.is_victim_tier = False
-        self.lead, self.penalty, self.next_penalty = 0.0, 0, 1
+        self.lead, self.lru_windows, self.next_lru_windows = 0.0, 0, 1
         self.evaluated = 0
         self._evaluate()
 
@@ -113,28 +113,28 @@ class NaiveHazard(EvictionPolicy):
         self.shadow.observe(keys[start:], held[::-1], self.is_victim_tier)
         self.references += len(slots)
         if self.references >= self.next_duel:
-            self._judge()
+            self._end_duel_window()
 
-    def _judge(self) -> None:
+    def _end_duel_window(self) -> None:
         shadow = self.shadow
         self.lead = 0.5 * self.lead + 0.5 * (shadow.shadow_hits - shadow.own_hits) / max(1, shadow.sampled)
         shadow.sampled = shadow.own_hits = shadow.shadow_hits = 0
         window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks)
         self.next_duel = self.references + window
-        if self.penalty > 0:
-            self.penalty -= 1
+        if self.lru_windows > 0:
+            self.lru_windows -= 1
             self.lead = 0.0
-        elif self.lead > hazard._SHADOW_LEAD:
-            self.penalty = self.next_penalty
-            self.next_penalty = min(2 * self.next_penalty, hazard._MAX_PENALTY)
-        elif self.lead < 0 and self.next_penalty > 1:
-            self.next_penalty -= 1
+        elif self.lead > hazard._TOLERATED_LEAD:
+            self.lru_windows = self.next_lru_windows
+            self.next_lru_windows = min(2 * self.next_lru_windows, hazard._MAX_LRU_WINDOWS)
+        elif self.lead < 0 and self.next_lru_windows > 1:
+            self.next_lru_windows -= 1
 
     @property
     def is_lru(self) -> bool:
         """Whether LRU decides at the moment."""
         oldest = self.oldest_victim
-        return oldest == 0 or self.references < self.warm_up * oldest or self.penalty > 0
+        return oldest == 0 or self.references < self.warm_up * oldest or self.lru_windows > 0
 
     # ---- the history
 
@@ -188,7 +188,7 @@ class NaiveHazard(EvictionPolicy):
             self._evaluate()
 
     def _evaluate(self) -> None:
-        """What the life table says from now on: the chance of a reuse in each class and bucket of ages."""
+        """Evaluate the life table: the chance of a reuse in each class and bucket of ages."""
         half_life = max(self.half_life, 4 * self.capacity_blocks)
         faded = math.pow(0.5, (self.now - self.evaluated) / half_life)
         self.reused = [[count * faded for count in row] for row in self.reused]
@@ -231,7 +231,7 @@ class NaiveHazard(EvictionPolicy):
         return self.worths[block_class, age]
 
     def worth_of(self, block: Block) -> float:
-        """What a block is worth now: linear between the starts of two buckets."""
+        """The worth of a block now: linear between the starts of two buckets."""
         age = self.now - block.last
         bucket = max(b for b in range(NUM_AGES) if self.bounds[b] <= age)
         if bucket == NUM_AGES - 1:
@@ -291,7 +291,7 @@ class NaiveHazard(EvictionPolicy):
     def _replace_one_by_one(
         self, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
     ) -> list[int]:
-        """Each block asks for room, the tail first, and may give way to one that comes after it."""
+        """Each block asks for room, the tail first, and may leave again for one that comes after it."""
         entered: dict[int, int] = {}
         self._first_rows(0)
         for row in reversed(range(num_free, len(arriving))):
@@ -308,7 +308,7 @@ class NaiveHazard(EvictionPolicy):
         return [*range(num_free)]
 
     def _victim(self, arrival: Block, protected: Protected) -> int | None:
-        """Who leaves for a new block; None if nobody is worth less."""
+        """The victim for a new block; None if no block is worth less."""
         candidates = []
         for members in self.classes:
             slot = first_unprotected(members, protected)
@@ -364,7 +364,7 @@ class NaiveHazard(EvictionPolicy):
         return [*range(count)]
 
     def _enter_in_run(self, slot: int, block: Block) -> None:
-        """Neighbours in a batch that were used at one time are a run."""
+        """Neighbours in a batch with equal times of use are a run."""
         if self._run < 0 or block.last != self._run_time:
             self._run, self._run_time = self._new_run(), block.last
         self._enter(slot, Block(block.block_class, block.last, self._run))

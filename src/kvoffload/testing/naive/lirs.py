@@ -80,7 +80,7 @@ class NaiveLIRS(BlockwisePolicy):
         self._drop((self.lir if slot in self.lir else self.queue).pop(slot))
 
     def _recall(self, key: bytes) -> None:
-        """Note whether the absent block `key` is in S; from now on it is not remembered."""
+        """Record whether the absent block `key` is in S, and stop remembering it."""
         self._enters_lir = key in self.gone and key in self.stack
         if key in self.gone:
             self._forget_gone(key)
@@ -108,7 +108,7 @@ class NaiveLIRS(BlockwisePolicy):
             self._prune()
 
     def _prune(self) -> None:
-        """Take keys off the bottom of S until a LIR block is there."""
+        """Remove keys from the bottom of S until a LIR block is there."""
         while self.stack and self.stack[0] not in self.lir.values():
             del self.stack[0]
 

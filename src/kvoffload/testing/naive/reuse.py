@@ -1,4 +1,4 @@
-"""The twin of the reuse gate."""
+"""The twin of the reuse rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NaiveReuse(Admission):
         """Most recent first."""
 
     def count(self, keys: Keys) -> None:
-        # The request's keys come first, its head foremost; what does not fit is forgotten from the end.
+        # The request's keys come first, its head before all; keys that do not fit are dropped from the end.
         order = dict.fromkeys([*islice(keys, self.max_tracker_size), *self.counts])
         known = set(islice(keys, self.max_tracker_size))
         counted = {key: self.counts.get(key, 0) + (key in known) for key in order}

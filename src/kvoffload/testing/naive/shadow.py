@@ -45,7 +45,7 @@ class NaiveShadow:
             self.store(keys)
 
     def store(self, keys: list[bytes]) -> None:
-        """These blocks become the most recent, the first foremost."""
+        """These blocks become the most recent, the first most of all."""
         for key in filter(self._is_sampled, reversed(keys[: self.one_in * self.capacity])):
             if key in self.keys:
                 self.keys.remove(key)

@@ -32,7 +32,7 @@ class NaiveSketch:
         self.to_halve: list[int] = []
 
     def estimate(self, key: bytes) -> int:
-        """How often `key` was seen lately."""
+        """How often `key` was used recently."""
         line, places = self._places(key)
         return min(line[row][place] for row, place in enumerate(places))
 

@@ -22,7 +22,7 @@ class NaiveIndex:
         self.positions[key] = position
 
     def remove(self, position: int) -> None:
-        """Take out the key at `position`."""
+        """Remove the key at `position`."""
         key = next(key for key, found in self.positions.items() if found == position)
         del self.positions[key]
 
@@ -39,7 +39,7 @@ class NaiveLists:
         self.lists[number].insert(0, position)
 
     def unlink(self, position: int) -> None:
-        """Take `position` out of its list."""
+        """Remove `position` from its list."""
         next(members for members in self.lists if position in members).remove(position)
 
     def move_to_head(self, number: int, position: int) -> None:

@@ -11,7 +11,7 @@ from kvoffload.testing.naive.sketch import NaiveSketch
 
 
 class NaiveTinyLFU(Admission):
-    """Twin of `admission.TinyLFUAdmission`: the first blocks enter unseen, later ones when seen twice."""
+    """Twin of `admission.TinyLFUAdmission`: the first blocks enter unchecked, later ones if seen twice."""
 
     name = "naive-tinylfu"
 

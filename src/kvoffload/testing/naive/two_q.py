@@ -12,12 +12,12 @@ from kvoffload.testing.naive.choice import first_unprotected
 
 
 class NaiveTwoQ(BlockwisePolicy):
-    """Twin of `policies.two_q.TwoQ`: the paper's full version; its docstring has the conventions.
+    """Twin of `policies._2q.TwoQ`: the paper's full version; its docstring has the conventions.
 
     Attributes:
         a1in, am: slot to key of the resident blocks, the coldest first.
         a1out: remembered keys, the coldest first.
-        arriving: slots of A1in whose storing request has not put them in order yet.
+        arriving: slots of A1in whose storing request has not finished yet.
     """
 
     name = "naive-2q"
@@ -47,7 +47,7 @@ class NaiveTwoQ(BlockwisePolicy):
 
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         super().replace(keys, slots, num_free, protected)
-        # To put the batch in order was not the end of its request.
+        # Ordering the batch was not the end of its request.
         self.arriving.update(slot for slot in slots.tolist() if slot in self.a1in)
 
     def insert(self, slot: int, key: bytes) -> None:

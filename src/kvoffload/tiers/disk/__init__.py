@@ -1,9 +1,9 @@
-"""The disk tier: a slab of slots and its journal in a directory. It may forget, but it never lies.
+"""The disk tier: a slab of slots and its journal in a directory. It may forget blocks, but it never serves
+wrong bytes.
 
-`tier` is the `SecondaryTier`, `placement` says where its blocks lie, and `pipeline` is its threads; `slab`
-reads and writes blocks, `journal` and `recovery` remember which are there, `opening` and `lock` make a
-directory ours, `format` is every byte of it (docs/formats.md), and `files` is the one door to the operating
-system.
+`tier` is the `SecondaryTier`, `placement` knows where its blocks are, and `pipeline` owns its threads; `slab`
+reads and writes blocks, `journal` and `recovery` record which blocks are there, `opening` and `lock` open a
+directory for one owner, `format` defines every byte (docs/formats.md), and `files` makes all system calls.
 """
 
 from kvoffload.tiers.disk.tier import DiskTier

@@ -1,6 +1,6 @@
-"""The one door to the operating system: every read, write and sync of a slab goes through a `Files`.
+"""All system calls of the disk tier: every read, write and sync of a slab goes through a `Files`.
 
-Tests put another one in its place, which records, tears, delays or refuses. Knows nothing of slabs.
+Tests replace it by one that records, tears, delays or refuses. Does not know slabs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ PAGE_BYTES = 4096
 
 
 class Files:
-    """What the disk tier asks of the system. Errors are `OSError`. Thread: any, several at a time."""
+    """The system calls that the disk tier needs. Errors are `OSError`. Thread: any, several at a time."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, for direct I/O where its file system has it; a new one is its owner's alone."""
+        """Open a file, with direct I/O if its file system has it; a new file is private to its owner."""
         flags |= os.O_CLOEXEC
         with contextlib.suppress(OSError):
             return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
         return os.open(path, flags, 0o600)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Make the file this long, and reserve the room where the file system can."""
+        """Make the file this long, and reserve the room if the file system can."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, num_bytes)
         os.ftruncate(fd, num_bytes)
@@ -43,15 +43,15 @@ class Files:
         return os.fstat(fd).st_size
 
     def read(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Fill the buffers from `offset` on; how many bytes came."""
+        """Fill the buffers from `offset` on; returns how many bytes were read."""
         return os.preadv(fd, buffers, offset)
 
     def write(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Write the buffers from `offset` on; how many bytes went."""
+        """Write the buffers from `offset` on; returns how many bytes were written."""
         return os.pwritev(fd, buffers, offset)
 
     def sync(self, fd: int) -> None:
-        """Return when everything that was written before is on the medium."""
+        """Return when everything written before is on the medium."""
         getattr(os, "fdatasync", os.fsync)(fd)
 
     def sync_directory(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class Files:
             os.close(fd)
 
     def close(self, fd: int) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(fd)
 
 

@@ -1,7 +1,7 @@
 """Every byte of a slab: superblock, groups of the journal, heads of checkpoints, headers of blocks.
 
-Owns the encodings and their checksums; `layout` has where each of them is, and docs/formats.md says the same
-in prose. All integers are little-endian. Does no I/O, and does not know when anything is written.
+Owns the encodings and their checksums; `layout` knows where each of them is, and docs/formats.md describes
+them in prose. All integers are little-endian. Does no I/O, and does not know when anything is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT_VERSION = 2
 MAX_TEXT_BYTES = 3072
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
-"""Bit of the slot in an access: it counts as a use, and is not only a new place in the order."""
+"""Bit of the slot in an access: the access counts as a use, and not only as a new place in the order."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
@@ -70,15 +70,15 @@ HEAD = np.dtype(
 )
 HOUR = np.dtype([("hour", "<u8"), ("num_blocks", "<u8")])
 MAX_HOURS = 48
-"""How far back a checkpoint remembers how much was written: a day, with room."""
+"""Hours for which a checkpoint records how much was written: a day, and a margin."""
 
 
 class Identity(NamedTuple):
-    """Which slab this is, and who may use it.
+    """Which slab this is, and which producer may use it.
 
     Attributes:
         slab_id: random; binds the journal's groups to their slab.
-        fingerprint: 16 bytes of SHA-256 of the producer's text; every block's checksum is over it.
+        fingerprint: 16 bytes of SHA-256 of the producer's text; every block's checksum includes it.
         text: the producer's text, cut to fit the superblock; for people.
         created_at_s: seconds since 1970.
     """
@@ -90,7 +90,7 @@ class Identity(NamedTuple):
 
 
 def fingerprint_of(text: str) -> bytes:
-    """The 16 bytes that stand for a producer."""
+    """The 16 bytes that identify a producer."""
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
@@ -98,7 +98,7 @@ def fingerprint_of(text: str) -> bytes:
 
 
 def encode_superblock(layout: Layout, identity: Identity, capacity_bytes: int) -> Bytes:
-    """One page. Nothing is void in it yet."""
+    """A superblock of one page, in which no generation is void."""
     text = identity.text.encode()[:MAX_TEXT_BYTES]
     page, fields = _page(SUPERBLOCK)
     fields["magic"] = SLAB_MAGIC
@@ -115,12 +115,12 @@ def encode_superblock(layout: Layout, identity: Identity, capacity_bytes: int) -
 
 
 def void_before(superblock: Bytes) -> int:
-    """The generation below which nothing holds any more."""
+    """The generation below which every block is void."""
     return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["void_before"][0])
 
 
 def with_void_before(superblock: Bytes, generation: int) -> Bytes:
-    """A superblock that says so, and is the same otherwise."""
+    """A copy of `superblock` in which every generation below `generation` is void."""
     page, fields = _page(SUPERBLOCK)
     page[:] = superblock
     fields["void_before"], fields["checksum"] = generation, 0
@@ -128,7 +128,7 @@ def with_void_before(superblock: Bytes, generation: int) -> Bytes:
 
 
 def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
-    """Layout, identity and capacity in bytes; or why this is none that we can use."""
+    """Layout, identity and capacity in bytes; or the reason why this version cannot use the superblock."""
     fields = page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]
     if fields["magic"] != SLAB_MAGIC:
         return "it is not a slab"
@@ -151,8 +151,8 @@ def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
 
 
 class Group(NamedTuple):
-    """What one group of the journal says, in the order in which it holds: slots that were emptied, blocks
-    that are here, slots that were used since `first_stamp`."""
+    """The contents of one group of the journal, in the order in which they apply: slots that were emptied,
+    blocks that are here, slots that were used since `first_stamp`."""
 
     epoch: int
     sequence: int
@@ -165,7 +165,7 @@ class Group(NamedTuple):
 
 
 def encode_group(layout: Layout, slab_id: int, group: Group, into: Bytes) -> Bytes:
-    """Write a group into the front of `into`, which is aligned memory; the part that it takes."""
+    """Write a group to the front of `into`, which is aligned memory; returns the part that it fills."""
     counts = len(group.removed), len(group.entries), len(group.accessed)
     out = into[: group_bytes(layout, *counts)]
     out[:] = 0
@@ -184,7 +184,7 @@ def encode_group(layout: Layout, slab_id: int, group: Group, into: Bytes) -> Byt
 
 
 def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
-    """The group at the front of `memory`; None if there is none that is whole."""
+    """The group at the front of `memory`; None if there is no whole one."""
     if len(memory) < GROUP.itemsize:
         return None
     header = memory[: GROUP.itemsize].copy()
@@ -214,10 +214,10 @@ def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
 
 
 class Head(NamedTuple):
-    """The first and the last page of a checkpoint: it is whole.
+    """The first and the last page of a checkpoint. A checkpoint with both is whole.
 
     Attributes:
-        written: hours since 1970, ascending, each with how many blocks were written in it.
+        written: hours since 1970, ascending, each with the number of blocks written in it.
     """
 
     epoch: int
@@ -238,7 +238,7 @@ def encode_head(slab_id: int, head: Head) -> Bytes:
 
 
 def decode_head(slab_id: int, page: Bytes) -> Head | None:
-    """The head in this page, if it is one of this slab and sound."""
+    """The head in this page; None if it is damaged or belongs to another slab."""
     fields = page[: HEAD.itemsize].view(HEAD)[0]
     if fields["magic"] != CHECKPOINT_MAGIC or fields["slab_id"] != slab_id:
         return None
@@ -259,7 +259,7 @@ def block_seeds(
     slots: npt.NDArray[np.int64],
     generations: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.uint64]:
-    """What the checksum of each block's bytes starts from: xxh3_64 of its header."""
+    """The seed for the checksum of each block's bytes: xxh3_64 of its header."""
     headers = np.empty(len(slots), header_dtype(keys.key_bytes))
     headers["fingerprint"] = np.frombuffer(fingerprint, np.uint8)
     headers["slot"], headers["generation"] = slots, generations
@@ -271,7 +271,7 @@ def block_seeds(
 
 
 def chained_checksum(header: Any, payload: Any) -> int:
-    """xxh3_64 over a header, whose checksum is 0, and over what belongs to it: one seeds the other."""
+    """xxh3_64 of a header, whose checksum field is 0, used as the seed for xxh3_64 of its payload."""
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(header))
 
 
@@ -286,7 +286,7 @@ def _sealed(page: Bytes, fields: Any) -> Bytes:
 
 
 def _sound(page: Bytes, checksum: int) -> bool:
-    """Whether a page has this checksum: bytes 8 to 16, which count as 0."""
+    """Whether a page has this checksum, computed with bytes 8 to 16, where it stands, as 0."""
     blank = page.copy()
     blank[8:16] = 0
     return xxhash.xxh3_64_intdigest(blank.data) == checksum

@@ -1,6 +1,6 @@
-"""What stands in a slab, for people: a report, a check of every block, and a fresh checkpoint.
+"""Slabs, for people: a report, a check of every block, and a fresh checkpoint.
 
-Owns nothing; opens slabs that no tier has open, and `inspect` also others, read-only.
+Owns nothing. Opens slabs that no tier has open; `inspect` also reads those that one has open.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 @dataclass(frozen=True)
 class SlabReport:
-    """What a slab says of itself. Sizes in bytes, times in seconds since 1970.
+    """A slab's description of itself. Sizes in bytes, times in seconds since 1970.
 
     Attributes:
-        problem: why it cannot be used; everything else but `name` and `file_bytes` is then empty.
-        owner: pid of the process that has it open. What is reported may then be a moment old.
-        written_at_s: of its blocks: the first, the median and the last; empty without blocks.
+        problem: why it cannot be used; then only `name` and `file_bytes` are set.
+        owner: pid of the process that has it open. The report may then be slightly out of date.
+        written_at_s: times at which its first, median and last block were written; empty without blocks.
         journal_damage: parts of the journal that cannot be read.
     """
 
@@ -51,7 +51,7 @@ class SlabReport:
 
 
 class Problem(NamedTuple):
-    """A block that would not be served: `key` in hex, and why."""
+    """A block that would not be served: `key` in hex, and the reason."""
 
     slot: int
     key: str
@@ -59,7 +59,7 @@ class Problem(NamedTuple):
 
 
 def inspect(directory: Path, files: Files | None = None) -> list[SlabReport]:
-    """Report the slab of a directory, and those that were set aside there. Raises `ConfigError`."""
+    """Report the slab of a directory, and the slabs set aside there. Raises `ConfigError`."""
     slabs = [path for path in sorted(directory.glob(SLAB_NAME + "*")) if path.suffix != ".new"]
     if not slabs:
         raise ConfigError("path", str(directory), f"a directory of a disk tier: it has a file {SLAB_NAME}")
@@ -102,11 +102,11 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
 def opened(
     directory: Path, files: Files | None = None, *, wait_s: float = 0.0
 ) -> Iterator[tuple[Slab, Found]]:
-    """The slab of a directory and what its journal says, while nobody else has it. Raises `ConfigError`.
+    """The slab of a directory and what its journal says, locked for the caller. Raises `ConfigError`.
 
     Args:
-        wait_s: for an owner to end. Not at all by default: who types a command beside a server that runs
-            wants to be told so at once, and can type it again.
+        wait_s: how long to wait for another owner to end. By default not at all: a user who types a command
+            while a server runs wants to know at once, and can type it again.
     """
     if not (directory / SLAB_NAME).exists():
         raise ConfigError("path", str(directory), f"a directory of a disk tier: it has a file {SLAB_NAME}")
@@ -127,10 +127,10 @@ def opened(
 def verify(
     slab: Slab, found: Found, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
-    """Read every block and compare it with what it must be; those that fail.
+    """Read and verify every block; returns those that fail.
 
     Args:
-        progress: called with blocks checked, and all.
+        progress: called with the number of blocks checked, and of all blocks.
     """
     contents, scratch, layout, step = found.contents, Scratch(slab), slab.layout, slab.chunk_blocks
     slots, problems = contents.slots(), []
@@ -156,5 +156,5 @@ def verify(
 
 
 def compact(slab: Slab, found: Found) -> None:
-    """Write a fresh checkpoint, and begin the log anew. Raises `OSError`."""
+    """Write a fresh checkpoint and start an empty log. Raises `OSError`."""
     Journal(slab, found).checkpoint(found.contents)

@@ -1,8 +1,8 @@
 """The journal of a slab: which slots hold which blocks, in a form that survives a crash at any instant.
 
-Owns the log's place and its epochs. A *group* of records is appended in whole pages of its own: no page that
-has been made durable is written again before a checkpoint has made it superfluous. When the log is full a
-checkpoint of everything goes to the older of two places, and the log begins anew under the next epoch.
+Owns the end of the log and its epochs. A *group* of records is appended in whole pages of its own: a durable
+page is not written again before a checkpoint has made it superfluous. When the log is full a checkpoint of
+everything is written to the older of two places, and the log starts again, empty, under the next epoch.
 
 Does not know what a removal allows or an entry promises; the pipeline orders groups, syncs and data.
 """
@@ -33,19 +33,19 @@ MAX_GROUP_BYTES = 1024 * 1024
 
 
 class Journal:
-    """Appends groups to the log of an open slab, which nobody else writes.
+    """Appends groups to the log of an open slab, as its only writer.
 
-    Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`; after that what is on the
-    medium is not known any more, and nothing may be appended.
+    Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`; after that the state of the
+    medium is unknown, and nothing may be appended.
 
     Args:
-        slab: where it is.
-        found: how `recover` left it. A journal with any damage begins a new epoch at once, so that what
-            is left of the old one can never be taken for a part of it.
+        slab: the slab that has the log.
+        found: the result of `recover`. A damaged journal starts a new epoch at once, so that the rest of the
+            old one can never be taken for a part of the new one.
 
     Attributes:
-        bytes_written: groups and checkpoints since it was opened.
-        num_checkpoints: how many of those.
+        bytes_written: bytes of groups and checkpoints since it was opened.
+        num_checkpoints: checkpoints since it was opened.
         damaged: parts of the journal that could not be read back.
     """
 
@@ -56,15 +56,15 @@ class Journal:
         self._memory = aligned(self._max_group_bytes)
         self.bytes_written = self.num_checkpoints = 0
         self.damaged = found.damaged
-        # What was read may have been written by a life that was killed, and not be durable yet.
+        # What was read may have been written by a process that was killed, and not be durable yet.
         self.sync()
         if found.damaged:
             self.checkpoint(found.contents)
 
     def append(self, removed: SlabSlots, entries: Records, accessed: Records, first_stamp: int) -> None:
-        """Say all this; it is durable after the next `sync`. One group, unless it is very much.
+        """Append these records as one group, or several if they are too many; durable after the next `sync`.
 
-        What was appended before has been synced: a log ends in one torn group at most.
+        Earlier groups must have been synced: a log ends in at most one torn group.
         """
         layout, started = self._layout, False
         for removals, blocks, accesses in self._parts(removed, entries, accessed):
@@ -86,7 +86,7 @@ class Journal:
     def _parts(
         self, removed: SlabSlots, entries: Records, accessed: Records
     ) -> Iterator[tuple[SlabSlots, Records, Records]]:
-        """The whole, or, where it is too much for a group, parts of one kind each, in their order."""
+        """All records, or, if they are too many for a group, parts of one kind each, in order."""
         if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
             yield removed, entries, accessed
             return
@@ -99,7 +99,7 @@ class Journal:
                 yield parts[0], parts[1], parts[2]
 
     def checkpoint(self, contents: Contents) -> None:
-        """Write all that is here to the older place, durably, and begin the log anew.
+        """Write all `contents` to the older place, durably, and start an empty log.
 
         Cost: 80 bytes a block and two syncs.
         """
@@ -126,5 +126,5 @@ class Journal:
         self.num_checkpoints += 1
 
     def sync(self) -> None:
-        """Return when every group so far is durable, and all data written before. Raises `OSError`."""
+        """Return when all groups and data written so far are durable. Raises `OSError`."""
         self._slab.sync()

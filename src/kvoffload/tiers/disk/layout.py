@@ -1,6 +1,6 @@
 """Where everything is in a slab, and how big: the regions of the file, and the records in them.
 
-Pure arithmetic on sizes. `format` writes and reads what stands in each place.
+Pure arithmetic on sizes. `format` encodes and decodes what is in each place.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvoffload.tiers.disk.files import PAGE_BYTES
 MAX_BLOCK_BYTES = 1 << 30
 MAX_SLOTS = 1 << 30
 RESERVE_BYTES, RESERVE_SHARE = 256 * 1024 * 1024, 16
-"""Room for what is written during a slow commit, or a sixteenth of the slots where that is less: one block
-can be written before the removal of another is durable."""
+"""Size of the reserve, in bytes, or a sixteenth of the slots if that is less: room for what is written during
+a slow commit, since a block can then be written before the removal of another is durable."""
 LOCK_FILE_BYTES = PAGE_BYTES
-"""What the lock file may take, counted in the capacity."""
+"""Room for the lock file; it counts towards the capacity."""
 
 GROUP = np.dtype(
     [
@@ -39,12 +39,12 @@ GROUP = np.dtype(
     ]
 )
 ACCESS = np.dtype([("slot", "<u4"), ("after", "<u4")])
-"""A slot that was used (with `REUSE` where it counts), and when: as many stamps after the group's first."""
+"""A slot that was used (with `REUSE` if it counts), and when, in stamps after the group's first."""
 
 
 @functools.cache
 def entry_dtype(key_bytes: int) -> np.dtype[Any]:
-    """A block that is here, as the journal has it."""
+    """The journal's record of a block that is here."""
     return np.dtype(
         [
             ("slot", "<u4"),
@@ -60,7 +60,7 @@ def entry_dtype(key_bytes: int) -> np.dtype[Any]:
 
 @functools.cache
 def header_dtype(key_bytes: int) -> np.dtype[Any]:
-    """Whose the bytes in a slot are; their checksum is over this and them."""
+    """The identity of the bytes in a slot; their checksum is over this header and the bytes."""
     return np.dtype(
         [
             ("fingerprint", "u1", 16),
@@ -91,7 +91,7 @@ class Layout:
 
     @classmethod
     def within(cls, capacity_bytes: int, block_bytes: int, key_bytes: int) -> Layout:
-        """The most slots that fit in `capacity_bytes` with all that belongs to them; `ConfigError`."""
+        """The most slots that fit in `capacity_bytes` with their metadata. Raises `ConfigError`."""
         for field, value, largest in (
             ("block_bytes", block_bytes, MAX_BLOCK_BYTES),
             ("key_bytes", key_bytes, MAX_KEY_BYTES),
@@ -110,13 +110,13 @@ class Layout:
             raise ConfigError(
                 "capacity_bytes",
                 capacity_bytes,
-                f"one block of {block_bytes} bytes needs {least} in its directory",
+                f"allowed: {least} or more, which one block of {block_bytes} bytes needs",
             )
         return cls(block_bytes, key_bytes, low)
 
     @classmethod
     def holding(cls, block_bytes: int, key_bytes: int, num_blocks: int) -> Layout:
-        """The smallest that holds so many blocks."""
+        """The smallest layout that holds `num_blocks` blocks."""
         layout = cls(block_bytes, key_bytes, num_blocks)
         while layout.num_blocks < num_blocks:
             layout = cls(block_bytes, key_bytes, layout.num_slots + num_blocks - layout.num_blocks)
@@ -124,12 +124,12 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it holds; the rest of the slots is the reserve."""
+        """How many blocks it holds; the other slots are the reserve."""
         return self.num_slots - min(self.num_slots // RESERVE_SHARE, -(-RESERVE_BYTES // self.slot_bytes))
 
     @property
     def slot_bytes(self) -> int:
-        """From one slot to the next."""
+        """Bytes from one slot to the next."""
         return pages(self.block_bytes)
 
     @property
@@ -138,7 +138,7 @@ class Layout:
 
     @property
     def checkpoint_group_bytes(self) -> int:
-        """Of one group of a checkpoint: small, since a flipped bit costs a group."""
+        """Bytes of one group of a checkpoint: small, since a flipped bit costs a group."""
         return min(64 * 1024, pages(GROUP.itemsize + self.num_slots * self.entry_bytes))
 
     @property
@@ -147,13 +147,13 @@ class Layout:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """A head, the groups, and a copy of the head."""
+        """Bytes of a head, the groups, and a copy of the head."""
         groups = -(-self.num_slots // self.entries_per_group)
         return 2 * PAGE_BYTES + groups * self.checkpoint_group_bytes
 
     @property
     def log_bytes(self) -> int:
-        """Half a checkpoint; more where that is little beside the slots: it is written when this is full."""
+        """Half a checkpoint, more if that is little beside the slots: a full log causes a checkpoint."""
         share = min(1024 * PAGE_BYTES, self.num_slots * self.slot_bytes // 64)
         return max(16 * PAGE_BYTES, pages(share), pages(self.num_slots * self.entry_bytes // 2))
 
@@ -187,5 +187,5 @@ def group_bytes(layout: Layout, num_removed: int, num_entries: int, num_accessed
 
 
 def removed_bytes(num_removed: int) -> int:
-    """Of a list of slots, padded to 8."""
+    """Bytes of a list of slots, padded to a multiple of 8."""
     return (num_removed + 1) // 2 * 8

@@ -1,7 +1,7 @@
-"""One owner for a directory: whoever comes second waits a little, and is told who came first.
+"""One owner for a directory: a second process waits for a while, and then gets the pid of the first.
 
-The lock is the system's (`flock`) and goes with the process, however it ends; the number in the file only
-says whose it is.
+The lock is the system's (`flock`) and ends with the process, however that ends; the pid in the file is only
+information. Does not know slabs.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 LOCK_NAME = "kvoffload.lock"
 
 LOCK_WAIT_S = 30.0
-"""How long a tier waits: a process that was killed keeps its locks until its memory is given back, seconds
-for hundreds of GiB that are pinned, and whoever starts it again does so at once."""
+"""How long a tier waits: a process that was killed keeps its locks until its memory is released, which takes
+seconds for hundreds of pinned GiB, and it is often restarted at once."""
 
 _RETRY_S = 0.25
 
-# What this process holds: device and inode of the lock files. The number in the file does not tell, because
-# a container that is started again numbers its processes as the one before.
+# The locks of this process: device and inode of their files. The pid in the file is not enough, because a
+# restarted container gives its processes the same pids again.
 _held: set[tuple[int, int]] = set()
 
 
 class DirectoryLock:
-    """Held from its making to `release`.
+    """A lock held from construction to `release`.
 
-    Another process's lock is waited for, with one line in the log. This process's own is not: the thread that
-    would have to let go is the one that waits.
+    It waits for the lock of another process, with one line in the log. It does not wait for a lock of this
+    process: the thread that would have to release it is the one that waits.
 
     Args:
-        wait_s: for how long, at the most; 0 tries once.
+        wait_s: how long to wait at most; 0 tries once.
 
-    Raises: `ConfigError` with the owner's pid if somebody has it; or for a directory that cannot be locked.
+    Raises: `ConfigError` with the owner's pid if it is locked, or for a directory that cannot be locked.
     Thread: any.
     """
 
@@ -56,7 +56,7 @@ class DirectoryLock:
             os.close(self._fd)
             raise
         _held.add(self._file)
-        # On a full disk the lock holds all the same; only its owner's number is not there to read.
+        # On a full disk the lock is valid all the same; only its owner's pid cannot be read.
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, b"%d\n" % os.getpid(), 0)
@@ -83,16 +83,16 @@ class DirectoryLock:
             waited_s += _RETRY_S
 
     def release(self) -> None:
-        """Let others in. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._fd >= 0:
-            # In this order: once the file is closed another thread may take the lock, and note that it has.
+            # In this order: once the file is closed another thread may take the lock and add it to the set.
             _held.discard(self._file)
             os.close(self._fd)
             self._fd = -1
 
 
 def owner_of(directory: Path) -> str | None:
-    """The pid of the process that has this directory open, as text; None if nobody has."""
+    """The pid of the process that has this directory open, as text; None if there is none."""
     try:
         fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,6 +1,7 @@
-"""Making a directory ours: its lock, and its slab, opened again or made.
+"""Opens a directory for one owner: takes its lock, and opens or makes its slab.
 
 A slab of another producer or of another format is set aside under another name: never served, never deleted.
+Does not know what the blocks are used for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 class Geometry(NamedTuple):
-    """What a directory is to hold: the caller's wishes, already checked against each other."""
+    """What a directory must hold: the caller's options, already checked against each other."""
 
     layout: Layout
     capacity_bytes: int
@@ -31,7 +32,7 @@ class Geometry(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A directory that is ours, and what its journal says is there."""
+    """A locked directory, its slab and journal, and what the journal says is there."""
 
     lock: DirectoryLock
     slab: Slab
@@ -42,10 +43,10 @@ class Opened(NamedTuple):
 def open_directory(
     directory: Path, geometry: Geometry, files: Files, log: RateLimitedLog, progress: Progress | None
 ) -> Opened:
-    """Lock a directory, made if it is not there, and open its slab and journal.
+    """Lock a directory, making it if it is absent, and open its slab and journal.
 
-    Waits up to half a minute for another process to let go of it. Raises `ConfigError`, and then nothing is
-    locked or open.
+    Waits up to half a minute for the lock of another process. Raises `ConfigError`; then nothing is locked or
+    open.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def open_directory(
 def open_slab(directory: Path, geometry: Geometry, files: Files, log: RateLimitedLog) -> Slab:
     """The slab of a directory, made if there is none. One of another producer or format is set aside.
 
-    Raises `ConfigError`, also when it is ours and has another size.
+    Raises `ConfigError`, also if it is of this producer and has another size.
     """
     path = directory / SLAB_NAME
     layout, capacity_bytes, text = geometry
@@ -106,7 +107,7 @@ def open_slab(directory: Path, geometry: Geometry, files: Files, log: RateLimite
 
 
 def _difference(slab: Slab, layout: Layout, fingerprint: bytes) -> str:
-    """Why this slab is another producer's, or nothing."""
+    """Why this slab counts as another producer's; empty if it does not."""
     if slab.identity.fingerprint != fingerprint:
         return f"it holds blocks of another producer ({slab.identity.text})"
     if (slab.layout.block_bytes, slab.layout.key_bytes) != (layout.block_bytes, layout.key_bytes):
@@ -115,13 +116,13 @@ def _difference(slab: Slab, layout: Layout, fingerprint: bytes) -> str:
 
 
 def set_aside(path: Path, reason: str, log: RateLimitedLog) -> Path:
-    """Rename a slab that is not ours to use, so that another can take its place; its new name."""
+    """Rename a slab that may not be used, so that another can take its place; returns the new name."""
     number = 1
     while (target := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1
     os.rename(path, target)
     log.warn(
         f"aside {target}", "disk tier: set aside %s as %s: %s. "
-        "Nothing of it is used; delete it to get its room back", path, target.name, reason,
+        "It is not used; delete it to free its space", path, target.name, reason,
     )  # fmt: skip
     return target

@@ -1,6 +1,6 @@
-"""How long a tier writes nothing after a write has failed.
+"""How long a tier does not write after a write has failed.
 
-To write is to evict: a medium that takes nothing must not cost the blocks that it holds.
+Each write evicts a block: a medium that fails to write must not lose the blocks that it holds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
 
 class WritePause:
-    """A pause that doubles while writes go on failing. Thread: one."""
+    """A pause that doubles while writes keep failing. Thread: one."""
 
     def __init__(self) -> None:
         self._next_s, self._until = FIRST_PAUSE_S, 0.0
@@ -27,5 +27,5 @@ class WritePause:
         self._next_s = min(2 * self._next_s, LONGEST_PAUSE_S)
 
     def succeeded(self) -> None:
-        """A write has succeeded: the next pause is a short one."""
+        """A write has succeeded: the next pause is short again."""
         self._next_s = FIRST_PAUSE_S

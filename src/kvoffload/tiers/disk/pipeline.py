@@ -1,4 +1,4 @@
-"""The threads of one slab: some that move blocks, and one that makes them last.
+"""The threads of one slab: some move blocks, and one makes them durable.
 
 Owns the order that the crash contract rests on:
 
@@ -6,8 +6,8 @@ Owns the order that the crash contract rests on:
 2. a block's entry is appended to the journal only when its data are durable;
 3. a write is reported when its entry is durable.
 
-One sync serves many: that which makes the data of a batch durable is also that of the entries of the batch
-before. Knows no keys' whereabouts and no policy: it gets chunks, and hands them back.
+One sync serves many blocks: the sync that makes the data of a batch durable also makes the entries of the
+batch before durable. Does not know which slot a key is in, nor policies: it gets chunks and returns them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks
 
 COMMIT_INTERVAL_S = 0.002
-"""Between two commits while writes run: each takes a page of the log at least."""
+"""Time between two commits while writes run: each commit takes at least a page of the log."""
 COMMIT_PACE = 32
-"""And as many times as long as the last one took: a sync holds up the writes beside it."""
+"""Time between two commits, in durations of the last one: a sync delays the writes beside it."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
-"""After the superblocks could not be written."""
+"""Time until the next attempt after the superblocks could not be written."""
 ACCESS_INTERVAL_S = 1.0
-"""How long accesses wait for a commit to go along with."""
+"""How long accesses wait for a commit that includes them."""
 MAX_PENDING_ACCESSES = 1 << 22
 
 Stamps: TypeAlias = npt.NDArray[np.uint64]
@@ -56,13 +56,13 @@ _NO_SLOTS, _NO_STAMPS = np.empty(0, np.uint32), np.empty(0, np.uint64)
 
 @dataclass(eq=False)
 class Chunk:
-    """Blocks that one thread reads or writes in one go, slots ascending.
+    """Blocks that one thread reads or writes at once, slots ascending.
 
     Attributes:
-        owner: whose they are; not looked at here.
-        index: which rows of the owner's.
-        outcomes: how each went, when the chunk is handed back.
-        checksums: of a read: what they should be; of a write: what they are, when the chunk is handed back.
+        owner: the job that they belong to; not used here.
+        index: their rows in the owner's arrays.
+        outcomes: the outcome of each, set when the chunk is handed back.
+        checksums: of a read: the expected ones; of a write: the real ones, set when it is handed back.
         stamps: of a write: when its blocks were first used.
         gate: of a write: how many removals must be durable before it.
     """
@@ -84,7 +84,7 @@ class Chunk:
 
 @dataclass(eq=False)
 class _Batch:
-    """What one group of the journal will say."""
+    """The contents of the next group of the journal."""
 
     removed: list[SlabSlots] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -94,11 +94,11 @@ class _Batch:
 class Pipeline:
     """Runs chunks; `deliver` gets each back when it has ended, on a thread of the pipeline.
 
-    Reads go before writes, and one thread does nothing but read, so that a load does not wait behind
-    stores. When the journal fails, writing ends for good: what has not been reported fails, and `broken`
-    is set; reading goes on, and so does making void.
+    Reads go before writes, and one thread only reads, so that a load does not wait for stores. When the
+    journal fails, writing ends for good: writes that have not been reported fail, and `broken` is set; reads
+    and `void` still work.
 
-    Thread: `submit`, `remove`, `access`, `drain` and `close` by one thread; none but the last two waits.
+    Thread: `submit`, `remove`, `access`, `drain` and `close` on one thread; only the last two wait.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Pipeline:
     # ---- the scheduler's side
 
     def submit(self, chunks: list[Chunk]) -> None:
-        """Begin chunks, all of them reads or all writes."""
+        """Begin chunks: all of them reads, or all of them writes."""
         with self._lock:
             self._num_under_way += len(chunks)
             failed = chunks if self.broken and chunks[0].writes else []
@@ -156,7 +156,7 @@ class Pipeline:
         self._fail(failed)
 
     def remove(self, slots: SlabSlots) -> int:
-        """These slots hold nothing any more; the gate of whoever writes into them next."""
+        """These slots are now empty; returns the gate of the next write into them."""
         with self._lock:
             if not self.broken:
                 self._pending.removed.append(slots)
@@ -165,16 +165,16 @@ class Pipeline:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """What is older than this, here or on its way, holds no more, durably after a `drain`.
+        """Blocks of a lower generation, also those in flight, are void; durably after a `drain`.
 
-        `remove` what has an entry after this call: its slots are not free before.
+        Call `remove` after this for blocks that have an entry: their slots are not free before.
         """
         with self._lock:
             self._void_before = np.uint64(generation)
             self._commit.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """These slots were used (with `REUSE`) at these times: goes along with the next commit."""
+        """These slots were used (with `REUSE`) at these times: recorded with the next commit."""
         with self._lock:
             if self.broken or self._num_accesses + len(slots) > MAX_PENDING_ACCESSES:
                 return
@@ -185,7 +185,7 @@ class Pipeline:
             self._num_accesses += len(slots)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything that was submitted has ended and is durable; False if that takes longer."""
+        """Wait until everything submitted has ended and is durable; False on time-out."""
         with self._lock:
             self._flushing = True
             self._commit.notify()
@@ -195,7 +195,7 @@ class Pipeline:
                 self._flushing = False
 
     def close(self, timeout_s: float) -> bool:
-        """Drain, and end the threads; False if some of them hang in the system: they are left behind."""
+        """Drain, and end the threads; False if some hang in a system call: those are left running."""
         deadline = time.monotonic() + timeout_s
         if not self._stopping:
             self.drain(timeout_s)
@@ -231,14 +231,14 @@ class Pipeline:
             try:
                 self._move(chunk, scratch)
             except Exception as error:
-                # Not the medium's doing, that is an outcome: a pool that is gone, no memory left, our bug.
+                # Not a failure of the medium, which is an outcome: a closed pool, no memory, our bug.
                 chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)
                 self._log.warn("chunk", "disk tier: blocks could not be moved: %r", error)
-            if not chunk.writes or not self._goes_on(chunk):
+            if not chunk.writes or not self._awaits_commit(chunk):
                 self._hand_back([chunk])
 
-    def _goes_on(self, chunk: Chunk) -> bool:
-        """Whether a write that has ended has something to make last."""
+    def _awaits_commit(self, chunk: Chunk) -> bool:
+        """Whether a write that has ended has blocks to make durable."""
         with self._lock:
             self._num_writing -= 1
             self._commit.notify()
@@ -265,17 +265,17 @@ class Pipeline:
             self._num_under_way -= len(chunks)
             self._idle.notify_all()
 
-    # ---- the thread that makes them last
+    # ---- the thread that makes them durable
 
     def _commit_batches(self) -> None:
         unsynced: _Batch | None = None
         while True:
             with self._lock:
                 while not self._has_work():
-                    # A write that is still under way has to be made to last.
+                    # A write that is still under way must be made durable.
                     if self._stopping and not (self._gated or self._writes or self._num_writing):
                         return
-                    self._commit.wait(self._patience())
+                    self._commit.wait(self._seconds_to_wait())
                 self._committing = True
                 batch, self._pending, self._num_accesses = self._pending, _Batch(), 0
             began = time.monotonic()
@@ -308,26 +308,26 @@ class Pipeline:
                 self._commit.wait_for(self._writes_need_a_commit, pause)
 
     def _make_void(self) -> None:
-        """Have the superblocks say what is void, whatever the journal does; tried until they do."""
+        """Record in the superblocks what is void, even without a journal; repeated until it succeeds."""
         with self._lock:
-            if not self._is_to_be_void():
+            if not self._must_make_void():
                 return
             generation = self._void_before
         try:
             self._slab.void(int(generation))
         except OSError as error:
-            self._log.warn("void", "disk tier: what was reset may be back after a restart: %s", error)
+            self._log.warn("void", "disk tier: a reset may be undone by a restart: %s", error)
             self._void_again = time.monotonic() + VOID_RETRY_S
             return
         with self._lock:
             self._void_durable = generation
             self._idle.notify_all()
 
-    def _is_to_be_void(self) -> bool:
+    def _must_make_void(self) -> bool:
         return bool(self._void_before > self._void_durable) and time.monotonic() >= self._void_again
 
     def _writes_need_a_commit(self) -> bool:
-        """Whether there is nothing to write without one, or will not be when it has ended."""
+        """Whether little or nothing is left to write before the next commit."""
         if self._stopping:
             return True
         if self._gated:
@@ -336,20 +336,20 @@ class Pipeline:
 
     def _has_work(self) -> bool:
         pending = self._pending
-        if pending.chunks or pending.removed or self._is_to_be_void():
+        if pending.chunks or pending.removed or self._must_make_void():
             return True
         is_time = time.monotonic() >= self._oldest_access + ACCESS_INTERVAL_S
         return bool(pending.accesses) and (self._flushing or self._stopping or is_time)
 
-    def _patience(self) -> float | None:
-        """Seconds until there is something to do though nobody says so; None while there is nothing."""
+    def _seconds_to_wait(self) -> float | None:
+        """Seconds until there is work even without a notification; None if there will be none."""
         times = [self._oldest_access + ACCESS_INTERVAL_S] if self._pending.accesses else []
         if self._void_before > self._void_durable:
             times.append(self._void_again)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _append(self, batch: _Batch) -> None:
-        """Write what a batch says into the journal."""
+        """Append a batch to the journal."""
         removed = np.concatenate([_NO_SLOTS, *batch.removed])
         entries = np.concatenate([self._no_entries, *(self._entries_of(chunk) for chunk in batch.chunks)])
         stamps = np.concatenate([_NO_STAMPS, *(stamps for _, stamps in batch.accesses)])
@@ -360,7 +360,7 @@ class Pipeline:
         self._journal.append(removed, entries, accessed, first_stamp)
 
     def _entries_of(self, chunk: Chunk) -> Records:
-        # Read after the batch was taken: a batch that says that a slot was emptied does not fill it again.
+        # Read after the batch was taken: a batch that empties a slot must not fill it again.
         written = (chunk.outcomes == SOUND) & (chunk.generations >= self._void_before)
         entries: Records = np.empty(int(np.count_nonzero(written)), self._no_entries.dtype)
         entries["slot"], entries["generation"] = chunk.slots[written], chunk.generations[written]
@@ -370,7 +370,7 @@ class Pipeline:
         return entries
 
     def _durable(self, batch: _Batch) -> None:
-        """What this batch said will survive: report its writes, and let the slots that it emptied be used."""
+        """This batch is durable: report its writes, and allow writes into the slots that it emptied."""
         with self._lock:
             self._num_durable += sum(map(len, batch.removed))
             while self._gated and self._gated[0].gate <= self._num_durable:
@@ -381,8 +381,8 @@ class Pipeline:
         self._hand_back(batch.chunks)
 
     def _break(self, error: Exception, batches: list[_Batch]) -> None:
-        """The journal has failed: what is on the medium is not known any more, so nothing more goes there."""
-        self._log.warn("journal", "disk tier: no writing any more, the journal failed: %s", error)
+        """The journal has failed: the state of the medium is unknown, so nothing more is written."""
+        self._log.warn("journal", "disk tier: the journal failed, nothing is written from now on: %s", error)
         with self._lock:
             self.broken = True
             failed = [chunk for batch in (*batches, self._pending) for chunk in batch.chunks]

@@ -1,8 +1,8 @@
-"""Where blocks lie in a slab: which of its slots belongs to each slot of the manager.
+"""Where blocks are in a slab: the slab's slot for each slot of the manager.
 
-Owns what is known of the block in each of the manager's slots, and the *reserve*: the slab has more slots
-than the manager, and those that hold nothing wait in line, so that a block is written at once and need not
-wait until the removal of another one is durable. Does no I/O; the pipeline says what is durable.
+Owns the metadata of the block in each of the manager's slots, and the *reserve*: the slab has more slots than
+the manager, and empty ones queue for reuse, so that a block is written at once and need not wait until the
+removal of another is durable. Does no I/O; the pipeline knows what is durable.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _RESTORE_BLOCKS = 65536
 
 
 class Placement:
-    """Arrays by the manager's slot, and the slab's slots behind them.
+    """Arrays indexed by the manager's slot: the slab's slot, and the metadata of its block.
 
-    A *gate* of a slab's slot is how many removals must be durable before it is written again.
+    The *gate* of a slab's slot is the number of removals that must be durable before it is written again.
 
     Args:
         num_blocks: the manager's slots.
-        num_slots: the slab's; the rest is the reserve.
-        next_generation: more than any in the slab.
+        num_slots: the slab's; those beyond `num_blocks` are the reserve.
+        next_generation: greater than any in the slab.
 
     Attributes:
         generation: of the block in each slot: a number that no other write to this slab has. 0: no block.
-        checksum: of its bytes, and of whose they are.
-        next_generation: what the next block to be written gets.
+        checksum: of its header and bytes.
+        next_generation: generation of the next block to be written.
 
     Memory: 24 bytes a block, 8 a slot. Thread: one, the scheduler's.
     """
@@ -46,13 +46,13 @@ class Placement:
         self._gate = np.zeros(num_slots, np.int64)
 
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
-        """Give an empty manager the blocks that were found; the slab's slots whose blocks it did not take.
+        """Give an empty manager the blocks that were found; returns the slab's slots of those not taken.
 
-        They come in the order of their writing, and are then used as they were: so policies that go by
-        insertion and policies that go by use both get their order back.
+        They are stored in the order of their writing, and then used in the order of their uses: so policies
+        that order by insertion and policies that order by use both get their order back.
         """
         found, num_blocks = contents.slots(), len(self._place)
-        # Only a damaged journal has more blocks than there may be, or one of them twice.
+        # Only a damaged journal has more blocks than fit, or a block twice.
         if len(found) > num_blocks:
             found = found[np.argsort(contents.stamp[found], kind="stable")][-num_blocks:]
         by_age = found[np.argsort(contents.generation[found], kind="stable")]
@@ -60,7 +60,7 @@ class Placement:
         for start in range(0, len(by_age), _RESTORE_BLOCKS):
             batch = by_age[start : start + _RESTORE_BLOCKS]
             plan = manager.prepare_store(contents.keys(batch), admitted=True)
-            assert plan is not None, "an empty cache has room for what it held"
+            assert plan is not None, "an empty cache has room for the blocks that it held"
             slot_of[batch[plan.rows]] = plan.slots
             manager.complete_store(plan)
         restored, empty = np.flatnonzero(slot_of >= 0), np.flatnonzero(slot_of < 0)
@@ -76,29 +76,29 @@ class Placement:
         return empty[contents.generation[empty] > 0].astype(np.uint32)
 
     def places(self, slots: SlotArray) -> Positions:
-        """The slab's slots behind these."""
+        """The slab's slots for these slots of the manager."""
         return self._place[slots]
 
     def renew(self, slots: SlotArray) -> None:
-        """Blocks are about to be written into these slots: each gets a generation."""
+        """Give each of these slots, which are about to be written, a new generation."""
         generations = np.arange(len(slots), dtype=np.uint64) + np.uint64(self.next_generation)
         self.generation[slots] = generations
         self.next_generation += len(slots)
 
     def empty(self, slots: SlotArray) -> SlabSlots:
-        """The blocks of these slots have gone; the slab's slots that hold nothing any more."""
+        """The blocks in these slots have left; returns the slab's slots that are now empty."""
         self.generation[slots] = 0
         return self._place[slots].astype(np.uint32)
 
     def rotate(self, slots: SlotArray) -> None:
-        """Let these slots, just emptied, have those of the slab that have held nothing for the longest."""
+        """Give these slots, just emptied, the slots of the slab that have been empty for the longest."""
         line = np.concatenate([self._reserve, self._place[slots]])
         self._place[slots], self._reserve = line[: len(slots)], line[len(slots) :]
 
     def set_gate(self, places: SlabSlots, gate: int) -> None:
-        """The removals from these slots of the slab are durable when so many are."""
+        """Removals from these slots of the slab are durable once `gate` removals are."""
         self._gate[places] = gate
 
     def gate(self, slots: SlotArray) -> int:
-        """How many removals must be durable before all of these slots may be written."""
+        """Number of removals that must be durable before all of these slots may be written."""
         return int(self._gate[self._place[slots]].max())

@@ -1,9 +1,9 @@
 """What a slab holds, read back from its journal: the newest whole checkpoint, and the log after it.
 
-Owns the reading of a journal and what its damage means. Every group says facts about slots (emptied, holds
-this block, was used) that later groups overwrite, so a group that is lost costs what it said, and what it
-contradicted: an entry too many is found out when its slot is read, because the checksum is another one.
-Writes nothing.
+Owns the reading of a journal and what its damage means. Every group records facts about slots (emptied, holds
+this block, was used) that later groups overwrite. So a lost group loses its own facts and revives those that
+it would have overwritten: an entry that is no longer true is detected when its slot is read, because the
+checksum differs. Writes nothing.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from kvoffload.tiers.disk.layout import GROUP, Layout, entry_dtype
 from kvoffload.tiers.disk.slab import Slab
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with bytes of metadata that have been read, and all that there are."""
+"""Called with the bytes of metadata read so far, and in total."""
 
 _WINDOW_BYTES = 16 * 1024 * 1024
 
 
 class Contents:
-    """Which block each slot holds, by slot: flat arrays of the slab's size. What is void is not taken in.
+    """Which block each slot holds: flat arrays indexed by the slab's slot. Void blocks are left out.
 
     Attributes:
-        generation: 0 where there is no block.
+        generation: 0 if there is no block.
         stamp: when it was last used, on the tier's own clock of accesses.
-        uses: how often, since it was written.
+        uses: how often it was used since it was written.
         written_at_s: when it was written, in seconds since 1970.
-        checksum: of its bytes, and of whose they are.
+        checksum: of its header and bytes.
         words: its key, packed as in `Keys`.
-        written: how many blocks were written in each hour since 1970, also those that have gone since.
+        written: blocks written in each hour since 1970, including those that have left since.
     """
 
     def __init__(self, layout: Layout, void_before: int = 0) -> None:
@@ -76,7 +76,7 @@ class Contents:
         return Keys(self.words[slots], self.key_bytes)
 
     def apply(self, group: Group) -> None:
-        """Let one group of the journal hold."""
+        """Apply one group of the journal."""
         n = len(self.generation)
         removed = group.removed[group.removed < n]
         self.generation[removed] = 0
@@ -89,7 +89,7 @@ class Contents:
         entries = entries[entries["generation"] >= self._void_before]
         slots = entries["slot"]
         self.generation[slots] = entries["generation"]
-        # A block may have been used before it was known to be written.
+        # A use of a block may be recorded before its entry.
         self.stamp[slots] = np.maximum(self.stamp[slots], entries["stamp"])
         self.uses[slots] += entries["uses"]
         self.written_at_s[slots] = entries["written_at_s"]
@@ -116,11 +116,11 @@ class Found:
 
     Attributes:
         contents: which blocks are here.
-        epoch: of the checkpoint; the log has it too.
-        sequence: of the next group of the log.
-        log_end: offset in the log behind its last group.
-        damaged: groups, heads and pages of the journal that cannot be read: what they said is forgotten.
-        unfinished: the log ends in a group that is not whole. A crash does that, and it means nothing.
+        epoch: of the checkpoint and of the log.
+        sequence: number of the next group of the log.
+        log_end: offset in the log after its last group.
+        damaged: groups, heads and pages of the journal that cannot be read: their contents are lost.
+        unfinished: the log ends in a group that is not whole. A crash leaves that, and it is no damage.
     """
 
     contents: Contents
@@ -132,9 +132,9 @@ class Found:
 
 
 def recover(slab: Slab, progress: Progress | None = None) -> Found:
-    """Read the journal of a slab. Never raises for what it finds: what cannot be read is counted.
+    """Read the journal of a slab. Damage never raises: what cannot be read is counted.
 
-    Cost: reads the checkpoint and the log once, 80 bytes a block; some seconds at 16 million blocks.
+    Cost: reads the checkpoint and the log once, 80 bytes a block; a few seconds for 16 million blocks.
     """
     found = Found(Contents(slab.layout, slab.void_before))
     heads = _heads(slab, found)
@@ -201,7 +201,7 @@ def _read_log(slab: Slab, found: Found) -> None:
     )
     newest = max(newer, default=found.epoch)
     if newest != found.epoch:
-        # Its checkpoint is lost, an older one was found, or none.
+        # The checkpoint of this log is lost: an older one was found, or none.
         found.damaged += 1
         found.epoch = newest
     broken = 0
@@ -220,7 +220,7 @@ def _read_log(slab: Slab, found: Found) -> None:
 
 
 def _candidates(slab: Slab, memory: Bytes) -> tuple[list[int], list[int]]:
-    """Where groups of this slab seem to begin in the log, and the epoch that each claims."""
+    """Offsets in the log where groups of this slab seem to begin, and the epoch that each claims."""
     heads = np.ndarray((len(memory) // PAGE_BYTES,), GROUP, memory, strides=(PAGE_BYTES,))
     rows = np.flatnonzero((heads["magic"] == GROUP_MAGIC) & (heads["slab_id"] == slab.identity.slab_id))
     return (rows * PAGE_BYTES).tolist(), heads["epoch"][rows].tolist()

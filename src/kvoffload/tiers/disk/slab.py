@@ -1,7 +1,7 @@
 """The slab of one directory: a file of slots of one size, read and written in runs of neighbours.
 
-Owns the file, and the verification of blocks. Does not know which slots hold something, what their checksums
-should be, nor who may overwrite one: the journal and the tier do.
+Owns the file, and the verification of blocks. Does not know which slots hold blocks, what their checksums
+should be, nor when a slot may be overwritten: the journal and the tier do.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvoffload.transfer.copies import address_of
 
 SLAB_NAME = "kvoffload.slab"
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Asked of the system in one call. More gains nothing, and a thread is busy longer."""
+"""Bytes moved in one system call. More is no faster, and keeps a thread busy for longer."""
 MAX_RUN_BLOCKS = 1000
-"""A call of the system takes 1024 buffers."""
+"""A system call takes at most 1024 buffers."""
 
 SOUND, UNREADABLE, MISMATCH = 0, 1, 2
-"""What reading a block came to: verified; the medium failed; not what was stored under this key."""
+"""Outcomes of reading a block: verified; the medium failed; not what was stored under this key."""
 
 Outcomes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
@@ -52,14 +52,14 @@ _PIECE_BYTES = 1024 * 1024
 
 
 class Scratch:
-    """Memory of one thread, for blocks that direct I/O does not take from or into where they lie."""
+    """Memory of one thread, for blocks whose place in memory direct I/O does not accept."""
 
     def __init__(self, slab: Slab) -> None:
         self._shape = slab.chunk_blocks, slab.layout.slot_bytes
         self._pages: Bytes | None = None
 
     def pages(self, num_blocks: int) -> Bytes:
-        """Whole pages for each of so many blocks, as rows; made when first asked for."""
+        """One row of whole pages for each of `num_blocks` blocks; allocated on first use."""
         if self._pages is None:
             self._pages = aligned(self._shape[0] * self._shape[1]).reshape(self._shape)
         return self._pages[:num_blocks]
@@ -68,14 +68,14 @@ class Scratch:
 class Slab:
     """An open slab.
 
-    Reading and writing blocks never raises for what the medium does: it answers. Reading and writing pages,
-    which the journal is made of, and `sync` raise `OSError`.
+    A failure of the medium while reading or writing blocks is an outcome, not an exception. Reading and
+    writing pages, which the journal is made of, and `sync` raise `OSError`.
 
     Thread: any, each with its own `Scratch`, for different slots.
 
     Attributes:
-        layout, identity, capacity_bytes: as its superblock says.
-        chunk_blocks: how many blocks are moved in one go at most.
+        layout, identity, capacity_bytes: from its superblock.
+        chunk_blocks: the most blocks that are moved at once.
     """
 
     def __init__(self, fd: int, superblock: Bytes, files: Files, log: RateLimitedLog) -> None:
@@ -98,10 +98,10 @@ class Slab:
         files: Files,
         log: RateLimitedLog,
     ) -> Slab:
-        """Make a slab where there is none, all of its room reserved. Raises `ConfigError`.
+        """Make a slab where there is none, and reserve all of its room. Raises `ConfigError`.
 
-        It gets its name when it is whole: a crash on the way leaves ``kvoffload.slab.new``, which the next
-        attempt replaces.
+        It gets its name when it is complete: a crash before that leaves ``kvoffload.slab.new``, which the
+        next attempt replaces.
         """
         unfinished = path.with_name(path.name + ".new")
         try:
@@ -133,7 +133,7 @@ class Slab:
 
     @classmethod
     def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
-        """Open a slab; or why it is none that this version can use. Raises `OSError`."""
+        """Open a slab; or return why this version cannot use it. Raises `OSError`."""
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
         reason, sound = "it is too short to be a slab", []
         try:
@@ -162,11 +162,11 @@ class Slab:
         self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64],
         pool: Blocks, rows: Positions, scratch: Scratch,
     ) -> tuple[Mask, Checksums]:  # fmt: skip
-        """Write ``pool[rows[i]]`` into ``slots[i]``, ascending; which were, though not yet durably, and their
-        checksums.
+        """Write ``pool[rows[i]]`` into ``slots[i]``, ascending; returns which were written, not yet durably,
+        and their checksums.
 
-        At most `chunk_blocks` of them. Cost: a pass over the bytes for checksums, then one call of the
-        system for each run of neighbours.
+        At most `chunk_blocks` of them. Cost: a pass over the bytes for checksums, then one system call for
+        each run of neighbours.
         """
         sums = self._checksums(keys, slots, generations, pool, rows)
         if self._in_place(pool):
@@ -180,10 +180,10 @@ class Slab:
         self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64], expected: Checksums,
         pool: Blocks, rows: Positions, scratch: Scratch,
     ) -> Outcomes:  # fmt: skip
-        """Read ``slots[i]``, ascending, into ``pool[rows[i]]``, and verify; how each one went.
+        """Read ``slots[i]``, ascending, into ``pool[rows[i]]``, and verify; returns the outcome of each.
 
-        The checksum over key, fingerprint, slot, length, generation and bytes is that which was `expected`,
-        or it is a mismatch. A row whose outcome is not `SOUND` holds anything.
+        A block whose checksum over key, fingerprint, slot, length, generation and bytes is not the `expected`
+        one is a mismatch. The contents of a row whose outcome is not `SOUND` are undefined.
         """
         in_place = self._in_place(pool)
         memory, at = (pool, rows) if in_place else (scratch.pages(len(rows)), np.arange(len(rows)))
@@ -204,14 +204,14 @@ class Slab:
         return checksums(address_of(memory) + at * memory.strides[0], block_bytes, seeds)
 
     def _in_place(self, pool: Blocks) -> bool:
-        """Whether rows of this pool can be given to direct I/O as they are."""
+        """Whether direct I/O accepts rows of this pool as they are."""
         address: int = pool.__array_interface__["data"][0]
         return (address | pool.strides[0] | self.layout.block_bytes) % PAGE_BYTES == 0
 
     def _each_run(
         self, operation: Callable[[int, Buffers, int], int], slots: Positions, memory: Blocks, at: Positions
     ) -> Mask:
-        """Move ``memory[at[i]]`` to or from ``slots[i]``, a run of neighbours in one go; which were moved."""
+        """Move ``memory[at[i]]`` to or from ``slots[i]``, one call for each run; returns which were moved."""
         moved = np.zeros(len(slots), np.bool_)
         for first, end in _runs(slots):
             try:
@@ -219,7 +219,7 @@ class Slab:
                 moved[first:end] = True
             except OSError as error:
                 self._complain(operation, error)
-                # One bad sector must not cost its neighbours. The rest of what can fail fails for all.
+                # One bad sector must not cost its neighbours. Any other error concerns all of them.
                 if error.errno == errno.EIO and end - first > 1:
                     for i in range(first, end):
                         try:
@@ -265,19 +265,19 @@ class Slab:
         transfer(self._files.write, self._fd, [memory], offset)
 
     def sync(self) -> None:
-        """Return when everything that was written before is on the medium. Raises `OSError`."""
+        """Return when everything written before is on the medium. Raises `OSError`."""
         self._files.sync(self._fd)
 
     @property
     def void_before(self) -> int:
-        """Blocks of a lower generation hold no more, whatever the journal says."""
+        """Blocks of a lower generation are void, whatever the journal says."""
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Make void what is older than this; durable on return. Raises `OSError` if neither place took it.
+        """Make lower generations void; durable on return. Raises `OSError` if neither place could be written.
 
-        The superblock and its copy are written one after the other, a bad one first: one of them is always
-        whole, and no damage to a single place brings back what was void.
+        The superblock and its copy are written one after the other, a damaged one first: one of them is
+        always whole, and damage to a single place does not bring back void blocks.
         """
         self._superblock = with_void_before(self._superblock, generation)
         errors = [error for at in self._superblocks_at if (error := self._write_superblock(at))]
@@ -296,25 +296,25 @@ class Slab:
         return None
 
     def complete(self) -> None:
-        """Mend a superblock that differs from its copy, if it can be, and give a file that has been cut its
-        length back; what was in the part is gone. Raises `OSError`."""
+        """Repair a superblock that differs from its copy, if possible, and restore the length of a file that
+        was cut short; the blocks in the missing part are lost. Raises `OSError`."""
         for at in (PAGE_BYTES, 0):
             if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):
                 self._write_superblock(at)
                 self._superblocks_at = at, PAGE_BYTES - at
         if self._files.size(self._fd) < self.layout.file_bytes:
-            self._log.warn("short", "disk tier: the slab was cut short: what was there is lost")
+            self._log.warn("short", "disk tier: the slab was cut short: blocks in the missing part are lost")
             self._files.allocate(self._fd, self.layout.file_bytes)
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             self._files.close(self._fd)
             self._fd = -1
 
 
 def transfer(operation: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers, offset: int) -> None:
-    """Read or write all of `buffers`, in as many calls as it takes. `OSError`, also at the end of a file."""
+    """Read or write all of `buffers`, in as many calls as needed. Raises `OSError`, also at end of file."""
     remaining = sum(len(buffer) for buffer in buffers)
     while True:
         moved = operation(fd, buffers, offset)
@@ -335,7 +335,7 @@ def _after(buffers: Buffers, num_bytes: int) -> Iterator[Any]:
 
 
 def _buffers(memory: Blocks, rows: Positions) -> list[Bytes]:
-    """These rows, as few pieces of memory as they are."""
+    """These rows, as few contiguous pieces of memory as possible."""
     if not memory.flags.c_contiguous:
         return [memory[row] for row in rows.tolist()]
     flat, width = memory.reshape(-1), memory.shape[1]
@@ -343,11 +343,11 @@ def _buffers(memory: Blocks, rows: Positions) -> list[Bytes]:
 
 
 def _runs(numbers: Positions) -> Iterator[tuple[int, int]]:
-    """First and end of each run of numbers that grow by one."""
+    """First and end index of each run of consecutive numbers."""
     breaks = (np.flatnonzero(numbers[1:] != numbers[:-1] + 1) + 1).tolist()
     return zip([0, *breaks], [*breaks, len(numbers)], strict=True)
 
 
 def now_s() -> int:
-    """Seconds since 1970, as the slab has them."""
+    """Seconds since 1970, as the slab stores them."""
     return int(time.time())

@@ -1,7 +1,7 @@
 """The disk tier: one directory, as the scheduler's thread sees it.
 
-Owns which blocks are there and which of them leave, by a manager of its own, and the jobs that move them.
-Decides and never waits: the pipeline's threads do the work, and `finished` takes in what they hand back.
+Owns a manager that decides which blocks are in the directory and which leave, and the jobs that move them.
+Decides and never waits: the pipeline's threads do the work, and `finished` collects what they hand back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NO_GENERATIONS = np.empty(0, np.uint64)
 
 @dataclass(eq=False)
 class _Request:
-    """What the tier knows of a request: what it asked for, and the generations that it wrote."""
+    """The tier's record of a request: the keys that it asked for, and the generations that it wrote."""
 
     context: RequestContext
     written: list[npt.NDArray[np.uint64]] = field(default_factory=list)
@@ -55,8 +55,8 @@ class Job:
     Attributes:
         plan: the blocks, pinned or in flight until the job ends.
         ok: its result; `at` are the rows of the plan's blocks in it.
-        generations, checksums: of a read, what they should be; of a write, what they are when it ends.
-        outcomes: how each block went.
+        generations, checksums: of a read, the expected ones; of a write, the real ones, set when it ends.
+        outcomes: the outcome of each block.
         remaining: chunks that have not been handed back.
     """
 
@@ -72,33 +72,32 @@ class Job:
 
 
 class DiskTier(SecondaryTier):
-    """Blocks in a directory: bounded in bytes, verified when they are read, and there after a crash.
+    """Blocks in a directory: bounded in bytes, verified when read, and still there after a crash.
 
-    A `SecondaryTier`: see there for the contract of each method. Beyond it: a write is reported when its
-    blocks would survive a power loss; the tier opens after a crash at any instant with every block that was
-    reported and not evicted since, in the order of its policy; what it reads is served if key, producer,
-    length, generation and checksum are those of the write, and otherwise forgotten and counted. What is in
-    docs/formats.md holds for every file system that keeps what it has synced.
+    `SecondaryTier` has the contract of each method. In addition: a write is reported when its blocks would
+    survive a power loss; after a crash at any instant the tier opens with every block that was reported and
+    not evicted since, in the order of its policy; a block is served only if key, producer, length, generation
+    and checksum are those of the write, otherwise it is forgotten and counted. The guarantees of
+    docs/formats.md hold on every file system that keeps what it has synced.
 
-    Several disks are a `StripedTier` of several of these; a `BudgetedTier` spares one that wears.
+    For several disks use a `StripedTier` of several of these; a `BudgetedTier` limits the wear of a disk.
 
     Args:
-        path: the directory. It is made if it is not there, and has one owner at a time.
-        capacity_bytes: slab, journal and lock file take no byte more; the room is reserved when the slab is
-            made.
-        block_bytes: bytes of a block. Multiples of 4096 that lie so in their pool are moved without a copy.
+        path: the directory. It is made if it is absent, and has one owner at a time.
+        capacity_bytes: the most that slab, journal and lock file take; reserved when the slab is made.
+        block_bytes: bytes of a block. Multiples of 4096, if aligned to it in their pool, are moved in place.
         key_bytes: length of every key.
-        fingerprint: says whose blocks these are: model, dtype, layout, parallel shape. Blocks of another
-            one are never served: their slab is set aside.
+        fingerprint: identifies the producer: model, dtype, layout, parallel shape. Blocks of another producer
+            are never served: their slab is set aside.
         policy, admission: which blocks leave, and which may enter; as for `OffloadingManager`.
-        num_threads: that move blocks. From two on, one of them only reads.
-        queue_bytes: writes that may be waiting; what comes on top is dropped.
-        progress: told how far the metadata have been read, when there is much to open.
-        files: the way to the system; for tests.
+        num_threads: threads that move blocks. From two on, one of them only reads.
+        queue_bytes: bytes of writes that may be queued; more are dropped.
+        progress: called while the metadata are read, if there are many.
+        files: the system calls; for tests.
 
-    Memory: 210 bytes a block; 4 MiB a thread where blocks are no whole pages.
-    Raises: `ConfigError` for what cannot be used, and for a directory that another process has open and
-    keeps; `MisuseError` after `close`.
+    Memory: 210 bytes a block; 4 MiB a thread if blocks are not whole pages.
+    Raises: `ConfigError` for options that cannot be used, and for a directory that another process keeps
+    open; `MisuseError` after `close`.
     """
 
     name = "disk"
@@ -119,12 +118,12 @@ class DiskTier(SecondaryTier):
         files: Files | None = None,
     ) -> None:
         if not isinstance(fingerprint, str) or not fingerprint:
-            raise ConfigError("fingerprint", fingerprint, "a text that says whose blocks these are")
+            raise ConfigError("fingerprint", fingerprint, "allowed: a text that identifies the producer")
         for option, value in (("num_threads", num_threads), ("queue_bytes", queue_bytes)):
             if value < 1:
-                raise ConfigError(option, value, "it is at least 1")
+                raise ConfigError(option, value, "allowed: 1 or more")
         layout = Layout.within(capacity_bytes, block_bytes, key_bytes)
-        # First, since it may refuse: nothing is open yet.
+        # First, because it may raise: nothing is open yet.
         self._manager = OffloadingManager(
             layout.num_blocks, key_bytes=key_bytes, policy=policy, admission=admission
         )
@@ -137,7 +136,7 @@ class DiskTier(SecondaryTier):
             progress,
         )
         newest = int(contents.generation.max(initial=0))
-        # Also above what a life that ended in a crash may have left in slots, and never entered.
+        # Also above the generations that a crashed process may have left in slots without an entry.
         next_generation = max(newest + 1, self._slab.void_before, time.time_ns())
         self._placement = Placement(layout.num_blocks, layout.num_slots, next_generation)
         leftover = self._placement.restore(contents, self._manager)
@@ -176,7 +175,7 @@ class DiskTier(SecondaryTier):
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         if request is not None:
-            # What a request asks for is not evicted for what it writes.
+            # Blocks that a request asks for are not evicted for blocks that it writes.
             self._known(request).context.extend(keys)
         found: Mask = self._manager.ready_slots_of(keys) >= 0
         return found
@@ -194,7 +193,7 @@ class DiskTier(SecondaryTier):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """As `SecondaryTier.submit_write`. Of what does not fit into the queue the head is taken."""
+        """As `SecondaryTier.submit_write`. Of a batch that does not fit into the queue the head is taken."""
         checked = self._checked(keys, pool, rows)
         known = self._known(request) if request is not None else None
         taken = np.zeros(len(keys), np.bool_)
@@ -209,7 +208,7 @@ class DiskTier(SecondaryTier):
         if plan is None or len(plan.slots) == 0:
             return NO_JOB, taken
         if len(plan.evicted):
-            # What comes next goes where nothing has been for longer.
+            # New blocks are written into slots that have been empty for longer.
             evicted = plan.slots[-len(plan.evicted) :]
             self._forget(evicted)
             self._placement.rotate(evicted)
@@ -242,7 +241,7 @@ class DiskTier(SecondaryTier):
         return int(np.count_nonzero(ready))
 
     def clear(self) -> None:
-        """As `SecondaryTier.clear`, also of what is on its way; durable after a `drain`."""
+        """As `SecondaryTier.clear`, including blocks in flight; durable after a `drain`."""
         self._pipeline.void(self._placement.next_generation)
         occupied = np.flatnonzero(self._placement.generation > 0).astype(np.int32)
         self._manager.reset()
@@ -250,13 +249,13 @@ class DiskTier(SecondaryTier):
             self._forget(occupied)
 
     def drain(self, timeout_s: float) -> bool:
-        """As `SecondaryTier.drain`. Deletions, accesses and `clear` are durable as well; when the journal has
-        failed only `clear` is."""
+        """As `SecondaryTier.drain`. Deletions, accesses and `clear` are durable too; after a failure of the
+        journal only `clear` is."""
         return self._pipeline.drain(timeout_s)
 
     @property
     def accepts_writes(self) -> bool:
-        """False after writes have failed, for a while; for good when it was the journal's."""
+        """False for a while after a write has failed; for good after the journal has failed."""
         return not self._pipeline.broken and self._pause.is_over
 
     def stats(self) -> TierStats:
@@ -276,14 +275,14 @@ class DiskTier(SecondaryTier):
         )
 
     def close(self) -> None:
-        """As `SecondaryTier.close`. Returns after some seconds also when the disk hangs: then file and lock
-        stay open until the process ends, or another call finds that it has answered."""
+        """As `SecondaryTier.close`. Returns after some seconds even if the disk hangs: then file and lock
+        stay open until the process ends, or until a later call after the disk has answered."""
         self._closed = True
         if self._pipeline.close(CLOSE_TIMEOUT_S):
             self._slab.close()
             self._lock.release()
         else:
-            self._log.warn("hang", "disk tier: %s does not answer: left behind as it is", self._directory)
+            self._log.warn("hang", "disk tier: %s does not answer: it stays open", self._directory)
 
     # ---- inside
 
@@ -297,7 +296,7 @@ class DiskTier(SecondaryTier):
             context = request.context
             if context.owner is self._manager and not context.finished:
                 return request
-        raise MisuseError(f"no request of this tier, or one that has finished: {request!r}")
+        raise MisuseError(f"this tier has no such request, or it has finished: {request!r}")
 
     def _new_job(self) -> int:
         self._next_job += 1
@@ -306,7 +305,7 @@ class DiskTier(SecondaryTier):
     def _submit(
         self, plan: LoadPlan | StorePlan, ok: Mask, at: Positions, pool: Blocks, rows: Positions
     ) -> int:
-        """Begin the job of a plan; its number."""
+        """Begin the job of a plan; returns its number."""
         placement, slots = self._placement, plan.slots
         outcomes = np.full(len(slots), UNREADABLE, np.uint8)
         job = Job(
@@ -319,14 +318,14 @@ class DiskTier(SecondaryTier):
         return job.number
 
     def _chunks(self, job: Job, pool: Blocks, rows: Positions) -> list[Chunk]:
-        """The blocks of a job in the order of the slab: to read a share for each thread."""
+        """The blocks of a job in the order of the slab; a read is divided among the threads."""
         plan, writes = job.plan, isinstance(job.plan, StorePlan)
         places = self._placement.places(plan.slots)
         order = np.argsort(places, kind="stable")
         size, gate, stamps = self._slab.chunk_blocks, 0, np.zeros(len(places), np.uint64)
         if writes:
             gate = self._placement.gate(plan.slots)
-            # In prefix order the last block is the first in line: its head is used last, and so most recent.
+            # The last block of a prefix counts as used first, so that the head is the most recent.
             stamps = self._stamps(len(places))[::-1]
         else:
             size = max(1, min(size, -(-len(places) // self._num_threads)))
@@ -344,12 +343,12 @@ class DiskTier(SecondaryTier):
         return stamps
 
     def _forget(self, slots: SlotArray) -> None:
-        """The blocks of these slots have gone: what comes there next waits until that is durable."""
+        """The blocks in these slots have left: the next writes there wait until that is durable."""
         emptied = self._placement.empty(slots)
         self._placement.set_gate(emptied, self._pipeline.remove(emptied))
 
     def _end(self, job: Job) -> None:
-        """Take in a job whose chunks have all been handed back."""
+        """End a job whose chunks have all been handed back."""
         sound: Mask = job.outcomes == SOUND
         if isinstance(job.plan, StorePlan):
             self._end_write(job, job.plan, sound)
@@ -376,7 +375,7 @@ class DiskTier(SecondaryTier):
     def _end_read(self, job: Job, plan: LoadPlan, sound: Mask) -> None:
         self._counts.read += int(np.count_nonzero(sound))
         bad = np.flatnonzero(~sound)
-        # A block that was deleted or replaced meanwhile is no damage, and its slot may be another's now.
+        # A block that was deleted or replaced meanwhile is no damage; its slot may hold another block now.
         bad = bad[self._placement.generation[plan.slots[bad]] == job.generations[bad]]
         self._manager.complete_load(plan, bad)
         if len(bad) == 0:

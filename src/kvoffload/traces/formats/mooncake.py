@@ -1,12 +1,11 @@
 """Mooncake JSONL into a `Trace` and back.
 
-Owns the file format and every complaint about it. Does not know what a trace is used for.
+Owns the file format and its error messages. Does not know what a trace is used for.
 
 A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens,
 "hash_ids": [id, ...]}``; other fields are ignored. Only full blocks count, so a request is its first
-``input_length // block_tokens`` ids. The format promises that an id stands for its prefix: an id always
-follows the same id. A line that breaks the promise is bad, because every number computed from it would be
-wrong.
+``input_length // block_tokens`` ids. The format guarantees that an id identifies its prefix: an id always
+follows the same id. A line that breaks this is bad, because every number computed from it would be wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 class _BadLineError(Exception):
-    """Why a line is no request: ``field NAME: reason``."""
+    """Why a line is not a request: ``field NAME: reason``."""
 
 
 class Mooncake(TraceFormat):
@@ -96,8 +95,8 @@ class Mooncake(TraceFormat):
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Write `trace` as Mooncake JSONL, replacing an existing file.
 
-    The bytes depend on the trace alone (and on the compressor's version). `input_length` is that of the
-    full blocks, because a `Trace` keeps no more. Raises `OSError` as the file system does.
+    The bytes depend only on the trace (and on the compressor's version). `input_length` counts full blocks
+    only, because a `Trace` has no more. Raises `OSError`.
     """
     path, encode = Path(path), msgspec.json.Encoder().encode
     with ExitStack() as stack:
@@ -114,7 +113,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 class _Requests:
-    """The requests read so far, flat: `ids` of all, one after the other, and one entry each elsewhere."""
+    """The requests read so far: `ids` of all, one after the other, and one entry each in the other lists."""
 
     def __init__(self) -> None:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
@@ -144,7 +143,7 @@ class _Requests:
         self.output_tokens.append(line.output_length)
 
     def offsets(self) -> _Int64s:
-        """Where each request begins in `ids`, and where the last one ends."""
+        """The start of each request in `ids`, and the end of the last."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(_int64s(self.lengths))])
 
     def chained(self) -> tuple[_Int64s, npt.NDArray[np.int32]]:
@@ -159,7 +158,7 @@ class _Requests:
         parents = np.empty(len(refs), np.int32)
         parents[1:] = refs[:-1]
         parents[offsets[:-1][offsets[:-1] < len(refs)]] = _NO_PARENT
-        # A repeated id is a broken chain too: its two places cannot have equal prefixes.
+        # A repeated id breaks its chain too: its two places cannot have equal prefixes.
         broken = parents != parents[first_seen[by_appearance]][refs]
         if broken.any():
             position = int(broken.argmax())
@@ -167,12 +166,12 @@ class _Requests:
         return sorted_ids[by_appearance], refs
 
     def _refuse(self, position: int, first: int) -> None:
-        """Raise for the id at `position`, whose chain differs from where it was `first` seen."""
+        """Raise for the id at `position`, whose chain differs from that at its `first` position."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"
         if here == there:
-            raise _BadLineError(f"{field} stands twice in this request")
+            raise _BadLineError(f"{field} occurs twice in this request")
         now, before = (
             f"follows id {ids[at - 1]}" if at > offsets[request] else "comes first"
             for at, request in ((position, here), (first, there))
@@ -182,7 +181,7 @@ class _Requests:
     def without_broken_chains(self) -> _Requests:
         """The requests whose chains agree with those of the kept requests before them.
 
-        One by one, because a request that is left out must not say what follows what.
+        One by one, because a request that is left out must not define chains.
         """
         kept, parents = _Requests(), dict[int, int | None]()
         kept.skipped_lines = self.skipped_lines
@@ -212,7 +211,7 @@ def _parse(text: bytes) -> _Line:
 
 
 def _validation_reason(message: str) -> str:
-    """msgspec's message in our words: ``Expected `int`, got `str` - at `$.timestamp``` and the like."""
+    """msgspec's message, in our form: ``Expected `int`, got `str` - at `$.timestamp``` and the like."""
     plain = message.replace("`", "")
     if missing := re.fullmatch(r"Object missing required field (\w+)", plain):
         return f"field {missing[1]}: missing"
@@ -222,11 +221,11 @@ def _validation_reason(message: str) -> str:
 
 
 def _lines(path: Path, progress: Callable[[float], None] | None) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1. One error for all that a file can do wrong."""
+    """The lines that are not blank, numbered from 1. All failures of the file raise `TraceError`."""
     number = 0
     try:
         with path.open("rb") as raw:
-            size = path.stat().st_size  # 0 for a pipe, whose end nobody knows
+            size = path.stat().st_size  # 0 for a pipe, whose size is unknown
             for number, line in enumerate(decompressing(raw, path.suffix), 1):
                 if progress is not None and size > 0 and number % _PROGRESS_LINES == 0:
                     progress(raw.tell() / size)
