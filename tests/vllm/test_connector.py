@@ -128,7 +128,7 @@ def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path, on_hybrid
     [
         ({"blocks_per_chunk": 3}, {}, "one engine block"),
         ({}, {"enable_prefix_caching": False}, "prefix caching"),
-        ({}, {"connector": False}, "needs kv_connector: KVOffloadConnector"),
+        ({}, {"connector": False}, "only with kv_connector: KVOffloadConnector"),
     ],
 )
 def test_what_cannot_be(

@@ -44,7 +44,7 @@ class KVOffloadConnector(OffloadingConnector):
             raise ConfigError("blocks_per_chunk", options.blocks_per_chunk, _ONE_BY_ONE)
         if victim_mode and not vllm_config.cache_config.enable_prefix_caching:
             raise ConfigError(
-                "store", options.store, "allowed: with vLLM's prefix caching: enable_prefix_caching"
+                "store", options.store, "allowed: only with vLLM's prefix caching: enable_prefix_caching"
             )
         offering = OFFERS_DROPPED.set(victim_mode)
         try:
