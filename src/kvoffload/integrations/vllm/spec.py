@@ -51,7 +51,9 @@ class KVOffloadSpec(OffloadingSpec):
         self.facts = engine_facts(self, vllm_version)
         self.options = parse_options(self.facts.extra_config)
         if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
-            raise ConfigError("store", self.options.store, "allowed: only with kv_connector: KVOffloadConnector")
+            raise ConfigError(
+                "store", self.options.store, "allowed: only with kv_connector: KVOffloadConnector"
+            )
         self.offload_prompt_only = self.options.prompt_only
         # If all workers hold the same bytes, one of them stores and all of them load one part.
         self.replicated_layout = self.facts.replicated
