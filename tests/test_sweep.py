@@ -30,7 +30,7 @@ from kvoffload.sweep import cluster, grid, workers
 from kvoffload.sweep import task as tasks
 from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.sweep.grid import Grid
-from kvoffload.sweep.journal import Journal
+from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.outputs import RowsFile
 from kvoffload.sweep.sweep import Sweep
 from kvoffload.sweep.table import Row, _baselines
@@ -374,7 +374,7 @@ def test_the_code_of_a_policy_is_part_of_it(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "out.csv")
+    journal = SweepJournal(tmp_path / "out.csv")
     with pytest.raises(ConfigError, match="another sweep is writing it now"):
         Sweep([chat], SMALL, jobs=1, output=tmp_path / "out.csv").run()
     journal.close()

@@ -26,7 +26,7 @@ def journal_path(output: Path) -> Path:
     return output.with_name(output.name + ".journal")
 
 
-class Journal:
+class SweepJournal:
     """Measurements by key, in the file ``OUTPUT.journal``, which one process at a time may have open.
 
     Whatever does not read as a line of ours counts as not there: the half line at the end after a

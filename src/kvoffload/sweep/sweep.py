@@ -21,7 +21,7 @@ import numpy as np
 from kvoffload.errors import ConfigError, SweepError
 from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Resamples, window_sums
 from kvoffload.sweep.grid import Grid, Point
-from kvoffload.sweep.journal import Journal, journal_path
+from kvoffload.sweep.journal import SweepJournal, journal_path
 from kvoffload.sweep.outputs import RowsFile
 from kvoffload.sweep.table import Row, SweptTrace, rows_of, violations
 from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_digest, identified, load
@@ -132,7 +132,7 @@ class Sweep:
         with contextlib.ExitStack() as stack:
             journal = None
             if self._output is not None:
-                journal = Journal(self._output.path)
+                journal = SweepJournal(self._output.path)
                 stack.callback(journal.close)
             workers = self._workers()
             stack.callback(workers.close)
@@ -165,7 +165,7 @@ class Sweep:
         traces: list[SweptTrace],
         points: list[Point],
         workers: Workers,
-        journal: Journal | None,
+        journal: SweepJournal | None,
         on_progress: Callable[[Progress], None],
     ) -> tuple[list[Measurement], int]:
         """A measurement for each point, and for how many of them the journal had it."""
