@@ -16,6 +16,7 @@ from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import ShortFiles
+from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
 from kvoffload.tiers.disk import DiskTier, pipeline
 from kvoffload.tiers.disk.files import Files
@@ -366,4 +367,20 @@ def test_clear_is_for_good_also_for_what_is_on_its_way(tmp_path: Path, pause_s: 
     job = again.tier.submit_read(keys_of([3, 25, 26]), pool, np.arange(3))
     assert again.wait(job).tolist() == [True, True, False]
     assert (pool[:2] == 2).all()
+    again.tier.close()
+
+
+def test_a_policy_that_fails_while_blocks_are_restored_leaves_nothing_locked(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 4)
+    disk.write([0, 1, 2])
+    disk.tier.close()
+
+    class Fails(NaiveLRU):
+        def replace(self, *arguments: object) -> None:
+            raise RuntimeError("a bug of a policy")
+
+    with pytest.raises(RuntimeError, match="a bug of a policy"):
+        Disk(tmp_path, 4, policy=Fails)
+    again = Disk(tmp_path, 4)
+    assert again.tier.stats().restored == 3
     again.tier.close()

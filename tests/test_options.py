@@ -119,3 +119,50 @@ def test_values_and_what_is_allowed() -> None:
         convert("n", "three", int)
     assert possible_values(int | None) == "a whole number"
     assert possible_values(bool) == "true, false"
+
+
+def test_what_belongs_together_comes_from_one_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_ADMISSION", "tinylfu")
+    assert parse_options({"ram": 1, "store_threshold": 2}).admission == "reuse:2"
+    file.write_text("store_threshold = 3\nmax_tracker_size = 77\n")
+    assert parse_options({"ram": 1, "config": str(file)}).admission == "tinylfu"
+    monkeypatch.delenv("KVOFFLOAD_ADMISSION")
+    assert parse_options({"ram": 1, "config": str(file)}).admission == "reuse:3,max_tracker_size=77"
+    monkeypatch.setenv("KVOFFLOAD_POLICY", "arc")
+    assert parse_options({"ram": 1, "policy": None}).policy == "arc"
+
+
+def test_what_vllm_reads_for_itself_is_refused_in_a_file(file: Path) -> None:
+    file.write_text("blocks_per_chunk = 4\n")
+    with pytest.raises(ConfigError, match="config blocks_per_chunk: 4 is not possible"):
+        parse_options({"ram": 1, "config": str(file)})
+
+
+def test_the_flag_has_what_file_and_environment_say(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text('verify = "always"\nprompt_only = false\n')
+    monkeypatch.setenv("KVOFFLOAD_TIER_DEADLINE_S", "5")
+    done = kvoffload("vllm-config", "--ram", "1GiB", "--config", file, "--format", "json")
+    extra = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert (extra["verify"], extra["prompt_only"], extra["tier_deadline_s"]) == ("always", False, "5")
+
+
+def test_no_tiers_and_several_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_TIERS", "none")
+    assert parse_options({"ram": 1}).tiers == ()
+    with pytest.raises(CombinedConfigError) as caught:
+        parse_options({"ram": 1, "tiers": ["disk:5GiB", {"type": "tape"}, "simulated:5GiB"]})
+    assert [problem.field for problem in caught.value.problems] == ["tiers[0].path", "tiers[1].type"]
+    with pytest.raises(CombinedConfigError, match="keeps no blocks"):
+        parse_options({"ram": 1, "tiers": ["simulated:5GiB"]})
+    with pytest.raises(CombinedConfigError, match="policy is given twice"):
+        parse_options({"ram": 1, "tiers": ["disk:/a:5GiB,policy=lru,policy=arc"]})
+    with pytest.raises(CombinedConfigError, match=r"without \| and , in their names"):
+        parse_options({"ram": 1, "tiers": [{"type": "disk", "path": "/a|b", "capacity": "1GiB"}]})
+
+
+def test_a_file_that_is_no_text(file: Path) -> None:
+    file.write_bytes(b"policy = '\xff'")
+    with pytest.raises(ConfigError, match="it is no TOML"):
+        gathered({"config": str(file)}, ["policy"])
+    with pytest.raises(ConfigError, match="allowed: the path of a TOML file"):
+        gathered({"config": 5}, ["policy"])

@@ -148,7 +148,7 @@ DISK = {"type": "disk", "path": "/data/kv", "capacity": "500GiB"}
     ("tier", "problem"),
     [
         ("disk", "tiers[0]: 'disk'"),
-        ({**DISK, "capacity": "5%"}, "tiers: '5%'"),
+        ({**DISK, "capacity": "5%"}, "tiers[0].capacity: '5%'"),
         ({"type": "disk", "path": "/x"}, "tiers[0].capacity: None"),
         ({**DISK, "type": "redis"}, "tiers[0].type: 'redis'"),
         ({**DISK, "path": 3}, "tiers[0].path: 3"),

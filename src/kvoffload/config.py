@@ -40,6 +40,8 @@ def parse_size(field: str, text: str) -> int:
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(field, text, "allowed: a number of bytes, or one with KiB, MiB, GiB, TiB, KB, ...")
+    if "." not in match[1]:
+        return int(match[1]) * _UNITS[match[2].upper()]
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -83,21 +85,24 @@ class _SizeParser:
         allowed: what `parse` takes, in words.
     """
 
-    allowed = "bytes, or a size such as 64GiB"
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self.allowed = "bytes, or a size such as 64GiB" + (", more than nothing" if least else "")
 
     def parse(self, field: str, value: object) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         try:
-            size = parse_size(field, str(value)) if isinstance(value, (int, str)) else 0
+            size = parse_size(field, str(value)) if isinstance(value, (int, str)) else -1
         except ConfigError:
-            size = 0
-        if size < 1:
-            raise ConfigError(field, value, f"allowed: {self.allowed}, more than nothing")
+            size = -1
+        if size < self._least:
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
         return size
 
 
-Size: TypeAlias = Annotated[int, _SizeParser()]
+Size: TypeAlias = Annotated[int, _SizeParser(1)]
+SizeOrNothing: TypeAlias = Annotated[int, _SizeParser(0)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 

@@ -16,24 +16,27 @@ from typing import Any
 import msgspec
 
 from kvoffload.config import nearest
-from kvoffload.errors import ConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError
 
 PREFIX = "KVOFFLOAD_"
 
 SHARED = ("admission", "policy", "ram", "store", "tiers")
 """Options of an engine that a replay and a sweep have too."""
 
-_OF_ENGINES = (
-    "block_size",
-    "blocks_per_chunk",
+OF_ENGINES = (
+    *SHARED,
     "max_tracker_size",
     "prompt_only",
     "recompute_tokens_per_s",
-    "self_describing_kv_events",
     "store_threshold",
     "tier_deadline_s",
     "verify",
 )
+"""Options that an engine takes from the environment and from a file. vLLM reads some others for itself, and
+only in its flag."""
+
+_ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
+"""Where one of these is given, the others are not taken from elsewhere."""
 
 
 def gathered(
@@ -47,28 +50,42 @@ def gathered(
 
     Raises: `ConfigError` for a file that cannot be read or has an option that nothing knows.
     """
-    meant = {(other_names or {}).get(name, name) for name, value in given.items() if value is not None}
-    path = given.get("config") or os.environ.get(f"{PREFIX}CONFIG")
-    beside = read_file(Path(path)) if path else {}
-    for name in names:
-        if text := os.environ.get(PREFIX + name.upper()):
-            beside[name] = text
-    return {**{name: value for name, value in beside.items() if name in names and name not in meant}, **given}
+    said = {name: value for name, value in given.items() if value is not None}
+    path = said.get("config") or os.environ.get(f"{PREFIX}CONFIG")
+    from_file = read_file(path) if path else {}
+    environment = {name: text for name in names if (text := os.environ.get(PREFIX + name.upper()))}
+    found: dict[str, Any] = {}
+    for layer in (said, environment, from_file):
+        meant = {(other_names or {}).get(name, name) for name in found}
+        if meant & _ONE_MEANING:
+            meant |= _ONE_MEANING
+        found |= {
+            name: value
+            for name, value in layer.items()
+            if (layer is said or name in names) and name not in meant
+        }
+    return found
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: object) -> dict[str, Any]:
     """The options in a TOML file. Raises `ConfigError`."""
+    if not isinstance(path, (str, Path)):
+        raise ConfigError("config", path, "allowed: the path of a TOML file")
     try:
-        found: dict[str, Any] = msgspec.toml.decode(path.read_bytes(), type=dict[str, Any])
+        found: dict[str, Any] = msgspec.toml.decode(Path(path).read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ConfigError("config", str(path), f"it cannot be read ({error.strerror})") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError("config", str(path), f"it is no TOML ({error})") from None
-    known = (*SHARED, *_OF_ENGINES)
-    for name, value in found.items():
-        if name not in known:
-            raise ConfigError(
-                f"config {name}", value, f"there is no such option{nearest(name, known)}; "
-                f"allowed: {', '.join(sorted(known))}"
-            )  # fmt: skip
+    problems = [
+        ConfigError(
+            f"config {name}",
+            value,
+            f"there is no such option{nearest(name, OF_ENGINES)}; allowed: {', '.join(sorted(OF_ENGINES))}",
+        )
+        for name, value in found.items()
+        if name not in OF_ENGINES
+    ]
+    if problems:
+        raise problems[0] if len(problems) == 1 else CombinedConfigError(str(path), problems)
     return found

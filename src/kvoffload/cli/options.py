@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 
 import click
 
-from kvoffload.options import SHARED, gathered, read_file
-from kvoffload.tiers.options import parse_tiers
+from kvoffload.options import SHARED, gathered
+from kvoffload.tiers.options import NO_TIERS, parse_tiers
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+CONFIG = "kvoffload.config"
+"""Where the context of a command keeps the file that was given."""
 
 
 def configured(**parameters: str) -> Callable[[F], F]:
@@ -23,8 +26,7 @@ def configured(**parameters: str) -> Callable[[F], F]:
     """
 
     def set_defaults(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
-        if value is not None:
-            read_file(value)
+        ctx.meta[CONFIG] = value
         found = gathered({"config": value}, SHARED)
         defaults: dict[str, Any] = {}
         for name, parameter in parameters.items():
@@ -35,7 +37,7 @@ def configured(**parameters: str) -> Callable[[F], F]:
                 tiers = [str(tier) for tier in parse_tiers("tiers", found[name])]
                 options = (one for one in ctx.command.params if isinstance(one, click.Option))
                 repeated = any(one.name == parameter and one.multiple for one in options)
-                defaults[parameter] = tiers if repeated else "+".join(tiers)
+                defaults[parameter] = tiers if repeated else "+".join(tiers) or NO_TIERS
         ctx.default_map = {**defaults, **(ctx.default_map or {})}
 
     return click.option(

@@ -17,8 +17,9 @@ from kvoffload.cli.sweep_tables import tables
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import SweepError
 from kvoffload.sweep.bootstrap import RESAMPLES
-from kvoffload.sweep.grid import NO_TIERS, Grid, axis, block_size
+from kvoffload.sweep.grid import Grid, axis, block_size
 from kvoffload.sweep.sweep import Progress, Sweep
+from kvoffload.tiers.options import NO_TIERS
 
 _REMEMBERED_S = 600
 

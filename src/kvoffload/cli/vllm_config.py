@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from kvoffload.cli.options import configured
+from kvoffload.cli.options import CONFIG, configured
 from kvoffload.core.plans import ON_DEVICE_EVICTION, STORES
-from kvoffload.integrations.vllm.options import VERIFY, parse_options
+from kvoffload.integrations.vllm.options import VERIFY, VLLMS_NAMES, parse_options
+from kvoffload.options import OF_ENGINES, gathered
 
 _HOME = "kvoffload.integrations.vllm"
 
@@ -57,6 +58,9 @@ def vllm_config(
     }
     extra: dict[str, Any] = {"spec_name": "KVOffloadSpec", "spec_module_path": _HOME}
     extra |= {name: value for name, value in given.items() if value is not None}
+    # Also what only the file or the environment says: the flag has all of it.
+    beside = gathered({**extra, "config": click.get_current_context().meta[CONFIG]}, OF_ENGINES, VLLMS_NAMES)
+    extra |= {name: value for name, value in beside.items() if name != "config"}
     parse_options(extra)
     flag: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
     if connector or store == ON_DEVICE_EVICTION:

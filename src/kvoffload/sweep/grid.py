@@ -21,13 +21,11 @@ from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.tiers.options import TierOptions, parse_tiers
+from kvoffload.tiers.options import NO_TIERS, TierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
 
 NEEDS_DEVICE = {ON_DEVICE_EVICTION: "to store on device eviction takes a device cache"}
 """Of these, what makes no sense without a device cache, and why."""
-
-NO_TIERS = "none"
 
 _TIMES = re.compile(r"(\d+)(?:\.(\d+))?x")
 _DEVICE_ALLOWED = (
@@ -220,8 +218,6 @@ def content_digest(trace: Trace) -> str:
 
 def _tier_options(text: str, block_bytes: int, unique_blocks: int) -> tuple[TierOptions, ...]:
     """What ``none``, ``10%``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%`` mean."""
-    if text == NO_TIERS:
-        return ()
     return tuple(tier.in_blocks(block_bytes, unique_blocks) for tier in parse_tiers("tiers", text))
 
 

@@ -22,6 +22,7 @@ from kvoffload.plugins import Registry
 from kvoffload.tiers.base import SecondaryTier
 
 _Options = TypeVar("_Options", bound="TierOptions")
+NO_TIERS = "none"
 _EXAMPLE = "disk:PATH:CAPACITY"
 
 
@@ -65,11 +66,13 @@ class TierOptions(ABC):
 
     Attributes:
         name: what users type.
+        keeps_blocks: whether it can stand behind an engine, and not only in a replay.
         capacity: how much it holds.
         policy, admission: which blocks leave it and which may enter, whatever RAM has.
     """
 
     name: ClassVar[str]
+    keeps_blocks: ClassVar[bool] = True
 
     capacity: Capacity
     policy: PolicyName = DEFAULT_POLICY
@@ -126,13 +129,25 @@ def parse_tier(field: str, value: object) -> TierOptions:
 
 def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
     """The tiers that a list or a text describes, from the fastest to the slowest. Raises `ConfigError`."""
+    if value == NO_TIERS:
+        return ()
     if isinstance(value, str):
         # Also in a path there may be a +: what follows it here is a kind, or a bare capacity.
         begins = rf"\+(?=(?:{'|'.join(TIERS.names())}):|\d[\d.]*[%\w]*(?:[,+]|$))"
         return tuple(parse_tier(field, text) for text in re.split(begins, value))
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
         raise ConfigError(field, value, "allowed: a list of tiers, from the fastest to the slowest")
-    return tuple(parse_tier(f"{field}[{number}]", tier) for number, tier in enumerate(value))
+    found, problems = list[TierOptions](), list[ConfigError]()
+    for number, tier in enumerate(value):
+        try:
+            found.append(parse_tier(f"{field}[{number}]", tier))
+        except CombinedConfigError as several:
+            problems += several.problems
+        except ConfigError as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)
+    return tuple(found)
 
 
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
@@ -179,6 +194,8 @@ def _fields_of_text(field: str, text: str) -> dict[str, Any]:
             )
         if name not in known and last in ("policy", "admission"):
             found[last] += f",{setting}"
+        elif name in found:
+            raise ConfigError(field, text, f"{name} is given twice")
         else:
             found[name], last = value, name
     return found

@@ -126,6 +126,9 @@ class StripedTier(SecondaryTier):
     def finished(self) -> list[JobResult]:
         for number, tier in enumerate(self._tiers):
             for part in tier.finished():
+                # A part of a batch that another tier refused with an exception belongs to no job.
+                if (number, part.job) not in self._parts:
+                    continue
                 job, at = self._parts.pop((number, part.job))
                 job.ok[at] = part.ok
                 job.seconds = max(job.seconds, part.seconds)

@@ -7,19 +7,19 @@ not installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from kvoffload.config import Count, Positive, Size, convert, option_names, parse_size, read_options
+from kvoffload.config import Count, Positive, Size, convert, option_names, read_options
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.plans import ON_COMPUTE, StoreName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CombinedConfigError, ConfigError
-from kvoffload.options import gathered
-from kvoffload.tiers.options import Tiers
+from kvoffload.options import OF_ENGINES, gathered
+from kvoffload.tiers.options import TierOptions, Tiers
 
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
@@ -67,7 +67,7 @@ class VLLMOptions:
     recompute_tokens_per_s: Positive | None = None
 
 
-_VLLMS_NAMES = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "prompt_only"}
+VLLMS_NAMES = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "prompt_only"}
 """What vLLM calls options of ours."""
 
 _ALLOWED_OF_VLLMS: dict[str, tuple[Any, ...]] = {
@@ -85,7 +85,7 @@ _WHY = {
 """Options of vLLM's own specifications that this one can only have in one way, and why."""
 
 _ALSO_KNOWN = (*_ALLOWED_OF_VLLMS, "store_threshold", "max_tracker_size", "config")
-NAMES = tuple(sorted({*option_names(VLLMOptions), *_VLLMS_NAMES, *_ALSO_KNOWN}))
+NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
 """Every option that `parse_options` knows."""
 
 
@@ -98,7 +98,7 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     Raises `CombinedConfigError`: every problem with its option, its value and what is allowed; an unknown
     option with the name that is nearest.
     """
-    given = gathered(extra_config, option_names(VLLMOptions), _VLLMS_NAMES)
+    given = gathered(extra_config, OF_ENGINES, VLLMS_NAMES)
     problems = [
         ConfigError(name, given[name], f"allowed: {allowed[0]}{_WHY.get(name, '')}")
         for name, allowed in _ALLOWED_OF_VLLMS.items()
@@ -110,14 +110,22 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
         why = "blocks_per_chunk is given as well, which says the same; give one"
         problems.append(ConfigError("block_size", given["block_size"], why))
     options = read_options(
-        VLLMOptions, given, WHERE, other_names=_VLLMS_NAMES, also_known=_ALSO_KNOWN, problems=problems
+        VLLMOptions, given, WHERE, other_names=VLLMS_NAMES, also_known=_ALSO_KNOWN, problems=problems
     )
-    try:
-        for tier in options.tiers:
-            parse_size("tiers", tier.capacity)
-    except ConfigError as problem:
-        raise CombinedConfigError(WHERE, [problem]) from None
+    if problems := list(_wrong_in_engines(options.tiers)):
+        raise CombinedConfigError(WHERE, problems)
     return options
+
+
+def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
+    """What a replay can have behind RAM, and an engine cannot."""
+    for number, tier in enumerate(tiers):
+        if not tier.keeps_blocks:
+            yield ConfigError(f"tiers[{number}]", str(tier), f"a {tier.name} tier keeps no blocks")
+        try:
+            convert(f"tiers[{number}].capacity", tier.capacity, Size)
+        except ConfigError as problem:
+            yield problem
 
 
 def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -135,24 +136,31 @@ class DiskTier(SecondaryTier):
             self._log,
             progress,
         )
-        newest = int(contents.generation.max(initial=0))
-        # Also above the generations that a crashed process may have left in slots without an entry.
-        next_generation = max(newest + 1, self._slab.void_before, time.time_ns())
-        self._placement = Placement(layout.num_blocks, layout.num_slots, next_generation)
-        leftover = self._placement.restore(contents, self._manager)
-        self._next_stamp = int(contents.stamp.max(initial=0)) + 1
-        self.identity, self.written_before = self._slab.identity.slab_id, contents.written
-        self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
-        self._counts = TierStats(restored=self._manager.stats().ready)
-        self._pause = WritePause()
-        self._queue_blocks, self._num_queued = max(1, queue_bytes // layout.slot_bytes), 0
-        self._next_job, self._results = 0, list[JobResult]()
-        self._closed = False
-        self._num_threads = num_threads
-        self._handed_back: deque[Chunk] = deque()
-        self._pipeline = Pipeline(self._slab, self._journal, num_threads, self._handed_back.append, self._log)
-        if len(leftover):
-            self._placement.set_gate(leftover, self._pipeline.remove(leftover))
+        with ExitStack() as undo:
+            # A policy may fail while it is told of what was found.
+            undo.callback(self._lock.release)
+            undo.callback(self._slab.close)
+            newest = int(contents.generation.max(initial=0))
+            # Also above the generations that a crashed process may have left in slots without an entry.
+            next_generation = max(newest + 1, self._slab.void_before, time.time_ns())
+            self._placement = Placement(layout.num_blocks, layout.num_slots, next_generation)
+            leftover = self._placement.restore(contents, self._manager)
+            self._next_stamp = int(contents.stamp.max(initial=0)) + 1
+            self.identity, self.written_before = self._slab.identity.slab_id, contents.written
+            self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
+            self._counts = TierStats(restored=self._manager.stats().ready)
+            self._pause = WritePause()
+            self._queue_blocks, self._num_queued = max(1, queue_bytes // layout.slot_bytes), 0
+            self._next_job, self._results = 0, list[JobResult]()
+            self._closed = False
+            self._num_threads = num_threads
+            self._handed_back: deque[Chunk] = deque()
+            self._pipeline = Pipeline(
+                self._slab, self._journal, num_threads, self._handed_back.append, self._log
+            )
+            if len(leftover):
+                self._placement.set_gate(leftover, self._pipeline.remove(leftover))
+            undo.pop_all()
 
     # ---- requests
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-from kvoffload.config import Size, parse_size
+import msgspec
+
+from kvoffload.config import SizeOrNothing, parse_size
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.budgeted import BudgetedTier
@@ -19,7 +21,7 @@ from kvoffload.tiers.striped import StripedTier
 
 
 class _PathsParser:
-    allowed = "a directory, or a list of directories, each once"
+    allowed = "a directory, or a list of directories, each once, without | and , in their names"
 
     def parse(self, field: str, value: object) -> tuple[str, ...]:
         paths = [value] if isinstance(value, (str, Path)) else value
@@ -28,11 +30,14 @@ class _PathsParser:
         ):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
         found = tuple(map(str, paths))
-        if not found or len(set(map(Path, found))) < len(found):
+        # In text these stand between paths, and before options.
+        unclear = any(sign in path for path in found for sign in "|,")
+        if unclear or not found or len(set(map(Path, found))) < len(found):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
         return found
 
 
+Salt: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[^,]*$")]
 Paths: TypeAlias = Annotated[tuple[str, ...], _PathsParser()]
 
 
@@ -48,8 +53,8 @@ class DiskOptions(TierOptions):
     name = "disk"
 
     path: Paths
-    max_write_bytes_per_day: Size | None = None
-    salt: str = ""
+    max_write_bytes_per_day: SizeOrNothing | None = None
+    salt: Salt = ""
 
     def open(self, owner: TierOwner) -> SecondaryTier:
         """A directory has one owner: engines that share the path have one below it each, called like the

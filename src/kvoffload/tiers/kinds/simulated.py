@@ -14,6 +14,7 @@ class SimulatedOptions(TierOptions):
     """For replays of decisions, sweeps and plans."""
 
     name = "simulated"
+    keeps_blocks = False
 
     def open(self, owner: TierOwner) -> SimulatedTier:
         if not owner.counts_blocks:
