@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slots_in_use
-from hangs import HANGS_S
+from hangs import HANGS_S, killed_if_it_hangs
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import KINDS, BufferedFiles, FailingFiles, Recorder, write_image
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files, aligned
@@ -332,7 +332,10 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     print(f"seed {seed}")
     chance, warm = random.Random(seed), 0
     command = [sys.executable, "-c", MOTHER, str(Path(__file__).parent), str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mother:
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mother,
+        killed_if_it_hangs(mother),
+    ):
         assert mother.stdin is not None
         assert mother.stdout is not None
         for life in range(KILLS):

@@ -253,6 +253,21 @@ def test_bad_rows_begin_no_part_of_a_job() -> None:
     assert not any(part.jobs for part in parts)
 
 
+def test_one_that_raises_leaves_no_result_of_what_the_others_have_begun() -> None:
+    parts = scripted(2)
+    tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
+    parts[1].submit_write = lambda *_: 1 // 0  # type: ignore[method-assign,assignment]
+    with pytest.raises(ZeroDivisionError):
+        tier.submit_write(keys, pool, np.arange(8))
+    del parts[1].submit_write  # type: ignore[misc]
+    job, taken = tier.submit_write(keys, pool, np.arange(8))
+    for part in parts:
+        while part.jobs:
+            part.end(part.jobs[0])
+    (result,) = tier.finished()
+    assert (result.job, result.ok.tolist()) == (job, [True] * int(taken.sum()))
+
+
 @pytest.mark.parametrize("hanging", [0, 1, 2])
 def test_one_that_hangs_keeps_no_other_from_draining_and_closing(hanging: int) -> None:
     parts = scripted(3)

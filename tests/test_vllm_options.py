@@ -140,6 +140,10 @@ def test_impossible_values(name: str, value: object) -> None:
     assert "allowed" in found
 
 
+def test_a_switch_is_written_as_in_json() -> None:
+    assert "allowed: false;" in message(ram=1, canonical_layout=True)
+
+
 OWNER = TierOwner(4096, 36, "model")
 DISK = {"type": "disk", "path": "/data/kv", "capacity": "500GiB"}
 

@@ -117,6 +117,10 @@ class Grid:
         self._sizes(_ANY_TRACE)
         for tiers in self.tiers:
             for tier in _tier_options(tiers, self.block_bytes, _ANY_TRACE):
+                if tier.keeps_blocks:
+                    raise ConfigError(
+                        "tiers", tiers, f"a sweep has no blocks to keep; allowed: simulated:{tier.capacity}"
+                    )
                 if reason := why_not(tier.policy, tier.admission):
                     raise ConfigError("tiers", tiers, reason.args[0])
 

@@ -7,6 +7,7 @@ not installed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
@@ -100,7 +101,7 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     """
     given = gathered(extra_config, OF_ENGINES, VLLMS_NAMES)
     problems = [
-        ConfigError(name, given[name], f"allowed: {allowed[0]}{_WHY.get(name, '')}")
+        ConfigError(name, given[name], f"allowed: {json.dumps(allowed[0])}{_WHY.get(name, '')}")
         for name, allowed in _ALLOWED_OF_VLLMS.items()
         if given.get(name) is not None and given[name] not in allowed
     ]
