@@ -9,7 +9,7 @@ SOAK_SECONDS ?= 600
 SEED ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay test test-all test-vllm soak lint sizes format bench bench-vllm vllm-env clean
+.PHONY: help install replay test test-all test-checked test-vllm soak lint sizes format bench bench-vllm vllm-env clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -35,6 +35,11 @@ test: $(VENV)/installed-dev  ## the tests that run in four minutes on two cores 
 
 test-all: $(VENV)/installed-dev  ## every test, long recordings too, and five times as many random examples
 	$(PYTEST) --hypothesis-profile=ci $(ARGS)
+
+test-checked: $(VENV)/installed-dev  ## the control plane's tests with kernels that check the bounds of arrays
+	rm -rf .checked-kernels
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=.checked-kernels $(PYTEST) -m "not slow" \
+		tests/test_machine.py tests/test_twins.py tests/test_same_decisions.py tests/test_structs.py $(ARGS)
 
 lint: $(VENV)/installed-dev  ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
@@ -69,4 +74,4 @@ soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an ho
 	SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
 
 clean:  ## remove environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels

@@ -1,4 +1,4 @@
-"""Our manager against vLLM's: ``python bench/control_plane.py [--quick] [--format json]``.
+"""Our manager against vLLM's: ``python bench/control_plane.py [--quick] [--longest] [--format json]``.
 
 Both managers serve the same requests in turns in one process, so that the machine's mood hits both alike:
 the ratios hold, absolute figures do not. Without vLLM (``make vllm-env`` builds an environment that has
@@ -12,7 +12,9 @@ which hashes them: ``bytes`` remember that). Packing keys is timed, as part of o
 runs as Python runs it, as in a server; ``--no-gc`` turns it off for both.
 
 Times are CPU time of the thread: a call that the operating system interrupts does not count as a long one.
-Takes about three minutes, ``--quick`` (no million) half a minute.
+Beside this workload of long requests: lives by their length, hot and cold (`control_plane_batches`), and
+single lookups. Takes about five minutes, ``--quick`` (no million) a minute; ``--longest``: only the longest
+call of every policy, at a million blocks, without vLLM.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from typing import Any
 
 import numpy as np
 
+from control_plane_batches import LENGTHS, Lives, life_of_ours, life_of_theirs, measure_lengths
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LookupResult
+from kvoffload.core.policy import POLICIES as ALL_POLICIES
 from kvoffload.structures.keys import Keys
 
 KEY_BYTES = 32
@@ -45,7 +49,7 @@ SEED_FILL, SEED_MEASURE, SEED_SINGLE = 1, 2, 3
 POLICIES = ("lru", "arc")
 CAPACITIES = (10_000, 100_000, 1_000_000)
 MEASURED_BLOCKS = 200_000
-SINGLE_ROUNDS, SINGLE_STORES, SINGLE_LOOKUPS = 31, 100, 512
+SINGLE_ROUNDS, SINGLE_LOOKUPS = 31, 512
 MEMORY_CAPACITY = 100_000
 
 OPERATIONS = (
@@ -58,7 +62,7 @@ OPERATIONS = (
     "complete_store",
     "finish request",
 )
-SINGLES = ("begin request", "store", "finish request", "lookup, hit", "lookup, miss")
+SINGLES = ("lookup, hit", "lookup, miss")
 
 Request = list[bytes]
 
@@ -109,12 +113,8 @@ class Ours:
     def begin(self, requests: list[Request]) -> list[Any]:
         return [self.manager.begin_request("request") for _ in requests]
 
-    def store(self, requests: list[Request], contexts: list[Any]) -> None:
-        prepare_store, complete_store = self.manager.prepare_store, self.manager.complete_store
-        for keys, ctx in zip(requests, contexts, strict=True):
-            plan = prepare_store(keys, ctx)
-            assert plan is not None
-            complete_store(plan)
+    def timed_life(self, keys: Request, packed: bool = False) -> tuple[int, int]:
+        return life_of_ours(self.manager, keys, packed)
 
     def finish(self, contexts: list[Any]) -> None:
         for ctx in contexts:
@@ -201,10 +201,8 @@ class Theirs:
             self.manager.on_new_request(ctx)
         return self.contexts
 
-    def store(self, requests: list[Request], contexts: list[Any]) -> None:
-        prepare_store, complete_store = self.manager.prepare_store, self.manager.complete_store
-        for keys, ctx in zip(requests, contexts, strict=True):
-            complete_store(prepare_store(keys, ctx).keys_to_store, ctx)
+    def timed_life(self, keys: Request) -> tuple[int, int]:
+        return life_of_theirs(self.manager, self.context(keys), self.hit, keys)
 
     def finish(self, contexts: list[Any]) -> None:
         for ctx in contexts:
@@ -283,7 +281,7 @@ def measure_life(managers: list[Any], capacity: int) -> tuple[dict[str, Any], li
 
 
 def measure_singles(managers: list[Any], sample: list[Request]) -> dict[str, Any]:
-    """Costs in ns of stores of one block, each by a request of its own, and of lookups key by key.
+    """Costs in ns of lookups key by key.
 
     A lookup of ours notes the key for its request, whose path takes the noted keys in later, as a batch.
     That is part of what is timed.
@@ -299,7 +297,6 @@ def measure_singles(managers: list[Any], sample: list[Request]) -> dict[str, Any
     times: dict[str, dict[str, list[float]]] = {
         manager.name: {single: [] for single in SINGLES} for manager in managers
     }
-    # Lookups first: stores evict what they would hit.
     for turn in range(SINGLE_ROUNDS):
         hits, misses = rng.choices(resident, k=SINGLE_LOOKUPS), new_keys(rng, SINGLE_LOOKUPS)
         for manager in in_turns(managers, turn):
@@ -310,16 +307,6 @@ def measure_singles(managers: list[Any], sample: list[Request]) -> dict[str, Any
                 assert watch(single, manager.lookup_each, keys, ctx) == expected
                 manager.finish([ctx])
                 times[manager.name][single].append(watch.cpu_ns[single] / SINGLE_LOOKUPS)
-    for turn in range(SINGLE_ROUNDS):
-        stores = [[key] for key in new_keys(rng, SINGLE_STORES)]
-        for manager in in_turns(managers, turn):
-            requests, watch = [copy_of(keys) for keys in stores], Watch()
-            manager.prepare(requests)
-            contexts = watch("begin request", manager.begin, requests)
-            watch("store", manager.store, requests, contexts)
-            watch("finish request", manager.finish, contexts)
-            for single, taken in watch.cpu_ns.items():
-                times[manager.name][single].append(taken / SINGLE_STORES)
     return {
         name: {single: round(statistics.median(taken), 1) for single, taken in singles.items()}
         for name, singles in times.items()
@@ -343,6 +330,7 @@ def measure(policy: str, capacity: int, kinds: list[Any]) -> dict[str, Any]:
         "capacity": capacity,
         "life": life,
         "singles": measure_singles(managers, sample),
+        "lengths": measure_lengths(managers),
         "tracked": tracked,
         "bytes_per_tracked_block": memory,
     }
@@ -380,19 +368,39 @@ def targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for result in results:
         policy, capacity = result["policy"], result["capacity"]
         where = f"{policy.upper()}, {capacity:,} blocks"
-        life, singles = result["life"], result["singles"]
+        life, lengths = result["life"], result["lengths"]
         if capacity >= 100_000:
             theirs = life.get("vllm", {}).get("life_ns_per_block")
             least = 20 if policy == "lru" else 10
             value = ratio(life["kvoffload"]["life_ns_per_block"], theirs)
-            promise(f"a block's life, {where}", False, least, "x", value)
-        value = ratio(singles["kvoffload"]["store"], singles.get("vllm", {}).get("store"))
-        promise(f"one-block store, {where}", False, 3, "x", value)
+            promise(f"a block of a long life, {where}", False, least, "x", value)
+        for (temperature, part, length), limits in LEAST.items():
+            mine = getattr(lengths[temperature]["kvoffload"][length], part)
+            theirs = lengths[temperature].get("vllm")
+            value = ratio(mine, getattr(theirs[length], part) if theirs else None)
+            what = f"{part} of {length}, {temperature}, {where}"
+            promise(what, False, limits[policy == "arc"], "x", value)
+        for single, mine in result["singles"]["kvoffload"].items():
+            value = ratio(mine, result["singles"].get("vllm", {}).get(single))
+            promise(f"{single}, {where}", False, 1, "x", value)
         if capacity == 1_000_000:
             promise(f"longest call, {where}", True, 2, " ms", life["kvoffload"]["longest_call_ms"])
         per_block = result["bytes_per_tracked_block"]["kvoffload"]
         promise(f"bytes per tracked block, {where}", True, 100, "", per_block)
     return rows
+
+
+LEAST = {
+    ("hot", "store", 1): (6, 4),
+    ("hot", "store", 8): (10, 6),
+    ("hot", "life", 1): (3, 2.5),
+    ("hot", "life", 8): (5, 4),
+    ("hot", "life", 64): (10, 6),
+    ("hot", "life", 1024): (26, 11),
+    **{("cold", "life", length): (1, 1) for length in LENGTHS if length != 8},
+    ("cold", "life", 8): (2, 2),
+}
+"""How many times cheaper than vLLM's LRU and ARC we mean to be."""
 
 
 def machine() -> dict[str, Any]:
@@ -450,6 +458,7 @@ def print_result(result: dict[str, Any]) -> None:
         other = theirs["ns_per_block"].get(operation) if theirs else None
         row(f"  {operation}", ours["ns_per_block"].get(operation), other)
     row("  a block's life", ours["life_ns_per_block"], theirs["life_ns_per_block"] if theirs else None)
+    print_lengths(result["lengths"])
     print("  ns per call, one block a call")
     for single in SINGLES:
         row(f"  {single}", singles["kvoffload"][single], singles.get("vllm", {}).get(single))
@@ -467,6 +476,37 @@ def print_result(result: dict[str, Any]) -> None:
     )
     memory = result["bytes_per_tracked_block"]
     row("bytes per tracked block", memory["kvoffload"], memory.get("vllm"))
+
+
+def print_lengths(lengths: dict[str, dict[str, dict[int, Lives]]]) -> None:
+    for temperature, found in lengths.items():
+        ours, theirs = found["kvoffload"], found.get("vllm")
+        print(
+            f"  us, {temperature}, by the blocks of a request (in brackets, how many times vLLM's is dearer)"
+        )
+        print(f"    {'blocks':>8}{'store':>18}{'life':>18}{'life, packed':>18}")
+        for length, mine in ours.items():
+            cells = []
+            for part, of_theirs in (("store", "store"), ("life", "life"), ("packed", "life")):
+                value = getattr(mine, part)
+                ratio = f" ({getattr(theirs[length], of_theirs) / value:.1f}x)" if theirs else ""
+                cells.append(f"{value:,.1f}{ratio}")
+            print(f"    {length:>8,}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+def print_longest(capacity: int) -> None:
+    """The longest call of every policy."""
+    for policy in ALL_POLICIES.names():
+        ours, unused = Ours(capacity, policy), Watch()
+        for request in workload(capacity, SEED_FILL, fill_blocks(capacity)):
+            ours.live(copy_of(request), unused)
+        life, _ = measure_life([ours], capacity)
+        found = life["kvoffload"]
+        print(
+            f"{policy:10}{found['longest_call_ms']:8.2f} ms of CPU time in {found['longest_call']}, "
+            f"{found['life_ns_per_block']:.0f} ns a block",
+            flush=True,
+        )
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -497,10 +537,14 @@ def print_report(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="10,000 and 100,000 blocks only")
+    parser.add_argument("--longest", action="store_true", help="only the longest call of every policy")
     parser.add_argument("--no-gc", action="store_true", help="turn the garbage collector off for both")
     parser.add_argument("--format", choices=("terminal", "json"), default="terminal")
     arguments = parser.parse_args()
 
+    if arguments.longest:
+        print_longest(CAPACITIES[-1])
+        return
     missing = why_no_vllm()
     kinds = [Ours] if missing else [Ours, Theirs]
     capacities = CAPACITIES[:2] if arguments.quick else CAPACITIES

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 
+from helpers_of_kernels import ref_cnt_of
 from kvoffload.core.policy import POLICIES
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
@@ -73,7 +74,7 @@ class EvictsAnyone(NaiveLRU):
 
 class EvictsItsOwnRequest(NaiveLRU):
     def victim(self, key: bytes, protected: Protected) -> int:
-        idle = [s for s in self.slots if protected.ref_cnt[s] == 0 and s not in protected.entering]
+        idle = [s for s in self.slots if ref_cnt_of(protected.cache, s) == 0 and s not in protected.entering]
         self.slots.remove(idle[0])
         return idle[0]
 
@@ -81,7 +82,7 @@ class EvictsItsOwnRequest(NaiveLRU):
 class EvictsWhatIsWritten(NaiveLRU):
     def victim(self, key: bytes, protected: Protected) -> int:
         for slot in self.slots:
-            if slot not in protected or protected.ref_cnt[slot] == -1:
+            if slot not in protected or ref_cnt_of(protected.cache, slot) == -1:
                 self.slots.remove(slot)
                 return slot
         raise AssertionError

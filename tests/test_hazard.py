@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import helpers_of_hazard as parts
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
@@ -46,16 +47,11 @@ def test_buckets_of_ages_are_two_an_octave() -> None:
 
 def observe(history: History, letters: str, now: int, start: int = 0) -> list[int]:
     """The classes of a request's blocks from `start` on."""
-    count = len(letters) - start
-    places, classes = np.empty(count, np.int32), np.empty(count, np.int32)
-    history.observe(Keys.pack(keys(letters), 1), start, now, places, classes)
-    return classes.tolist()
+    return parts.remember(history, Keys.pack(keys(letters), 1), now, start)
 
 
 def classify(history: History, letters: str, now: int) -> list[tuple[int, int]]:
-    classes, last = np.empty(len(letters), np.int32), np.empty(len(letters), np.int64)
-    history.classify(Keys.pack(keys(letters), 1), now, classes, last)
-    return list(zip(classes.tolist(), last.tolist(), strict=True))
+    return parts.classify(history, Keys.pack(keys(letters), 1), now)
 
 
 def test_a_new_block_has_no_gap_and_a_used_one_its_octave() -> None:
@@ -131,8 +127,7 @@ def life_table(sample_capacity: int = 9, half_life: int = 1 << 40, num_classes: 
 
 
 def live(table: Lifetimes, letters: str, now: int, block_class: int = 0) -> None:
-    classes = np.full(len(letters), block_class, np.int32)
-    table.observe(Keys.pack(keys(letters), 1), 0, now, classes)
+    parts.live(table, Keys.pack(keys(letters), 1), now, block_class)
 
 
 def counts(table: Lifetimes, block_class: int = 0, ages: int = 6) -> tuple[list[float], list[float]]:
@@ -188,7 +183,7 @@ def test_one_key_in_some_is_sampled_more_of_small_caches() -> None:
     assert Lifetimes(2, 1, 64 * 4 * 2 // 3, 8, 64, 1).sampled_one_in == 8
     table = Lifetimes(1, 1, 10, 2, 64, 1)
     letters = [bytes([n, n]) for n in range(60)]
-    table.observe(Keys.pack(letters, 2), 0, 0, np.zeros(60, np.int32))
+    parts.live(table, Keys.pack(letters, 2), 0)
     assert sorted(table.sample.members(0)) == [key for key in letters if hash_of(key) % 4 == 0]
 
 
@@ -198,7 +193,7 @@ def test_worth_is_a_gittins_index(seed: int) -> None:
     table = life_table(num_classes=4)
     table.exposed[:] = rng.integers(0, 2_000, table.exposed.shape) * rng.integers(0, 2, table.exposed.shape)
     table.reused[:] = np.floor(table.exposed * rng.random(table.exposed.shape) * rng.random())
-    table._evaluate(0)
+    table.evaluate(0)
     everyone = (table.reused.sum(0) + 0.5) / (table.exposed.sum(0) + 1.5)
     for each in range(4):
         group = slice(each // 2 * 2, each // 2 * 2 + 2)
@@ -223,15 +218,17 @@ class Learnt(Hazard):
 
     def teach(self, *worth_by_count: float) -> None:
         """Blocks used once, twice, 3-4 times, ... are worth this at all ages; the last for all others."""
-        self._oldest_victim[0] = 1
+        self.state.oldest_victim = 1
         table = self.lifetimes
         for each, worth in enumerate(worth_by_count):
             table.worth[each * NUM_GAP_CLASSES :] = worth
-        table._next = 1 << 60
+        table.next_evaluation = 1 << 60
 
 
-def learnt(capacity_blocks: int, *worth_by_count: float, **options: Any) -> OffloadingManager:
-    manager = make(Learnt, capacity_blocks, **options)
+def learnt(
+    capacity_blocks: int, *worth_by_count: float, write_cost: float | None = None, **options: Any
+) -> OffloadingManager:
+    manager = make(type("Learnt", (Learnt,), {"write_cost": write_cost}), capacity_blocks, **options)
     assert isinstance(manager.policy, Learnt)
     manager.policy.teach(*worth_by_count)
     return manager
@@ -285,8 +282,7 @@ def test_behind_a_block_that_is_refused_all_are() -> None:
     ],
 )
 def test_the_write_cost_is_a_dial(store: str, write_cost: float | None, is_taken: bool) -> None:
-    manager = learnt(1, 0.85, 1.0, store=store)
-    manager.policy.write_cost = write_cost
+    manager = learnt(1, 0.85, 1.0, store=store, write_cost=write_cost)
     if store == ON_DEVICE_EVICTION:  # there an offer is no use
         manager.touch(keys("ax"))
     manager.touch(keys("a"))
@@ -344,8 +340,7 @@ def use_on_device(manager: OffloadingManager, letters: str, times: int) -> None:
 
 
 def test_in_a_victim_tier_each_block_is_weighed_on_its_own() -> None:
-    manager = learnt(4, 0.3, 0.4, 2.0, 9.0, store=ON_DEVICE_EVICTION)
-    manager.policy.write_cost = 0.0
+    manager = learnt(4, 0.3, 0.4, 2.0, 9.0, store=ON_DEVICE_EVICTION, write_cost=0.0)
     for letters, times in (("xy", 2), ("mn", 5)):
         use_on_device(manager, letters, times)
         store(manager, letters)
@@ -380,7 +375,7 @@ def test_in_a_victim_tier_requests_that_are_put_in_order_together_keep_their_pat
     plan = begin_store(manager, "abcd")
     assert (text(plan.keys), manager.stats().kept) == ("cd", 2)
     policy: Any = manager.policy
-    runs = [int(policy._runs.runs[slot, RUN_OF]) for slot in policy.order()]
+    runs = [int(policy.state.runs.runs[slot, RUN_OF]) for slot in policy.order()]
     assert text(manager.index.key_at(slot) for slot in policy.order()) == "dcba"
     assert runs[0] == runs[1] != runs[2] == runs[3]
 
@@ -405,9 +400,9 @@ def test_until_it_knows_enough_it_is_lru() -> None:
 
 def judged(policy: Any, sampled: int, own: int, shadow: int) -> tuple[bool, int]:
     """The verdict after a window of the duel: whether LRU decides, and for how many windows."""
-    policy._shadow.counts[:] = sampled, own, shadow
-    policy._end_duel_window()
-    return policy.is_lru, policy._lru_windows
+    policy.state.shadow.counts[:] = sampled, own, shadow
+    parts.end_duel_window(policy.state.memory)
+    return policy.is_lru, policy.state.lru_windows
 
 
 def test_a_shadow_that_hits_more_takes_over_and_for_longer_each_time() -> None:
@@ -422,7 +417,7 @@ def test_a_shadow_that_hits_more_takes_over_and_for_longer_each_time() -> None:
             assert judged(policy, 1_000, 100, 100) == (left > 0, left)
     for length in (15, 14):
         assert judged(policy, 1_000, 150, 100) == (False, 0), "whoever wins is trusted more"
-        assert policy._next_lru_windows == length
+        assert policy.state.next_lru_windows == length
 
 
 def test_nothing_sampled_is_no_verdict() -> None:
@@ -435,12 +430,12 @@ def test_windows_are_counted_in_references() -> None:
     manager = make(small, 2)
     policy: Any = manager.policy
     use(manager, "a")
-    assert policy._next_duel == 7
-    policy._shadow.counts[:] = 100, 0, 90
+    assert policy.state.next_duel == 7
+    policy.state.shadow.counts[:] = 100, 0, 90
     use(manager, "abab")
-    assert policy._lru_windows == 0
+    assert policy.state.lru_windows == 0
     use(manager, "ab")
-    assert (policy._lru_windows, policy._shadow.counts.tolist()) == (1, [0, 0, 0])
+    assert (policy.state.lru_windows, policy.state.shadow.counts.tolist()) == (1, [0, 0, 0])
 
 
 def test_stats_are_told() -> None:
@@ -494,12 +489,14 @@ def state(manager: OffloadingManager) -> Any:
         guards = [policy.lru_windows, policy.next_lru_windows, policy.oldest_victim]
     else:
         c = manager.capacity_blocks
-        blocks = {s: (int(policy._lists.links[s, 2]) - c, int(policy._last[s])) for s in policy.order()}
-        classes = [policy._lists.members(number) for number in range(NUM_CLASSES)]
-        known, shadow = policy.history.keys.members(0), policy._shadow.keys.members(0)
+        blocks = {
+            s: (int(policy.state.lists.links[s, 2]) - c, int(policy.state.last[s])) for s in policy.order()
+        }
+        classes = [policy.state.lists.members(number) for number in range(NUM_CLASSES)]
+        known, shadow = policy.history.keys.members(0), policy.state.shadow.keys.members(0)
         sample = policy.lifetimes.sample
         sampled = [key for age in range(NUM_AGES) for key in sample.members(age)]
-        guards = [policy._lru_windows, policy._next_lru_windows, int(policy._oldest_victim[0])]
+        guards = [policy.state.lru_windows, policy.state.next_lru_windows, policy.state.oldest_victim]
     return blocks, classes, known, sampled, shadow, guards, policy.order(), policy.stats()
 
 
@@ -544,8 +541,8 @@ def test_decides_as_its_naive_twin_for_long(store: str, seed: int) -> None:
         reached.update(name for name, is_so in {
             "LRU decides": policy.is_lru,
             "it decides itself": not policy.is_lru,
-            "a duel was lost": policy._lru_windows > 0,
-            "the next time costs more": policy._next_lru_windows > 1,
+            "a duel was lost": policy.state.lru_windows > 0,
+            "the next time costs more": policy.state.next_lru_windows > 1,
             "the history is full": policy.history.keys.lists.size(1) == 0,
             "the sample is full": policy.lifetimes.sample.lists.size(NUM_AGES) == 0,
             "old ages are known": policy.lifetimes.reused[:, 4:].any(),
@@ -630,5 +627,5 @@ def test_hashes_of_the_twin_are_those_of_the_index() -> None:
     for key_bytes in (1, 7, 8, 20, 36):
         table = Lifetimes(1, 1, 10, key_bytes, 512, 1)
         batch = [key_of(n, key_bytes) for n in range(200)]
-        table.observe(Keys.pack(batch, key_bytes), 0, 0, np.zeros(200, np.int32))
+        parts.live(table, Keys.pack(batch, key_bytes), 0)
         assert sorted(table.sample.members(0)) == [key for key in batch if hash_of(key) % 4 == 0]

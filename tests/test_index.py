@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core import kernels
+from helpers_of_kernels import remove
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.request import HASH, RequestContext
-from kvoffload.structures.index import ABSENT, Index, find_bytes, find_one, insert_one
+from kvoffload.core.request import HASH, Path, RequestContext
+from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.structures import NaiveIndex
 from kvoffload.testing.scripts import long_lists
@@ -52,22 +52,12 @@ def colliding(key_bytes: int) -> list[bytes]:
     return [key_with_hash(tag << 32 | low, key_bytes, salt=low) for tag in tags for low in (1, 2, 3)]
 
 
-def one(key: bytes) -> np.ndarray:
-    return Keys.pack([key], len(key)).words
-
-
 @pytest.mark.parametrize("key_bytes", KEY_BYTES)
 def test_keys_can_be_made_for_a_hash(key_bytes: int) -> None:
     wanted = [(7 << 32 | 9), MASK, 0, 0x0123456789ABCDEF]
     ctx = RequestContext("", key_bytes)
     ctx.extend(Keys.pack([key_with_hash(h, key_bytes) for h in wanted], key_bytes))
-    assert ctx.records[:4, HASH].tolist() == wanted
-
-
-def remove(index: Index, position: int) -> None:
-    kernels.abandon(
-        index.table, index.keys, np.zeros(NUM_POSITIONS, np.uint32), np.array([position], np.int32)
-    )
+    assert Path.over(ctx.memory).records[:4, HASH].tolist() == wanted
 
 
 @pytest.mark.parametrize("key_bytes", KEY_BYTES)
@@ -79,14 +69,14 @@ def test_equals_a_dict(key_bytes: int, steps: list[tuple[bool, int]]) -> None:
         key, unused = universe[number], set(range(NUM_POSITIONS)) - set(twin.positions.values())
         position = twin.find(key)
         if insert and position == ABSENT and unused:
-            insert_one(index.table, index.keys, one(key), 0, max(unused))
+            index.put(key, max(unused))
             twin.insert(key, max(unused))
         elif not insert and position != ABSENT:
-            remove(index, position)
+            remove(index.memory, position)
             twin.remove(position)
         for other in universe:
-            assert find_one(index.table, index.keys, one(other), 0) == twin.find(other)
-            assert find_bytes(index.table, index.keys, other) == twin.find(other)
+            assert index.position_of(other) == twin.find(other)
+            assert index.position_of(other) == twin.find(other)
     assert np.count_nonzero(index.table) == len(twin.positions)
 
 
@@ -95,13 +85,13 @@ def test_a_full_table_closes_the_gap_across_its_end(gone: int) -> None:
     keys = colliding(32)[: NUM_POSITIONS + 1]
     index = Index(NUM_POSITIONS, 32)
     for position in range(NUM_POSITIONS):
-        insert_one(index.table, index.keys, one(keys[position]), 0, position)
+        index.put(keys[position], position)
     assert index.table[0] != 0, "the keys do not wrap around"
-    remove(index, gone)
+    remove(index.memory, gone)
     expected = [position if position != gone else ABSENT for position in range(NUM_POSITIONS)]
-    assert [find_one(index.table, index.keys, one(key), 0) for key in keys[:-1]] == expected
-    insert_one(index.table, index.keys, one(keys[-1]), 0, gone)
-    assert find_one(index.table, index.keys, one(keys[-1]), 0) == gone
+    assert [index.position_of(key) for key in keys[:-1]] == expected
+    index.put(keys[-1], gone)
+    assert index.position_of(keys[-1]) == gone
 
 
 def test_an_entry_at_its_home_does_not_move_into_a_gap_before_it() -> None:
@@ -109,11 +99,11 @@ def test_an_entry_at_its_home_does_not_move_into_a_gap_before_it() -> None:
     buckets = 2 * NUM_POSITIONS + 1
     first, second = (key_with_hash(tag_of_home(home, buckets) << 32, 8) for home in (4, 5))
     index = Index(NUM_POSITIONS, 8)
-    insert_one(index.table, index.keys, one(first), 0, 0)
-    insert_one(index.table, index.keys, one(second), 0, 1)
-    remove(index, 0)
+    index.put(first, 0)
+    index.put(second, 1)
+    remove(index.memory, 0)
     assert np.flatnonzero(index.table).tolist() == [5]
-    assert find_one(index.table, index.keys, one(second), 0) == 1
+    assert index.position_of(second) == 1
 
 
 def test_keys_that_differ_only_behind_their_first_word_and_tag_are_two() -> None:
@@ -124,31 +114,31 @@ def test_keys_that_differ_only_behind_their_first_word_and_tag_are_two() -> None
     for low in (1, 2):  # solve for the second word
         mixed = int.from_bytes(key_with_hash(9 << 32 | low, 8), "little") ^ SEED
         keys.append(b"".join(word.to_bytes(8, "little") for word in (first, mixed ^ state)))
-    insert_one(index.table, index.keys, one(keys[0]), 0, 0)
-    assert find_one(index.table, index.keys, one(keys[1]), 0) == ABSENT
-    assert find_bytes(index.table, index.keys, keys[1]) == ABSENT
-    insert_one(index.table, index.keys, one(keys[1]), 0, 1)
+    index.put(keys[0], 0)
+    assert index.position_of(keys[1]) == ABSENT
+    assert index.position_of(keys[1]) == ABSENT
+    index.put(keys[1], 1)
     tags = {int(entry) >> 32 for entry in index.table[index.table != 0]}
     assert tags == {9}, "the keys were to have one tag"
-    assert [find_bytes(index.table, index.keys, key) for key in keys] == [0, 1]
+    assert [index.position_of(key) for key in keys] == [0, 1]
 
 
 def test_keys_that_differ_in_their_last_byte_are_two() -> None:
     index = Index(4, 20)
     keys = [bytes(19) + b"\0", bytes(19) + b"\1", b"\1" + bytes(19)]
     for position, key in enumerate(keys):
-        assert find_bytes(index.table, index.keys, key) == ABSENT
-        insert_one(index.table, index.keys, one(key), 0, position)
-    assert [find_bytes(index.table, index.keys, key) for key in keys] == [0, 1, 2]
+        assert index.position_of(key) == ABSENT
+        index.put(key, position)
+    assert [index.position_of(key) for key in keys] == [0, 1, 2]
     assert [index.key_at(position) for position in range(3)] == keys
     assert list(index.keys_at(np.array([2, 0]))) == [keys[2], keys[0]]
 
 
 def test_clear_forgets_everything() -> None:
     index = Index(2, 8)
-    insert_one(index.table, index.keys, one(b"12345678"), 0, 0)
+    index.put(b"12345678", 0)
     index.clear()
-    assert find_bytes(index.table, index.keys, b"12345678") == ABSENT
+    assert index.position_of(b"12345678") == ABSENT
 
 
 # ---- the path of a request: the same table, filled in the order of first sight
@@ -182,9 +172,9 @@ def test_what_was_noted_of_a_key_survives_growth() -> None:
     ctx = RequestContext("", 8)
     first = [number.to_bytes(8, "big") for number in range(30)]
     ctx.extend(Keys.pack(first, 8))
-    ctx.records[:30, 1] = np.arange(30)
+    Path.over(ctx.memory).records[:30, 1] = np.arange(30)
     ctx.extend(Keys.pack([number.to_bytes(8, "big") for number in range(20, 100)], 8))
-    assert ctx.records[:30, 1].tolist() == [*range(30)]
+    assert Path.over(ctx.memory).records[:30, 1].tolist() == [*range(30)]
     assert ctx.extend(Keys.pack(first, 8)).tolist() == [*range(30)]
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.structures.index import ABSENT, find_bytes, find_one, hash_row
-from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
+from helpers_of_kernels import forget, forget_coldest, move_to_head, push_head, remember, unlink
+from kvoffload.structures.index import ABSENT
+from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.keys import Keys
-from kvoffload.structures.lists import Lists, move_to_head, push_head, unlink
+from kvoffload.structures.lists import Lists
 from kvoffload.testing.audit import _audit_key_lists, _audit_lists
 from kvoffload.testing.naive.structures import NaiveLists
 from kvoffload.testing.scripts import long_lists
 
 NUM_POSITIONS, NUM_LISTS = 6, 3
-
-# The helpers of kernels are called from Python here: compiled for each test run, so never stale.
-
 
 steps = long_lists(
     st.tuples(st.integers(0, 2), st.integers(0, NUM_LISTS - 1), st.integers(0, NUM_POSITIONS - 1)),
@@ -52,22 +49,21 @@ def test_lists_equal_python_lists(script: list[tuple[int, int, int]]) -> None:
 def test_lists_of_keys_equal_python_lists(script: list[tuple[int, int, int]]) -> None:
     capacity = 4
     key_lists = KeyLists(capacity, 8, 2)
-    index, links = key_lists.index, key_lists.lists.links
     twin: list[list[bytes]] = [[], []]
     for step, number, key_number in script:
         key, number = key_number.to_bytes(8, "big"), number % 2
         batch = Keys.pack([key], 8).words
-        position = find_one(index.table, index.keys, batch, 0)
+        position = key_lists.index.position_of(key)
         assert (position != ABSENT) == (key in twin[0] + twin[1])
         sentinel = key_lists.lists.sentinel(number)
         if step == 0 and position == ABSENT and len(twin[0] + twin[1]) < capacity:
-            remember(index.table, index.keys, links, sentinel, batch, 0, np.uint64(hash_row(batch, 0)))
+            remember(key_lists.memory, sentinel, batch)
             twin[number].insert(0, key)
         elif step == 1 and position != ABSENT:
-            forget(index.table, index.keys, links, position)
+            forget(key_lists.memory, position)
             twin = [[other for other in members if other != key] for members in twin]
         elif step == 2 and twin[number]:
-            forget_coldest(index.table, index.keys, links, sentinel)
+            forget_coldest(key_lists.memory, sentinel)
             twin[number].pop()
         assert [key_lists.members(0), key_lists.members(1)] == twin
         _audit_key_lists("key lists", key_lists)
@@ -77,13 +73,12 @@ def test_lists_of_keys_start_and_clear_with_every_position_spare() -> None:
     key_lists = KeyLists(5, 8, 2)
     spare = key_lists.lists.members(2)
     assert sorted(spare) == [0, 1, 2, 3, 4]
-    index, links = key_lists.index, key_lists.lists.links
     batch, sentinel = Keys.pack([b"12345678"], 8).words, key_lists.lists.sentinel(1)
-    remember(index.table, index.keys, links, sentinel, batch, 0, np.uint64(hash_row(batch, 0)))
+    remember(key_lists.memory, sentinel, batch)
     assert key_lists.members(1) == [b"12345678"]
     assert key_lists.lists.size(2) == 4
     key_lists.clear()
     assert key_lists.members(1) == []
     assert key_lists.lists.members(2) == spare
-    assert find_bytes(index.table, index.keys, b"12345678") == ABSENT
+    assert key_lists.index.position_of(b"12345678") == ABSENT
     _audit_key_lists("key lists", key_lists)

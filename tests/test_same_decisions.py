@@ -1,4 +1,4 @@
-"""Decisions stay what they were: digests of long random scripts, made before the control plane went by address.
+"""Decisions stay what they were: digests of long random scripts, made before kernels went by address.
 
 Everything a manager answers is in a digest: slots, rows, evicted keys, counts, order, events, statistics.
 """
@@ -11,24 +11,38 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
+from kvoffload.core.plans import STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import MisuseError
 from kvoffload.structures.keys import Keys
 
 PINNED = Path(__file__).parent / "data" / "decisions.json"
-POLICY_NAMES = ("2q", "arc", "fifo", "gdsf", "hazard", "lfu", "lirs", "lru", "s3fifo", "sieve", "slru", "wtinylfu")
+POLICY_NAMES = (
+    "2q",
+    "arc",
+    "fifo",
+    "gdsf",
+    "hazard",
+    "lfu",
+    "lirs",
+    "lru",
+    "s3fifo",
+    "sieve",
+    "slru",
+    "wtinylfu",
+)
 NUM_KEYS, NUM_STEPS = 400, 700
 
 
 class Script:
     """One manager under one random script; `digest` has heard everything."""
 
-    def __init__(self, policy: str, admission: str, store: str, key_bytes: int, capacity: int, seed: int) -> None:
+    def __init__(
+        self, policy: str, admission: str, store: str, key_bytes: int, capacity: int, seed: int
+    ) -> None:
         self.chance = random.Random(f"{seed} {key_bytes} {capacity}")
         self.key_bytes, self.digest = key_bytes, hashlib.sha256()
         self.keys = [hashlib.sha512(b"%d" % n).digest()[:key_bytes] for n in range(NUM_KEYS)]
@@ -43,7 +57,7 @@ class Script:
         self.digest.update(repr(facts).encode())
 
     def chain(self) -> list[bytes]:
-        """Some of the keys: mostly a chain from one of a few heads, as prompts have; now and then a long one."""
+        """Some of the keys: mostly a chain from one of a few heads, as prompts have; sometimes long."""
         first = self.chance.choice((0, 0, 0, 40, 40, 80, 150, 220, 300, self.chance.randrange(NUM_KEYS)))
         length = self.chance.choice((1, 1, 2, 3, 5, 8, 13, 20, 33, 70))
         return self.keys[first : first + length]
@@ -64,7 +78,11 @@ class Script:
         )[0]
         getattr(self, kind)()
         stats = self.manager.stats()
-        self.say(kind, sorted((k, v) for k, v in vars(stats).items() if k != "policy"), sorted(stats.policy.items()))
+        self.say(
+            kind,
+            sorted((k, v) for k, v in vars(stats).items() if k != "policy"),
+            sorted(stats.policy.items()),
+        )
         for event in self.manager.take_events():
             self.say(list(event.keys), event.removed)
 
@@ -72,7 +90,8 @@ class Script:
         ctx, keys = self.request(), self.batch(self.chain())
         plan = self.manager.prepare_store(keys, ctx, admitted=self.chance.random() < 0.1)
         if plan is None:
-            return self.say("no room")
+            self.say("no room")
+            return
         self.say(list(plan.keys), plan.slots.tolist(), plan.missing_rows.tolist(), plan.rows.tolist())
         self.say(list(plan.evicted), plan.num_dropped, plan.num_refused)
         if self.chance.random() < 0.1:
@@ -95,7 +114,8 @@ class Script:
                 some = keys[: found.num_ready]
                 plan = prepare(some) if prepare else self.manager.prepare_load(some, ctx)
             except MisuseError as error:
-                return self.say(str(error))
+                self.say(str(error))
+                return
             self.say(plan.slots.tolist())
             self.loads.append((plan, prepare is not None))
 
@@ -137,7 +157,14 @@ def digest(policy: str, store: str) -> str:
     """Of everything that managers of one policy and store mode answer."""
     total = hashlib.sha256()
     for number, (admission, key_bytes, capacity) in enumerate(
-        (("all", 16, 60), ("all", 36, 150), ("reuse:2", 20, 60), ("tinylfu", 32, 97), ("all", 8, 7), ("all", 32, 390))
+        (
+            ("all", 16, 60),
+            ("all", 36, 150),
+            ("reuse:2", 20, 60),
+            ("tinylfu", 32, 97),
+            ("all", 8, 7),
+            ("all", 32, 390),
+        )
     ):
         if policy == "arc" and admission != "all":
             admission = "all"
@@ -156,4 +183,6 @@ def test_decisions_are_what_they_were(policy: str, store: str) -> None:
 
 if __name__ == "__main__":
     assert set(POLICY_NAMES) == set(POLICIES.names())
-    PINNED.write_text(json.dumps({f"{p} {s}": digest(p, s) for p in POLICY_NAMES for s in STORES}, indent=1) + "\n")
+    PINNED.write_text(
+        json.dumps({f"{p} {s}": digest(p, s) for p in POLICY_NAMES for s in STORES}, indent=1) + "\n"
+    )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers_of_hazard import compare, take_in
 from kvoffload.policies.hazard import shadow
 from kvoffload.policies.hazard.shadow import ShadowLRU
 from kvoffload.structures.keys import Keys
@@ -26,7 +27,7 @@ def pack(keys: list[bytes]) -> Keys:
 def use(cache: ShadowLRU, keys: str, held: int = 0) -> list[int]:
     """A request for these letters, of which the owner holds the first `held`; the counts after it."""
     path = [letter.encode() for letter in keys]
-    cache.observe(pack(path), 0, np.arange(len(path)) < held, False)
+    compare(cache, pack(path), np.arange(len(path)) < held)
     return cache.counts.tolist()
 
 
@@ -57,9 +58,9 @@ def test_a_large_cache_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = [key for key in map(bytes, ([n] for n in range(256))) if (hash_of(key) >> 8) % 4 == 0]
     cache = ShadowLRU(8, 1)
     path = pack([bytes([n]) for n in range(256)])
-    cache.observe(path, 0, np.ones(256, np.bool_), False)
+    compare(cache, path, np.ones(256, np.bool_))
     assert cache.counts.tolist() == [len(sampled), len(sampled), 0]
-    cache.observe(pack(sampled[:3]), 0, np.zeros(3, np.bool_), False)
+    compare(cache, pack(sampled[:3]), np.zeros(3, np.bool_))
     assert cache.keys.members(0) == sampled[:2], "a quarter of eight, and the head of what came"
 
 
@@ -77,11 +78,11 @@ def test_counts_as_its_naive_twin(
         cache, twin = ShadowLRU(capacity_blocks, 1), NaiveShadow(capacity_blocks)
     for step, keys in script:
         if step == "drop" and is_victim_tier:
-            cache.store(pack(keys))
+            take_in(cache, pack(keys))
             twin.store(keys)
         else:
             held = [hash_of(key) % 3 > 0 for key in keys]
-            cache.observe(pack(keys), 0, np.array(held, np.bool_), is_victim_tier)
+            compare(cache, pack(keys), np.array(held, np.bool_), is_victim_tier)
             twin.observe(keys, held, is_victim_tier)
         assert cache.keys.members(0) == twin.keys[::-1]
         assert cache.counts.tolist() == [twin.sampled, twin.own_hits, twin.shadow_hits]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import STORES
 from kvoffload.core.policy import POLICIES, EvictionPolicy
-from kvoffload.structures.index import ABSENT, find_bytes
+from kvoffload.structures.index import ABSENT
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.fifo import NaiveFIFO
@@ -76,7 +76,7 @@ def inside(manager: OffloadingManager) -> list[Any]:
     if hasattr(policy, "queues"):
         ghosts, index = policy.queues()[2], manager.index
         assert len(set(ghosts)) == len(ghosts) <= max(1, manager.capacity_blocks - 1)
-        both = [key for key in ghosts if find_bytes(index.table, index.keys, key) != ABSENT]
+        both = [key for key in ghosts if index.position_of(key) != ABSENT]
         assert not both, f"keys are here and remembered as gone: {both}"
     return told
 

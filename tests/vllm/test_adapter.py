@@ -233,11 +233,11 @@ def test_what_a_worker_could_not_copy_is_forgotten(world: Callable[..., World]) 
     path = [key(number) for number in range(4)]
     ctx = one.request("r", path)
     output = one.store(ctx, path)
-    one.pool.failed[0, output.store_spec.block_ids[1]] = 1
+    one.pool.fail(0, output.store_spec.block_ids[1:2])
     one.manager.complete_store(set(path), ctx)
     assert one.hits(ctx, path) == 1
     spec = one.manager.prepare_load([path[0], path[2]], ctx)
-    one.pool.failed[0, spec.block_ids[0]] = 1
+    one.pool.fail(0, spec.block_ids[:1])
     one.manager.complete_load({path[0], path[2]}, ctx)
     assert one.hits(ctx, path) == 0
     assert one.manager.lookup(path[2], ctx) is HIT

@@ -66,12 +66,14 @@ def test_our_lru_decides_as_vllms(seed: int, threshold: int) -> None:
     agree(ours)
 
 
+def _that_refuses_none(policy: str) -> str:
+    return "hazard,write_cost=-1" if policy == "hazard" else policy
+
+
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_every_policy_decides_as_in_our_manager(policy: str) -> None:
     """Paths that fit: the manager around the policy makes no difference, unless the policy refuses."""
-    inside, ours = Inside(64, f"kvoffload-{policy}"), Ours(64, policy)
-    if policy == "hazard":
-        ours.manager.policy.write_cost = -1
+    inside, ours = Inside(64, f"kvoffload-{policy}"), Ours(64, _that_refuses_none(policy))
     for number, path in enumerate(random_paths(7, 500, 20)):
         assert inside.serve(str(number), path) == ours.serve(str(number), path), f"request {number}"
         assert inside.evicted == ours.evicted, f"request {number}"
@@ -182,9 +184,7 @@ def test_hit_ratios_on_a_real_trace(recorded_trace_path: Callable[[str], Path], 
     """
     trace = read_trace(recorded_trace_path("conversation_first60"))
     keys = [key(number) for number in range(trace.unique_blocks)]
-    inside, ours = Inside(1_000, f"kvoffload-{policy}"), Ours(1_000, policy)
-    if policy == "hazard":
-        ours.manager.policy.write_cost = -1
+    inside, ours = Inside(1_000, f"kvoffload-{policy}"), Ours(1_000, _that_refuses_none(policy))
     for row in range(1_500):
         path = [keys[code] for code in trace.refs[slice(*trace.offsets[row : row + 2])]]
         assert inside.serve(str(row), path) == ours.serve(str(row), path), f"request {row}"

@@ -10,15 +10,7 @@ import numpy as np
 from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
 from kvoffload.structures.index import ABSENT, find, hash_row
-from kvoffload.structures.jit import (
-    BoolArray,
-    I32Array,
-    I32Matrix,
-    ReadU64Matrix,
-    U64Array,
-    U64Matrix,
-    kernel,
-)
+from kvoffload.structures.jit import BoolArray, I32Array, ReadU64Matrix, kernel
 from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, move_to_head
@@ -62,16 +54,14 @@ class ReuseAdmission(Admission):
         return cls(key_bytes, cls.store_threshold, cls.max_tracker_size)
 
     def count(self, keys: Keys) -> None:
-        index, links = self._tracker.index, self._tracker.lists.links
-        _count(index.table, index.keys, links, self._counts, keys.words)
+        _count(self._tracker.memory, self._counts, keys.words)
 
     def refresh(self, keys: Keys) -> None:
-        index, links = self._tracker.index, self._tracker.lists.links
-        _refresh(index.table, index.keys, links, keys.words)
+        _refresh(self._tracker.memory, keys.words)
 
     def admit(self, keys: Keys) -> BoolArray:
-        index, allowed = self._tracker.index, np.empty(len(keys), np.bool_)
-        _admit(index.table, index.keys, self._counts, keys.words, self.store_threshold, allowed)
+        allowed = np.empty(len(keys), np.bool_)
+        _admit(self._tracker.memory, self._counts, keys.words, self.store_threshold, allowed)
         return allowed
 
     def reset(self) -> None:
@@ -84,47 +74,41 @@ class ReuseAdmission(Admission):
 
 
 @kernel
-def _count(table: U64Array, keys: U64Matrix, links: I32Matrix, counts: I32Array, batch: ReadU64Matrix) -> int:
+def _count(tracker: KeyLists, counts: I32Array, batch: ReadU64Matrix) -> None:
+    index, links = tracker.index, tracker.lists.links
     tracked, spare = links.shape[0] - 2, links.shape[0] - 1
     # Of a request longer than the tracker only the head is remembered.
-    length = min(batch.shape[0], keys.shape[0])
+    length = min(batch.shape[0], index.keys.shape[0])
     # Tracked keys move to the front first, so that new keys never displace them.
     for row in range(length - 1, -1, -1):
-        position = find(table, keys, batch, row, hash_row(batch, row))
+        position = find(index, batch, row, hash_row(batch, row))
         if position != ABSENT:
             move_to_head(links, tracked, position)
             counts[position] += 1
     for row in range(length - 1, -1, -1):
         h = hash_row(batch, row)
-        position = find(table, keys, batch, row, h)
+        position = find(index, batch, row, h)
         if position != ABSENT:
             move_to_head(links, tracked, position)
             continue
         if links[spare, LIST] == 0:
-            forget_coldest(table, keys, links, tracked)
-        counts[remember(table, keys, links, tracked, batch, row, h)] = 1
-    return length
+            forget_coldest(tracker, tracked)
+        counts[remember(tracker, tracked, batch, row, h)] = 1
 
 
 @kernel
-def _refresh(table: U64Array, keys: U64Matrix, links: I32Matrix, batch: ReadU64Matrix) -> int:
+def _refresh(tracker: KeyLists, batch: ReadU64Matrix) -> None:
+    links = tracker.lists.links
     for row in range(batch.shape[0] - 1, -1, -1):
-        position = find(table, keys, batch, row, hash_row(batch, row))
+        position = find(tracker.index, batch, row, hash_row(batch, row))
         if position != ABSENT:
             move_to_head(links, links.shape[0] - 2, position)
-    return batch.shape[0]
 
 
 @kernel
 def _admit(
-    table: U64Array,
-    keys: U64Matrix,
-    counts: I32Array,
-    batch: ReadU64Matrix,
-    threshold: int,
-    allowed: BoolArray,
-) -> int:
+    tracker: KeyLists, counts: I32Array, batch: ReadU64Matrix, threshold: int, allowed: BoolArray
+) -> None:
     for row in range(batch.shape[0]):
-        position = find(table, keys, batch, row, hash_row(batch, row))
+        position = find(tracker.index, batch, row, hash_row(batch, row))
         allowed[row] = position != ABSENT and counts[position] >= threshold
-    return batch.shape[0]

@@ -7,7 +7,7 @@ import numpy as np
 from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
 from kvoffload.structures.index import hash_row
-from kvoffload.structures.jit import BoolArray, I64Array, ReadU64Matrix, U64Array, kernel, prefetch
+from kvoffload.structures.jit import BoolArray, ReadU64Matrix, kernel, prefetch
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.sketch import FrequencySketch, add, estimate, line_of
 
@@ -53,11 +53,11 @@ class TinyLFUAdmission(Admission):
         return cls(capacity_blocks)
 
     def count(self, keys: Keys) -> None:
-        _count(self._sketch.table, self._sketch.state, keys.words)
+        _count(self._sketch.memory, keys.words)
 
     def admit(self, keys: Keys) -> BoolArray:
         allowed = np.empty(len(keys), np.bool_)
-        _admit(self._sketch.table, keys.words, self._num_unseen, allowed)
+        _admit(self._sketch.memory, keys.words, self._num_unseen, allowed)
         self._num_unseen -= min(self._num_unseen, len(keys))
         return allowed
 
@@ -67,16 +67,14 @@ class TinyLFUAdmission(Admission):
 
 
 @kernel
-def _count(table: U64Array, state: I64Array, batch: ReadU64Matrix) -> int:
+def _count(sketch: FrequencySketch, batch: ReadU64Matrix) -> None:
     for row in range(batch.shape[0]):
-        prefetch(table, line_of(table, hash_row(batch, row)))
+        prefetch(sketch.table, line_of(sketch.table, hash_row(batch, row)))
     for row in range(batch.shape[0]):
-        add(table, state, hash_row(batch, row))
-    return batch.shape[0]
+        add(sketch, hash_row(batch, row))
 
 
 @kernel
-def _admit(table: U64Array, batch: ReadU64Matrix, num_unseen: int, allowed: BoolArray) -> int:
+def _admit(sketch: FrequencySketch, batch: ReadU64Matrix, num_unseen: int, allowed: BoolArray) -> None:
     for row in range(batch.shape[0]):
-        allowed[row] = row < num_unseen or estimate(table, hash_row(batch, row)) >= THRESHOLD
-    return batch.shape[0]
+        allowed[row] = row < num_unseen or estimate(sketch, hash_row(batch, row)) >= THRESHOLD

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
-from pathlib import Path
 
 import click
 
@@ -17,11 +17,10 @@ _COMMANDS = {
     "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
     "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),
     "trace": ("kvoffload.cli.trace:trace", "Describe traces, and make some."),
+    "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now: for images of containers."),
     "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),
 }
 """Where each command stands, and its line in the help: to list them must not wait for numba."""
-
-_KERNEL_CACHE = Path(__file__).resolve().parent.parent / "structures" / "__pycache__"
 
 
 class _Commands(click.Group):
@@ -34,8 +33,10 @@ class _Commands(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
-        if sys.stderr.isatty() and not any(_KERNEL_CACHE.glob("*.nbi")):
-            click.echo("kvoffload: compiling kernels, once for this installation (about 10 s) ...", err=True)
+        if sys.stderr.isatty():
+            compiling = logging.getLogger("kvoffload.compiling")
+            compiling.addHandler(logging.StreamHandler())
+            compiling.setLevel(logging.INFO)
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.structures.index import Index
-from kvoffload.structures.jit import I32Array, I32Matrix, ReadI32Array, U64Array, U64Matrix, kernel
+from kvoffload.core.request import Path, RequestContext
+from kvoffload.core.state import Cache, evictable
+from kvoffload.structures.jit import I32Array, I32Matrix, ReadI32Array, kernel
 from kvoffload.structures.lists import LIST, NEXT, UNLISTED, Lists, move_to_head, push_head, unlink
 
 
@@ -46,18 +46,10 @@ class Duplicates:
         """Whether one of `slots` holds a duplicate."""
         return bool((self._order.links[slots, LIST] != UNLISTED).any())
 
-    def choose(self, wanted: int, index: Index, protected: Protected) -> I32Array:
+    def choose(self, wanted: int, cache: Cache, ctx: RequestContext) -> I32Array:
         """Up to `wanted` duplicates that may leave, in order; call `drop` for those that do."""
         chosen = np.empty(min(wanted, len(self)), np.int32)
-        found = _choose(
-            self._order.links,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            index.keys,
-            chosen,
-        )
-        return chosen[:found]
+        return chosen[: _choose(self._order.memory, cache.memory, ctx.memory, chosen)]
 
     def clear(self) -> None:
         """Forget all of them. Cost: O(capacity)."""
@@ -96,19 +88,11 @@ def _drop(links: I32Matrix, slots: ReadI32Array, rows: I32Array) -> int:
 
 
 @kernel
-def _choose(
-    links: I32Matrix,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-    chosen: I32Array,
-) -> int:
-    sentinel = links.shape[0] - 1
-    found = 0
-    slot = links[sentinel, NEXT]
+def _choose(duplicates: Lists, cache: Cache, path: Path, chosen: I32Array) -> int:
+    links, sentinel = duplicates.links, duplicates.num_positions
+    found, slot = 0, links[sentinel, NEXT]
     while found < chosen.shape[0] and slot != sentinel:
-        if evictable(ref_cnt, path_table, path_keys, index_keys, slot):
+        if evictable(cache, path, slot):
             chosen[found] = slot
             found += 1
         slot = links[slot, NEXT]

@@ -1,24 +1,23 @@
-"""The loops of the manager: each kernel is one step of the life-cycle, on one batch of a request's path.
+"""The manager's calls, compiled: one kernel for each, on one batch of a request's path.
 
-A batch is an array of positions on the path, whose keys are already hashed. Nothing here decides anything:
-`manager` decides which step runs when.
-
-An argument's name has one meaning everywhere: `table`, `keys` the manager's index; `ref_cnt`, `version` the
-state of its slots; `path_table`, `path_keys`, `records` the request's path; `positions` the batch.
+They are given a cache, a request and a batch of keys, and answer with a number. Nothing here decides
+anything: the policy's own functions, called by address, name the blocks that leave.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.protection import evictable
-from kvoffload.core.request import ACCESSED, FLAGS, HASH, HINT, SCRATCH
-from kvoffload.core.slots import WRITING
+from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, see
+from kvoffload.core.slots import WRITING, give_back
+from kvoffload.core.state import REFUSED, Cache, Entering, Pinned, evictable
+from kvoffload.structures.batches import KeyBatch, OneKey
 from kvoffload.structures.index import (
     ABSENT,
+    Index,
     copy_key,
     find,
-    find_bytes,
+    find_key,
     hash_row,
     home_bucket,
     insert,
@@ -26,19 +25,26 @@ from kvoffload.structures.index import (
     remove,
 )
 from kvoffload.structures.jit import (
-    BoolArray,
     I32Array,
     ReadI32Array,
+    ReadU64Matrix,
     U32Array,
-    U64Array,
     U64Matrix,
     inline,
     kernel,
     prefetch,
 )
+from kvoffload.structures.structs import call_2, call_4
 
-_CLAIMED = -3
+NO_ROOM = -1
+"""There is something to store, and no room for any of it."""
+FIRST_WRONG = -2
+"""``FIRST_WRONG - row``: the policy named a wrong victim for that row of the plan."""
+_UNNAMED, _CLAIMED = -2, -3
 _PREFETCH_ROWS = 128
+
+
+# ---- where a block is
 
 
 @inline
@@ -58,288 +64,378 @@ def _record(version: U32Array, records: U64Matrix, position: int, slot: int) -> 
 
 
 @inline
-def _resolve(
-    table: U64Array,
-    keys: U64Matrix,
-    version: U32Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    position: int,
-) -> int:
+def _slot_of(cache: Cache, path: Path, position: int) -> int:
     """Slot of the key at `position`, or ABSENT."""
+    version, records = cache.slots.version, path.records
     slot = _hinted(version, records, position)
     if slot == ABSENT:
-        slot = find(table, keys, path_keys, position, records[position, HASH])
+        slot = find(cache.index, path.index.keys, position, records[position, HASH])
         if slot != ABSENT:
             _record(version, records, position, slot)
     return slot
 
 
 @inline
-def _prefetch(table: U64Array, keys: U64Matrix, records: U64Matrix, positions: I32Array, start: int) -> None:
-    """Ask for the cache lines that resolving the next `_PREFETCH_ROWS` rows will need."""
-    stop = min(start + _PREFETCH_ROWS, positions.shape[0])
-    for row in range(start, stop):
-        prefetch(table, home_bucket(table, records[positions[row], HASH]))
-    for row in range(start, stop):
-        h = records[positions[row], HASH]
+def _prefetch(index: Index, path: Path, count: int, row: int) -> None:
+    """Now and then ask for the cache lines that the next rows of a batch will need."""
+    if row % _PREFETCH_ROWS or count < 4:
+        return
+    table, positions, records = index.table, path.positions, path.records
+    stop = min(row + _PREFETCH_ROWS, count)
+    for ahead in range(row, stop):
+        prefetch(table, home_bucket(table, records[positions[ahead], HASH]))
+    for ahead in range(row, stop):
+        h = records[positions[ahead], HASH]
         entry = table[home_bucket(table, h)]
         if entry >> np.uint64(32) == h >> np.uint64(32):
-            prefetch(keys, position_in(entry))
+            prefetch(index.keys, position_in(entry))
 
 
 @kernel
-def leading_ready(
-    table: U64Array,
-    keys: U64Matrix,
-    ref_cnt: I32Array,
-    version: U32Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    positions: ReadI32Array,
-) -> int:
+def lookup(cache: Cache, path: Path, batch: KeyBatch) -> int:
     """Length of the leading run of ready blocks; its complement (``~n``) if a block in flight ends it."""
-    for row in range(positions.shape[0]):
-        if row % _PREFETCH_ROWS == 0:
-            _prefetch(table, keys, records, positions, row)
-        slot = _resolve(table, keys, version, path_keys, records, positions[row])
+    count = see(path, batch)
+    for row in range(count):
+        _prefetch(cache.index, path, count, row)
+        slot = _slot_of(cache, path, path.positions[row])
         if slot == ABSENT:
             return row
-        if ref_cnt[slot] == WRITING:
+        if cache.slots.ref_cnt[slot] == WRITING:
             return ~row
-    return positions.shape[0]
+    return count
 
 
 @kernel
-def state_of_key(table: U64Array, keys: U64Matrix, ref_cnt: I32Array, key: bytes) -> int:
-    """State of one key that is not packed: 0 absent, 1 ready, 2 in flight."""
-    slot = find_bytes(table, keys, key)
+def state_of_key(cache: Cache, key: OneKey) -> int:
+    """State of one key, its ``bytes``: 0 absent, 1 ready, 2 in flight; AGAIN for one of another length."""
+    if key.size != cache.index.key_bytes:
+        return AGAIN
+    slot = find_key(cache.index, key.address)
     if slot == ABSENT:
         return 0
-    return 2 if ref_cnt[slot] == WRITING else 1
+    return 2 if cache.slots.ref_cnt[slot] == WRITING else 1
 
 
 @kernel
-def pin(
-    table: U64Array,
-    keys: U64Matrix,
-    ref_cnt: I32Array,
-    version: U32Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    positions: ReadI32Array,
-    slots: I32Array,
-) -> int:
-    """Pin a batch; returns how many blocks had no pin before, or ``~row`` of one that is not ready."""
+def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) -> None:
+    """The slot of each block at these positions of the path, in flight or ready, or ABSENT."""
     for row in range(positions.shape[0]):
-        slot = _resolve(table, keys, version, path_keys, records, positions[row])
+        slots[row] = _slot_of(cache, path, positions[row])
+
+
+# ---- loads
+
+
+@kernel
+def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_counted: bool) -> int:
+    """Pin a batch; returns how many blocks, or ``~row`` of one that is not ready."""
+    count = see(path, batch)
+    ref_cnt, slots = cache.slots.ref_cnt, load.slots
+    for row in range(count):
+        slot = _slot_of(cache, path, path.positions[row])
         if slot == ABSENT or ref_cnt[slot] == WRITING:
             return ~row
         slots[row] = slot
-    newly_pinned = 0
-    for row in range(positions.shape[0]):
-        newly_pinned += ref_cnt[slots[row]] == 0
+    for row in range(count):
+        cache.slots.num_evictable -= ref_cnt[slots[row]] == 0
         ref_cnt[slots[row]] += 1
-    return newly_pinned
+    load.count, load.is_counted = max(0, count), is_counted
+    return count
 
 
 @kernel
-def access(
-    table: U64Array,
-    keys: U64Matrix,
-    version: U32Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    positions: ReadI32Array,
-    whole_path: bool,
-    slots: I32Array,
-    reused: BoolArray,
-) -> int:
-    """Mark a batch as accessed by its request; collects the slots of the blocks that are here.
+def unpin(cache: Cache, load: Pinned) -> int:
+    """Remove one pin from each block; returns how many slots are condemned, some of which may now be free."""
+    slots = cache.slots
+    ref_cnt = slots.ref_cnt
+    for row in range(load.count):
+        ref_cnt[load.slots[row]] -= 1
+        slots.num_evictable += ref_cnt[load.slots[row]] == 0
+    cache.loaded += load.count if load.is_counted else 0
+    return slots.num_condemned
+
+
+# ---- uses
+
+
+@inline
+def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
+    """Mark a block as accessed by its request; if it is here it is collected.
 
     `reused` is True for blocks that the request had not accessed before. The others are collected only if
     `whole_path`.
     """
-    found = 0
-    for row in range(positions.shape[0]):
-        position = positions[row]
-        first = records[position, FLAGS] & np.uint64(ACCESSED) == 0
-        if not (first or whole_path):
-            continue
-        records[position, FLAGS] |= np.uint64(ACCESSED)
-        slot = _resolve(table, keys, version, path_keys, records, position)
-        if slot != ABSENT:
-            slots[found] = slot
-            reused[found] = first
-            found += 1
-    return found
+    records, used = path.records, path.used
+    first = records[position, FLAGS] & np.uint64(ACCESSED) == 0
+    if not (first or whole_path):
+        return
+    records[position, FLAGS] |= np.uint64(ACCESSED)
+    slot = _slot_of(cache, path, position)
+    if slot != ABSENT:
+        used.slots[used.count] = slot
+        used.reused[used.count] = first
+        used.count += 1
+
+
+@inline
+def _observe(cache: Cache, path: Path) -> None:
+    """A policy that learns from all traffic hears of the blocks that the request has come to refer to."""
+    if cache.observe == 0 or path.observed == path.length:
+        return
+    for position in range(path.observed, path.length):
+        path.found[position] = _slot_of(cache, path, position)
+    call_2(cache.observe, cache.policy, path)
+    path.observed = path.length
+
+
+@inline
+def _tell(cache: Cache, path: Path) -> int:
+    _observe(cache, path)
+    if path.used.count == 0:
+        return 0
+    if cache.access == 0:
+        return path.used.count
+    call_2(cache.access, cache.policy, path.used)
+    return 0
 
 
 @kernel
-def resolve(
-    table: U64Array,
-    keys: U64Matrix,
-    version: U32Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    positions: ReadI32Array,
-    slots: I32Array,
-) -> int:
-    """The slot of each block of a batch, in flight or ready, or ABSENT; returns how many are here."""
-    found = 0
-    for row in range(positions.shape[0]):
-        if row % _PREFETCH_ROWS == 0:
-            _prefetch(table, keys, records, positions, row)
-        slots[row] = _resolve(table, keys, version, path_keys, records, positions[row])
-        found += slots[row] != ABSENT
-    return found
+def observe(cache: Cache, path: Path) -> None:
+    """For store modes that have the policy observe a request at another time."""
+    _observe(cache, path)
 
 
 @kernel
-def missing(
-    table: U64Array,
-    keys: U64Matrix,
-    version: U32Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    positions: ReadI32Array,
-    fresh: U64Matrix,
-    rows: I32Array,
-) -> int:
-    """Collect the keys of a batch that are absent, each once, and their rows in the batch."""
-    found = 0
-    for row in range(positions.shape[0]):
-        if row % _PREFETCH_ROWS == 0:
-            _prefetch(table, keys, records, positions, row)
+def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
+    """A request uses these blocks. Returns the number of blocks that are here, if the manager is to tell the
+    policy; 0 if it has been told, or there are none."""
+    path.used.count = 0
+    count = see(path, batch)
+    for row in range(count):
+        _use(cache, path, path.positions[row], whole_path)
+    return _tell(cache, path) if count >= 0 else count
+
+
+@kernel
+def finish(cache: Cache, path: Path) -> int:
+    """As `touch`, for the whole path."""
+    path.used.count = 0
+    for position in range(path.length):
+        _use(cache, path, position, True)
+    return _tell(cache, path)
+
+
+# ---- stores
+
+
+@inline
+def _collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int:
+    """The keys of a batch that are absent, each once, and their rows in the batch."""
+    records, positions, found = path.records, path.positions, 0
+    for row in range(count):
+        _prefetch(cache.index, path, count, row)
         position = positions[row]
         if records[position, FLAGS] & np.uint64(SCRATCH):
             continue
-        if _resolve(table, keys, version, path_keys, records, position) == ABSENT:
+        if _slot_of(cache, path, position) == ABSENT:
             records[position, FLAGS] |= np.uint64(SCRATCH)
-            copy_key(fresh, found, path_keys, position)
-            rows[found] = row
+            copy_key(new.keys, found, path.index.keys, position)
+            new.rows[found] = row
             found += 1
     for i in range(found):
-        records[positions[rows[i]], FLAGS] &= ~np.uint64(SCRATCH)
-    return found
-
-
-@kernel
-def own_evictable(
-    table: U64Array,
-    keys: U64Matrix,
-    ref_cnt: I32Array,
-    version: U32Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    length: int,
-) -> int:
-    """Number of blocks of a request's path that are here without a pin."""
-    found = 0
-    for position in range(length):
-        slot = _resolve(table, keys, version, path_keys, records, position)
-        found += slot != ABSENT and ref_cnt[slot] == 0
+        records[positions[new.rows[i]], FLAGS] &= ~np.uint64(SCRATCH)
     return found
 
 
 @inline
-def _first_wrong_victim(
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    keys: U64Matrix,
-    slots: I32Array,
-    num_free: int,
-) -> int:
+def _room(cache: Cache, path: Path, wanted: int) -> int:
+    """How many of `wanted` new blocks fit: free slots, and blocks that may be evicted."""
+    num_free, possible = cache.slots.num_free, cache.slots.num_evictable
+    short = wanted - num_free
+    if short > max(0, possible - path.length):
+        for position in range(path.length):
+            slot = _slot_of(cache, path, position)
+            possible -= slot != ABSENT and cache.slots.ref_cnt[slot] == 0
+    return wanted if short <= possible else num_free + possible
+
+
+@inline
+def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
+    """Find what is missing, and how much of it has room: that many are to be stored."""
+    count = see(path, batch)
+    if count < 0:
+        return count
+    new.num_missing = _collect_missing(cache, path, count, new)
+    new.count = _room(cache, path, new.num_missing)
+    if new.num_missing > 0 and new.count == 0:
+        cache.dropped += new.num_missing
+        return NO_ROOM
+    return new.count
+
+
+@inline
+def _give_free(cache: Cache, new: Entering) -> None:
+    """Free slots go to the head of the batch; the others have no name yet."""
+    num_free, stack = cache.slots.num_free, cache.slots.stack
+    new.num_free = min(new.count, num_free)
+    for i in range(new.num_free):
+        new.slots[i] = stack[num_free - 1 - i]
+    for i in range(new.num_free, new.count):
+        new.slots[i] = _UNNAMED
+
+
+@inline
+def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
     """Row of the first victim that may not leave or is named twice, or -1: no policy is trusted."""
-    wrong = -1
-    checked = slots.shape[0]
-    for i in range(num_free, slots.shape[0]):
-        slot = slots[i]
-        if not (0 <= slot < keys.shape[0] and evictable(ref_cnt, path_table, path_keys, keys, slot)):
+    ref_cnt, wrong, checked = cache.slots.ref_cnt, -1, new.count
+    for i in range(new.num_free, new.count):
+        slot = new.slots[i]
+        if not (0 <= slot < ref_cnt.shape[0] and evictable(cache, path, slot)):
             wrong = i
             checked = i
             break
         ref_cnt[slot] = _CLAIMED
-    for i in range(num_free, checked):
-        ref_cnt[slots[i]] = 0
+    for i in range(new.num_free, checked):
+        ref_cnt[new.slots[i]] = 0
     return wrong
 
 
-@kernel
-def place(
-    table: U64Array,
-    keys: U64Matrix,
-    ref_cnt: I32Array,
-    version: U32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    positions: ReadI32Array,
-    rows: ReadI32Array,
-    slots: ReadI32Array,
-    num_free: int,
-    evicted: U64Matrix,
-) -> int:
-    """Put some rows of a batch into `slots`, in flight; collects the keys of the evicted blocks.
+@inline
+def _leave_out_refused(new: Entering) -> None:
+    """A policy refuses the tail of a prefix. Of the rows, what was dropped comes before what is refused."""
+    stop, stored = new.count + new.num_dropped, new.count
+    while not new.admitted and stored > new.num_free and new.slots[stored - 1] == REFUSED:
+        stored -= 1
+    num_refused = new.count - stored
+    if new.num_dropped > 0 and num_refused > 0:
+        # To rotate is to reverse both parts, and then all.
+        _reverse(new.rows, stored, new.count)
+        _reverse(new.rows, new.count, stop)
+        _reverse(new.rows, stored, stop)
+    new.count = stored
+    new.num_refused += num_refused
 
-    The slots from `num_free` on are the policy's victims. If one of them is wrong, returns its index and
-    changes nothing; otherwise returns -1.
-    """
-    wrong = _first_wrong_victim(ref_cnt, path_table, path_keys, keys, slots, num_free)
-    if wrong >= 0:
-        return wrong
-    for i in range(slots.shape[0]):
-        prefetch(keys, slots[i])
-        prefetch(table, home_bucket(table, records[positions[rows[i]], HASH]))
-    for i in range(num_free, slots.shape[0]):
-        prefetch(table, home_bucket(table, hash_row(keys, slots[i])))
-    for i in range(num_free, slots.shape[0]):
-        slot = slots[i]
-        copy_key(evicted, i - num_free, keys, slot)
-        remove(table, keys, slot)
-        version[slot] += np.uint32(1)
-    for i in range(slots.shape[0]):
-        slot, position = slots[i], positions[rows[i]]
-        insert(table, keys, path_keys, position, records[position, HASH], slot)
-        ref_cnt[slot] = WRITING
-        _record(version, records, position, slot)
+
+@inline
+def _reverse(rows: I32Array, start: int, stop: int) -> None:
+    for i in range((stop - start) // 2):
+        rows[start + i], rows[stop - 1 - i] = rows[stop - 1 - i], rows[start + i]
+
+
+@inline
+def _enter(cache: Cache, path: Path, new: Entering) -> None:
+    """Put the blocks of a plan into their slots, in flight; collects the keys of those that leave."""
+    index, slots, records, positions = cache.index, cache.slots, path.records, path.positions
+    for i in range(new.count):
+        prefetch(index.keys, new.slots[i])
+        prefetch(index.table, home_bucket(index.table, records[positions[new.rows[i]], HASH]))
+    for i in range(new.num_free, new.count):
+        prefetch(index.table, home_bucket(index.table, hash_row(index.keys, new.slots[i])))
+    for i in range(new.num_free, new.count):
+        slot = new.slots[i]
+        copy_key(new.evicted, i - new.num_free, index.keys, slot)
+        remove(index, slot)
+        slots.version[slot] += np.uint32(1)
+    for i in range(new.count):
+        slot, position = new.slots[i], positions[new.rows[i]]
+        insert(index, path.index.keys, position, records[position, HASH], slot)
+        slots.ref_cnt[slot] = WRITING
+        _record(slots.version, records, position, slot)
         # The store counts as the request's access: `finish_request` must not count a second one.
         records[position, FLAGS] |= np.uint64(ACCESSED)
-    return -1
+    num_evicted = new.count - new.num_free
+    slots.num_free -= new.num_free
+    slots.num_evictable -= num_evicted
+    slots.num_writing += new.count
+    cache.evicted += num_evicted
+    cache.dropped += new.num_dropped
+    cache.refused += new.num_refused
+
+
+@inline
+def _store(cache: Cache, path: Path, new: Entering) -> int:
+    """Let the policy name the blocks that leave, check that, and put the others in their place."""
+    if new.count > 0 and cache.replace != 0:
+        _give_free(cache, new)
+        call_4(cache.replace, cache.policy, new, cache, path)
+        _leave_out_refused(new)
+    wrong = _first_wrong_victim(cache, path, new)
+    if wrong >= 0:
+        return FIRST_WRONG - wrong
+    _enter(cache, path, new)
+    return new.count
 
 
 @kernel
-def abandon(table: U64Array, keys: U64Matrix, version: U32Array, slots: ReadI32Array) -> None:
-    """Forget blocks in flight: remove their keys from the index."""
-    for i in range(slots.shape[0]):
-        remove(table, keys, slots[i])
-        version[slots[i]] += np.uint32(1)
+def prepare_store(cache: Cache, path: Path, batch: KeyBatch, new: Entering, admitted: bool) -> int:
+    """A store about which nothing in Python is asked: how many blocks, or a negative number."""
+    stored = _offer(cache, path, batch, new)
+    if stored < 0:
+        return stored
+    _observe(cache, path)
+    new.num_dropped = new.num_missing - stored
+    new.one_prefix, new.admitted = 1, admitted
+    return _store(cache, path, new)
 
 
 @kernel
-def discard(
-    table: U64Array,
-    keys: U64Matrix,
-    ref_cnt: I32Array,
-    version: U32Array,
-    path_keys: U64Matrix,
-    records: U64Matrix,
-    positions: ReadI32Array,
-    slots: I32Array,
-) -> int:
+def offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
+    """The first half of a store: how many blocks there is room for, or a negative number."""
+    return _offer(cache, path, batch, new)
+
+
+@kernel
+def give_free(cache: Cache, new: Entering) -> None:
+    """Before a policy in Python is asked: the free slots."""
+    _give_free(cache, new)
+
+
+@kernel
+def store(cache: Cache, path: Path, new: Entering) -> int:
+    """The second half of a store, when it is known how many blocks may enter."""
+    return _store(cache, path, new)
+
+
+@kernel
+def become_ready(cache: Cache, new: Entering) -> None:
+    """The blocks of a plan can be read from now on."""
+    slots = cache.slots
+    for i in range(new.count):
+        slots.ref_cnt[new.slots[i]] = 0
+    slots.num_writing -= new.count
+    slots.num_evictable += new.count
+    cache.stored += new.count
+
+
+@kernel
+def abandon(cache: Cache, new: Entering) -> None:
+    """Forget the blocks of a plan, which are in flight."""
+    for i in range(new.count):
+        remove(cache.index, new.slots[i])
+        cache.slots.version[new.slots[i]] += np.uint32(1)
+        give_back(cache.slots, new.slots[i])
+    cache.slots.num_writing -= new.count
+    cache.store_failed += new.count
+
+
+# ---- forgetting
+
+
+@kernel
+def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
     """Remove the ready blocks of a batch from the index; collects their slots.
 
     An entry of `slots` that is not negative restricts its row to the block in that slot: a key that has been
     stored again since is in another slot, and stays.
     """
     found = 0
-    for row in range(positions.shape[0]):
-        slot = _resolve(table, keys, version, path_keys, records, positions[row])
+    for row in range(batch.shape[0]):
+        slot = find(cache.index, batch, row, hash_row(batch, row))
         wanted = slots[row] < 0 or slots[row] == slot
-        if slot != ABSENT and ref_cnt[slot] >= 0 and wanted:
-            remove(table, keys, slot)
-            version[slot] += np.uint32(1)
+        if slot != ABSENT and cache.slots.ref_cnt[slot] >= 0 and wanted:
+            remove(cache.index, slot)
+            cache.slots.version[slot] += np.uint32(1)
             slots[found] = slot
             found += 1
+    cache.discarded += found
     return found

@@ -8,7 +8,6 @@ reports the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -28,19 +27,25 @@ from kvoffload.core.plans import (
     PrefixLookup,
     StorePlan,
 )
-from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
-from kvoffload.core.protection import Protected
-from kvoffload.core.request import RequestContext
+from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, CompiledPolicy, EvictionPolicy
+from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
 from kvoffload.core.slots import SlotArray, Slots
+from kvoffload.core.state import Cache, Entering, blank_load, blank_store
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
+from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
 
-_INT32, _UINT64 = np.dtype(np.int32), np.dtype(np.uint64)
 _NO_ROWS = np.empty(0, np.int32)
-_UNNAMED = -2
 _RESTORED_REQUEST = 1024
 """An order is restored in batches of this many blocks: for some policies a long batch takes long."""
+_COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
+"""Fields of both `Cache` and `ManagerStats`."""
+_ALL_READY, _THEN_MISS = (
+    tuple(PrefixLookup(count, result) for count in range(65))
+    for result in (LookupResult.HIT, LookupResult.MISS)
+)
+"""What `lookup` mostly answers, made ahead: to make it takes as long as to find it."""
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """Indexed by what `kernels.state_of_key` returns."""
 
@@ -109,12 +114,15 @@ class OffloadingManager:
         self.policy_may_refuse = True
         self._policy_observes = type(self.policy).observe is not EvictionPolicy.observe
         self.slots = Slots(capacity_blocks)
+        self._state = Cache(index=self.index, slots=self.slots)
+        self._cache = self._state.memory
         mode = OnDeviceEviction if store == ON_DEVICE_EVICTION else OnCompute
-        self.store_mode = mode(self.policy, self.slots)
+        self.store_mode = mode(self.policy, self._state)
+        self._bind_policy()
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._epoch = 0
         self._void_before = 0
-        self._counts = ManagerStats(capacity=capacity_blocks)
+        compile_all()
 
     # ---- requests
 
@@ -127,9 +135,10 @@ class OffloadingManager:
                 the rest is looked up here: a hit then refreshes the whole path from the root, and all of it
                 is protected while the request stores.
         """
-        ctx = RequestContext(request_id, self.key_bytes, self, max(32, len(keys)))
-        if keys:
-            ctx.extend(keys)
+        if not keys:
+            return RequestContext(request_id, self.key_bytes, self)
+        ctx = RequestContext(request_id, self.key_bytes, self, room_for(len(keys)))
+        ctx.see(keys)
         return ctx
 
     def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
@@ -140,10 +149,13 @@ class OffloadingManager:
         Blocks that the request has already touched, or stored itself, are not accessed a second time; they
         only take their place in the order of the path.
         """
-        ctx = self._context(ctx)
-        ctx.flush()
-        positions = ctx.extend(path) if path else np.arange(ctx.length, dtype=np.int32)
-        self._commit(ctx, positions, whole_path=True)
+        if path or ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
+            ctx = self._context(ctx)
+            ctx.flush()
+        if path:
+            self._use(path, ctx, whole_path=True)
+        else:
+            self._tell(ctx, kernels.finish(self._cache, ctx.memory))
         if self.admission is not None and ctx.num_observations > 1:
             # Counted in parts, the last part is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())
@@ -155,8 +167,7 @@ class OffloadingManager:
         The admission rule counts absent blocks too. A second touch by the same request changes nothing.
         Without a request every call is an access of its own.
         """
-        ctx = self._context(ctx)
-        self._commit(ctx, ctx.extend(keys))
+        self._use(keys, self._context(ctx))
 
     # ---- lookup
 
@@ -165,21 +176,15 @@ class OffloadingManager:
 
         Cost: one index probe for each key up to the first that is not ready.
         """
-        ctx = self._context(ctx)
-        positions = ctx.extend(keys)
-        index, path = self.index, ctx.path
-        ready = kernels.leading_ready(
-            index.table,
-            index.keys,
-            self.slots.ref_cnt,
-            self.slots.version,
-            path.keys,
-            ctx.records,
-            positions,
-        )
+        if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
+            ctx = self._context(ctx)
+        batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
+        while (ready := kernels.lookup(self._cache, ctx.memory, batch)) < AGAIN:
+            ctx.make_room(keys, ready)
         if ready < 0:
             return PrefixLookup(~ready, LookupResult.HIT_PENDING)
-        return PrefixLookup(ready, LookupResult.HIT if ready == len(positions) else LookupResult.MISS)
+        usual = _ALL_READY if ready == len(keys) else _THEN_MISS
+        return usual[ready] if ready < len(usual) else PrefixLookup(ready, usual[0].stopped_by)
 
     def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
         """Which of these blocks are here, ready or in flight: shape ``(len(keys),)``. Changes no order."""
@@ -203,7 +208,8 @@ class OffloadingManager:
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """State of one block, for engines that ask key by key. Cost: one index probe."""
-        if len(key) != self.key_bytes:
+        state = kernels.state_of_key(self._cache, key)
+        if state == AGAIN:
             raise ValueError(f"key {key.hex()} has {len(key)} bytes; all keys here have {self.key_bytes}")
         if ctx is not None:
             if ctx.finished or ctx.owner is not self:
@@ -212,7 +218,7 @@ class OffloadingManager:
             ctx.unpacked_keys.append(key)
             if len(ctx.unpacked_keys) >= 4096:
                 ctx.flush()
-        return _RESULTS[kernels.state_of_key(self.index.table, self.index.keys, self.slots.ref_cnt, key)]
+        return _RESULTS[state]
 
     def pack(self, keys: Sequence[bytes]) -> Keys:
         """`keys` as this manager reads them. Raises `ValueError` for keys of another length."""
@@ -230,10 +236,9 @@ class OffloadingManager:
         Raises:
             MisuseError: names the first key that is not ready; nothing is pinned.
         """
-        ctx = self._context(ctx)
         plan = self._pin(keys, ctx, "prepare_load")
-        if self.store_mode.learns_at_load:
-            self._observe(ctx)
+        if self.store_mode.follows_device:
+            self._observe(plan.request)
         return plan
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
@@ -244,10 +249,8 @@ class OffloadingManager:
             damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten and are
                 misses from now on.
         """
-        num_damaged = self._unpin(plan, damaged, "complete_load")
-        if plan.epoch >= self._void_before:
-            self._counts.loaded += len(plan.slots) - num_damaged
-        if plan.epoch == self._epoch:
+        self._unpin(plan, damaged, "complete_load")
+        if self.store_mode.follows_device and plan.epoch == self._epoch:
             self.store_mode.loaded(plan.slots)
 
     def pin(self, keys: Sequence[bytes]) -> LoadPlan:
@@ -255,7 +258,7 @@ class OffloadingManager:
 
         A block is pinned while it is written to a tier behind this one.
         """
-        return self._pin(keys, self._context(None), "pin")
+        return self._pin(keys, None, "pin")
 
     def unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
         """The end of a `pin`; `damaged` as for `complete_load`."""
@@ -292,58 +295,27 @@ class OffloadingManager:
             and no room for any of it, because all blocks are pinned, in flight or this request's own: then
             nothing has changed, and the same offer may succeed later.
         """
-        ctx = self._context(ctx)
-        positions = ctx.extend(keys)
-        index, path = self.index, ctx.path
-        fresh = np.empty((len(positions), index.keys.shape[1]), _UINT64)
-        rows = np.empty(len(positions), _INT32)
-        num_fresh = kernels.missing(
-            index.table, index.keys, self.slots.version, path.keys, ctx.records, positions, fresh, rows
-        )
-        room = self._room(num_fresh, ctx)
-        if num_fresh and not room:
-            self._counts.dropped += num_fresh
-            return None
-        if not self.store_mode.learns_at_load:
-            self._observe(ctx)
-        num_admitted = num_fresh
-        if num_fresh and self.admission is not None and not admitted:
-            num_admitted = self.store_mode.admit(self.admission, fresh[:num_fresh], rows[:num_fresh])
-        count = min(num_admitted, room)
-
-        slots = np.empty(count, _INT32)
-        evicted = np.empty((max(0, count - self.slots.num_free), index.keys.shape[1]), _UINT64)
-        num_refused = 0
-        if count:
-            enters = admitted or not self.policy_may_refuse
-            protected = Protected(
-                self.slots.ref_cnt, index, ctx, one_prefix=self.store_mode.one_prefix, admitted=enters
-            )
-            num_refused = self._place(
-                ctx, positions, rows[:num_fresh], fresh[:count], slots, evicted, protected
-            )
-            if num_refused:
-                slots, evicted = slots[:-num_refused], evicted[: len(evicted) - num_refused]
-        num_stored = len(slots)
-        if self.store_mode.takes_back and num_fresh < len(positions):
-            held = self._resolve(ctx, positions)
-            self._counts.kept += self.store_mode.keep(ctx, positions, held, rows[:num_stored])
-        if num_refused and num_admitted > count:
-            behind = rows[num_stored:num_admitted]
-            behind[:] = np.roll(behind, -num_refused)
-        self._counts.dropped += num_admitted - count
-        self._counts.refused += num_fresh - num_admitted + num_refused
-        return StorePlan(
-            ctx,
-            Keys(fresh if num_stored == len(fresh) else fresh[:num_stored], self.key_bytes),
-            slots,
-            rows if num_fresh == len(rows) else rows[:num_fresh],
-            Keys(evicted, self.key_bytes),
-            num_admitted - count,
-            num_fresh - num_admitted + num_refused,
-            self,
-            self._epoch,
-        )
+        if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
+            ctx = self._context(ctx)
+        batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
+        plan = blank_store(len(keys), self.key_bytes)
+        enters = admitted or not self.policy_may_refuse
+        if self._asks_nobody:
+            while (stored := kernels.prepare_store(self._cache, ctx.memory, batch, plan, enters)) < AGAIN:
+                ctx.make_room(keys, stored)
+        else:
+            while (stored := kernels.offer(self._cache, ctx.memory, batch, plan)) < AGAIN:
+                ctx.make_room(keys, stored)
+            if stored >= 0:
+                stored = self._store(ctx, Entering.over(plan), len(keys), enters, admitted)
+        if stored < 0:
+            if stored == kernels.NO_ROOM:
+                return None
+            self._raise_wrong_victim(plan, kernels.FIRST_WRONG - stored)
+        made = StorePlan(ctx, plan, stored, self._epoch)
+        if self._events is not None and made.num_evicted:
+            self._emit(made.evicted, removed=True)
+        return made
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
         """End a store: its blocks become readable, or, if it failed, are forgotten and their slots freed.
@@ -352,21 +324,15 @@ class OffloadingManager:
         """
         if not self._close(plan, StorePlan, "complete_store"):
             return
-        count = len(plan.slots)
         if plan.epoch != self._epoch:
             self.slots.release(plan.slots)
-            return
-        if success:
-            self.slots.become_ready(plan.slots)
-            self._counts.stored += count
-            if self._events is not None and count:
+        elif success:
+            kernels.become_ready(self._cache, plan.memory)
+            if self._events is not None and plan.num_stored:
                 self._emit(plan.keys, removed=False)
         else:
             self.policy.remove(plan.slots)
-            index = self.index
-            kernels.abandon(index.table, index.keys, self.slots.version, plan.slots)
-            self.slots.abandon(plan.slots)
-            self._counts.store_failed += count
+            kernels.abandon(self._cache, plan.memory)
 
     def restore_uses(self, slots: SlotArray, used: npt.NDArray[np.bool_]) -> None:
         """Report the uses of restored blocks to the policy: for tiers that outlive their process.
@@ -393,7 +359,7 @@ class OffloadingManager:
                 and completing an old plan does nothing.
         """
         ready = self.slots.ready()
-        self._counts.discarded += len(ready)
+        self._state.discarded += len(ready)
         if len(ready) and self._events is not None:
             self._emit(self.index.keys_at(ready), removed=True)
         self._epoch += 1
@@ -414,8 +380,10 @@ class OffloadingManager:
 
     def stats(self) -> ManagerStats:
         """A copy of the counters, and the current use of the slots. Cost: O(1)."""
-        stats = copy(self._counts)
-        slots = self.slots
+        state, slots = self._state, self.slots
+        stats = ManagerStats(
+            capacity=self.capacity_blocks, **{name: getattr(state, name) for name in _COUNTERS}
+        )
         stats.free, stats.writing, stats.ready = slots.num_free, slots.num_writing, slots.num_ready
         stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
         stats.duplicates = self.store_mode.num_duplicates
@@ -424,6 +392,20 @@ class OffloadingManager:
 
     # ---- inside
 
+    def _bind_policy(self) -> None:
+        """Kernels call a compiled policy, if nothing in Python has to happen before."""
+        policy, state = self.policy, self._state
+        self._asks_nobody = False
+        if not isinstance(policy, CompiledPolicy):
+            return
+        state.policy, state.observe = policy.state.address, policy.address_of("observe")
+        if self.store_mode.follows_device or not policy.is_compiled:
+            return
+        state.replace = policy.address_of("replace")
+        if not self._policy_observes:
+            state.access = policy.address_of("access")
+            self._asks_nobody = self.admission is None
+
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:
             return RequestContext("", self.key_bytes, self)
@@ -431,70 +413,63 @@ class OffloadingManager:
             raise MisuseError(f"request {ctx.request_id!r} was begun by another manager")
         if ctx.finished:
             raise MisuseError(f"request {ctx.request_id!r} has finished")
+        if ctx.unpacked_keys:
+            ctx.flush()
         return ctx
 
-    def _pin(self, keys: Sequence[bytes], ctx: RequestContext, call: str) -> LoadPlan:
-        batch = self.pack(keys)
-        positions = ctx.extend(batch)
-        index, path = self.index, ctx.path
-        slots = np.empty(len(batch), np.int32)
-        pinned = kernels.pin(
-            index.table,
-            index.keys,
-            self.slots.ref_cnt,
-            self.slots.version,
-            path.keys,
-            ctx.records,
-            positions,
-            slots,
-        )
+    def _pin(self, keys: Sequence[bytes], ctx: RequestContext | None, call: str) -> LoadPlan:
+        if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
+            ctx = self._context(ctx)
+        batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
+        plan, is_load = blank_load(len(keys)), call == "prepare_load"
+        while (pinned := kernels.pin(self._cache, ctx.memory, batch, plan, is_load)) < AGAIN:
+            ctx.make_room(keys, pinned)
         if pinned < 0:
-            raise MisuseError(f"{call} of a block that is not ready: key {batch[~pinned].hex()}")
-        self.slots.num_evictable -= pinned
-        return LoadPlan(ctx, batch, slots, self, self._epoch)
+            raise MisuseError(f"{call} of a block that is not ready: key {keys[~pinned].hex()}")
+        return LoadPlan(ctx, keys, plan, self._epoch)
 
-    def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> int:
-        """Unpin the blocks of a plan and forget the damaged ones; returns how many are damaged."""
+    def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> None:
+        """Unpin the blocks of a plan and forget the damaged ones."""
         rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
-        if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan.slots):
-            raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan.slots)} blocks")
-        if self._close(plan, LoadPlan, call):
-            self.slots.unpin(plan.slots)
-            if len(rows):
-                self._discard(plan.keys.take(rows), plan.slots[rows])
-        return len(rows)
+        if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan):
+            raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan)} blocks")
+        if not self._close(plan, LoadPlan, call):
+            return
+        if kernels.unpin(self._cache, plan.memory):
+            self.slots.num_evictable -= self.slots.release(plan.slots)
+        if len(rows):
+            if call == "complete_load":
+                self._state.loaded -= len(rows)
+            self._discard(plan.keys.take(rows), plan.slots[rows])
 
     def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:
         """Mark a plan as completed; False if a `reset` has made it void."""
         if not isinstance(plan, kind):
             raise MisuseError(f"{call} of a {type(plan).__name__}: it takes a {kind.__name__}")
-        if plan.completed or plan.owner is not self:
+        if plan.completed or plan.request.owner is not self:
             key = plan.keys[0].hex() if len(plan.keys) else "none"
             why = "is completed" if plan.completed else "belongs to another manager"
             raise MisuseError(f"{call} of a plan that {why}: request {plan.request_id!r}, key {key}")
         plan.completed = True
         return plan.epoch >= self._void_before
 
-    def _commit(self, ctx: RequestContext, positions: SlotArray, *, whole_path: bool = False) -> None:
-        index = self.index
-        slots, reused = np.empty(len(positions), np.int32), np.empty(len(positions), np.bool_)
-        found = kernels.access(
-            index.table,
-            index.keys,
-            self.slots.version,
-            ctx.path.keys,
-            ctx.records,
-            positions,
-            whole_path,
-            slots,
-            reused,
-        )
-        self._observe(ctx)
-        if found:
-            self.store_mode.used(slots[:found], reused[:found])
+    def _use(self, keys: Sequence[bytes], ctx: RequestContext, *, whole_path: bool = False) -> None:
+        """A request uses these blocks."""
+        batch = batch_of(keys, self.key_bytes)
+        while (found := kernels.touch(self._cache, ctx.memory, batch, whole_path)) < AGAIN:
+            ctx.make_room(keys, found)
+        self._tell(ctx, found)
+
+    def _tell(self, ctx: RequestContext, num_used: int) -> None:
+        """Report what the request refers to and uses, as far as kernels have not told the policy."""
+        if not self._asks_nobody:
+            self._observe(ctx)
+        if num_used:
+            self.store_mode.used(*ctx.used(num_used))
 
     def _observe(self, ctx: RequestContext) -> None:
         """Report the request's blocks to policy and admission rule: each once a request."""
+        kernels.observe(self._cache, ctx.memory)
         start, stop = ctx.observed, ctx.length
         if start == stop or not (self._policy_observes or self.admission is not None):
             return
@@ -507,97 +482,47 @@ class OffloadingManager:
 
     def _resolve(self, ctx: RequestContext, positions: SlotArray) -> SlotArray:
         """The slot of the block at each of these path positions, or ABSENT."""
-        index, slots = self.index, np.empty(len(positions), np.int32)
-        kernels.resolve(
-            index.table, index.keys, self.slots.version, ctx.path.keys, ctx.records, positions, slots
-        )
+        slots = np.empty(len(positions), np.int32)
+        kernels.resolve(self._cache, ctx.memory, positions, slots)
         return slots
 
-    def _room(self, wanted: int, ctx: RequestContext) -> int:
-        """How many of `wanted` new blocks fit: free slots, and blocks that may be evicted."""
-        short = wanted - self.slots.num_free
-        if short <= 0:
-            return wanted
-        evictable = self.slots.num_evictable
-        if short > evictable - ctx.length:
-            index = self.index
-            evictable -= kernels.own_evictable(
-                index.table,
-                index.keys,
-                self.slots.ref_cnt,
-                self.slots.version,
-                ctx.path.keys,
-                ctx.records,
-                ctx.length,
-            )
-        return wanted if short <= evictable else self.slots.num_free + evictable
-
-    def _place(
-        self,
-        ctx: RequestContext,
-        positions: SlotArray,
-        rows: SlotArray,
-        fresh: npt.NDArray[np.uint64],
-        slots: SlotArray,
-        evicted: npt.NDArray[np.uint64],
-        protected: Protected,
+    def _store(
+        self, ctx: RequestContext, new: Entering, num_offered: int, enters: bool, admitted: bool
     ) -> int:
-        """Give slots to blocks for which there is room: free slots first, then those of the policy's victims.
+        """Store what `kernels.offer` found: ask whoever is in Python. Returns as `kernels.store`."""
+        room, num_missing, mode = new.count, new.num_missing, self.store_mode
+        if not mode.follows_device:
+            self._observe(ctx)
+        num_admitted = num_missing
+        if num_missing and self.admission is not None and not admitted:
+            num_admitted = mode.admit(self.admission, new.keys[:num_missing], new.rows[:num_missing])
+        new.count = min(num_admitted, room)
+        new.num_dropped, new.num_refused = num_admitted - new.count, num_missing - num_admitted
+        new.one_prefix, new.admitted = mode.one_prefix, enters
+        if new.count and not self._state.replace:
+            kernels.give_free(self._cache, new.memory)
+            mode.choose(new, ctx)
+        stored = kernels.store(self._cache, ctx.memory, new.memory)
+        if stored > new.num_free:
+            mode.evicted(new.slots[new.num_free : stored])
+        if mode.follows_device and stored >= 0 and num_missing < num_offered:
+            positions = ctx.positions(num_offered)
+            held = self._resolve(ctx, positions)
+            self._state.kept += mode.keep(ctx, positions, held, new.rows[:stored])
+        return stored
 
-        Returns how many of them the policy refuses; those end up after the others, in all arrays.
-        """
-        index, path = self.index, ctx.path
-        num_free = len(slots) - len(evicted)
-        if len(evicted):
-            slots.fill(_UNNAMED)
-        slots[:num_free] = self.slots.next_free(num_free)
-        num_refused = self.store_mode.choose(rows, fresh, slots, num_free, protected)
-        num_stored = len(slots) - num_refused
-        wrong = kernels.place(
-            index.table,
-            index.keys,
-            self.slots.ref_cnt,
-            self.slots.version,
-            path.table,
-            path.keys,
-            ctx.records,
-            positions,
-            rows,
-            slots[:num_stored],
-            num_free,
-            evicted[: num_stored - num_free],
+    def _raise_wrong_victim(self, plan: bytearray, row: int) -> None:
+        new = Entering.over(plan)
+        key = new.keys[row].tobytes()[: self.key_bytes]
+        raise PolicyError(
+            f"policy {self.policy.name!r} named slot {new.slots[row]} as the victim for key {key.hex()}: "
+            f"it is protected, absent, or was named before"
         )
-        if wrong >= 0:
-            raise PolicyError(
-                f"policy {self.policy.name!r} named slot {slots[wrong]} as the victim for key "
-                f"{fresh[wrong].tobytes()[: self.key_bytes].hex()}: it is protected, absent, or was "
-                f"named before"
-            )
-        num_evicted = num_stored - num_free
-        if num_evicted:
-            self.store_mode.evicted(slots[num_free:num_stored])
-        self.slots.occupy(num_free, num_evicted)
-        self._counts.evicted += num_evicted
-        if self._events is not None and num_evicted:
-            self._emit(Keys(evicted[:num_evicted], self.key_bytes), removed=True)
-        return num_refused
 
     def _discard(self, batch: Keys, slots: SlotArray) -> int:
-        index, ctx = self.index, self._context(None)
-        positions = ctx.extend(batch)
-        found = kernels.discard(
-            index.table,
-            index.keys,
-            self.slots.ref_cnt,
-            self.slots.version,
-            ctx.path.keys,
-            ctx.records,
-            positions,
-            slots,
-        )
+        found = kernels.discard(self._cache, batch.words, slots)
         slots = slots[:found]
         if found:
-            self._counts.discarded += found
             if self._events is not None:
                 self._emit(self.index.keys_at(slots), removed=True)
             self.store_mode.removed(slots)

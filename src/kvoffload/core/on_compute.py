@@ -10,10 +10,10 @@ from typing import ClassVar
 import numpy as np
 
 from kvoffload.core.admission import Admission
-from kvoffload.core.policy import REFUSED, EvictionPolicy
-from kvoffload.core.protection import Protected
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
-from kvoffload.core.slots import SlotArray, Slots
+from kvoffload.core.slots import SlotArray
+from kvoffload.core.state import REFUSED, Cache, Entering
 from kvoffload.errors import PolicyError
 from kvoffload.structures.jit import BoolArray, U64Matrix
 from kvoffload.structures.keys import Keys
@@ -24,17 +24,17 @@ class OnCompute:
     device holds, and more. The policy orders every block.
 
     Attributes:
-        learns_at_load: whether the policy observes a request before its load instead of before its store.
         one_prefix: whether the blocks of a store follow one another in one request.
-        takes_back: whether `keep` has an effect.
+        follows_device: whether the mode keeps account of which blocks the device holds. Then the policy
+            observes a request before its load instead of before its store, and `loaded` and `keep` have an
+            effect; otherwise every store and use goes to the policy as it is.
     """
 
-    learns_at_load: ClassVar[bool] = False
     one_prefix: ClassVar[bool] = True
-    takes_back: ClassVar[bool] = False
+    follows_device: ClassVar[bool] = False
 
-    def __init__(self, policy: EvictionPolicy, slots: Slots) -> None:
-        self.policy, self._slots = policy, slots
+    def __init__(self, policy: EvictionPolicy, cache: Cache) -> None:
+        self.policy, self._cache = policy, cache
 
     @property
     def num_duplicates(self) -> int:
@@ -52,32 +52,42 @@ class OnCompute:
     def loaded(self, slots: SlotArray) -> None:
         """The device holds these blocks from now on."""
 
-    def choose(
-        self, rows: SlotArray, fresh: U64Matrix, slots: SlotArray, num_free: int, protected: Protected
-    ) -> int:
-        """Let the policy name the blocks that leave: fill `slots` from `num_free` on. Its answer is checked;
-        `kernels.place` checks what needs the index.
+    def choose(self, new: Entering, ctx: RequestContext) -> None:
+        """Let the policy name the blocks that leave: fill ``new.slots`` from ``new.num_free`` on. What it
+        refuses ends up after the others, and is left out. Its answer is checked; `kernels.store` checks what
+        needs the index.
 
-        Returns: how many of the new blocks it refuses; those end up after the others, in all three arrays.
         Raises: `PolicyError` when the policy breaks its contract.
         """
-        policy = self.policy
-        given = slots[:num_free].copy() if num_free else slots[:0]
-        policy.replace(Keys(fresh, policy.index.key_bytes), slots, num_free, protected)
-        if num_free and not np.array_equal(slots[:num_free], given):
+        self._ask(new, new.num_free, ctx)
+
+    def _ask(self, new: Entering, num_given: int, ctx: RequestContext) -> None:
+        """As `choose`, where the first `num_given` slots are given."""
+        policy, count = self.policy, new.count
+        keys, slots, rows = new.keys[:count], new.slots[:count], new.rows
+        given = slots[:num_given].copy()
+        num_free, new.num_free = new.num_free, num_given
+        try:
+            policy.replace_in(new, self._cache.memory, ctx.memory)
+        finally:
+            new.num_free = num_free
+        if num_given and not np.array_equal(slots[:num_given], given):
             raise PolicyError(f"policy {policy.name!r} changed the free slots that it was given")
         if not policy.refuses:
-            return 0
+            return
         refused = slots == REFUSED
         num_refused = int(np.count_nonzero(refused))
-        if num_refused and protected.admitted:
+        if num_refused and new.admitted:
             raise PolicyError(f"policy {policy.name!r} refused blocks that were admitted")
         if num_refused and not refused[-num_refused:].all():
-            if protected.one_prefix:
+            if self.one_prefix:
                 raise PolicyError(f"policy {policy.name!r} refused a block and took one after it")
             order = np.argsort(refused, kind="stable")
-            fresh[:], slots[:], rows[: len(slots)] = fresh[order], slots[order], rows[order]
-        return num_refused
+            keys[:], slots[:], rows[:count] = keys[order], slots[order], rows[:count][order]
+        new.count -= num_refused
+        new.num_refused += num_refused
+        behind = rows[new.count : count + new.num_dropped]
+        behind[:] = np.roll(behind, -num_refused)
 
     def evicted(self, slots: SlotArray) -> None:
         """The blocks that `choose` named in these slots have left."""

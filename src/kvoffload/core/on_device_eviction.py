@@ -11,9 +11,9 @@ from kvoffload.core.admission import Admission
 from kvoffload.core.duplicates import Duplicates
 from kvoffload.core.on_compute import OnCompute
 from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected
 from kvoffload.core.request import RequestContext
-from kvoffload.core.slots import SlotArray, Slots
+from kvoffload.core.slots import SlotArray
+from kvoffload.core.state import Cache, Entering, entering
 from kvoffload.errors import PolicyError
 from kvoffload.structures.index import ABSENT
 from kvoffload.structures.jit import BoolArray, U64Matrix
@@ -30,13 +30,12 @@ class OnDeviceEviction(OnCompute):
 
     # After a load the tier no longer holds its blocks alone, so the policy forgets them: it must observe the
     # hit before that.
-    learns_at_load = True
     one_prefix = False
-    takes_back = True
+    follows_device = True
 
-    def __init__(self, policy: EvictionPolicy, slots: Slots) -> None:
-        super().__init__(policy, slots)
-        self.duplicates = Duplicates(slots.capacity)
+    def __init__(self, policy: EvictionPolicy, cache: Cache) -> None:
+        super().__init__(policy, cache)
+        self.duplicates = Duplicates(cache.slots.capacity)
 
     @property
     def num_duplicates(self) -> int:
@@ -53,26 +52,24 @@ class OnDeviceEviction(OnCompute):
         self.loaded(slots)
 
     def loaded(self, slots: SlotArray) -> None:
-        if self._slots.num_condemned:
-            slots = slots[~self._slots.condemned[slots]]
-        added = self.duplicates.add(slots, self._slots.ref_cnt)
+        held = self._cache.slots
+        if held.num_condemned:
+            slots = slots[~held.condemned[slots]]
+        added = self.duplicates.add(slots, held.ref_cnt)
         if len(added):
             self.policy.remove(added)
 
-    def choose(
-        self, rows: SlotArray, fresh: U64Matrix, slots: SlotArray, num_free: int, protected: Protected
-    ) -> int:
+    def choose(self, new: Entering, ctx: RequestContext) -> None:
         """Duplicates leave first, then the blocks that the policy names."""
-        num_given = num_free
-        if num_free < len(slots):
-            leaving = self.duplicates.choose(len(slots) - num_free, self.policy.index, protected)
+        num_given = new.num_free
+        if num_given < new.count:
+            leaving = self.duplicates.choose(new.count - num_given, self._cache, ctx)
+            new.slots[num_given : num_given + len(leaving)] = leaving
             num_given += len(leaving)
-            slots[num_free:num_given] = leaving
-        num_refused = super().choose(rows, fresh, slots, num_given, protected)
-        named = slots[num_given:]
-        if self.duplicates.holds_any(named[(named >= 0) & (named < self._slots.capacity)]):
+        self._ask(new, num_given, ctx)
+        named = new.slots[num_given : new.count]
+        if self.duplicates.holds_any(named[(named >= 0) & (named < self._cache.slots.capacity)]):
             raise PolicyError(f"policy {self.policy.name!r} named blocks that had been removed from it")
-        return num_refused
 
     def evicted(self, slots: SlotArray) -> None:
         self.duplicates.drop(slots)
@@ -90,10 +87,8 @@ class OnDeviceEviction(OnCompute):
         if len(rows) == 0:
             return 0
         kept = here[rows]
-        index = self.policy.index
-        keys = Keys(ctx.path.keys[positions[kept]], index.key_bytes)
-        protected = Protected(self._slots.ref_cnt, index, ctx, one_prefix=False)
-        self.policy.replace(keys, held[kept], len(kept), protected)
+        new = entering(ctx.keys().take(positions[kept]), held[kept], len(kept))
+        self.policy.replace_in(new, self._cache.memory, ctx.memory)
         if len(stored):
             batch = held[np.sort(np.concatenate((kept, stored)))]
             self.policy.access(batch, np.zeros(len(batch), np.bool_))

@@ -1,17 +1,18 @@
-"""What the manager returns: outcomes, plans, events, statistics. Plain values without behaviour."""
+"""What the manager returns: outcomes, plans, events, statistics. Values without behaviour."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
+from kvoffload.core.state import Entering, Pinned, blank_load, blank_store
 from kvoffload.structures.keys import Keys
 
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
@@ -48,89 +49,157 @@ class PrefixLookup(NamedTuple):
     stopped_by: LookupResult
 
 
-@dataclass(eq=False)
 class LoadPlan:
     """Blocks that are pinned until `complete_load`: copy `slots[i]` to where `keys[i]` belongs.
 
-    `slots` has shape ``(len(keys),)``, int32.
+    Its arrays are made when they are asked for.
+
+    Attributes:
+        request: the request that it was made for.
+        memory: its `Pinned`, for the manager's kernels.
+        completed: whether it was completed, or split.
     """
 
-    request: RequestContext = field(repr=False)
-    keys: Keys
-    slots: SlotArray
-    owner: object = field(repr=False)
-    epoch: int
-    completed: bool = False
+    __slots__ = ("_offered", "completed", "epoch", "memory", "request")
+
+    def __init__(self, request: RequestContext, offered: Sequence[bytes], memory: Any, epoch: int) -> None:
+        self.request, self._offered, self.memory, self.epoch = request, offered, memory, epoch
+        self.completed = False
+
+    def __len__(self) -> int:
+        return _number(self.memory, _NUM_PINNED)
+
+    @property
+    def keys(self) -> Keys:
+        """The blocks."""
+        offered = self._offered
+        return offered if isinstance(offered, Keys) else Keys.pack(offered, self.request.key_bytes)
+
+    @property
+    def slots(self) -> SlotArray:
+        """Shape ``(len(keys),)``, int32 (a view)."""
+        return Pinned.array(self.memory, "slots", len(self))
 
     @property
     def request_id(self) -> str:
         """Id of the request that the plan was made for; empty if there is none."""
         return self.request.request_id
+
+    @property
+    def owner(self) -> object:
+        """The manager."""
+        return self.request.owner
 
     def split(self, parts: Parts = None) -> list[LoadPlan]:
         """Plans to complete instead of this one: one for each part of its rows, or one for each block."""
         self.completed = True
-        return [
-            LoadPlan(self.request, self.keys.take(rows), self.slots[rows], self.owner, self.epoch)
-            for rows in _parts(parts, len(self.slots))
-        ]
+        keys, slots = self.keys, self.slots
+        return [self._part(keys.take(rows), slots[rows]) for rows in _parts(parts, len(slots))]
+
+    def _part(self, keys: Keys, slots: SlotArray) -> LoadPlan:
+        memory = blank_load(len(slots))
+        part = Pinned.over(memory)
+        part.slots[: len(slots)], part.count = slots, len(slots)
+        part.is_counted = Pinned.over(self.memory).is_counted
+        return LoadPlan(self.request, keys, memory, self.epoch)
 
 
-@dataclass(eq=False)
 class StorePlan:
     """Blocks to copy: ``keys[i]`` into ``slots[i]``; in flight until `complete_store`.
 
+    Its arrays and keys are made when they are asked for; they are views.
+
     Attributes:
-        keys: the offered keys that are stored, in the order of the offer. Empty if all are here already, or
-            none was admitted.
-        slots: shape ``(len(keys),)``, int32. The last ``len(evicted)`` are those of the evicted blocks,
-            in that order.
-        missing_rows: int32; the rows of the offered batch that were not here: first those that are
-            stored, then those that were dropped, then those that were refused.
-        evicted: keys of the evicted blocks. Their slots are reused at once: a block that is being read is
-            pinned, and a pinned block is never evicted.
-        num_dropped: offered keys that were admitted but found no room.
-        num_refused: offered keys that the admission rule or the policy refused.
+        request: the request that it was made for.
+        memory: its `Entering`, for the manager's kernels.
+        completed: whether it was completed, or split.
     """
 
-    request: RequestContext = field(repr=False)
-    keys: Keys
-    slots: SlotArray
-    missing_rows: npt.NDArray[np.int32]
-    evicted: Keys
-    num_dropped: int
-    num_refused: int
-    owner: object = field(repr=False)
-    epoch: int
-    completed: bool = False
+    __slots__ = ("completed", "epoch", "memory", "num_stored", "request")
+
+    def __init__(self, request: RequestContext, memory: Any, num_stored: int, epoch: int) -> None:
+        self.request, self.memory, self.num_stored, self.epoch = request, memory, num_stored, epoch
+        self.completed = False
+
+    def __len__(self) -> int:
+        return self.num_stored
+
+    @property
+    def keys(self) -> Keys:
+        """The offered keys that are stored, in the order of the offer. Empty if all are here already, or none
+        was admitted."""
+        return Keys(Entering.array(self.memory, "keys", self.num_stored), self.request.key_bytes)
+
+    @property
+    def slots(self) -> SlotArray:
+        """Shape ``(len(keys),)``, int32. The last ``len(evicted)`` are those of the evicted blocks, in that
+        order."""
+        return Entering.array(self.memory, "slots", self.num_stored)
+
+    @property
+    def missing_rows(self) -> npt.NDArray[np.int32]:
+        """int32; the rows of the offered batch that were not here: first those that are stored, then those
+        that were dropped, then those that were refused."""
+        return Entering.array(self.memory, "rows", _number(self.memory, _NUM_MISSING))
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
         """Shape ``(len(keys),)``, int32; the row of each key in the offered batch."""
-        return self.missing_rows[: len(self.slots)]
+        return Entering.array(self.memory, "rows", self.num_stored)
+
+    @property
+    def evicted(self) -> Keys:
+        """Keys of the evicted blocks. Their slots are reused at once: a block that is being read is pinned,
+        and a pinned block is never evicted."""
+        return Keys(Entering.array(self.memory, "evicted", self.num_evicted), self.request.key_bytes)
+
+    @property
+    def num_evicted(self) -> int:
+        """How many blocks leave."""
+        return self.num_stored - _number(self.memory, _NUM_FREE)
+
+    @property
+    def num_dropped(self) -> int:
+        """Offered keys that were admitted but found no room."""
+        return _number(self.memory, _NUM_DROPPED)
+
+    @property
+    def num_refused(self) -> int:
+        """Offered keys that the admission rule or the policy refused."""
+        return _number(self.memory, _NUM_REFUSED)
 
     @property
     def request_id(self) -> str:
         """Id of the request that the plan was made for; empty if there is none."""
         return self.request.request_id
 
+    @property
+    def owner(self) -> object:
+        """The manager."""
+        return self.request.owner
+
     def split(self, parts: Parts = None) -> list[StorePlan]:
         """Plans to complete instead of this one: one for each part of its rows, or one for each block."""
         self.completed = True
-        return [
-            StorePlan(
-                self.request,
-                self.keys.take(rows),
-                self.slots[rows],
-                self.missing_rows[rows],
-                self.evicted[:0],
-                0,
-                0,
-                self.owner,
-                self.epoch,
-            )
-            for rows in _parts(parts, len(self.slots))
-        ]
+        return [self._part(rows) for rows in _parts(parts, self.num_stored)]
+
+    def _part(self, rows: npt.NDArray[np.integer]) -> StorePlan:
+        memory = blank_store(len(rows), self.request.key_bytes)
+        part, count = Entering.over(memory), len(self.rows[rows])
+        for name in ("keys", "slots", "rows"):
+            getattr(part, name)[:count] = Entering.array(self.memory, name, self.num_stored)[rows]
+        part.count = part.num_free = part.num_missing = count
+        return StorePlan(self.request, memory, count, self.epoch)
+
+
+_NUM_PINNED = 8 * Pinned.fields["count"].at
+_NUM_FREE, _NUM_MISSING, _NUM_DROPPED, _NUM_REFUSED = (
+    8 * Entering.fields[name].at for name in ("num_free", "num_missing", "num_dropped", "num_refused")
+)
+
+
+def _number(memory: bytearray, at: int) -> int:
+    return int.from_bytes(memory[at : at + 8], "little")
 
 
 def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:

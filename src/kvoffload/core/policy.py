@@ -7,17 +7,21 @@ have left. One instance serves one manager, on the manager's thread.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar, TypeAlias
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from kvoffload.core.protection import Protected
+from kvoffload.core.request import Path, Used, used_blocks
 from kvoffload.core.slots import SlotArray
+from kvoffload.core.state import REFUSED as REFUSED
+from kvoffload.core.state import Cache, Entering, entering
 from kvoffload.plugins import Registry
 from kvoffload.structures.index import Index
-from kvoffload.structures.jit import BoolArray
+from kvoffload.structures.jit import BoolArray, Kernel, by_address, kernel
 from kvoffload.structures.keys import Keys
+from kvoffload.structures.structs import Anything, call_2, call_4
 
-REFUSED = -1
-"""What `EvictionPolicy.replace` writes in place of a victim: the new block does not enter."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EvictionPolicy(ABC):
@@ -85,6 +89,12 @@ class EvictionPolicy(ABC):
             num_free: number of free slots; 0 to ``len(keys)``.
             protected: slots that may not be named as victims. Free slots count as protected.
         """
+
+    def replace_in(self, new: Entering, cache: Any, path: Any) -> None:
+        """`replace`, for the blocks of a store and with the manager's memory: what a manager calls."""
+        keys = Keys(new.keys[: new.count], self.index.key_bytes)
+        protected = Protected(cache, path, one_prefix=bool(new.one_prefix), admitted=bool(new.admitted))
+        self.replace(keys, new.slots[: new.count], new.num_free, protected)
 
     @abstractmethod
     def remove(self, slots: SlotArray) -> None:
@@ -171,6 +181,78 @@ class BlockwisePolicy(EvictionPolicy):
     def remove(self, slots: SlotArray) -> None:
         for slot in slots.tolist():
             self.forget(slot)
+
+
+class CompiledPolicy(EvictionPolicy):
+    """A policy whose work is done by compiled functions, which the manager's kernels call by address.
+
+    The functions are given with ``@MyPolicy.compiled``, and are called as the methods of the same names::
+
+        observe(own: State, path: Path)  # if it learns from all traffic
+        access(own: State, used: Used)
+        replace(own: State, new: Entering, cache: Cache, path: Path)
+        remove(own: State, used: Used)
+
+    `State` is a `Struct` of the policy's own, the class of its `state`. `observe` finds the blocks that are
+    new to it on the path, from ``path.observed`` on, and their slots in ``path.found``. `replace` asks
+    `state.evictable` which blocks may leave. A function that does what another policy's does is inherited
+    with the class.
+
+    Attributes:
+        state: what the functions work on.
+        functions: by name.
+    """
+
+    state: Any
+    functions: ClassVar[dict[str, Kernel]] = {}
+
+    @classmethod
+    def compiled(cls, function: F) -> F:
+        """Compile one of the functions of this class."""
+        cls.functions = {**cls.functions, function.__name__: by_address(function)}
+        return function
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether no subclass has written `access` or `replace` in Python again: then those are called."""
+        mine = type(self)
+        return mine.access is CompiledPolicy.access and mine.replace is CompiledPolicy.replace
+
+    @classmethod
+    def address_of(cls, name: str) -> int:
+        """Where a function is; 0 if there is none."""
+        return cls.functions[name].address if name in cls.functions else 0
+
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
+        _call_used(self.address_of("access"), self.state.memory, used_blocks(slots, reused))
+
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        new = entering(keys, slots, num_free)
+        new.one_prefix, new.admitted = protected.one_prefix, protected.admitted
+        CompiledPolicy._replace_in(self, new, protected.cache, protected.path)
+        slots[:] = new.slots[: len(slots)]
+
+    def replace_in(self, new: Entering, cache: Any, path: Any) -> None:
+        if self.is_compiled:
+            self._replace_in(new, cache, path)
+        else:
+            super().replace_in(new, cache, path)
+
+    def _replace_in(self, new: Entering, cache: Any, path: Any) -> None:
+        _call_replace(self.address_of("replace"), self.state.memory, new.memory, cache, path)
+
+    def remove(self, slots: SlotArray) -> None:
+        _call_used(self.address_of("remove"), self.state.memory, used_blocks(slots))
+
+
+@kernel
+def _call_used(function: int, own: Anything, used: Used) -> None:
+    call_2(function, own, used)
+
+
+@kernel
+def _call_replace(function: int, own: Anything, new: Entering, cache: Cache, path: Path) -> None:
+    call_4(function, own, new, cache, path)
 
 
 POLICIES: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvoffload.policies")

@@ -9,43 +9,84 @@ manager's index once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
-import numpy as np
-
-from kvoffload.structures.index import (
-    ABSENT,
-    Index,
-    bucket_of,
-    fill_bucket,
-    hash_row,
-    position_in,
-    same_key,
-    word_of,
-)
-from kvoffload.structures.jit import I32Array, ReadU64Matrix, U64Array, U64Matrix, inline, kernel
-from kvoffload.structures.keys import Keys, joined_keys
+from kvoffload.structures.batches import WRONG_KEY, KeyBatch, is_key_at, key_at, num_keys, pack_key
+from kvoffload.structures.index import ABSENT, Index, bucket_of, fill_bucket, hash_row, position_in, remove
+from kvoffload.structures.jit import BoolArray, I32Array, U64Matrix, inline, kernel
+from kvoffload.structures.keys import Keys, words_per_key, wrong_key
+from kvoffload.structures.structs import Struct
 
 HASH, HINT, FLAGS = 0, 1, 2
 """Columns of `records`. The hint says where the block was last found: ``version << 32 | slot + 1``, or 0. It
 is valid until the slot's version changes: a block may leave and come back while a request runs."""
 
-_INT32 = np.dtype(np.int32)
-_NO_POSITIONS = np.empty(0, np.int32)
-
 ACCESSED = 1
 SCRATCH = 2
+SMALLEST_ROOM = 16
+
+AGAIN = -(1 << 60)
+"""Below it: the batch does not fit on the path, or has a wrong key. Nothing has changed; see `make_room`."""
+FULL, WRONG = AGAIN - 1, AGAIN - 2
+
+
+class Used(Struct):
+    """The resident blocks that a request uses, for a policy's `access`: `count` rows of both arrays."""
+
+    slots: I32Array
+    reused: BoolArray
+    count: int
+
+
+class Path(Struct):
+    """A request in kernels, in one piece of memory that is copied from a blank one.
+
+    Attributes:
+        index: the request's keys; positions count in the order of first appearance.
+        records: shape ``(room, 3)``, uint64: what is known of each key.
+        positions: int32: where the keys of the batch at hand are on the path.
+        used: for the blocks that the batch at hand uses.
+        length: number of keys on the path; observed: of its leading part, which a compiled policy has
+        observed. found: int32: where the blocks are that it has not yet observed, or ABSENT.
+    """
+
+    index: Index
+    records: U64Matrix
+    positions: I32Array
+    used: Used
+    found: I32Array
+    length: int
+    observed: int
+
+
+def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
+    """Memory of a `Used` that has these blocks."""
+    memory = bytearray(_blank_used((len(slots) - 1).bit_length()))
+    used = Used.over(memory)
+    used.slots[: len(slots)], used.count = slots, len(slots)
+    if reused is not None:
+        used.reused[: len(slots)] = reused
+    return memory
+
+
+@lru_cache(maxsize=64)
+def _blank_used(bits: int) -> bytes:
+    return Used.blank(slots=1 << bits, reused=1 << bits)
+
+
+_LENGTH = 8 * Path.fields["length"].at
+_INDEX, _USED = Path.fields["index"].at, Path.fields["used"].at
 
 
 class RequestContext:
     """One inference request, from `begin_request` to `finish_request`.
 
-    Belongs to the manager that made it, and to its thread. Memory: about 70 bytes a block of the request,
+    Belongs to the manager that made it, and to its thread. Memory: about 80 bytes a block of the request,
     until it finishes.
 
     Attributes:
-        path: index of the request's keys; positions count in the order of first appearance.
-        records: shape ``(capacity, 3)``, uint64: what is known of each key, for the manager's kernels.
-        length: number of keys on the path; capacity: how many fit before it grows.
+        memory: its `Path`, for the manager's kernels; room: how many keys fit before it grows.
         unpacked_keys: single keys that were looked up and are not yet on the path.
         observed: length of the leading part of the path that policy and admission rule have observed;
             num_observations: in how many parts they observed it.
@@ -53,149 +94,175 @@ class RequestContext:
     """
 
     __slots__ = (
-        "_seen",
-        "_seen_at",
-        "capacity",
         "finished",
-        "length",
+        "key_bytes",
+        "memory",
         "num_observations",
         "observed",
         "owner",
-        "path",
-        "records",
         "request_id",
+        "room",
         "unpacked_keys",
     )
 
-    def __init__(self, request_id: str, key_bytes: int, owner: object = None, capacity: int = 32) -> None:
-        self.request_id = request_id
-        self.owner = owner
+    def __init__(
+        self, request_id: str, key_bytes: int, owner: object = None, room: int = SMALLEST_ROOM
+    ) -> None:
+        self.request_id, self.key_bytes, self.owner = request_id, key_bytes, owner
         self.finished = False
         self.observed = self.num_observations = 0
-        self.path = Index(capacity, key_bytes)
-        self.length = 0
-        self.capacity = capacity
-        self.records = np.zeros((capacity, 3), np.uint64)
+        self.room = room
+        self.memory: Any = bytearray(_blank_path(room, key_bytes))
         self.unpacked_keys: list[bytes] = []
-        # The last batch with new keys, and its positions: most calls of a request are about one batch.
-        self._seen: Keys | None = None
-        self._seen_at = _NO_POSITIONS
 
     def __repr__(self) -> str:
         return f"RequestContext({self.request_id!r}, {self.length} blocks{', finished' * self.finished})"
+
+    @property
+    def length(self) -> int:
+        """Number of keys on the path."""
+        return int.from_bytes(self.memory[_LENGTH : _LENGTH + 8], "little")
 
     def flush(self) -> None:
         """Add the keys that were looked up one by one to the path."""
         if self.unpacked_keys:
             asked, self.unpacked_keys = self.unpacked_keys, []
-            self.extend(asked)
+            self.see(asked)
 
     def extend(self, keys: Sequence[bytes]) -> I32Array:
-        """Add `keys` to the path; returns the position of each on it. Cost: O(keys).
-
-        Raises `ValueError` that names the first key of a wrong length.
+        """Add `keys` to the path; returns the position of each on it (a view, until the next call for the
+        request). Cost: O(keys). Raises `ValueError` that names the first key of a wrong length.
         """
-        if self.unpacked_keys:
-            self.flush()
-        if keys is self._seen:
-            return self._seen_at
-        path, count = self.path, len(keys)
-        positions = np.empty(count, _INT32)
-        if isinstance(keys, Keys):
-            if keys.key_bytes != path.key_bytes:
-                raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {path.key_bytes}")
-            length = _extend(path.table, path.keys, self.records, self.length, keys.words, positions)
-            if length < 0:
-                # Grown only when needed: most batches repeat what is on the path.
-                self.length = ~length
-                self._grow(self.length + count)
-                path = self.path
-                length = _extend(path.table, path.keys, self.records, self.length, keys.words, positions)
-            if length > self.length:
-                self._seen, self._seen_at, self.length = keys, positions, length
-        else:
-            if self.length + count > self.capacity:
-                self._grow(self.length + count)
-                path = self.path
-            joined = joined_keys(keys, path.key_bytes)
-            self.length = _extend_bytes(path.table, path.keys, self.records, self.length, joined, positions)
-        return positions
+        self.see(keys)
+        return self.positions(len(keys))
+
+    def see(self, keys: Sequence[bytes]) -> None:
+        """As `extend`, for those who do not ask where the keys are."""
+        self.flush()
+        batch = batch_of(keys, self.key_bytes)
+        while (problem := _see(self.memory, batch)) < AGAIN:
+            self.make_room(keys, problem)
+
+    def positions(self, count: int) -> I32Array:
+        """The positions of the last batch (a view)."""
+        return Path.array(self.memory, "positions", count)
+
+    def used(self, count: int) -> tuple[I32Array, BoolArray]:
+        """The blocks that the last batch uses, as for a policy's `access` (views)."""
+        start = memoryview(self.memory).cast("q")[_USED]
+        return (
+            Used.array(self.memory, "slots", count, start),
+            Used.array(self.memory, "reused", count, start),
+        )
 
     def keys(self) -> Keys:
         """The path: every key of the request, in the order of first appearance (a view)."""
-        return Keys(self.path.keys[: self.length], self.path.key_bytes)
+        start = memoryview(self.memory).cast("q")[_INDEX]
+        return Keys(Index.array(self.memory, "keys", self.length, start), self.key_bytes)
 
-    def _grow(self, needed: int) -> None:
-        capacity = needed if self.length == 0 else max(needed, 2 * self.capacity)
-        old, records = self.keys(), self.records
-        self.path = Index(capacity, self.path.key_bytes)
-        self.capacity = capacity
-        self.records = np.zeros((capacity, 3), np.uint64)
-        _extend(self.path.table, self.path.keys, self.records, 0, old.words, np.empty(len(old), np.int32))
-        self.records[: self.length] = records[: self.length]
+    def make_room(self, keys: Sequence[bytes], problem: int) -> None:
+        """After `see` has said `FULL`, enlarge the path for the batch; after `WRONG`, raise what is wrong
+        with its first wrong key: `ValueError`, or `TypeError` for what is no ``bytes``."""
+        if problem == WRONG and (error := wrong_key(keys, self.key_bytes)):
+            raise error
+        self.room = room_for(max(2 * self.room, self.length + len(keys)))
+        larger: Any = bytearray(_blank_path(self.room, self.key_bytes))
+        _enlarge(self.memory, larger)
+        self.memory = larger
+
+
+def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
+    """`keys` as kernels take them. Raises `ValueError` for packed keys of another length."""
+    if type(keys) is list:
+        return keys
+    if isinstance(keys, Keys):
+        if keys.key_bytes != key_bytes:
+            raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {key_bytes}")
+        return keys.words
+    return list(keys)
+
+
+def room_for(count: int) -> int:
+    """The next power of two, so that few different sizes of memory are made."""
+    return max(SMALLEST_ROOM, 1 << (count - 1).bit_length())
+
+
+@lru_cache(maxsize=64)
+def _blank_path(room: int, key_bytes: int) -> bytes:
+    # A row more than there are keys: a new key is packed there before its place is known.
+    index = {"table": 2 * room + 1, "keys": (room + 1, words_per_key(key_bytes))}
+    blank = bytearray(
+        Path.blank(
+            index=index, records=(room, 3), positions=room, found=room, used={"slots": room, "reused": room}
+        )
+    )
+    Path.over(blank).index.key_bytes = key_bytes
+    return bytes(blank)
 
 
 @inline
-def _take_place(
-    table: U64Array, keys: U64Matrix, records: U64Matrix, length: int, batch: U64Matrix, row: int
-) -> int:
-    """Position of the key `batch[row]`; `length` if it is new, or ABSENT if there is no room for it."""
-    h = hash_row(batch, row)
-    bucket = bucket_of(table, keys, batch, row, h)
-    position = position_in(table[bucket])
+def _place_of(path: Path, length: int, row: int) -> int:
+    """Position of the key ``keys[row]`` of the path's index; `length` if it is new, and then it is put there.
+    ABSENT if there is no room for it."""
+    index, records = path.index, path.records
+    h = hash_row(index.keys, row)
+    bucket = bucket_of(index, index.keys, row, h)
+    position = position_in(index.table[bucket])
     if position == ABSENT and length < records.shape[0]:
         position = length
-        fill_bucket(table, bucket, keys, batch, row, h, position)
+        fill_bucket(index, bucket, index.keys, row, h, position)
         records[position, HASH] = h
     return position
 
 
-@kernel
-def _extend(
-    table: U64Array,
-    keys: U64Matrix,
-    records: U64Matrix,
-    length: int,
-    batch: ReadU64Matrix,
-    positions: I32Array,
-) -> int:
-    """Fill in the position of each key on the path; returns its new length, ``~length`` if it is full."""
+@inline
+def see(path: Path, batch: KeyBatch) -> int:
+    """Fill in the position of each key on the path, where new keys are added; returns how many keys there
+    are, or `FULL` or `WRONG`."""
+    index, positions = path.index, path.positions
+    keys, key_bytes = index.keys, index.key_bytes
+    num_words = keys.shape[1]
+    count = num_keys(batch, num_words)
+    length = path.length
+    problem = FULL if count > positions.shape[0] else 0
     following = 0
-    for row in range(batch.shape[0]):
+    for row in range(0 if problem else count):
+        address = key_at(batch, row, key_bytes, num_words)
+        if address == WRONG_KEY:
+            problem = WRONG
+            break
         # Batches of one request repeat each other: most keys follow their predecessor on the path.
-        if following < length and same_key(keys, following, batch, row):
-            position = following
-        else:
-            position = _take_place(table, keys, records, length, batch, row)
+        position = following
+        if following >= length or not is_key_at(address, key_bytes, keys, following):
+            pack_key(address, key_bytes, keys, length)
+            position = _place_of(path, length, length)
             if position == ABSENT:
-                return ~length
+                problem = FULL
+                break
             length = max(length, position + 1)
         positions[row] = position
         following = position + 1
-    return length
+    if problem:
+        for position in range(length - 1, path.length - 1, -1):
+            remove(index, position)
+        return problem
+    path.length = length
+    return count
 
 
 @kernel
-def _extend_bytes(
-    table: U64Array,
-    keys: U64Matrix,
-    records: U64Matrix,
-    length: int,
-    joined: bytes,
-    positions: I32Array,
-) -> int:
-    """`_extend` for keys that are not packed: each is packed into the row after the path's last key."""
-    count = positions.shape[0]
-    following = 0
-    for row in range(count):
-        start, stop = len(joined) // count * row, len(joined) // count * (row + 1)
-        known = following < length
+def _see(path: Path, batch: KeyBatch) -> int:
+    return see(path, batch)
+
+
+@kernel
+def _enlarge(path: Path, larger: Path) -> None:
+    """Copy a path into memory with more room."""
+    keys = path.index.keys
+    for position in range(path.length):
         for word in range(keys.shape[1]):
-            packed = word_of(joined, start + 8 * word, stop)
-            known = known and keys[following, word] == packed
-            keys[length, word] = packed
-        position = following if known else _take_place(table, keys, records, length, keys, length)
-        length = max(length, position + 1)
-        positions[row] = position
-        following = position + 1
-    return length
+            larger.index.keys[position, word] = keys[position, word]
+        _place_of(larger, position, position)
+        for column in range(path.records.shape[1]):
+            larger.records[position, column] = path.records[position, column]
+    larger.length, larger.observed = path.length, path.observed

@@ -8,32 +8,38 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected, coldest_evictable
-from kvoffload.core.slots import SlotArray
-from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
-from kvoffload.structures.jit import (
-    BoolArray,
-    I32Array,
-    I32Matrix,
-    ReadBoolArray,
-    ReadI32Array,
-    ReadU64Matrix,
-    U64Array,
-    U64Matrix,
-    inline,
-    kernel,
-    prefetch,
-)
-from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
-from kvoffload.structures.keys import Keys
-from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.core.ghosts import comes_back, leave_ghost, prefetch_exchange
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.state import Cache, Entering, victim_of_either
+from kvoffload.structures.index import ABSENT, Index
+from kvoffload.structures.jit import BoolArray, inline
+from kvoffload.structures.keylists import KeyLists
+from kvoffload.structures.lists import LIST, Lists, move_to_head, push_marked, rewind, take, unlink_all
+from kvoffload.structures.structs import Struct
 
 A1IN, AM = 0, 1
 A1OUT = 0
 
 
-class TwoQ(EvictionPolicy):
+class State(Struct):
+    """A1in and Am; A1out.
+
+    Attributes:
+        arriving: whether a block of A1in has yet to get its final place there.
+        max_a1in: Kin; A1in may be larger when it need not provide a victim.
+        new_a1in: blocks of the batch at hand that will join A1in. They join after its last victim was chosen;
+            until then they count here, and those for Am have their slots marked (`push_marked`).
+    """
+
+    lists: Lists
+    a1out: KeyLists
+    arriving: BoolArray
+    max_a1in: int
+    new_a1in: int
+
+
+class TwoQ(CompiledPolicy):
     """The paper's full version: A1in, A1out and Am, for batches with pins.
 
     A new block enters A1in, first in, first out. A hit there does nothing: uses in quick succession count as
@@ -68,154 +74,84 @@ class TwoQ(EvictionPolicy):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._max_a1in = max(1, self.capacity_blocks // 4)
-        self._lists = Lists(self.capacity_blocks, 2)
-        self._a1out = KeyLists(max(1, self.capacity_blocks // 2), index.key_bytes, 1)
-        self._arriving = np.full(self.capacity_blocks, False, np.bool_)
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        _access(self._lists.links, self._arriving, slots, reused)
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        _replace(
-            keys.words,
-            slots,
-            num_free,
-            self._lists.links,
-            self._arriving,
-            self._max_a1in,
-            self._a1out.index.table,
-            self._a1out.index.keys,
-            self._a1out.lists.links,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
+        self.state = State(
+            lists=Lists(self.capacity_blocks, 2),
+            a1out=KeyLists(max(1, self.capacity_blocks // 2), index.key_bytes, 1),
+            arriving=np.full(self.capacity_blocks, False, np.bool_),
+            max_a1in=max(1, self.capacity_blocks // 4),
         )
 
-    def remove(self, slots: SlotArray) -> None:
-        unlink_all(self._lists.links, slots)
-
     def reset(self) -> None:
-        self._lists.clear()
-        self._a1out.clear()
+        self.state.lists.clear()
+        self.state.a1out.clear()
 
     def stats(self) -> dict[str, float]:
         return {
-            "a1in_blocks": self._lists.size(A1IN),
-            "am_blocks": self._lists.size(AM),
-            "a1out_keys": self._a1out.lists.size(A1OUT),
+            "a1in_blocks": self.state.lists.size(A1IN),
+            "am_blocks": self.state.lists.size(AM),
+            "a1out_keys": self.state.a1out.lists.size(A1OUT),
         }
 
     def order(self) -> list[int]:
-        return self._lists.members(A1IN)[::-1] + self._lists.members(AM)[::-1]
+        return self.state.lists.members(A1IN)[::-1] + self.state.lists.members(AM)[::-1]
 
     def lists(self) -> tuple[list[int], list[int], list[bytes]]:
         """Slots of A1in and Am, keys of A1out, each most recent first. Cost: O(blocks), for tests."""
-        return self._lists.members(A1IN), self._lists.members(AM), self._a1out.members(A1OUT)
+        lists = self.state.lists
+        return lists.members(A1IN), lists.members(AM), self.state.a1out.members(A1OUT)
 
 
-@kernel
-def _access(links: I32Matrix, arriving: BoolArray, slots: ReadI32Array, reused: ReadBoolArray) -> int:
-    am = links.shape[0] - 1
-    for i in range(slots.shape[0] - 1, -1, -1):
-        slot = slots[i]
-        home = links[slot, LIST]
-        if home == am:
+@TwoQ.compiled
+def access(own: State, used: Used) -> None:
+    """A hit moves a block to the front of Am; in A1in only the end of the storing request moves it."""
+    links, arriving, am = own.lists.links, own.arriving, own.lists.num_positions + AM
+    for i in range(used.count - 1, -1, -1):
+        slot = used.slots[i]
+        if links[slot, LIST] == am:
             move_to_head(links, am, slot)
-        elif arriving[slot] and not reused[i]:
+        elif arriving[slot] and not used.reused[i]:
             arriving[slot] = False
-            move_to_head(links, home, slot)
-    return slots.shape[0]
+            move_to_head(links, links[slot, LIST], slot)
+
+
+@TwoQ.compiled
+def remove(own: State, used: Used) -> None:
+    unlink_all(own.lists.links, used.slots, used.count)
 
 
 @inline
-def _prefetch(
-    batch: U64Matrix,
-    num_evicted: int,
-    links: I32Matrix,
-    tail: int,
-    index_keys: U64Matrix,
-    ghost_table: U64Array,
-) -> None:
-    """Ask for the cache lines of a batch: blocks that are likely to leave, as the lists are now."""
-    for i in range(batch.shape[0]):
-        prefetch(ghost_table, home_bucket(ghost_table, hash_row(batch, i)))
-    slot = links[tail, PREV]
-    for _ in range(num_evicted):
-        prefetch(index_keys, slot)
-        slot = links[slot, PREV]
-    slot = links[tail, PREV]
-    for _ in range(num_evicted):
-        if slot < index_keys.shape[0]:
-            prefetch(ghost_table, home_bucket(ghost_table, hash_row(index_keys, slot)))
-        slot = links[slot, PREV]
+def _a1in_provides(own: State) -> bool:
+    """Whether the next victim is to be one of A1in."""
+    return own.lists.links[own.lists.num_positions + A1IN, LIST] + own.new_a1in > own.max_a1in
 
 
-@kernel
-def _replace(
-    batch: ReadU64Matrix,
-    slots: I32Array,
-    num_free: int,
-    links: I32Matrix,
-    arriving: BoolArray,
-    max_a1in: int,
-    ghost_table: U64Array,
-    ghost_keys: U64Matrix,
-    ghost_links: I32Matrix,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    a1in, am = links.shape[0] - 2, links.shape[0] - 1
-    a1out, spare = ghost_links.shape[0] - 2, ghost_links.shape[0] - 1
-    # New blocks join their lists after the last victim was chosen; until then they count here.
-    new_a1in = 0
-    likely = a1in if links[a1in, LIST] > max_a1in else am
-    _prefetch(batch, slots.shape[0] - num_free, links, likely, index_keys, ghost_table)
-    # Where the search for the next victim continues: blocks that were protected before still are.
-    next_a1in, next_am = links[a1in, PREV], links[am, PREV]
-    for i in range(slots.shape[0]):
-        ghost = find(ghost_table, ghost_keys, batch, i, hash_row(batch, i))
-        if ghost != ABSENT:
-            forget(ghost_table, ghost_keys, ghost_links, ghost)
-        if i >= num_free:
-            from_a1in = links[a1in, LIST] + new_a1in > max_a1in
-            victim = am
-            for second_try in range(2):
-                if from_a1in != (second_try == 1):
-                    victim = coldest_evictable(
-                        links, next_a1in, a1in, ref_cnt, path_table, path_keys, index_keys
-                    )
-                    next_a1in = victim
-                else:
-                    victim = coldest_evictable(links, next_am, am, ref_cnt, path_table, path_keys, index_keys)
-                    next_am = victim
-                if victim < a1in:
-                    break
-            if victim >= a1in:
-                return i
-            if links[victim, LIST] == a1in:
-                next_a1in = links[victim, PREV]
-                if ghost_links[spare, LIST] == 0:
-                    forget_coldest(ghost_table, ghost_keys, ghost_links, a1out)
-                key_hash = hash_row(index_keys, victim)
-                remember(ghost_table, ghost_keys, ghost_links, a1out, index_keys, victim, key_hash)
-            else:
-                next_am = links[victim, PREV]
-            unlink(links, victim)
-            slots[i] = victim
-        # The sign marks the list until the blocks can join it.
-        if ghost != ABSENT:
+@inline
+def _evict(own: State, cache: Cache, path: Path) -> int:
+    """A block leaves, and is remembered if it was in A1in. Returns its slot; ABSENT if none may leave."""
+    links, c = own.lists.links, own.lists.num_positions
+    victim = victim_of_either(cache, path, own.lists, A1IN if _a1in_provides(own) else AM)
+    if victim != ABSENT:
+        if links[victim, LIST] == c + A1IN:
+            leave_ghost(own.a1out, own.a1out.lists.num_positions + A1OUT, cache, victim)
+        take(own.lists, victim)
+    return victim
+
+
+@TwoQ.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    links, slots, c = own.lists.links, new.slots, own.lists.num_positions
+    own.new_a1in = 0
+    prefetch_exchange(new, cache, own.lists, A1IN if _a1in_provides(own) else AM, own.a1out, A1OUT)
+    rewind(own.lists)
+    for i in range(new.count):
+        joins_am = comes_back(own.a1out, new, i)
+        if i >= new.num_free:
+            slots[i] = _evict(own, cache, path)
+            if slots[i] == ABSENT:
+                return
+        own.arriving[slots[i]] = True
+        if joins_am:
             slots[i] = ~slots[i]
         else:
-            new_a1in += 1
-    for i in range(slots.shape[0] - 1, -1, -1):
-        if slots[i] < 0:
-            slots[i] = ~slots[i]
-            push_head(links, am, slots[i])
-        else:
-            push_head(links, a1in, slots[i])
-            arriving[slots[i]] = True
-    return slots.shape[0]
+            own.new_a1in += 1
+    push_marked(links, c + A1IN, c + AM, slots, new.count)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.core.slots import SlotArray
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.state import Cache, Entering, coldest_evictable
 from kvoffload.structures.index import Index
-from kvoffload.structures.jit import BoolArray, I32Array, I32Matrix, U64Array, U64Matrix, kernel
-from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink, unlink_all
+from kvoffload.structures.structs import Struct
 
 
-class FIFO(EvictionPolicy):
+class State(Struct):
+    """One list, newest first."""
+
+    queue: Lists
+
+
+class FIFO(CompiledPolicy):
     """One queue in the order of the stores; nothing else moves a block. The simplest yardstick.
 
     Where the paper, which knows single pages, leaves a choice:
@@ -34,56 +39,38 @@ class FIFO(EvictionPolicy):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._queue = Lists(self.capacity_blocks, 1)
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        pass
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        _replace(
-            self._queue.links,
-            slots,
-            num_free,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
-        )
-
-    def remove(self, slots: SlotArray) -> None:
-        unlink_all(self._queue.links, slots)
+        self.state = State(queue=Lists(self.capacity_blocks, 1))
 
     def reset(self) -> None:
-        self._queue.clear()
+        self.state.queue.clear()
 
     def stats(self) -> dict[str, float]:
-        return {"queued_blocks": self._queue.size(0)}
+        return {"queued_blocks": self.state.queue.size(0)}
 
     def order(self) -> list[int]:
-        return self._queue.members(0)[::-1]
+        return self.state.queue.members(0)[::-1]
 
 
-@kernel
-def _replace(
-    links: I32Matrix,
-    slots: I32Array,
-    num_free: int,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    sentinel = links.shape[0] - 1
+@FIFO.compiled
+def access(own: State, used: Used) -> None:
+    """A use changes nothing."""
+
+
+@FIFO.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    links, sentinel = own.queue.links, own.queue.num_positions
     candidate = links[sentinel, PREV]
-    for i in range(num_free, slots.shape[0]):
-        while candidate != sentinel and not evictable(ref_cnt, path_table, path_keys, index_keys, candidate):
-            candidate = links[candidate, PREV]
+    for i in range(new.num_free, new.count):
+        candidate = coldest_evictable(cache, path, links, candidate, sentinel)
         if candidate == sentinel:
-            return i
-        newer = links[candidate, PREV]
-        unlink(links, candidate)
-        slots[i] = candidate
-        candidate = newer
-    for i in range(slots.shape[0]):
-        push_head(links, sentinel, slots[i])
-    return slots.shape[0]
+            return
+        new.slots[i] = candidate
+        candidate = links[candidate, PREV]
+        unlink(links, new.slots[i])
+    for i in range(new.count):
+        push_head(links, sentinel, new.slots[i])
+
+
+@FIFO.compiled
+def remove(own: State, used: Used) -> None:
+    unlink_all(own.queue.links, used.slots, used.count)

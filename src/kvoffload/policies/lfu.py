@@ -11,25 +11,21 @@ from typing import Annotated
 
 import msgspec
 
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.core.slots import SlotArray
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.state import Cache, Entering, coldest_evictable
 from kvoffload.structures.index import Index
-from kvoffload.structures.jit import (
-    BoolArray,
-    I32Array,
-    I32Matrix,
-    ReadBoolArray,
-    ReadI32Array,
-    U64Array,
-    U64Matrix,
-    kernel,
-)
-from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.structures.structs import Struct
 
 
-class LFU(EvictionPolicy):
+class State(Struct):
+    """A list for each number of uses, from one use on."""
+
+    by_count: Lists
+
+
+class LFU(CompiledPolicy):
     """A list for each number of uses, most recent first; the victim is the last of the lowest one.
 
     If requests drew their blocks independently of each other and always with the same probabilities, the
@@ -57,76 +53,51 @@ class LFU(EvictionPolicy):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._by_count = Lists(self.capacity_blocks, self.max_count)
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        _access(self._by_count.links, slots, reused)
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        _replace(
-            self._by_count.links,
-            slots,
-            num_free,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
-        )
-
-    def remove(self, slots: SlotArray) -> None:
-        unlink_all(self._by_count.links, slots)
+        self.state = State(by_count=Lists(self.capacity_blocks, self.max_count))
 
     def reset(self) -> None:
-        self._by_count.clear()
+        self.state.by_count.clear()
 
     def stats(self) -> dict[str, float]:
         return {
-            "used_once_blocks": self._by_count.size(0),
-            "at_max_count_blocks": self._by_count.size(self.max_count - 1),
+            "used_once_blocks": self.state.by_count.size(0),
+            "at_max_count_blocks": self.state.by_count.size(self.max_count - 1),
         }
 
     def order(self) -> list[int]:
         lists = range(self.max_count)
-        return [slot for number in lists for slot in reversed(self._by_count.members(number))]
+        return [slot for number in lists for slot in reversed(self.state.by_count.members(number))]
 
 
-@kernel
-def _access(links: I32Matrix, slots: ReadI32Array, reused: ReadBoolArray) -> int:
+@LFU.compiled
+def access(own: State, used: Used) -> None:
+    links = own.by_count.links
     highest = links.shape[0] - 1
-    for i in range(slots.shape[0] - 1, -1, -1):
-        count = links[slots[i], LIST]
-        move_to_head(links, min(count + 1, highest) if reused[i] else count, slots[i])
-    return slots.shape[0]
+    for i in range(used.count - 1, -1, -1):
+        slot = used.slots[i]
+        count = links[slot, LIST]
+        move_to_head(links, min(count + 1, highest) if used.reused[i] else count, slot)
 
 
-@kernel
-def _replace(
-    links: I32Matrix,
-    slots: I32Array,
-    num_free: int,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    lowest = index_keys.shape[0]
+@LFU.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    links, lowest = own.by_count.links, own.by_count.num_positions
     count = lowest
     candidate = links[count, PREV]
-    for i in range(num_free, slots.shape[0]):
-        while True:
-            if candidate == count:  # the sentinel: the list is done
-                count += 1
-                if count == links.shape[0]:
-                    return i
-                candidate = links[count, PREV]
-            elif evictable(ref_cnt, path_table, path_keys, index_keys, candidate):
-                break
-            else:
-                candidate = links[candidate, PREV]
-        warmer = links[candidate, PREV]
-        unlink(links, candidate)
-        slots[i] = candidate
-        candidate = warmer
-    for i in range(slots.shape[0] - 1, -1, -1):
-        push_head(links, lowest, slots[i])
-    return slots.shape[0]
+    for i in range(new.num_free, new.count):
+        candidate = coldest_evictable(cache, path, links, candidate, count)
+        while candidate == count:  # the sentinel: the list is done
+            count += 1
+            if count == links.shape[0]:
+                return
+            candidate = coldest_evictable(cache, path, links, links[count, PREV], count)
+        new.slots[i] = candidate
+        candidate = links[candidate, PREV]
+        unlink(links, new.slots[i])
+    for i in range(new.count - 1, -1, -1):
+        push_head(links, lowest, new.slots[i])
+
+
+@LFU.compiled
+def remove(own: State, used: Used) -> None:
+    unlink_all(own.by_count.links, used.slots, used.count)

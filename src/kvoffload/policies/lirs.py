@@ -8,34 +8,51 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected, coldest_evictable
-from kvoffload.core.slots import SlotArray
-from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
-from kvoffload.structures.jit import (
-    BoolArray,
-    I32Array,
-    I32Matrix,
-    I64Array,
-    ReadBoolArray,
-    ReadI32Array,
-    ReadU64Matrix,
-    U64Array,
-    U64Matrix,
-    inline,
-    kernel,
-    prefetch,
+from kvoffload.core.ghosts import leave_ghost, prefetch_exchange
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.state import Cache, Entering, next_victim
+from kvoffload.structures.index import ABSENT, Index, find, hash_row
+from kvoffload.structures.jit import I64Array, inline
+from kvoffload.structures.keylists import KeyLists, forget, prefetch_keys
+from kvoffload.structures.lists import (
+    LIST,
+    PREV,
+    Lists,
+    carry,
+    move_to_head,
+    push_marked,
+    rewind,
+    take,
+    unlink_all,
 )
-from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
-from kvoffload.structures.keys import Keys
-from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.structures.structs import Struct
 
 LIR, QUEUE = 0, 1
 GONE = 0
 NO_BOTTOM = 2**63 - 1
 
 
-class LIRS(EvictionPolicy):
+class State(Struct):
+    """The LIR blocks and Q; the keys of blocks that have left; when each was used last.
+
+    Attributes:
+        used_at: of each block; gone_used_at: of each key of a block that has left; clock: the last time.
+        max_lir: how many LIR blocks there may be.
+        new_lir: LIR blocks of the batch at hand. Its blocks join their lists after its last victim was
+            chosen; until then they count here, and have their slots marked (`push_marked`).
+    """
+
+    lists: Lists
+    gone: KeyLists
+    used_at: I64Array
+    gone_used_at: I64Array
+    clock: int
+    max_lir: int
+    new_lir: int
+
+
+class LIRS(CompiledPolicy):
     """The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
 
     S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and keys of HIR blocks
@@ -79,197 +96,135 @@ class LIRS(EvictionPolicy):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._max_lir = self.capacity_blocks - max(1, self.capacity_blocks // 100)
-        self._lists = Lists(self.capacity_blocks, 2)
-        self._gone = KeyLists(self.capacity_blocks, index.key_bytes, 1)
-        self._used_at = np.full(self.capacity_blocks, 0, np.int64)
-        self._gone_used_at = np.full(self.capacity_blocks, 0, np.int64)
-        self._clock = np.zeros(1, np.int64)
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        _access(self._lists.links, self._used_at, self._clock, self._max_lir, slots, reused)
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        _replace(
-            keys.words,
-            slots,
-            num_free,
-            self._lists.links,
-            self._used_at,
-            self._clock,
-            self._max_lir,
-            self._gone.index.table,
-            self._gone.index.keys,
-            self._gone.lists.links,
-            self._gone_used_at,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
+        self.state = State(
+            lists=Lists(self.capacity_blocks, 2),
+            gone=KeyLists(self.capacity_blocks, index.key_bytes, 1),
+            used_at=np.full(self.capacity_blocks, 0, np.int64),
+            gone_used_at=np.full(self.capacity_blocks, 0, np.int64),
+            max_lir=self.capacity_blocks - max(1, self.capacity_blocks // 100),
         )
 
-    def remove(self, slots: SlotArray) -> None:
-        unlink_all(self._lists.links, slots)
-
     def reset(self) -> None:
-        self._lists.clear()
-        self._gone.clear()
-        self._clock.fill(0)
+        self.state.lists.clear()
+        self.state.gone.clear()
+        self.state.clock = self.state.new_lir = 0
 
     def stats(self) -> dict[str, float]:
         return {
-            "lir_blocks": self._lists.size(LIR),
-            "hir_blocks": self._lists.size(QUEUE),
-            "gone_keys": self._gone.lists.size(GONE),
+            "lir_blocks": self.state.lists.size(LIR),
+            "hir_blocks": self.state.lists.size(QUEUE),
+            "gone_keys": self.state.gone.lists.size(GONE),
         }
 
     def order(self) -> list[int]:
-        return self._lists.members(QUEUE)[::-1] + self._lists.members(LIR)[::-1]
+        return self.state.lists.members(QUEUE)[::-1] + self.state.lists.members(LIR)[::-1]
 
     def lists(self) -> tuple[list[bytes], list[int], list[int], list[bytes]]:
         """Keys in S, slots of the LIR blocks and in Q, keys of blocks that have left; the latest first.
 
         Cost: O(blocks), for tests.
         """
-        lir, queue = self._lists.members(LIR), self._lists.members(QUEUE)
-        used_at = {self.index.key_at(slot): int(self._used_at[slot]) for slot in lir + queue}
-        for position in self._gone.lists.members(GONE):
-            used_at[self._gone.index.key_at(position)] = int(self._gone_used_at[position])
-        bottom = int(self._used_at[lir[-1]]) if lir else NO_BOTTOM
+        state, gone = self.state, self.state.gone
+        lir, queue = state.lists.members(LIR), state.lists.members(QUEUE)
+        used_at = {self.index.key_at(slot): int(state.used_at[slot]) for slot in lir + queue}
+        for position in gone.lists.members(GONE):
+            used_at[gone.index.key_at(position)] = int(state.gone_used_at[position])
+        bottom = int(state.used_at[lir[-1]]) if lir else NO_BOTTOM
         in_stack = sorted((key for key in used_at if used_at[key] >= bottom), key=lambda key: -used_at[key])
-        return in_stack, lir, queue, self._gone.members(GONE)
+        return in_stack, lir, queue, gone.members(GONE)
 
 
 @inline
-def _bottom(links: I32Matrix, used_at: I64Array, lir: int) -> int:
+def _bottom(own: State) -> int:
     """Time of the coldest LIR block's last use: keys used later are in S. Never decreases."""
-    coldest = links[lir, PREV]
-    return np.int64(NO_BOTTOM) if coldest == lir else used_at[coldest]
+    lir = own.lists.num_positions + LIR
+    coldest = own.lists.links[lir, PREV]
+    return np.int64(NO_BOTTOM) if coldest == lir else own.used_at[coldest]
 
 
-@kernel
-def _access(
-    links: I32Matrix,
-    used_at: I64Array,
-    clock: I64Array,
-    max_lir: int,
-    slots: ReadI32Array,
-    reused: ReadBoolArray,
-) -> int:
-    lir, queue = links.shape[0] - 2, links.shape[0] - 1
-    for i in range(slots.shape[0] - 1, -1, -1):
-        slot = slots[i]
-        becomes_lir = reused[i] and (
-            links[lir, LIST] < max_lir or used_at[slot] > _bottom(links, used_at, lir)
-        )
+@inline
+def _num_lir(own: State) -> int:
+    return own.lists.links[own.lists.num_positions + LIR, LIST] + own.new_lir
+
+
+@inline
+def _limit_lir(own: State) -> None:
+    """If there is a LIR block too many, the coldest becomes HIR and the last in Q."""
+    if _num_lir(own) > own.max_lir:
+        carry(own.lists, QUEUE, own.lists.links[own.lists.num_positions + LIR, PREV])
+
+
+@LIRS.compiled
+def access(own: State, used: Used) -> None:
+    links, used_at, lir = own.lists.links, own.used_at, own.lists.num_positions + LIR
+    for i in range(used.count - 1, -1, -1):
+        slot = used.slots[i]
+        becomes_lir = used.reused[i] and (_num_lir(own) < own.max_lir or used_at[slot] > _bottom(own))
         if links[slot, LIST] == lir or becomes_lir:
             move_to_head(links, lir, slot)
-            if links[lir, LIST] > max_lir:
-                move_to_head(links, queue, links[lir, PREV])
+            _limit_lir(own)
         else:
-            move_to_head(links, queue, slot)
-        clock[0] += 1
-        used_at[slot] = clock[0]
-    return slots.shape[0]
+            move_to_head(links, own.lists.num_positions + QUEUE, slot)
+        own.clock += 1
+        used_at[slot] = own.clock
+
+
+@LIRS.compiled
+def remove(own: State, used: Used) -> None:
+    unlink_all(own.lists.links, used.slots, used.count)
 
 
 @inline
-def _prefetch(
-    batch: U64Matrix,
-    num_evicted: int,
-    links: I32Matrix,
-    lir: int,
-    queue: int,
-    index_keys: U64Matrix,
-    gone_table: U64Array,
-) -> None:
-    """Ask for the cache lines of a batch: those of Q leave, then the coldest LIR blocks."""
-    for i in range(batch.shape[0]):
-        prefetch(gone_table, home_bucket(gone_table, hash_row(batch, i)))
-    from_queue = min(num_evicted, np.int64(links[queue, LIST]))
-    slot = links[queue, PREV]
-    for _ in range(from_queue):
-        prefetch(index_keys, slot)
-        slot = links[slot, PREV]
-    slot = links[lir, PREV]
-    for _ in range(min(num_evicted - from_queue, np.int64(links[lir, LIST]))):
-        prefetch(index_keys, slot)
-        slot = links[slot, PREV]
-    slot = links[queue, PREV]
-    for _ in range(from_queue):
-        prefetch(gone_table, home_bucket(gone_table, hash_row(index_keys, slot)))
-        slot = links[slot, PREV]
+def _prefetch(own: State, new: Entering, cache: Cache) -> None:
+    """Ask for what will leave as the lists are now: Q first, then the coldest LIR blocks."""
+    prefetch_exchange(new, cache, own.lists, QUEUE, own.gone, GONE)
+    in_queue = own.lists.links[own.lists.num_positions + QUEUE, LIST]
+    prefetch_keys(cache.index.keys, own.lists, LIR, new.count - new.num_free - in_queue)
 
 
-@kernel
-def _replace(
-    batch: ReadU64Matrix,
-    slots: I32Array,
-    num_free: int,
-    links: I32Matrix,
-    used_at: I64Array,
-    clock: I64Array,
-    max_lir: int,
-    gone_table: U64Array,
-    gone_keys: U64Matrix,
-    gone_links: I32Matrix,
-    gone_used_at: I64Array,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    lir, queue = links.shape[0] - 2, links.shape[0] - 1
-    gone, spare = gone_links.shape[0] - 2, gone_links.shape[0] - 1
-    # New blocks join their lists after the last victim was chosen; until then they count here.
-    new_lir = 0
-    _prefetch(batch, slots.shape[0] - num_free, links, lir, queue, index_keys, gone_table)
-    # Where the search for the next victim continues: blocks that were protected before still are.
-    next_in_queue, next_lir = links[queue, PREV], links[lir, PREV]
-    for i in range(slots.shape[0]):
-        remembered = find(gone_table, gone_keys, batch, i, hash_row(batch, i))
-        is_lir = i < num_free and links[lir, LIST] + new_lir < max_lir
-        if remembered != ABSENT:
-            is_lir = is_lir or gone_used_at[remembered] > _bottom(links, used_at, lir)
-            forget(gone_table, gone_keys, gone_links, remembered)
-        if i >= num_free:
-            victim = coldest_evictable(
-                links, next_in_queue, queue, ref_cnt, path_table, path_keys, index_keys
-            )
-            if victim != queue:
-                next_in_queue = links[victim, PREV]
-                if used_at[victim] > _bottom(links, used_at, lir):
-                    if gone_links[spare, LIST] == 0:
-                        forget_coldest(gone_table, gone_keys, gone_links, gone)
-                    h = hash_row(index_keys, victim)
-                    position = remember(gone_table, gone_keys, gone_links, gone, index_keys, victim, h)
-                    gone_used_at[position] = used_at[victim]
-            else:
-                next_in_queue = queue
-                victim = coldest_evictable(links, next_lir, lir, ref_cnt, path_table, path_keys, index_keys)
-                next_lir = victim
-                if victim == lir:
-                    return i
-                next_lir = links[victim, PREV]
-            unlink(links, victim)
-            slots[i] = victim
-        # The sign marks the list until the blocks can join it.
-        if is_lir:
+@inline
+def _returns_to_stack(own: State, new: Entering, i: int) -> bool:
+    """Whether a new block's key is in S. It is forgotten, in S or not."""
+    gone = find(own.gone.index, new.keys, i, hash_row(new.keys, i))
+    if gone == ABSENT:
+        return False
+    forget(own.gone, gone)
+    return own.gone_used_at[gone] > _bottom(own)
+
+
+@inline
+def _evict(own: State, cache: Cache, path: Path) -> int:
+    """The first of Q leaves, and is remembered if it is in S; if all of Q is protected, the coldest LIR block
+    does. Returns the slot; ABSENT if none may leave."""
+    victim = next_victim(cache, path, own.lists, QUEUE)
+    if victim == ABSENT:
+        victim = next_victim(cache, path, own.lists, LIR)
+    elif own.used_at[victim] > _bottom(own):
+        position = leave_ghost(own.gone, own.gone.lists.num_positions + GONE, cache, victim)
+        own.gone_used_at[position] = own.used_at[victim]
+    if victim != ABSENT:
+        take(own.lists, victim)
+    return victim
+
+
+@LIRS.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    slots, c = new.slots, own.lists.num_positions
+    _prefetch(own, new, cache)
+    rewind(own.lists)
+    for i in range(new.count):
+        becomes_lir = _returns_to_stack(own, new, i)
+        if i >= new.num_free:
+            slots[i] = _evict(own, cache, path)
+            if slots[i] == ABSENT:
+                return
+        elif _num_lir(own) < own.max_lir:
+            becomes_lir = True
+        own.used_at[slots[i]] = own.clock + new.count - i
+        if becomes_lir:
             slots[i] = ~slots[i]
-            new_lir += 1
-            if links[lir, LIST] + new_lir > max_lir:
-                coldest = links[lir, PREV]
-                if next_lir == coldest:
-                    next_lir = links[coldest, PREV]
-                move_to_head(links, queue, coldest)
-                if next_in_queue == queue:
-                    next_in_queue = coldest
-    for i in range(slots.shape[0] - 1, -1, -1):
-        clock[0] += 1
-        if slots[i] < 0:
-            slots[i] = ~slots[i]
-            push_head(links, lir, slots[i])
-        else:
-            push_head(links, queue, slots[i])
-        used_at[slots[i]] = clock[0]
-    return slots.shape[0]
+            own.new_lir += 1
+            _limit_lir(own)
+    own.clock += new.count
+    own.new_lir = 0
+    push_marked(own.lists.links, c + QUEUE, c + LIR, slots, new.count)

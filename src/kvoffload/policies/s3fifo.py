@@ -11,34 +11,42 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.core.slots import SlotArray
-from kvoffload.structures.index import ABSENT, Index, find, hash_row, home_bucket
-from kvoffload.structures.jit import (
-    BoolArray,
-    I32Array,
-    I32Matrix,
-    ReadBoolArray,
-    ReadI32Array,
-    ReadU64Matrix,
-    U8Array,
-    U64Array,
-    U64Matrix,
-    inline,
-    kernel,
-    prefetch,
-)
-from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
-from kvoffload.structures.keys import Keys
-from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.core.ghosts import comes_back, leave_ghost, prefetch_exchange
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.state import Cache, Entering, victim_of_either
+from kvoffload.structures.index import ABSENT, Index
+from kvoffload.structures.jit import U8Array, inline
+from kvoffload.structures.keylists import KeyLists
+from kvoffload.structures.lists import LIST, Lists, carry, push_marked, rewind, take, unlink_all
+from kvoffload.structures.structs import Struct
 
 SMALL, MAIN = 0, 1
+GHOSTS = 0
 MAX_COUNT = 3
 """Limit of a block's count of uses since it entered or was last spared: two bits in the paper."""
 
 
-class S3FIFO(EvictionPolicy):
+class State(Struct):
+    """S and M; G; the counts of the blocks in S and M.
+
+    Attributes:
+        small_blocks: the share of S; patience: how many blocks a call may spare.
+        new_small: blocks of the batch at hand that will join S. They join after its last victim was chosen;
+            until then they count here, and those for M have their slots marked (`push_marked`).
+        num_spared: blocks that this call has spared.
+    """
+
+    queues: Lists
+    ghosts: KeyLists
+    counts: U8Array
+    small_blocks: int
+    patience: int
+    new_small: int
+    num_spared: int
+
+
+class S3FIFO(CompiledPolicy):
     """The paper's algorithm, for batches with pins, and with a limit to the search in one call.
 
     A new block joins the small queue S, or the main queue M if the ghost queue G remembers its key. The
@@ -80,162 +88,103 @@ class S3FIFO(EvictionPolicy):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._queues = Lists(self.capacity_blocks, 2)
-        self._counts = np.full(self.capacity_blocks, 0, np.uint8)
-        self._small_blocks = max(1, int(self.small_share * self.capacity_blocks))
-        self._ghosts = KeyLists(max(1, self.capacity_blocks - self._small_blocks), index.key_bytes, 1)
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        _access(self._counts, slots, reused)
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        _replace(
-            keys.words,
-            slots,
-            num_free,
-            self._small_blocks,
-            self.patience,
-            self._queues.links,
-            self._counts,
-            self._ghosts.index.table,
-            self._ghosts.index.keys,
-            self._ghosts.lists.links,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
+        small_blocks = max(1, int(self.small_share * self.capacity_blocks))
+        self.state = State(
+            queues=Lists(self.capacity_blocks, 2),
+            ghosts=KeyLists(max(1, self.capacity_blocks - small_blocks), index.key_bytes, 1),
+            counts=np.full(self.capacity_blocks, 0, np.uint8),
+            small_blocks=small_blocks,
+            patience=self.patience,
         )
 
-    def remove(self, slots: SlotArray) -> None:
-        unlink_all(self._queues.links, slots)
-
     def reset(self) -> None:
-        self._queues.clear()
-        self._ghosts.clear()
+        self.state.queues.clear()
+        self.state.ghosts.clear()
 
     def stats(self) -> dict[str, float]:
         return {
-            "small_blocks": self._queues.size(SMALL),
-            "main_blocks": self._queues.size(MAIN),
-            "ghost_keys": self._ghosts.lists.size(0),
+            "small_blocks": self.state.queues.size(SMALL),
+            "main_blocks": self.state.queues.size(MAIN),
+            "ghost_keys": self.state.ghosts.lists.size(GHOSTS),
         }
 
     def order(self) -> list[int]:
-        return self._queues.members(SMALL)[::-1] + self._queues.members(MAIN)[::-1]
+        return self.state.queues.members(SMALL)[::-1] + self.state.queues.members(MAIN)[::-1]
 
     def queues(self) -> tuple[list[int], list[int], list[bytes], dict[int, int]]:
         """Slots of S and M, keys of G, each the newest first; counts by slot. Cost: O(blocks), for tests."""
-        small, main = self._queues.members(SMALL), self._queues.members(MAIN)
-        counts = {slot: int(self._counts[slot]) for slot in small + main}
-        return small, main, self._ghosts.members(0), counts
+        state = self.state
+        small, main = state.queues.members(SMALL), state.queues.members(MAIN)
+        counts = {slot: int(state.counts[slot]) for slot in small + main}
+        return small, main, state.ghosts.members(GHOSTS), counts
 
 
-@kernel
-def _access(counts: U8Array, slots: ReadI32Array, reused: ReadBoolArray) -> int:
-    for i in range(slots.shape[0]):
-        if reused[i] and counts[slots[i]] < MAX_COUNT:
-            counts[slots[i]] += 1
-    return slots.shape[0]
+@S3FIFO.compiled
+def access(own: State, used: Used) -> None:
+    counts = own.counts
+    for i in range(used.count):
+        if used.reused[i] and counts[used.slots[i]] < MAX_COUNT:
+            counts[used.slots[i]] += 1
+
+
+@S3FIFO.compiled
+def remove(own: State, used: Used) -> None:
+    unlink_all(own.queues.links, used.slots, used.count)
 
 
 @inline
-def _prefetch(
-    batch: U64Matrix,
-    num_evicted: int,
-    links: I32Matrix,
-    tail: int,
-    index_keys: U64Matrix,
-    ghost_table: U64Array,
-    ghost_keys: U64Array,
-    ghost_links: I32Array,
-    ghost_tail: int,
-) -> None:
-    """Ask for the cache lines of a batch: blocks and ghosts that are likely to leave, as the lists are now.
-
-    A wrong guess (many blocks are spared) costs time, never correctness.
-    """
-    c, num_ghosts = index_keys.shape[0], ghost_keys.shape[0]
-    for i in range(batch.shape[0]):
-        prefetch(ghost_table, home_bucket(ghost_table, hash_row(batch, i)))
-    slot, ghost = links[tail, PREV], ghost_links[ghost_tail, PREV]
-    for _ in range(num_evicted):
-        prefetch(index_keys, slot)
-        prefetch(ghost_keys, ghost)
-        slot, ghost = links[slot, PREV], ghost_links[ghost, PREV]
-    slot, ghost = links[tail, PREV], ghost_links[ghost_tail, PREV]
-    for _ in range(num_evicted):
-        if slot < c:
-            prefetch(ghost_table, home_bucket(ghost_table, hash_row(index_keys, slot)))
-        if ghost < num_ghosts:
-            prefetch(ghost_table, home_bucket(ghost_table, hash_row(ghost_keys, ghost)))
-        slot, ghost = links[slot, PREV], ghost_links[ghost, PREV]
+def _provider(own: State) -> int:
+    """The queue that has to provide the next victim: S, if it has its share."""
+    size = own.queues.links[own.queues.num_positions + SMALL, LIST] + own.new_small
+    return SMALL if size >= own.small_blocks else MAIN
 
 
-@kernel
-def _replace(
-    batch: ReadU64Matrix,
-    slots: I32Array,
-    num_free: int,
-    small_blocks: int,
-    patience: int,
-    links: I32Matrix,
-    counts: U8Array,
-    ghost_table: U64Array,
-    ghost_keys: U64Matrix,
-    ghost_links: I32Matrix,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    small, main = links.shape[0] - 2, links.shape[0] - 1
-    ghosts, spare = ghost_links.shape[0] - 2, ghost_links.shape[0] - 1
-    tail = small if links[small, LIST] >= small_blocks else main
-    num_evicted = slots.shape[0] - num_free
-    _prefetch(batch, num_evicted, links, tail, index_keys, ghost_table, ghost_keys, ghost_links, ghosts)
-    # New blocks join their queues after the last victim was chosen; until then they count here.
-    new_small = 0
-    # The search continues after the last protected block, which stays protected, or at the cold end.
-    passed_small, passed_main = small, main
-    for i in range(slots.shape[0]):
-        ghost = find(ghost_table, ghost_keys, batch, i, hash_row(batch, i))
-        if ghost != ABSENT:
-            forget(ghost_table, ghost_keys, ghost_links, ghost)
-        from_small = links[small, LIST] + new_small >= small_blocks
-        joins_main = ghost != ABSENT or (i < num_free and from_small)
-        while i >= num_free:
-            cold_small, cold_main = links[passed_small, PREV], links[passed_main, PREV]
-            if cold_small == small and cold_main == main:
-                return i
-            from_small = cold_small != small and (from_small or cold_main == main)
-            cold = cold_small if from_small else cold_main
-            if not evictable(ref_cnt, path_table, path_keys, index_keys, cold):
-                if from_small:
-                    passed_small = cold
-                else:
-                    passed_main = cold
-            elif patience > 0 and counts[cold] > (1 if from_small else 0):
-                counts[cold] = 0 if from_small else counts[cold] - 1
-                move_to_head(links, main, cold)
-                patience -= 1
-            else:
-                unlink(links, cold)
-                slots[i] = cold
-                if from_small:
-                    if ghost_links[spare, LIST] == 0:
-                        forget_coldest(ghost_table, ghost_keys, ghost_links, ghosts)
-                    key_hash = hash_row(index_keys, cold)
-                    remember(ghost_table, ghost_keys, ghost_links, ghosts, index_keys, cold, key_hash)
-                break
-        # The sign marks the queue until the blocks can join it.
+@inline
+def _is_spared(own: State, slot: int, queue: int) -> bool:
+    """Whether the block at the cold end of a queue has uses that spare it; it pays with them."""
+    counts = own.counts
+    if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
+        return False
+    counts[slot] = 0 if queue == SMALL else counts[slot] - 1
+    own.num_spared += 1
+    return True
+
+
+@inline
+def _evict(own: State, cache: Cache, path: Path, queue: int) -> int:
+    """A block leaves, and is remembered if it was in S. Returns its slot; ABSENT if none may leave."""
+    while True:
+        slot = victim_of_either(cache, path, own.queues, queue)
+        if slot == ABSENT:
+            return slot
+        queue = own.queues.links[slot, LIST] - own.queues.num_positions
+        if not _is_spared(own, slot, queue):
+            break
+        carry(own.queues, MAIN, slot)
+    if queue == SMALL:
+        leave_ghost(own.ghosts, own.ghosts.lists.num_positions + GHOSTS, cache, slot)
+    take(own.queues, slot)
+    return slot
+
+
+@S3FIFO.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    slots, c = new.slots, own.queues.num_positions
+    own.new_small = own.num_spared = 0
+    prefetch_exchange(new, cache, own.queues, _provider(own), own.ghosts, GHOSTS)
+    rewind(own.queues)
+    for i in range(new.count):
+        joins_main = comes_back(own.ghosts, new, i)
+        queue = _provider(own)
+        if i >= new.num_free:
+            slots[i] = _evict(own, cache, path, queue)
+            if slots[i] == ABSENT:
+                return
+        elif queue == SMALL:
+            joins_main = True
+        own.counts[slots[i]] = 0
         if joins_main:
             slots[i] = ~slots[i]
         else:
-            new_small += 1
-    for i in range(slots.shape[0] - 1, -1, -1):
-        joins_main = slots[i] < 0
-        if joins_main:
-            slots[i] = ~slots[i]
-        counts[slots[i]] = 0
-        push_head(links, main if joins_main else small, slots[i])
-    return slots.shape[0]
+            own.new_small += 1
+    push_marked(own.queues.links, c + SMALL, c + MAIN, slots, new.count)

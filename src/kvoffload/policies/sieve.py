@@ -11,29 +11,33 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.core.slots import SlotArray
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.state import Cache, Entering, evictable
 from kvoffload.structures.index import ABSENT, Index
-from kvoffload.structures.jit import (
-    BoolArray,
-    I32Array,
-    I32Matrix,
-    ReadBoolArray,
-    ReadI32Array,
-    U64Array,
-    U64Matrix,
-    kernel,
-)
-from kvoffload.structures.keys import Keys
+from kvoffload.structures.jit import BoolArray, inline
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink
-
-HAND, VISITED = 0, 1
-"""Entries of `SIEVE._state`: the slot at which the hand rests, or ABSENT for the oldest block; the number of
-visited blocks."""
+from kvoffload.structures.structs import Struct
 
 
-class SIEVE(EvictionPolicy):
+class State(Struct):
+    """The queue, newest first, and what was visited.
+
+    Attributes:
+        hand: the slot at which the hand rests, or ABSENT for the oldest block.
+        num_visited: number of visited blocks.
+        patience: of the policy; left: what is left of it in this call.
+    """
+
+    queue: Lists
+    visited: BoolArray
+    hand: int
+    num_visited: int
+    patience: int
+    left: int
+
+
+class SIEVE(CompiledPolicy):
     """The paper's algorithm, for batches with pins, and with a limit to the search in one call.
 
     A hit marks a block as visited, and moves nothing. A new block joins the queue at its head. To find a
@@ -68,107 +72,90 @@ class SIEVE(EvictionPolicy):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._queue = Lists(self.capacity_blocks, 1)
-        self._visited = np.full(self.capacity_blocks, False, np.bool_)
-        self._state = np.array([ABSENT, 0], np.int32)
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        _access(self._visited, self._state, slots, reused)
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        _replace(
-            self._queue.links,
-            self._visited,
-            self._state,
-            self.patience,
-            slots,
-            num_free,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
+        self.state = State(
+            queue=Lists(self.capacity_blocks, 1),
+            visited=np.full(self.capacity_blocks, False, np.bool_),
+            hand=ABSENT,
+            patience=self.patience,
         )
 
-    def remove(self, slots: SlotArray) -> None:
-        _remove(self._queue.links, self._visited, self._state, slots)
-
     def reset(self) -> None:
-        self._queue.clear()
-        self._visited.fill(False)
-        self._state[:] = (ABSENT, 0)
+        self.state.queue.clear()
+        self.state.visited.fill(False)
+        self.state.hand, self.state.num_visited = ABSENT, 0
 
     def stats(self) -> dict[str, float]:
-        return {"visited_blocks": int(self._state[VISITED])}
+        return {"visited_blocks": self.state.num_visited}
 
     def order(self) -> list[int]:
-        return self._queue.members(0)[::-1]
+        return self.state.queue.members(0)[::-1]
 
     def marks(self) -> tuple[int | None, list[int]]:
         """Slot at which the hand rests, None for the oldest; visited slots. Cost: O(blocks), for tests."""
-        hand = int(self._state[HAND])
-        return None if hand == ABSENT else hand, np.flatnonzero(self._visited).tolist()
+        hand = self.state.hand
+        return None if hand == ABSENT else hand, np.flatnonzero(self.state.visited).tolist()
 
 
-@kernel
-def _access(visited: BoolArray, state: I32Array, slots: ReadI32Array, reused: ReadBoolArray) -> int:
-    for i in range(slots.shape[0]):
-        if reused[i] and not visited[slots[i]]:
-            visited[slots[i]] = True
-            state[VISITED] += 1
-    return slots.shape[0]
+@SIEVE.compiled
+def access(own: State, used: Used) -> None:
+    visited = own.visited
+    for i in range(used.count):
+        slot = used.slots[i]
+        if used.reused[i] and not visited[slot]:
+            visited[slot] = True
+            own.num_visited += 1
 
 
-@kernel
-def _replace(
-    links: I32Matrix,
-    visited: BoolArray,
-    state: I32Array,
-    patience: int,
-    slots: I32Array,
-    num_free: int,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    sentinel = links.shape[0] - 1
-    hand = sentinel if state[HAND] == ABSENT else np.int64(state[HAND])
-    for i in range(num_free, slots.shape[0]):
-        rounds = 0
-        while True:
-            if hand == sentinel:
-                # The rest of the round it was in, one that clears the marks, one that finds the victim.
-                rounds += 1
-                if rounds == 4:
-                    return i
-            elif evictable(ref_cnt, path_table, path_keys, index_keys, hand):
-                if not visited[hand] or patience == 0:
-                    break
-                visited[hand] = False
-                state[VISITED] -= 1
-                patience -= 1
-            hand = links[hand, PREV]
-        newer = links[hand, PREV]
-        state[VISITED] -= visited[hand]
-        unlink(links, hand)
-        slots[i] = hand
-        hand = newer
-    state[HAND] = ABSENT if hand == sentinel else hand
-    for i in range(slots.shape[0]):
-        visited[slots[i]] = False
-        push_head(links, sentinel, slots[i])
-    return slots.shape[0]
+@inline
+def _next_victim(own: State, cache: Cache, path: Path, hand: int) -> int:
+    """Where the hand finds a block that leaves; the sentinel if no block may.
+
+    It spares visited blocks while there is patience.
+    """
+    links, sentinel, visited = own.queue.links, own.queue.num_positions, own.visited
+    rounds = 0
+    while True:
+        if hand == sentinel:
+            # The rest of the round it was in, one that clears the marks, one that finds the victim.
+            rounds += 1
+            if rounds == 4:
+                return hand
+        elif evictable(cache, path, hand):
+            if not visited[hand] or own.left == 0:
+                return hand
+            visited[hand] = False
+            own.num_visited -= 1
+            own.left -= 1
+        hand = links[hand, PREV]
 
 
-@kernel
-def _remove(links: I32Matrix, visited: BoolArray, state: I32Array, slots: ReadI32Array) -> int:
-    sentinel = links.shape[0] - 1
-    for i in range(slots.shape[0]):
-        slot = slots[i]
-        if slot == state[HAND]:
+@SIEVE.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    links, sentinel, visited = own.queue.links, own.queue.num_positions, own.visited
+    own.left = own.patience
+    hand = sentinel if own.hand == ABSENT else own.hand
+    for i in range(new.num_free, new.count):
+        victim = _next_victim(own, cache, path, hand)
+        if victim == sentinel:
+            return
+        hand = links[victim, PREV]
+        own.num_visited -= visited[victim]
+        unlink(links, victim)
+        new.slots[i] = victim
+    own.hand = ABSENT if hand == sentinel else hand
+    for i in range(new.count):
+        visited[new.slots[i]] = False
+        push_head(links, sentinel, new.slots[i])
+
+
+@SIEVE.compiled
+def remove(own: State, used: Used) -> None:
+    links, sentinel = own.queue.links, own.queue.num_positions
+    for i in range(used.count):
+        slot = used.slots[i]
+        if slot == own.hand:
             newer = links[slot, PREV]
-            state[HAND] = ABSENT if newer == sentinel else newer
-        state[VISITED] -= visited[slot]
-        visited[slot] = False
+            own.hand = ABSENT if newer == sentinel else newer
+        own.num_visited -= own.visited[slot]
+        own.visited[slot] = False
         unlink(links, slot)
-    return slots.shape[0]

@@ -10,27 +10,24 @@ from typing import Annotated
 
 import msgspec
 
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected, evictable
-from kvoffload.core.slots import SlotArray
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.state import Cache, Entering, coldest_evictable
 from kvoffload.structures.index import Index
-from kvoffload.structures.jit import (
-    BoolArray,
-    I32Array,
-    I32Matrix,
-    ReadBoolArray,
-    ReadI32Array,
-    U64Array,
-    U64Matrix,
-    kernel,
-)
-from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
+from kvoffload.structures.structs import Struct
 
 PROBATION, PROVEN = 0, 1
 
 
-class SLRU(EvictionPolicy):
+class State(Struct):
+    """The blocks on probation and the proven ones; how many of those there may be."""
+
+    segments: Lists
+    most_proven: int
+
+
+class SLRU(CompiledPolicy):
     """Two LRU lists: blocks on probation, from which victims are taken, and blocks that have proven useful.
 
     A new block is on probation. A hit makes it the most recent proven block; if there are now more proven
@@ -64,76 +61,52 @@ class SLRU(EvictionPolicy):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._segments = Lists(self.capacity_blocks, 2)
-        self._most_proven = int(self.proven_share * self.capacity_blocks)
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        _access(self._segments.links, slots, reused, self._most_proven)
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        _replace(
-            self._segments.links,
-            slots,
-            num_free,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
+        self.state = State(
+            segments=Lists(self.capacity_blocks, 2), most_proven=int(self.proven_share * self.capacity_blocks)
         )
 
-    def remove(self, slots: SlotArray) -> None:
-        unlink_all(self._segments.links, slots)
-
     def reset(self) -> None:
-        self._segments.clear()
+        self.state.segments.clear()
 
     def stats(self) -> dict[str, float]:
         return {
-            "probation_blocks": self._segments.size(PROBATION),
-            "proven_blocks": self._segments.size(PROVEN),
+            "probation_blocks": self.state.segments.size(PROBATION),
+            "proven_blocks": self.state.segments.size(PROVEN),
         }
 
     def order(self) -> list[int]:
-        return self._segments.members(PROBATION)[::-1] + self._segments.members(PROVEN)[::-1]
+        return self.state.segments.members(PROBATION)[::-1] + self.state.segments.members(PROVEN)[::-1]
 
 
-@kernel
-def _access(links: I32Matrix, slots: ReadI32Array, reused: ReadBoolArray, most_proven: int) -> int:
-    probation, proven = links.shape[0] - 2, links.shape[0] - 1
-    for i in range(slots.shape[0] - 1, -1, -1):
-        move_to_head(links, proven if reused[i] else links[slots[i], LIST], slots[i])
-        if links[proven, LIST] > most_proven:
-            move_to_head(links, probation, links[proven, PREV])
-    return slots.shape[0]
+@SLRU.compiled
+def access(own: State, used: Used) -> None:
+    links, c = own.segments.links, own.segments.num_positions
+    for i in range(used.count - 1, -1, -1):
+        slot = used.slots[i]
+        move_to_head(links, c + PROVEN if used.reused[i] else links[slot, LIST], slot)
+        if links[c + PROVEN, LIST] > own.most_proven:
+            move_to_head(links, c + PROBATION, links[c + PROVEN, PREV])
 
 
-@kernel
-def _replace(
-    links: I32Matrix,
-    slots: I32Array,
-    num_free: int,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    probation, proven = links.shape[0] - 2, links.shape[0] - 1
-    segment = probation
+@SLRU.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    links, c = own.segments.links, own.segments.num_positions
+    segment = c + PROBATION
     candidate = links[segment, PREV]
-    for i in range(num_free, slots.shape[0]):
-        while True:
-            if candidate == probation:
-                segment = proven
-                candidate = links[proven, PREV]
-            if candidate == proven or evictable(ref_cnt, path_table, path_keys, index_keys, candidate):
-                break
-            candidate = links[candidate, PREV]
-        if candidate == proven:
-            return i
-        warmer = links[candidate, PREV]
-        unlink(links, candidate)
-        slots[i] = candidate
-        candidate = warmer
-    for i in range(slots.shape[0] - 1, -1, -1):
-        push_head(links, probation, slots[i])
-    return slots.shape[0]
+    for i in range(new.num_free, new.count):
+        candidate = coldest_evictable(cache, path, links, candidate, segment)
+        if candidate == c + PROBATION:
+            segment = c + PROVEN
+            candidate = coldest_evictable(cache, path, links, links[segment, PREV], segment)
+        if candidate == c + PROVEN:
+            return
+        new.slots[i] = candidate
+        candidate = links[candidate, PREV]
+        unlink(links, new.slots[i])
+    for i in range(new.count - 1, -1, -1):
+        push_head(links, c + PROBATION, new.slots[i])
+
+
+@SLRU.compiled
+def remove(own: State, used: Used) -> None:
+    unlink_all(own.segments.links, used.slots, used.count)

@@ -8,32 +8,49 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.protection import Protected, coldest_evictable
-from kvoffload.core.slots import SlotArray
-from kvoffload.structures.index import Index, hash_row
-from kvoffload.structures.jit import (
-    BoolArray,
-    I32Array,
-    I32Matrix,
-    I64Array,
-    ReadBoolArray,
-    ReadI32Array,
-    ReadU64Matrix,
-    U64Array,
-    U64Matrix,
-    inline,
-    kernel,
-    prefetch,
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.state import Cache, Entering, next_victim
+from kvoffload.structures.index import ABSENT, Index, hash_row
+from kvoffload.structures.jit import inline, prefetch
+from kvoffload.structures.keylists import prefetch_keys
+from kvoffload.structures.lists import (
+    LIST,
+    PREV,
+    Lists,
+    carry,
+    move_to_head,
+    push_all,
+    rewind,
+    take,
+    unlink_all,
 )
-from kvoffload.structures.keys import Keys
-from kvoffload.structures.lists import LIST, PREV, Lists, move_to_head, push_head, unlink, unlink_all
-from kvoffload.structures.sketch import FrequencySketch, add, estimate, line_of
+from kvoffload.structures.sketch import FrequencySketch, add, estimate, prefetch_count
+from kvoffload.structures.structs import Struct
 
 WINDOW, PROBATION, PROTECTED = 0, 1, 2
+_PARTS = (WINDOW, PROBATION, PROTECTED)
 
 
-class WTinyLFU(EvictionPolicy):
+class State(Struct):
+    """Window, probation and protected; the frequencies; how many blocks each part should have at most.
+
+    Attributes:
+        index: the manager's, for the keys of the blocks.
+        num_entering: blocks of the batch at hand so far. They join the window after its last victim was
+            chosen; until then they count here.
+    """
+
+    index: Index
+    lists: Lists
+    sketch: FrequencySketch
+    max_window: int
+    max_main: int
+    max_protected: int
+    num_entering: int
+
+
+class WTinyLFU(CompiledPolicy):
     """The paper's algorithm, with its 1 % window and its 80/20 main cache, for batches with pins.
 
     A new block enters the window. When the window is full its coldest block duels with the coldest of the
@@ -73,197 +90,154 @@ class WTinyLFU(EvictionPolicy):
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._max_window = max(1, self.capacity_blocks // 100)
-        self._max_protected = (self.capacity_blocks - self._max_window) * 4 // 5
-        self._lists = Lists(self.capacity_blocks, 3)
-        self._sketch = FrequencySketch(self.capacity_blocks)
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        _access(
-            self._lists.links,
-            self._max_protected,
-            self._sketch.table,
-            self._sketch.state,
-            self.index.keys,
-            slots,
-            reused,
+        max_window = max(1, self.capacity_blocks // 100)
+        max_main = self.capacity_blocks - max_window
+        self.state = State(
+            lists=Lists(self.capacity_blocks, 3),
+            sketch=FrequencySketch(self.capacity_blocks),
+            index=index,
+            max_window=max_window,
+            max_main=max_main,
+            max_protected=max_main * 4 // 5,
         )
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        _replace(
-            keys.words,
-            slots,
-            num_free,
-            self._lists.links,
-            self._max_window,
-            self._sketch.table,
-            self._sketch.state,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
-        )
-
-    def remove(self, slots: SlotArray) -> None:
-        unlink_all(self._lists.links, slots)
 
     def reset(self) -> None:
-        self._lists.clear()
-        self._sketch.clear()
+        self.state.lists.clear()
+        self.state.sketch.clear()
 
     def stats(self) -> dict[str, float]:
-        return {
-            "window_blocks": self._lists.size(WINDOW),
-            "probation_blocks": self._lists.size(PROBATION),
-            "protected_blocks": self._lists.size(PROTECTED),
-        }
+        window, probation, protected = (self.state.lists.size(part) for part in _PARTS)
+        return {"window_blocks": window, "probation_blocks": probation, "protected_blocks": protected}
 
     def order(self) -> list[int]:
-        parts = (self._lists.members(part)[::-1] for part in (WINDOW, PROBATION, PROTECTED))
-        return [slot for part in parts for slot in part]
+        return [slot for part in _PARTS for slot in self.state.lists.members(part)[::-1]]
 
     def lists(self) -> tuple[list[int], list[int], list[int]]:
         """Slots of window, probation and protected, each most recent first. Cost: O(blocks), for tests."""
-        lists = self._lists
-        return lists.members(WINDOW), lists.members(PROBATION), lists.members(PROTECTED)
+        window, probation, protected = (self.state.lists.members(part) for part in _PARTS)
+        return window, probation, protected
 
 
-@kernel
-def _access(
-    links: I32Matrix,
-    max_protected: int,
-    table: U64Array,
-    state: I64Array,
-    index_keys: U64Matrix,
-    slots: ReadI32Array,
-    reused: ReadBoolArray,
-) -> int:
-    probation, protected = links.shape[0] - 2, links.shape[0] - 1
-    for i in range(slots.shape[0]):
-        prefetch(links, slots[i])
-        if reused[i]:
-            prefetch(index_keys, slots[i])
-    for i in range(slots.shape[0]):
-        if reused[i]:
-            prefetch(table, line_of(table, hash_row(index_keys, slots[i])))
-    for i in range(slots.shape[0] - 1, -1, -1):
-        slot = slots[i]
+@inline
+def _prefetch_used(own: State, used: Used) -> None:
+    """Ask for the cache lines of blocks that are used."""
+    links, keys = own.lists.links, own.index.keys
+    for i in range(used.count):
+        prefetch(links, used.slots[i])
+        if used.reused[i]:
+            prefetch(keys, used.slots[i])
+    for i in range(used.count):
+        if used.reused[i]:
+            prefetch_count(own.sketch, hash_row(keys, used.slots[i]))
+
+
+@WTinyLFU.compiled
+def access(own: State, used: Used) -> None:
+    links, keys, c = own.lists.links, own.index.keys, own.lists.num_positions
+    probation, protected = c + PROBATION, c + PROTECTED
+    _prefetch_used(own, used)
+    for i in range(used.count - 1, -1, -1):
+        slot = used.slots[i]
         home = links[slot, LIST]
-        if reused[i]:
-            add(table, state, hash_row(index_keys, slot))
+        if used.reused[i]:
+            add(own.sketch, hash_row(keys, slot))
             if home == probation:
                 home = protected
         move_to_head(links, home, slot)
-        if links[protected, LIST] > max_protected:
+        if links[protected, LIST] > own.max_protected:
             move_to_head(links, probation, links[protected, PREV])
-    return slots.shape[0]
+
+
+@WTinyLFU.compiled
+def remove(own: State, used: Used) -> None:
+    unlink_all(own.lists.links, used.slots, used.count)
 
 
 @inline
-def _seen(table: U64Array, index_keys: U64Matrix, slot: int) -> int:
-    return estimate(table, hash_row(index_keys, slot))
+def _prefetch_duels(own: State, new: Entering) -> None:
+    """Ask for the cache lines of a batch: of its keys, and of blocks that are likely to duel, as the lists
+    are now."""
+    links, keys, window = own.lists.links, own.index.keys, own.lists.num_positions + WINDOW
+    num_leaving = new.count - new.num_free
+    for i in range(new.count):
+        prefetch_count(own.sketch, hash_row(new.keys, i))
+    prefetch_keys(keys, own.lists, WINDOW, num_leaving)
+    prefetch_keys(keys, own.lists, PROBATION, num_leaving)
+    slot = links[window, PREV]
+    for _ in range(min(num_leaving, np.int64(links[window, LIST]))):
+        prefetch_count(own.sketch, hash_row(keys, slot))
+        slot = links[slot, PREV]
 
 
 @inline
-def _prefetch(
-    batch: U64Matrix,
-    num_evicted: int,
-    links: I32Matrix,
-    window: int,
-    probation: int,
-    index_keys: U64Matrix,
-    table: U64Array,
-) -> None:
-    """Ask for the cache lines of a batch: blocks that are likely to duel, as the lists are now."""
-    for i in range(batch.shape[0]):
-        prefetch(table, line_of(table, hash_row(batch, i)))
-    from_window = min(num_evicted, np.int64(links[window, LIST]))
-    from_main = min(num_evicted, np.int64(links[probation, LIST]))
-    slot = links[window, PREV]
-    for _ in range(from_window):
-        prefetch(index_keys, slot)
-        slot = links[slot, PREV]
-    slot = links[probation, PREV]
-    for _ in range(from_main):
-        prefetch(index_keys, slot)
-        slot = links[slot, PREV]
-    slot = links[window, PREV]
-    for _ in range(from_window):
-        prefetch(table, line_of(table, hash_row(index_keys, slot)))
-        slot = links[slot, PREV]
+def _window_is_too_large(own: State) -> bool:
+    return own.lists.links[own.lists.num_positions + WINDOW, LIST] + own.num_entering > own.max_window
 
 
-@kernel
-def _replace(
-    batch: ReadU64Matrix,
-    slots: I32Array,
-    num_free: int,
-    links: I32Matrix,
-    max_window: int,
-    table: U64Array,
-    state: I64Array,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    c = index_keys.shape[0]
-    window, probation, protected = c, c + 1, c + 2
-    max_main = c - max_window
-    _prefetch(batch, slots.shape[0] - num_free, links, window, probation, index_keys, table)
-    # Where the searches for the next block that may leave continue: protected blocks stay protected.
-    candidate, on_probation, kept = links[window, PREV], links[probation, PREV], links[protected, PREV]
-    for i in range(slots.shape[0]):
-        add(table, state, hash_row(batch, i))
-        if i < num_free:
-            continue
-        may_grow = True
-        while True:
-            candidate = coldest_evictable(
-                links, candidate, window, ref_cnt, path_table, path_keys, index_keys
-            )
-            on_probation = coldest_evictable(
-                links, on_probation, probation, ref_cnt, path_table, path_keys, index_keys
-            )
-            defender = on_probation
-            if defender == probation:
-                kept = coldest_evictable(links, kept, protected, ref_cnt, path_table, path_keys, index_keys)
-                defender = kept
-            if candidate == window and defender == protected:
-                return i
-            # New blocks join the window after the last victim was chosen; until then they count here.
-            too_large = links[window, LIST] + i + 1 > max_window
-            victim = defender
-            if defender == protected:
-                victim = candidate
-            elif candidate != window and too_large:
-                if _seen(table, index_keys, candidate) <= _seen(table, index_keys, defender):
-                    victim = candidate
-                else:
-                    has_room = links[probation, LIST] + links[protected, LIST] < max_main
-                    grows = may_grow and has_room
-                    may_grow = False
-                    winner = candidate
-                    candidate = links[candidate, PREV]
-                    move_to_head(links, probation, winner)
-                    if on_probation == probation:
-                        on_probation = winner
-                    if grows:
-                        continue
-            break
-        warmer = links[victim, PREV]
-        if victim == candidate:
-            candidate = warmer
-        elif victim == on_probation:
-            on_probation = warmer
-        else:
-            kept = warmer
-        unlink(links, victim)
-        slots[i] = victim
-    for i in range(slots.shape[0] - 1, -1, -1):
-        push_head(links, window, slots[i])
+@inline
+def _main_has_room(own: State) -> bool:
+    """Whether the main cache has less than its share."""
+    links, c = own.lists.links, own.lists.num_positions
+    return links[c + PROBATION, LIST] + links[c + PROTECTED, LIST] < own.max_main
+
+
+@inline
+def _defender(own: State, cache: Cache, path: Path) -> int:
+    """The coldest block on probation that may leave, or the coldest protected one; ABSENT if none may."""
+    slot = next_victim(cache, path, own.lists, PROBATION)
+    return slot if slot != ABSENT else next_victim(cache, path, own.lists, PROTECTED)
+
+
+@inline
+def _wins(own: State, candidate: int, defender: int) -> bool:
+    """Whether the block of the window was seen more often recently."""
+    keys = own.index.keys
+    return estimate(own.sketch, hash_row(keys, candidate)) > estimate(own.sketch, hash_row(keys, defender))
+
+
+@inline
+def _victim(own: State, cache: Cache, path: Path) -> int:
+    """The block that leaves for the next new one; ABSENT if none may. Winners of duels move."""
+    may_grow = True
+    while True:
+        candidate = next_victim(cache, path, own.lists, WINDOW)
+        defender = _defender(own, cache, path)
+        if defender == ABSENT:
+            return candidate
+        if candidate == ABSENT or not _window_is_too_large(own):
+            return defender
+        if not _wins(own, candidate, defender):
+            return candidate
+        may_grow = may_grow and _main_has_room(own)
+        carry(own.lists, PROBATION, candidate)
+        if not may_grow:
+            return defender
+        may_grow = False
+
+
+@inline
+def _fill_main(own: State, num_free: int) -> None:
+    """For each slot that was free, the coldest block of a window that is too large enters the main cache."""
+    links, c = own.lists.links, own.lists.num_positions
     for _ in range(num_free):
-        if links[window, LIST] <= max_window or links[probation, LIST] + links[protected, LIST] >= max_main:
-            break
-        move_to_head(links, probation, links[window, PREV])
-    return slots.shape[0]
+        if not (_window_is_too_large(own) and _main_has_room(own)):
+            return
+        move_to_head(links, c + PROBATION, links[c + WINDOW, PREV])
+
+
+@WTinyLFU.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    _prefetch_duels(own, new)
+    rewind(own.lists)
+    for i in range(new.count):
+        add(own.sketch, hash_row(new.keys, i))
+        own.num_entering = i + 1
+        if i >= new.num_free:
+            victim = _victim(own, cache, path)
+            if victim == ABSENT:
+                return
+            take(own.lists, victim)
+            new.slots[i] = victim
+    own.num_entering = 0
+    push_all(own.lists.links, own.lists.num_positions + WINDOW, new.slots, new.count)
+    _fill_main(own, new.num_free)

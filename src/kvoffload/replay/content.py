@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import BoolArray, I64Array, ReadU64Matrix, U64Array, U64Matrix, inline, kernel
+from kvoffload.structures.jit import (
+    BoolArray,
+    I64Array,
+    ReadU64Matrix,
+    U64Array,
+    U64Matrix,
+    inline,
+    long_kernel,
+)
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import ODD, Checksums, Mask, key_digests, mix
 from kvoffload.transfer import Blocks, Rows, check_rows
@@ -75,7 +83,7 @@ def _word(digest: np.uint64, position: int) -> Any:
     return mix(digest + np.uint64(position) * ODD)
 
 
-@kernel
+@long_kernel
 def _fill(digests: U64Array, words: U64Matrix, rows: I64Array) -> int:
     for i in range(len(rows)):
         block = words[rows[i]]
@@ -84,7 +92,7 @@ def _fill(digests: U64Array, words: U64Matrix, rows: I64Array) -> int:
     return len(rows)
 
 
-@kernel
+@long_kernel
 def _compare(digests: U64Array, words: ReadU64Matrix, rows: I64Array, equal: BoolArray) -> int:
     for i in range(len(rows)):
         block = words[rows[i]]

@@ -26,10 +26,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.jit import ReadI64Array, U8Array, inline, kernel
+from kvoffload.structures.structs import Struct
 
 _MAX_DIGITS = 21
 _BUFFER_BYTES = 1 << 16
 _SHORT_LINE_BYTES = 128
+_FULL = -1
+
+
+class _Lines(Struct):
+    """Lines that are not yet hashed: the first `used` bytes of a buffer."""
+
+    buffer: U8Array
+    used: int
 
 
 class DecisionLog:
@@ -41,23 +50,21 @@ class DecisionLog:
     def __init__(self, file: BinaryIO | None = None) -> None:
         self._sha256 = hashlib.sha256()
         self._file = file
-        self._buffer = np.empty(_BUFFER_BYTES, np.uint8)
-        self._used = 0
+        self._lines = _Lines(buffer=np.empty(_BUFFER_BYTES, np.uint8))
 
     def numbers(self, request: int, kind: str, first: int, second: int = -1) -> None:
         """A line that ends in one number, or in two; they are not negative."""
-        self._make_room(_SHORT_LINE_BYTES)
-        self._used = _numbers(self._buffer, self._used, request, kind.encode(), first, second)
+        while _numbers(self._lines.memory, request, kind.encode(), first, second) == _FULL:
+            self._make_room(_SHORT_LINE_BYTES)
         if self._file is not None:
             self._flush()
 
     def blocks(self, request: int, kind: str, ids: npt.NDArray[np.int64]) -> None:
         """A line that ends in block ids; nothing if there are none."""
-        count = len(ids)
-        if count == 0:
+        if len(ids) == 0:
             return
-        self._make_room(_SHORT_LINE_BYTES + count * _MAX_DIGITS)
-        self._used = _blocks(self._buffer, self._used, request, kind.encode(), ids)
+        while _blocks(self._lines.memory, request, kind.encode(), ids) == _FULL:
+            self._make_room(_SHORT_LINE_BYTES + len(ids) * _MAX_DIGITS)
         if self._file is not None:
             self._flush()
 
@@ -67,14 +74,13 @@ class DecisionLog:
         return self._sha256.hexdigest()
 
     def _make_room(self, needed: int) -> None:
-        if self._used + needed > len(self._buffer):
-            self._flush()
-            if needed > len(self._buffer):
-                self._buffer = np.empty(2 * needed, np.uint8)
+        self._flush()
+        if needed > len(self._lines.buffer):
+            self._lines = _Lines(buffer=np.empty(2 * needed, np.uint8))
 
     def _flush(self) -> None:
-        lines = self._buffer[: self._used]
-        self._used = 0
+        lines = self._lines.buffer[: self._lines.used]
+        self._lines.used = 0
         self._sha256.update(lines.data)
         if self._file is not None:
             self._file.write(lines.tobytes())
@@ -111,7 +117,10 @@ def _begin(out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes) -> in
 
 
 @kernel
-def _numbers(out: U8Array, at: int, request: int, kind: bytes, first: int, second: int) -> int:
+def _numbers(lines: _Lines, request: int, kind: bytes, first: int, second: int) -> int:
+    out, at = lines.buffer, lines.used
+    if out.shape[0] - at < _SHORT_LINE_BYTES:
+        return _FULL
     at = _begin(out, at, request, kind)
     out[at] = 32
     at = _put(out, at + 1, first)
@@ -119,14 +128,19 @@ def _numbers(out: U8Array, at: int, request: int, kind: bytes, first: int, secon
         out[at] = 32
         at = _put(out, at + 1, second)
     out[at] = 10
-    return at + 1
+    lines.used = at + 1
+    return lines.used
 
 
 @kernel
-def _blocks(out: U8Array, at: int, request: int, kind: bytes, ids: ReadI64Array) -> int:
+def _blocks(lines: _Lines, request: int, kind: bytes, ids: ReadI64Array) -> int:
+    out, at = lines.buffer, lines.used
+    if out.shape[0] - at < _SHORT_LINE_BYTES + ids.shape[0] * _MAX_DIGITS:
+        return _FULL
     at = _begin(out, at, request, kind)
     for i in range(ids.shape[0]):
         out[at] = 32
         at = _put(out, at + 1, ids[i])
     out[at] = 10
-    return at + 1
+    lines.used = at + 1
+    return lines.used

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.errors import ConfigError
 from kvoffload.replay.device import DeviceRun, run_device
-from kvoffload.structures.jit import BoolArray, I64Array, ReadI64Array, U64Array, inline, kernel
+from kvoffload.structures.jit import BoolArray, I64Array, ReadI64Array, U64Array, inline, long_kernel
 from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
@@ -178,7 +178,7 @@ def _highest(bits: Any, starts: Any) -> int:
     return position
 
 
-@kernel
+@long_kernel
 def _min_with_bypass(
     offsets: ReadI64Array,
     served: I64Array,

@@ -179,8 +179,8 @@ class Replay:
             return dropped
         plan = self._device.prepare_store(keys, ctx)
         if plan is not None:
-            if len(plan.evicted):
-                dropped = self._device_held[plan.slots[-len(plan.evicted) :]][::-1]
+            if plan.num_evicted:
+                dropped = self._device_held[plan.slots[-plan.num_evicted :]][::-1]
             self._device_held[plan.slots] = codes[plan.rows]
             self._device.complete_store(plan)
         self._device.finish_request(ctx)
@@ -238,12 +238,14 @@ class Replay:
             self._log.numbers(request, "full", dropped - self._dropped)
             self._dropped = dropped
             return
-        self._dropped += plan.num_dropped
-        stored = codes[plan.rows]
-        self._log_store(request, codes, stored, plan)
-        self._held[plan.slots] = stored
+        slots, stored = plan.slots, codes[plan.rows]
+        num_absent = len(plan.missing_rows) - len(stored)
+        if num_absent:
+            self._dropped += plan.num_dropped
+        self._log_store(request, codes, stored, slots, plan)
+        self._held[slots] = stored
         if not self._is_victim_tier:
-            self._block_hits += len(codes) - len(stored) - plan.num_refused - plan.num_dropped
+            self._block_hits += len(codes) - len(stored) - num_absent
         if self._data is not None and len(stored):
             self._data.store(plan)
         self.manager.complete_store(plan)
@@ -253,20 +255,24 @@ class Replay:
         request: int,
         codes: npt.NDArray[np.int32],
         stored: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
         plan: StorePlan,
     ) -> None:
-        admitted = len(stored) + plan.num_dropped
+        missing = codes[plan.missing_rows]
+        admitted = len(missing) - plan.num_refused
         if admitted:
             self._log.numbers(request, "admit", admitted)
-        if plan.num_refused or plan.num_dropped:
-            missing = codes[plan.missing_rows]
+        if len(missing) > len(stored):
             self._log.blocks(request, "refuse", self._ids(missing[admitted:]))
             self._log.blocks(request, "drop", self._ids(missing[len(stored) : admitted]))
-        if len(plan.evicted):
-            if self._tiered is not None:
-                self._log.blocks(request, "evict", self._keys.ids(plan.evicted))
-            else:
-                self._log.blocks(request, "evict", self._ids(self._held[plan.slots[-len(plan.evicted) :]]))
+        num_evicted = plan.num_evicted
+        if num_evicted:
+            left = (
+                self._keys.ids(plan.evicted)
+                if self._tiered is not None
+                else self._ids(self._held[slots[-num_evicted:]])
+            )
+            self._log.blocks(request, "evict", left)
         self._log.blocks(request, "store", self._ids(stored))
 
     def _ids(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

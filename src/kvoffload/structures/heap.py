@@ -1,109 +1,192 @@
 """A heap over positions that can be found, moved and removed: for policies that order by priority.
 
-Owns the arrays of an indexed binary heap, the least first, equal ranks in the order of their stamps. Does not
-know keys, nor what a rank means.
+Owns the arrays of a heap of chains, the least first, equal ranks in the order of their stamps. Does not know
+keys, nor what a rank means.
+
+Positions that are pushed one after the other in order, ascending or descending, are linked to a chain. Only
+the first of a chain is in the heap; when it leaves, the next one takes its place. Ranks of a path's blocks
+often follow the path: then the heap holds paths rather than blocks, and is small enough for the processor's
+cache. If no two pushes are in order, it is a plain heap.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import F64Array, I32Array, I64Array, inline
+from kvoffload.structures.jit import F64Matrix, I32Array, I32Matrix, inline, prefetch
+from kvoffload.structures.structs import Struct
 
-OUTSIDE = -1
-SIZE, CLOCK = 0, 1
+NONE = -1
+RANK, STAMP = 0, 1
+BEFORE, AFTER, PLACE = 0, 1, 2
 
 
-class Heap:
-    """An empty heap over `num_positions` positions. Memory: 24 bytes a position.
+class Heap(Struct):
+    """An empty heap over `num_positions` positions. Memory: 32 bytes a position.
 
     Attributes:
-        heap: positions in heap order; only the first ``state[SIZE]`` entries are valid.
-        place: index of each position in `heap`, or OUTSIDE.
-        rank, stamp: the order of the positions.
-        state: int64: how many positions are inside, and the last stamp.
+        order: shape ``(num_positions, 2)``: rank and stamp of each position. A stamp is a count,
+            so as a float it is exact.
+        links: shape ``(num_positions, 3)``: the positions before and after each one in its chain, or NONE;
+            the place in `firsts` of a chain's first one.
+        firsts: the first positions of all chains in heap order; only `num_chains` entries are valid.
+        size: how many positions are inside; clock: the last stamp.
+        last: the position that was pushed last, or NONE.
+        aside: the position that was set aside last, or NONE. AFTER links it to the one before.
     """
 
-    __slots__ = ("heap", "place", "rank", "stamp", "state")
+    order: F64Matrix
+    links: I32Matrix
+    firsts: I32Array
+    num_chains: int
+    size: int
+    clock: int
+    last: int
+    aside: int
 
     def __init__(self, num_positions: int) -> None:
-        self.heap = np.full(num_positions, 0, np.int32)
-        self.place = np.full(num_positions, OUTSIDE, np.int32)
-        self.rank = np.full(num_positions, 0.0, np.float64)
-        self.stamp = np.full(num_positions, 0, np.int64)
-        self.state = np.zeros(2, np.int64)
+        super().__init__(
+            order=np.full((num_positions, 2), 0.0, np.float64),
+            links=np.full((num_positions, 3), NONE, np.int32),
+            firsts=np.full(num_positions, NONE, np.int32),
+        )
+        self.clear()
 
     def clear(self) -> None:
-        """Empty the heap. Cost: O(positions)."""
-        self.place.fill(OUTSIDE)
-        self.state.fill(0)
+        """Empty the heap. Cost: O(1)."""
+        self.num_chains = self.size = self.clock = 0
+        self.last = self.aside = NONE
+
+    def chains(self) -> list[list[int]]:
+        """Positions inside, by chain. Cost: O(n), for tests and reports."""
+        found = []
+        for position in self.firsts[: self.num_chains].tolist():
+            found.append([position])
+            while (position := int(self.links[position, AFTER])) != NONE:
+                found[-1].append(position)
+        return found
 
     def members(self) -> list[int]:
         """Positions inside, the least first. Cost: O(n log n), for tests and reports."""
-        inside = self.heap[: self.state[SIZE]]
-        in_order: list[int] = inside[np.lexsort((self.stamp[inside], self.rank[inside]))].tolist()
+        inside = np.array([position for chain in self.chains() for position in chain], np.int32)
+        in_order: list[int] = inside[
+            np.lexsort((self.order[inside, STAMP], self.order[inside, RANK]))
+        ].tolist()
         return in_order
 
 
 @inline
-def _precedes(rank: F64Array, stamp: I64Array, a: int, b: int) -> bool:
-    return rank[a] < rank[b] or (rank[a] == rank[b] and stamp[a] < stamp[b])
+def _precedes(order: F64Matrix, a: int, b: int) -> bool:
+    """Whether position `a` is less than position `b`."""
+    if order[a, RANK] == order[b, RANK]:
+        return order[a, STAMP] < order[b, STAMP]
+    return order[a, RANK] < order[b, RANK]
 
 
 @inline
-def sift_up(heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, at: int) -> None:
-    """Move the position at index `at` of the heap up to its place."""
-    position = heap[at]
-    while at > 0:
-        parent = (at - 1) >> 1
-        if not _precedes(rank, stamp, position, heap[parent]):
+def _sift_up(heap: Heap, hole: int, position: int) -> None:
+    """Put a position into a hole of the heap, or above it where it belongs."""
+    order, links, firsts = heap.order, heap.links, heap.firsts
+    while hole > 0:
+        parent = (hole - 1) >> 1
+        if not _precedes(order, position, firsts[parent]):
             break
-        heap[at] = heap[parent]
-        place[heap[at]] = at
-        at = parent
-    heap[at] = position
-    place[position] = at
+        firsts[hole] = firsts[parent]
+        links[firsts[hole], PLACE] = hole
+        hole = parent
+    firsts[hole] = position
+    links[position, PLACE] = hole
 
 
 @inline
-def sift_down(heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, size: int, at: int) -> None:
-    """Move the position at index `at` of a heap of `size` down to its place."""
-    position = heap[at]
+def _sift_down(heap: Heap, hole: int, position: int) -> None:
+    """Put a position into a hole of the heap, or below it where it belongs."""
+    order, links, firsts, size = heap.order, heap.links, heap.firsts, heap.num_chains
     while True:
-        child = 2 * at + 1
+        child = 2 * hole + 1
         if child >= size:
             break
-        if child + 1 < size and _precedes(rank, stamp, heap[child + 1], heap[child]):
+        if child + 1 < size and _precedes(order, firsts[child + 1], firsts[child]):
             child += 1
-        if not _precedes(rank, stamp, heap[child], position):
+        if not _precedes(order, firsts[child], position):
             break
-        heap[at] = heap[child]
-        place[heap[at]] = at
-        at = child
-    heap[at] = position
-    place[position] = at
+        firsts[hole] = firsts[child]
+        links[firsts[hole], PLACE] = hole
+        hole = child
+    firsts[hole] = position
+    links[position, PLACE] = hole
 
 
 @inline
-def push(
-    heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, state: I64Array, position: int
-) -> None:
-    """Insert a position whose rank and stamp are set."""
-    heap[state[SIZE]] = position
-    state[SIZE] += 1
-    sift_up(heap, place, rank, stamp, state[SIZE] - 1)
+def _end_chain(heap: Heap, place: int) -> None:
+    """The last position of a chain leaves: the heap's last entry fills its place."""
+    heap.num_chains -= 1
+    moved = heap.firsts[heap.num_chains]
+    if place < heap.num_chains:
+        _sift_down(heap, place, moved)
+        _sift_up(heap, heap.links[moved, PLACE], moved)
 
 
 @inline
-def take_out(
-    heap: I32Array, place: I32Array, rank: F64Array, stamp: I64Array, state: I64Array, position: int
-) -> None:
-    """Remove a position, wherever it is. The heap's last entry is then free."""
-    at = place[position]
-    place[position] = OUTSIDE
-    state[SIZE] -= 1
-    last = heap[state[SIZE]]
-    if last != position:
-        heap[at] = last
-        sift_down(heap, place, rank, stamp, state[SIZE], at)
-        sift_up(heap, place, rank, stamp, place[last])
+def _insert(heap: Heap, position: int) -> None:
+    """Insert a position whose rank and stamp are set: next to the one that was pushed last if it belongs
+    there and that one is an end of its chain, or else as a chain of its own."""
+    links, last = heap.links, heap.last
+    is_less = last != NONE and _precedes(heap.order, position, last)
+    heap.size += 1
+    heap.last = position
+    links[position, BEFORE] = links[position, AFTER] = NONE
+    if is_less and links[last, BEFORE] == NONE:
+        links[position, AFTER] = last
+        links[last, BEFORE] = position
+        _sift_up(heap, links[last, PLACE], position)
+    elif last != NONE and not is_less and links[last, AFTER] == NONE:
+        links[position, BEFORE] = last
+        links[last, AFTER] = position
+    else:
+        heap.num_chains += 1
+        _sift_up(heap, heap.num_chains - 1, position)
+
+
+@inline
+def push(heap: Heap, position: int, rank: float) -> None:
+    """Insert a position. Of equal ranks it is the last."""
+    heap.clock += 1
+    heap.order[position, RANK], heap.order[position, STAMP] = rank, heap.clock
+    _insert(heap, position)
+
+
+@inline
+def take_out(heap: Heap, position: int) -> None:
+    """Remove a position, wherever it is. Its rank can still be read."""
+    links = heap.links
+    before, after = links[position, BEFORE], links[position, AFTER]
+    heap.size -= 1
+    if heap.last == position:
+        heap.last = NONE
+    if after != NONE:
+        links[after, BEFORE] = before
+    if before != NONE:
+        links[before, AFTER] = after
+    elif after == NONE:
+        _end_chain(heap, links[position, PLACE])
+    else:
+        prefetch(links, links[after, AFTER])
+        prefetch(heap.order, links[after, AFTER])
+        _sift_down(heap, links[position, PLACE], after)
+
+
+@inline
+def set_aside(heap: Heap, position: int) -> None:
+    """Keep a position that was taken out for `put_back`."""
+    heap.links[position, AFTER] = heap.aside
+    heap.aside = position
+
+
+@inline
+def put_back(heap: Heap) -> None:
+    """Insert what was set aside again, with the ranks and stamps that it had."""
+    while heap.aside != NONE:
+        position = heap.aside
+        heap.aside = heap.links[position, AFTER]
+        _insert(heap, position)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import ReadU64Matrix, U64Array, U64Matrix, inline, kernel, load_word
+from kvoffload.structures.batches import OneKey, is_key_at, word_at
+from kvoffload.structures.jit import ReadU64Matrix, U64Array, U64Matrix, inline, kernel
 from kvoffload.structures.keys import Keys, words_per_key
+from kvoffload.structures.structs import Struct
 
 ABSENT = -1
 
@@ -22,20 +24,24 @@ MAX_POSITIONS = 2**31 - 2
 """Positions and links are 32-bit numbers."""
 
 
-class Index:
+class Index(Struct):
     """A map from keys to positions `0 <= position < num_positions`.
 
     Memory: 16 bytes a position, and the key's words. Lookups, inserts and removals are
     kernels over `table` and `keys` and cost one or two cache misses (15-50 ns at a million positions).
     """
 
-    __slots__ = ("key_bytes", "keys", "table")
+    table: U64Array
+    keys: U64Matrix
+    key_bytes: int
 
     def __init__(self, num_positions: int, key_bytes: int) -> None:
-        self.key_bytes = key_bytes
         # At most half of the buckets are full: 1.5 probes for a hit, 2.5 for a miss, on average.
-        self.table = np.zeros(2 * num_positions + 1, np.uint64)
-        self.keys = np.zeros((num_positions, words_per_key(key_bytes)), np.uint64)
+        super().__init__(
+            table=np.zeros(2 * num_positions + 1, np.uint64),
+            keys=np.zeros((num_positions, words_per_key(key_bytes)), np.uint64),
+            key_bytes=key_bytes,
+        )
 
     def populate(self) -> Index:
         """Touch all memory now: a page that is first touched inside a request delays it by up to 1 ms."""
@@ -46,6 +52,14 @@ class Index:
     def clear(self) -> None:
         """Forget every key. Cost: O(positions)."""
         self.table.fill(0)
+
+    def position_of(self, key: bytes) -> int:
+        """Position of a key, or ABSENT."""
+        return _find(self.memory, key)
+
+    def put(self, key: bytes, position: int) -> None:
+        """Put a key, which must be absent, at `position`. For tests; kernels have `insert`."""
+        _insert(self.memory, Keys.pack([key], self.key_bytes).words, position)
 
     def keys_at(self, positions: np.ndarray) -> Keys:
         """Copy of the keys at `positions`."""
@@ -101,8 +115,9 @@ def home_bucket(table: U64Array, h: np.uint64) -> int:
 
 
 @inline
-def bucket_of(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64) -> int:
+def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
     """Bucket of the key `batch[row]`, whose hash is `h`; its empty bucket if the key is absent."""
+    table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
     while True:
@@ -121,36 +136,36 @@ def position_in(entry: np.uint64) -> int:
 
 
 @inline
-def find(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64) -> int:
+def find(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
     """Position of the key `batch[row]`, whose hash is `h`, or ABSENT."""
-    return position_in(table[bucket_of(table, keys, batch, row, h)])
+    return position_in(index.table[bucket_of(index, batch, row, h)])
 
 
 @inline
-def fill_bucket(
-    table: U64Array, bucket: int, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64, position: int
-) -> None:
+def fill_bucket(index: Index, bucket: int, batch: U64Matrix, row: int, h: np.uint64, position: int) -> None:
     """Put the key `batch[row]` at `position`; `bucket` is the empty one that `bucket_of` returned."""
-    copy_key(keys, position, batch, row)
-    table[bucket] = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
+    copy_key(index.keys, position, batch, row)
+    index.table[bucket] = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
 
 
 @inline
-def insert(table: U64Array, keys: U64Matrix, batch: U64Matrix, row: int, h: np.uint64, position: int) -> None:
+def insert(index: Index, batch: U64Matrix, row: int, h: np.uint64, position: int) -> None:
     """Put the key `batch[row]`, which must be absent, at `position`."""
+    table = index.table
     bucket = home_bucket(table, h)
     while table[bucket] != 0:
         bucket += 1
         if bucket == table.shape[0]:
             bucket = 0
-    fill_bucket(table, bucket, keys, batch, row, h, position)
+    fill_bucket(index, bucket, batch, row, h, position)
 
 
 @inline
-def remove(table: U64Array, keys: U64Matrix, position: int) -> None:
+def remove(index: Index, position: int) -> None:
     """Remove the key at `position` from the table and close the gap. The key's row stays readable."""
+    table = index.table
     size = table.shape[0]
-    h = hash_row(keys, position)
+    h = hash_row(index.keys, position)
     entry = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
     bucket = home_bucket(table, h)
     while table[bucket] != entry:
@@ -175,36 +190,13 @@ def remove(table: U64Array, keys: U64Matrix, position: int) -> None:
     table[hole] = 0
 
 
-@kernel
-def find_one(table: U64Array, keys: U64Matrix, batch: ReadU64Matrix, row: int) -> int:
-    """`find`, for callers in Python."""
-    return find(table, keys, batch, row, hash_row(batch, row))
-
-
-@kernel
-def insert_one(table: U64Array, keys: U64Matrix, batch: ReadU64Matrix, row: int, position: int) -> int:
-    """`insert`, for callers in Python."""
-    insert(table, keys, batch, row, hash_row(batch, row), position)
-    return position
-
-
 @inline
-def word_of(data: bytes, start: int, stop: int) -> np.uint64:
-    """The word of a key that begins at `start` of `data`, as `Keys.pack` makes it; the key ends at `stop`."""
-    if start + 8 <= stop:
-        return load_word(data, start)
-    packed = np.uint64(0)
-    for byte in range(stop - start):
-        packed |= np.uint64(data[start + byte]) << np.uint64(8 * byte)
-    return packed
-
-
-@kernel
-def find_bytes(table: U64Array, keys: U64Matrix, key: bytes) -> int:
-    """`find` for one key as bytes, without packing it first: the path of engines that ask key by key."""
+def find_key(index: Index, address: int) -> int:
+    """`find` for a key that is not packed: the path of engines that ask key by key."""
+    table, keys, key_bytes = index.table, index.keys, index.key_bytes
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):
-        h = _mix(h, word_of(key, 8 * word, len(key)))
+        h = _mix(h, word_at(address, word, key_bytes))
     h = _finish(h)
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -212,15 +204,18 @@ def find_bytes(table: U64Array, keys: U64Matrix, key: bytes) -> int:
         entry = table[bucket]
         if entry == 0:
             return np.int64(ABSENT)
-        if entry >> np.uint64(32) == tag:
-            position = position_in(entry)
-            equal = True
-            for word in range(keys.shape[1]):
-                if keys[position, word] != word_of(key, 8 * word, len(key)):
-                    equal = False
-                    break
-            if equal:
-                return position
+        if entry >> np.uint64(32) == tag and is_key_at(address, key_bytes, keys, position_in(entry)):
+            return position_in(entry)
         bucket += 1
         if bucket == table.shape[0]:
             bucket = 0
+
+
+@kernel
+def _find(index: Index, key: OneKey) -> int:
+    return find_key(index, key.address) if key.size == index.key_bytes else np.int64(ABSENT)
+
+
+@kernel
+def _insert(index: Index, batch: ReadU64Matrix, position: int) -> None:
+    insert(index, batch, 0, hash_row(batch, 0), position)

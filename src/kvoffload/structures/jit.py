@@ -1,16 +1,19 @@
 """Compiles loops over flat arrays to machine code: the only place that knows how numba is used.
 
-A kernel has one signature, its annotations. It is therefore compiled when its module is imported (from
-numba's on-disk cache in milliseconds, the first time in about a second), never inside a request, and a call
-with other types fails instead of compiling silently.
+A kernel has one signature, its annotations: it is compiled before it is needed (from numba's on-disk cache in
+milliseconds, the first time in about a second), never inside a request, and a call with other types fails
+instead of compiling silently.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numba
 import numpy as np
@@ -50,29 +53,115 @@ _PLAIN = {
 # numba counts references to arrays with atomic instructions at every call of a helper, also in inner loops:
 # up to six times the cost of the loop itself. A kernel gets all of its arrays from its caller, which keeps
 # them alive, and makes none; so counting is off (`_nrt`), and `np.empty` in a kernel does not compile.
+_OPTIONS: Any = {"cache": True, "_nrt": False}
+
+
+class Kernel:
+    """A function that will be machine code: when it is first needed, and with it all others that are known.
+
+    Whoever makes a manager or a pool calls `compile_all`, so that nothing is compiled inside a request; and a
+    command that needs no kernel starts without any. A call after that finds the machine code itself.
+    """
+
+    def __init__(self, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Any]) -> None:
+        self.function, self._make, self._made = function, make, None
+        functools.update_wrapper(self, function)
+        _WAITING.append(self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        compile_all()
+        return self.made(*arguments)
+
+    @property
+    def address(self) -> int:
+        """Where the machine code of a function `by_address` is."""
+        compile_all()
+        address: int = self.made.address
+        return address
+
+    @property
+    def made(self) -> Any:
+        """The machine code."""
+        if self._made is None:
+            self._made = self._make(self.function)
+            home = vars(sys.modules[self.function.__module__])
+            if home.get(self.function.__name__) is self and not hasattr(self._made, "address"):
+                home[self.function.__name__] = self._made
+        return self._made
+
+
+_WAITING: list[Kernel] = []
+
+
+def compile_all() -> int:
+    """Compile every kernel that is known and is not yet compiled, through numba's on-disk cache; returns how
+    many there were.
+
+    Cost: nothing if there is none; 1 s a kernel the first time, 1 ms from the cache. Thread: any.
+    """
+    count = 0
+    if _WAITING:
+        _say_that_it_takes_long()
+    while _WAITING:
+        _WAITING.pop().made  # noqa: B018  (to ask for it makes it)
+        count += 1
+    return count
 
 
 def kernel(function: F) -> F:
-    """Compile a function for exactly the types of its annotations, now, through numba's on-disk cache."""
+    """Mark a function that is compiled for exactly the types of its annotations.
+
+    It keeps the GIL. A kernel that takes a struct or a batch of keys is called directly: only the control
+    plane calls it, with what is its own. Of others numba checks every argument, which costs 0.1 us or more a
+    call.
+    """
+    return cast(F, Kernel(function, compiled))
+
+
+def compiled(function: F, *, cache: bool = True) -> F:
+    """Compile a kernel now; without `cache` for tests, whose files numba would not compile anew when helpers
+    change."""
+    made = numba.njit(_signature(function), **(_OPTIONS | {"cache": cache}))(function)
+    if all(isinstance(kind, nb.Array) or kind in _PLAIN.values() for kind in _arguments(function)):
+        return cast(F, made)
+    # numba has no public name for it: the wrapper that its dispatcher calls when it has checked the types.
+    return cast(F, made.overloads[made.signatures[0]].entry_point)
+
+
+def long_kernel(function: F) -> F:
+    """As `kernel`, without the GIL, for loops over bytes: other threads run meanwhile."""
+    return cast(F, Kernel(function, lambda it: numba.njit(_signature(it), nogil=True, **_OPTIONS)(it)))
+
+
+def by_address(function: Callable[..., Any]) -> Kernel:
+    """Mark a function that kernels call by its `address` (`structs.call_2`). It returns nothing."""
+    return Kernel(function, lambda it: numba.cfunc(_signature(it), **_OPTIONS)(it))
+
+
+def inline(function: F) -> F:
+    """Mark a helper that kernels call: compiled into each of them, never called from Python."""
+    options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
+    return cast(F, numba.njit(**options)(function))
+
+
+def _signature(function: Callable[..., Any]) -> Any:
+    result = _compiled_type(get_type_hints(function)["return"])
+    return result(*_arguments(function))
+
+
+def _arguments(function: Callable[..., Any]) -> list[Any]:
     hints = get_type_hints(function, include_extras=True)
-    result, arguments = _compiled_type(hints.pop("return")), [_compiled_type(hint) for hint in hints.values()]
-    options: Any = {"cache": True, "nogil": True, "_nrt": False}
-    compiled: F = numba.njit(result(*arguments), **options)(function)
-    return compiled
+    return [_compiled_type(hint) for name, hint in hints.items() if name != "return"]
 
 
 def _compiled_type(hint: Any) -> Any:
     if get_origin(hint) is tuple:
         make_tuple: Any = nb.Tuple
         return make_tuple([_compiled_type(part) for part in get_args(hint)])
-    return _PLAIN[hint] if hint in _PLAIN else hint.__metadata__[0]
-
-
-def inline(function: F) -> F:
-    """Mark a helper that kernels call: compiled into each of them, never called from Python."""
-    options: Any = {"forceinline": True, "_nrt": False}
-    compiled: F = numba.njit(**options)(function)
-    return compiled
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    # A class is a struct: it says itself what it is in kernels.
+    return hint.__metadata__[0] if hasattr(hint, "__metadata__") else hint.compiled_type()
 
 
 def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
@@ -101,20 +190,10 @@ def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
 prefetch: Any = intrinsic(_prefetch)
 
 
-def _load_word(typing_context: Any, buffer: Any, offset: Any) -> Any:
-    """Eight bytes of a ``bytes`` object from `offset` on, as an unsigned integer of this machine's order."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        view = context.make_array(signature.args[0])(context, builder, arguments[0])
-        address = builder.gep(view.data, [arguments[1]])
-        word = builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()))
-        word.align = 1
-        return word
-
-    return nb.uint64(buffer, nb.int64), generate
-
-
-load_word: Any = intrinsic(_load_word)
+COMPILING = logging.getLogger("kvoffload.compiling")
+"""Says, at level INFO, when a start will take long."""
+_USUAL_S = 30
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def _drop_stale_kernels() -> None:
@@ -123,15 +202,14 @@ def _drop_stale_kernels() -> None:
     numba checks only the file that has the kernel, not those of the helpers compiled into it: after an edit
     of `lists.py` a policy would keep running the old code.
     """
-    package = Path(__file__).resolve().parent.parent
-    sources = sorted(path for path in package.rglob("*.py") if b"structures.jit" in path.read_bytes())
-    state = "\n".join(f"{path.relative_to(package)} {path.stat().st_mtime_ns}" for path in sources)
+    sources = sorted(path for path in _PACKAGE.rglob("*.py") if b"kvoffload.structures" in path.read_bytes())
+    state = "\n".join(f"{path.relative_to(_PACKAGE)} {path.stat().st_mtime_ns}" for path in sources)
     digest = hashlib.sha256(state.encode()).hexdigest()
-    stamp = package / "structures" / "__pycache__" / "kernels.stamp"
+    stamp = _PACKAGE / "structures" / "__pycache__" / "kernels.stamp"
     try:
         if stamp.exists() and stamp.read_text() == digest:
             return
-        for cached in package.rglob("__pycache__/*.nb[ic]"):
+        for cached in _PACKAGE.rglob("__pycache__/*.nb[ic]"):
             cached.unlink(missing_ok=True)
         stamp.parent.mkdir(exist_ok=True)
         stamp.write_text(digest)
@@ -139,6 +217,12 @@ def _drop_stale_kernels() -> None:
         # An installed package that we cannot write to changes only by an upgrade, which gives its files new
         # times, and numba checks those.
         pass
+
+
+def _say_that_it_takes_long() -> None:
+    """Once, if there are no kernels in the cache."""
+    if not any(_PACKAGE.rglob("__pycache__/*.nbi")):
+        COMPILING.info("kvoffload: compiling kernels, once for this installation (about %d s) ...", _USUAL_S)
 
 
 _drop_stale_kernels()

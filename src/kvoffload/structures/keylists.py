@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.index import Index, insert, remove
-from kvoffload.structures.jit import I32Matrix, U64Array, U64Matrix, inline
-from kvoffload.structures.lists import PREV, Lists, push_head, unlink
+from kvoffload.structures.index import Index, hash_row, home_bucket, insert, remove
+from kvoffload.structures.jit import U64Array, U64Matrix, inline, prefetch
+from kvoffload.structures.lists import LIST, PREV, Lists, push_head, unlink
+from kvoffload.structures.structs import Struct
 
 
-class KeyLists:
+class KeyLists(Struct):
     """At most `capacity` keys in `num_lists` lists, most recent first.
 
-    Kernels get `index.table`, `index.keys` and `lists.links`. List number `num_lists` holds the spare
-    positions. Memory: 28 bytes a key, and the key.
+    The list after those holds the spare positions. Memory: 28 bytes a key, and the key.
     """
 
-    __slots__ = ("index", "lists", "num_lists")
+    index: Index
+    lists: Lists
 
     def __init__(self, capacity: int, key_bytes: int, num_lists: int) -> None:
-        self.index = Index(capacity, key_bytes).populate()
-        self.num_lists = num_lists
-        self.lists = Lists(capacity, num_lists + 1)
+        super().__init__(index=Index(capacity, key_bytes).populate(), lists=Lists(capacity, num_lists + 1))
         self._fill_spare()
 
     def clear(self) -> None:
@@ -40,7 +39,7 @@ class KeyLists:
 
     def _fill_spare(self) -> None:
         lists, capacity = self.lists, self.lists.num_positions
-        sentinel = lists.sentinel(self.num_lists)
+        sentinel = len(lists.links) - 1
         ring = np.arange(-1, capacity + 1, dtype=np.int32)
         ring[0] = ring[-1] = sentinel
         lists.links[:capacity, 0] = ring[:-2]
@@ -50,33 +49,46 @@ class KeyLists:
 
 
 @inline
-def remember(
-    table: U64Array,
-    keys: U64Matrix,
-    links: I32Matrix,
-    sentinel: int,
-    batch: U64Matrix,
-    row: int,
-    h: np.uint64,
-) -> int:
+def remember(keys: KeyLists, sentinel: int, batch: U64Matrix, row: int, h: np.uint64) -> int:
     """Put the absent key `batch[row]` at the head of a list; there must be a spare position."""
-    spare = links.shape[0] - 1
-    position = links[spare, PREV]
+    links = keys.lists.links
+    position = links[links.shape[0] - 1, PREV]
     unlink(links, position)
-    insert(table, keys, batch, row, h, position)
+    insert(keys.index, batch, row, h, position)
     push_head(links, sentinel, position)
     return position
 
 
 @inline
-def forget(table: U64Array, keys: U64Matrix, links: I32Matrix, position: int) -> None:
+def forget(keys: KeyLists, position: int) -> None:
     """Forget the key at `position`, which becomes spare."""
-    remove(table, keys, position)
+    links = keys.lists.links
+    remove(keys.index, position)
     unlink(links, position)
     push_head(links, links.shape[0] - 1, position)
 
 
 @inline
-def forget_coldest(table: U64Array, keys: U64Matrix, links: I32Matrix, sentinel: int) -> None:
+def forget_coldest(keys: KeyLists, sentinel: int) -> None:
     """Forget the last key of a list that is not empty."""
-    forget(table, keys, links, links[sentinel, PREV])
+    forget(keys, keys.lists.links[sentinel, PREV])
+
+
+@inline
+def prefetch_keys(keys: U64Matrix, lists: Lists, number: int, count: int) -> None:
+    """Ask for the keys of the `count` coldest members of a list."""
+    links, sentinel = lists.links, lists.num_positions + number
+    position = links[sentinel, PREV]
+    for _ in range(min(count, np.int64(links[sentinel, LIST]))):
+        prefetch(keys, position)
+        position = links[position, PREV]
+
+
+@inline
+def prefetch_buckets(table: U64Array, keys: U64Matrix, lists: Lists, number: int, count: int) -> None:
+    """Ask for where an index has these keys, which `prefetch_keys` has asked for."""
+    links, sentinel = lists.links, lists.num_positions + number
+    position = links[sentinel, PREV]
+    for _ in range(min(count, np.int64(links[sentinel, LIST]))):
+        prefetch(table, home_bucket(table, hash_row(keys, position)))
+        position = links[position, PREV]

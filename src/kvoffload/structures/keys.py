@@ -94,10 +94,19 @@ def joined_keys(keys: Sequence[bytes], key_bytes: int) -> bytes:
     """All keys, one after the other. Raises `ValueError` as `Keys.pack` does. Cost: 20 ns a key."""
     joined = b"".join(keys)
     # The total length is not enough: one key may be too long and another too short.
-    if list(map(len, keys)).count(key_bytes) != len(keys):
-        position, wrong = next(item for item in enumerate(keys) if len(item[1]) != key_bytes)
-        raise ValueError(
-            f"key {position} ({wrong.hex()}) has {len(wrong)} bytes; "
-            f"all keys of this manager have {key_bytes}"
-        )
+    if list(map(len, keys)).count(key_bytes) != len(keys) and (problem := wrong_key(keys, key_bytes)):
+        raise problem
     return joined
+
+
+def wrong_key(keys: Sequence[bytes], key_bytes: int) -> ValueError | TypeError | None:
+    """What is wrong with the first of these keys that is not `key_bytes` long, or no ``bytes``."""
+    for position, key in enumerate(keys):
+        if not isinstance(key, bytes):
+            return TypeError(f"key {position} is {type(key).__name__} {key!r}; keys are bytes")
+        if len(key) != key_bytes:
+            return ValueError(
+                f"key {position} ({key.hex()}) has {len(key)} bytes; "
+                f"all keys of this manager have {key_bytes}"
+            )
+    return None

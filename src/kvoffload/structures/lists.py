@@ -3,31 +3,47 @@
 Owns one int32 array with a row for each position and each list. A position is in at most one list; to move
 it takes a few writes. A list's row is the sentinel of a ring: its NEXT is the head (most recent), its PREV
 the tail (coldest), its LIST the number of members. Does not know keys, nor why an order changes.
+
+Every list also has a cursor, for a search from its tail to its head that goes on where it stopped: `rewind`
+begins one, `take` and `carry` are `unlink` and `move_to_head` while it lasts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import I32Matrix, ReadI32Array, inline, kernel
+from kvoffload.structures.jit import I32Array, I32Matrix, inline
+from kvoffload.structures.structs import Struct
 
 PREV, NEXT, LIST = 0, 1, 2
 UNLISTED = -1
 
 
-class Lists:
+class Lists(Struct):
     """`num_lists` empty lists over `num_positions` positions. Memory: 12 bytes a position.
 
     Attributes:
         links: shape ``(num_positions + num_lists, 3)``, int32. List `i` is the row `sentinel(i)`.
+        cursors: shape ``(num_lists,)``, int32: the coldest member of each list that its search has not
+            passed; the sentinel if there is none.
     """
 
-    __slots__ = ("links", "num_lists", "num_positions")
+    links: I32Matrix
+    cursors: I32Array
+    num_positions: int
 
     def __init__(self, num_positions: int, num_lists: int) -> None:
-        self.num_positions, self.num_lists = num_positions, num_lists
-        self.links = np.empty((num_positions + num_lists, 3), np.int32)
+        super().__init__(
+            links=np.empty((num_positions + num_lists, 3), np.int32),
+            cursors=np.full(num_lists, 0, np.int32),
+            num_positions=num_positions,
+        )
         self.clear()
+
+    @property
+    def num_lists(self) -> int:
+        """How many lists there are."""
+        return len(self.links) - self.num_positions
 
     def clear(self) -> None:
         """Empty every list. Cost: O(positions)."""
@@ -81,9 +97,55 @@ def move_to_head(links: I32Matrix, sentinel: int, position: int) -> None:
     push_head(links, sentinel, position)
 
 
-@kernel
-def unlink_all(links: I32Matrix, positions: ReadI32Array) -> int:
-    """Remove each of `positions` from its list."""
-    for i in range(positions.shape[0]):
+@inline
+def unlink_all(links: I32Matrix, positions: I32Array, count: int) -> None:
+    """Remove the first `count` of `positions` from their lists."""
+    for i in range(count):
         unlink(links, positions[i])
-    return positions.shape[0]
+
+
+@inline
+def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -> None:
+    """Put the first `count` of `positions`, which are in no list, at the head, the first of them foremost."""
+    for i in range(count - 1, -1, -1):
+        push_head(links, sentinel, positions[i])
+
+
+@inline
+def push_marked(links: I32Matrix, sentinel: int, marked: int, positions: I32Array, count: int) -> None:
+    """As `push_all`, for two lists: a position that is marked (written as ``~position``) joins the one with
+    the sentinel `marked`, and the mark is removed."""
+    for i in range(count - 1, -1, -1):
+        if positions[i] < 0:
+            positions[i] = ~positions[i]
+            push_head(links, marked, positions[i])
+        else:
+            push_head(links, sentinel, positions[i])
+
+
+@inline
+def rewind(lists: Lists) -> None:
+    """Begin a search in every list, at its tail."""
+    links, cursors, first = lists.links, lists.cursors, lists.num_positions
+    for number in range(cursors.shape[0]):
+        cursors[number] = links[first + number, PREV]
+
+
+@inline
+def take(lists: Lists, position: int) -> None:
+    """`unlink` during a search."""
+    links, cursors = lists.links, lists.cursors
+    number = links[position, LIST] - lists.num_positions
+    if cursors[number] == position:
+        cursors[number] = links[position, PREV]
+    unlink(links, position)
+
+
+@inline
+def carry(lists: Lists, number: int, position: int) -> None:
+    """`move_to_head` of list `number` during a search, which will find `position` there."""
+    cursors, sentinel = lists.cursors, lists.num_positions + number
+    take(lists, position)
+    push_head(lists.links, sentinel, position)
+    if cursors[number] == sentinel:
+        cursors[number] = position

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import I64Array, U64Array, inline
+from kvoffload.structures.jit import U64Array, inline, prefetch
+from kvoffload.structures.structs import Struct
 
 MAX_COUNT = 15
 LINE_WORDS = 8
 ROWS = 4
-ADDITIONS, SWEEP, SAMPLE = 0, 1, 2
 COUNTERS_PER_KEY = 16
 SAMPLE_PER_KEY = 10
 
 
-class FrequencySketch:
+class FrequencySketch(Struct):
     """Counts references to keys, up to 15; an estimate is never too low, until counts age.
 
     After `sample` references every count is halved, and again after every further half of that: past
@@ -36,28 +36,31 @@ class FrequencySketch:
     times the counters W-TinyLFU hits 0.4 to 0.6 points more of a recorded chat's blocks (caches of 5,000 and
     10,000), while a doorkeeper for a sample would need more memory than the counters.
 
-    Kernels get `table` and `state`. Memory: 64 bits a key of `capacity`.
+    Memory: 64 bits a key of `capacity`.
 
     Attributes:
         table: uint64, sixteen 4-bit counters a word, eight words a line, a key's four in one line.
-        state: int64: references since the last halving, the next line to halve, `sample`.
+        additions: references since the last halving; sample: how many there are between two.
+        sweep: the next line to halve.
     """
 
-    __slots__ = ("state", "table")
+    table: U64Array
+    additions: int
+    sweep: int
+    sample: int
 
     def __init__(self, capacity: int) -> None:
         num_lines = -(-capacity * COUNTERS_PER_KEY // (16 * LINE_WORDS))
         raw = np.zeros((num_lines + 1) * LINE_WORDS, np.uint64)
         start = -raw.ctypes.data % 64 // 8
-        self.table = raw[start : start + num_lines * LINE_WORDS]
-        self.state = np.array([0, num_lines, SAMPLE_PER_KEY * capacity], np.int64)
+        super().__init__(table=raw[start : start + num_lines * LINE_WORDS], sample=SAMPLE_PER_KEY * capacity)
         self.clear()
 
     def clear(self) -> None:
         """Forget every count. Cost: O(capacity)."""
         self.table.fill(0)
-        self.state[ADDITIONS] = 0
-        self.state[SWEEP] = len(self.table) // LINE_WORDS
+        self.additions = 0
+        self.sweep = len(self.table) // LINE_WORDS
 
 
 @inline
@@ -65,6 +68,12 @@ def line_of(table: U64Array, h: np.uint64) -> int:
     """First word of the line that has the counters of a key with hash `h`."""
     lines = np.uint64(table.shape[0] // LINE_WORDS)
     return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
+
+
+@inline
+def prefetch_count(sketch: FrequencySketch, h: np.uint64) -> None:
+    """Ask for the line that has the counters of a key with hash `h`."""
+    prefetch(sketch.table, line_of(sketch.table, h))
 
 
 @inline
@@ -80,8 +89,9 @@ def _shift(h: np.uint64, row: int) -> np.uint64:
 
 
 @inline
-def estimate(table: U64Array, h: np.uint64) -> int:
+def estimate(sketch: FrequencySketch, h: np.uint64) -> int:
     """How often the key with hash `h` was used recently, 0 to 15; other keys may make it too high."""
+    table = sketch.table
     line = line_of(table, h)
     lowest = MAX_COUNT
     for row in range(ROWS):
@@ -91,22 +101,23 @@ def estimate(table: U64Array, h: np.uint64) -> int:
 
 
 @inline
-def add(table: U64Array, state: I64Array, h: np.uint64) -> None:
+def add(sketch: FrequencySketch, h: np.uint64) -> None:
     """Count a reference to the key with hash `h`."""
+    table = sketch.table
     line = line_of(table, h)
-    lowest = estimate(table, h)
+    lowest = estimate(sketch, h)
     if lowest < MAX_COUNT:
         for row in range(ROWS):
             word, shift = _word(line, h, row), _shift(h, row)
             if np.int64((table[word] >> shift) & np.uint64(MAX_COUNT)) == lowest:
                 table[word] += np.uint64(1) << shift
-    state[ADDITIONS] += 1
-    if state[ADDITIONS] >= state[SAMPLE]:
-        state[ADDITIONS] //= 2
-        state[SWEEP] = 0
-    first = state[SWEEP] * LINE_WORDS
+    sketch.additions += 1
+    if sketch.additions >= sketch.sample:
+        sketch.additions //= 2
+        sketch.sweep = 0
+    first = sketch.sweep * LINE_WORDS
     if first < table.shape[0]:
         # A shift moves a bit of each counter into its neighbour; the mask clears it.
         for word in range(first, first + LINE_WORDS):
             table[word] = (table[word] >> np.uint64(1)) & np.uint64(0x7777777777777777)
-        state[SWEEP] += 1
+        sketch.sweep += 1

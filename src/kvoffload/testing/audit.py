@@ -22,10 +22,10 @@ from kvoffload.core.slots import FREE, WRITING
 from kvoffload.policies.arc import ARC
 from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, PathRuns
 from kvoffload.policies.hazard.policy import Hazard
-from kvoffload.structures.index import ABSENT, Index, find_bytes, find_one
+from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.keylists import KeyLists
-from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
+from kvoffload.structures.structs import Struct
 from kvoffload.testing.naive.arc import NaiveARC
 
 
@@ -60,8 +60,14 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
     """
     if isinstance(thing, np.ndarray):
         return (thing.dtype.str, thing.shape, thing.tobytes())
-    if thing is None or isinstance(thing, (bool, int, float, str, bytes, Enum, type)):
+    if thing is None or isinstance(thing, (bool, int, str, bytes, Enum, type)):
         return thing
+    if isinstance(thing, float):
+        return repr(thing)  # nan equals itself here
+    if isinstance(thing, bytearray):
+        return None  # the memory of a struct, which is seen through its fields
+    if isinstance(thing, Struct):
+        thing = {name: value for name, value in thing.contents().items() if name not in ignore}
     if isinstance(thing, Mapping):
         return [(snapshot(key, ignore), snapshot(value, ignore)) for key, value in thing.items()]
     if isinstance(thing, (set, frozenset)):
@@ -141,11 +147,8 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
     assert set(listed) == positions, f"{what} and its owner disagree about {set(listed) ^ positions}"
     for position in listed:
         key = index.key_at(position)
-        packed = Keys.pack([key], index.key_bytes)
-        found = find_one(index.table, index.keys, packed.words, 0)
+        found = index.position_of(key)
         assert found == position, f"{what} does not find {key.hex()} at {position}, but {found}"
-        found = find_bytes(index.table, index.keys, key)
-        assert found == position, f"{what} does not find the bytes {key.hex()} at {position}, but {found}"
 
 
 def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
@@ -201,16 +204,16 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
 
 def _audit_parts(thing: Any, owner: str) -> None:
     """Check every structure of ours among the attributes of `thing`."""
-    names = [*getattr(thing, "__dict__", ()), *(n for c in type(thing).__mro__ for n in _slots_of(c))]
-    for name in names:
-        value, what = getattr(thing, name), f"{name} of {owner}"
+    parts = thing.contents() if isinstance(thing, Struct) else vars(thing)
+    for name, value in parts.items():
+        what = f"{name} of {owner}"
         if isinstance(value, Lists):
             _audit_lists(what, value)
         elif isinstance(value, KeyLists):
             _audit_key_lists(what, value)
         elif isinstance(value, PathRuns):
             _audit_runs(what, value)
-        elif type(value).__module__.startswith("kvoffload.policies."):
+        elif isinstance(value, Struct) and name != "index":
             _audit_parts(value, what)
 
 
@@ -241,12 +244,14 @@ def _audit_arc(policy: ARC | NaiveARC, manager: OffloadingManager) -> None:
     ghosts = b1 + b2
     twice = [key.hex() for key, n in Counter(ghosts).items() if n > 1]
     assert not twice, f"keys are remembered twice: {twice}"
-    both = [key.hex() for key in ghosts if find_bytes(manager.index.table, manager.index.keys, key) != ABSENT]
+    both = [key.hex() for key in ghosts if manager.index.position_of(key) != ABSENT]
     assert not both, f"keys are here and remembered as gone: {both}"
 
 
 def _audit_hazard(policy: Hazard) -> None:
     order = policy.order()
-    classified = [slot for number in range(policy._lists.num_lists) for slot in policy._lists.members(number)]
+    classified = [
+        slot for number in range(policy.state.lists.num_lists) for slot in policy.state.lists.members(number)
+    ]
     assert sorted(order) == sorted(classified), f"order and classes disagree: {order}, {classified}"
-    assert (policy._entered == ABSENT).all(), "rows of a batch were not cleared"
+    assert (policy.state.entered == ABSENT).all(), "rows of a batch were not cleared"

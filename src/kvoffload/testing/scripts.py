@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.structures.index import Index, insert_one
+from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
 
 T = TypeVar("T")
@@ -108,6 +108,6 @@ def colliding_keys(num_keys: int, capacity_blocks: int, key_bytes: int) -> list[
     homes = []
     for row in range(len(keys)):
         index = Index(capacity_blocks, key_bytes)
-        insert_one(index.table, index.keys, keys.words, row, 0)
+        index.put(keys[row], 0)
         homes.append(np.flatnonzero(index.table)[0])
     return [keys[int(row)] for row in np.argsort(homes, kind="stable")[-num_keys:]]

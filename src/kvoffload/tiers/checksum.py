@@ -21,7 +21,7 @@ from numba import types as nb
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvoffload.structures.jit import I64Array, ReadI64Array, ReadU64Array, U64Array, inline, kernel
+from kvoffload.structures.jit import I64Array, ReadI64Array, ReadU64Array, U64Array, inline, long_kernel
 
 # With types for mypy: numba has none.
 _intrinsic: Callable[[Any], Any] = intrinsic
@@ -112,7 +112,7 @@ def _fold(a: Any, b: Any) -> Any:
     return upper ^ ((other << np.uint64(32)) | (low & _LOW))
 
 
-@kernel
+@long_kernel
 def _xxh3(
     addresses: ReadI64Array,
     num_bytes: int,

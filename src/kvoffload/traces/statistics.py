@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import I64Array, ReadI32Array, ReadI64Array, inline, kernel
+from kvoffload.structures.jit import I64Array, ReadI32Array, ReadI64Array, inline, long_kernel
 from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
@@ -179,7 +179,7 @@ def _add(counts: Any, access: int, amount: int) -> None:
 
 # Each block is marked at its last access; accesses are numbered from 1. The marks after a block's own are
 # the blocks used since. `counts` is a Fenwick tree over the marks (Fenwick, Software 24(3), 1994).
-@kernel
+@long_kernel
 def _measure_reuses(
     refs: ReadI32Array,
     offsets: ReadI64Array,

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import ReadI64Array, kernel
+from kvoffload.structures.jit import ReadI64Array, kernel, long_kernel
 from kvoffload.transfer.streaming import fence, memcpy, stream
 
 Blocks: TypeAlias = npt.NDArray[np.uint8]
@@ -97,7 +97,7 @@ def address_of(array: npt.NDArray[np.uint8]) -> int:
     return address
 
 
-@kernel
+@long_kernel
 def _copy(
     src: int,
     src_stride: int,

@@ -18,7 +18,7 @@ class InFlight(Generic[P]):
 
     def add(self, plan: P, keys: Collection[bytes]) -> None:
         """Keep a plan for these keys until all of it has been taken."""
-        if len(plan.keys):
+        if len(plan):
             self._plans.setdefault(plan.request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
@@ -50,4 +50,4 @@ class InFlight(Generic[P]):
         self._plans.clear()
 
     def __len__(self) -> int:
-        return sum(len(plan.keys) for plans in self._plans.values() for plan, _ in plans)
+        return sum(len(plan) for plans in self._plans.values() for plan, _ in plans)

@@ -7,6 +7,7 @@ lets no error of ours reach the engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -28,7 +29,6 @@ from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.slots_spec import SlotsSpec, slots_per_group
 from kvoffload.integrations.vllm.tiers import PoolMemory, tier_counts
 from kvoffload.integrations.vllm.verification import Checks, Verifier
-from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import SecondaryTier, key_digests
 
@@ -37,6 +37,9 @@ USUAL_KEY_BYTES = 36
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Nothing is stored, and vLLM does not repeat the offer."""
+_NO_ROWS = np.empty(0, np.int64)
+STATS_INTERVAL_S = 0.1
+"""Statistics are handed to vLLM, which passes them between processes, no more often while requests run."""
 
 
 class KVOffloadManager(OffloadingManager):
@@ -82,6 +85,12 @@ class KVOffloadManager(OffloadingManager):
         self._stores: InFlight[StorePlan] = InFlight()
         self._verifier: Verifier | None = None
         self._sealing = options.verify == ALWAYS
+        self._last_stats_s = 0.0
+        # vLLM calls these in every step; most engines have nothing to do there.
+        if not enable_events:
+            self.take_events = list  # type: ignore[method-assign]
+        if open_tiers is None and not self._sealing:
+            self.on_schedule_end = _nothing  # type: ignore[method-assign]
         self.core: core.OffloadingManager
         self._tiered: TieredManager | None = None
         self._open_tiers = open_tiers
@@ -206,16 +215,17 @@ class KVOffloadManager(OffloadingManager):
         plan = self.core.prepare_load(list(keys), request.ctx)
         self._loads.add(plan, keys)
         self._release(request)
-        self.metrics.counts["hit_blocks"] += len(plan.slots)
+        self.metrics.counts["hit_blocks"] += len(plan)
         return SlotsSpec(plan.slots)
 
     @contained(lambda keys, req_context: None)
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Unpin the blocks of a load that has ended; forget those that a worker could not load."""
         for plan in self._loads.take(req_context.req_id, keys):
-            failed = np.flatnonzero(self._failed(plan.slots))
-            self.metrics.counts["failed_load_blocks"] += len(failed)
-            self.core.complete_load(plan, damaged=failed)
+            failed = self._pool.failed_slots(plan.slots)
+            damaged = _NO_ROWS if failed is None else np.flatnonzero(failed)
+            self.metrics.counts["failed_load_blocks"] += len(damaged)
+            self.core.complete_load(plan, damaged=damaged)
 
     # ---- store
 
@@ -245,33 +255,29 @@ class KVOffloadManager(OffloadingManager):
             stats = self.core.stats()
             under_way = stats.writing or stats.condemned or stats.ready > stats.evictable
             return None if under_way else _NOTHING
-        keys, slots, stored = plan.keys, plan.slots, offered
+        slots, stored = plan.slots, offered
         if order is not None:
             rows = order[plan.rows]
             back = np.argsort(rows)
-            keys, slots = Keys(np.ascontiguousarray(keys.words[back]), keys.key_bytes), slots[back]
-            stored = [offered[row] for row in rows[back].tolist()]
-        elif len(plan.rows) < len(offered):
+            slots, stored = slots[back], [offered[row] for row in rows[back].tolist()]
+        elif len(plan) < len(offered):
             stored = [offered[row] for row in plan.rows.tolist()]
         self._stores.add(plan, stored)
-        return PrepareStoreOutput(
-            keys_to_store=stored,
-            store_spec=SlotsSpec(
-                slots,
-                key_digests(keys) if self._sealing else None,
-                slots_per_group(keys) if self._blocks_per_chunk > 1 else None,
-            ),
-            evicted_keys=list(plan.evicted),
-        )
+        spec = SlotsSpec(slots)
+        if self._sealing or self._blocks_per_chunk > 1:
+            keys = self.core.pack(stored)
+            spec.digests = key_digests(keys) if self._sealing else None
+            spec.num_slots = slots_per_group(keys) if self._blocks_per_chunk > 1 else None
+        return PrepareStoreOutput(keys_to_store=stored, store_spec=spec, evicted_keys=[*plan.evicted])
 
     @contained(lambda keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """End a store; forget blocks that a worker could not store."""
         for plan in self._stores.take(req_context.req_id, keys):
-            if success and not self._pool.failed[:, plan.slots].any():
+            failed = self._pool.failed_slots(plan.slots) if success else np.full(len(plan), True)
+            if failed is None or not failed.any():
                 self.core.complete_store(plan)
                 continue
-            failed = self._failed(plan.slots) if success else np.full(len(plan.slots), True)
             self.metrics.counts["failed_store_blocks"] += int(np.count_nonzero(failed))
             for piece, lost in zip(plan.split(), failed.tolist(), strict=True):
                 self.core.complete_store(piece, success=not lost)
@@ -292,10 +298,6 @@ class KVOffloadManager(OffloadingManager):
         lost = len(keys) - int(np.count_nonzero(here))
         self.num_lost += lost
         self.metrics.counts["lost_blocks"] += lost
-
-    def _failed(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Which slots a worker has marked because it could not copy its part of them."""
-        return np.asarray(self._pool.failed[:, slots].any(axis=0), np.bool_)
 
     # ---- the rest
 
@@ -346,7 +348,12 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda: None)
     def get_stats(self) -> Any:
-        """Counters since the last call, and gauges of the present state."""
+        """Counters since the last time, and gauges of the present state. While requests run vLLM asks after
+        every step: most of the time there is no answer, and nothing is lost, because counters accumulate."""
+        now = time.monotonic()
+        if self._running and now - self._last_stats_s < STATS_INTERVAL_S:
+            return None
+        self._last_stats_s = now
         taken = self.metrics.take(self.core.policy.name, self.core.stats())
         if self._tiered is not None:
             self.metrics.add_tiers(taken, tier_counts(self._tiered))
@@ -376,3 +383,7 @@ class KVOffloadManager(OffloadingManager):
         self._log.error(
             "damage", "kvoffload: block %s is not what was stored: it is computed again", key.hex()
         )
+
+
+def _nothing(*_: Any) -> None:
+    """What there is to do at the end of a step without tiers and verification."""

@@ -33,7 +33,7 @@ SCHEDULER = 0
 """The member without a part of the slots; the worker of rank `r` is member ``1 + r``."""
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000001
 _PAGE = mmap.PAGESIZE
-_MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _FIRST_MEMBER = range(6)
+_MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _FIRST_MEMBER = range(7)
 """Words of the header; from `_FIRST_MEMBER` on, one for each process that has attached."""
 
 
@@ -46,8 +46,8 @@ class SharedPool:
     Attributes:
         num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
         checksums: ``(num_parts, num_slots)`` uint64; taken by the workers of their parts, 0 for none.
-        failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy. Workers write it
-            before they report a job, the scheduler reads it after that.
+        failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy (`fail`). Workers write
+            it before they report a job, the scheduler reads it after that (`failed_slots`).
 
     Thread: any, as far as slots are not shared.
     """
@@ -57,7 +57,7 @@ class SharedPool:
         self._map: mmap.mmap | None = mmap.mmap(fd, os.fstat(fd).st_size)
         self._header = np.frombuffer(self._map, np.uint64, _PAGE // 8)
         self.num_slots, self.part_bytes, self.num_parts, self.num_members = (
-            int(word) for word in self._header[_SLOTS:_FIRST_MEMBER]
+            int(word) for word in self._header[_SLOTS:_HAS_FAILED]
         )
         self.slot_stride, ledger, _ = _sizes(self.num_slots, self.num_parts, self.part_bytes)
         shape, count = (self.num_parts, self.num_slots), self.num_parts * self.num_slots
@@ -152,6 +152,18 @@ class SharedPool:
         for part in range(self.num_parts):
             sound &= self.checksums[part, slots] == self._compute(part, slots, digests)
         return sound
+
+    def fail(self, part: int, slots: npt.NDArray[np.int32]) -> None:
+        """A worker could not copy its part of these slots."""
+        if len(slots):
+            self.failed[part, slots] = 1
+            self._header[_HAS_FAILED] = 1
+
+    def failed_slots(self, slots: npt.NDArray[np.int32]) -> Mask | None:
+        """Which slots have a part that a worker could not copy; None if no worker has ever failed."""
+        if not self._header[_HAS_FAILED]:
+            return None
+        return np.asarray(self.failed[:, slots].any(axis=0), np.bool_)
 
     def close(self) -> None:
         """Release the memory; it is unmapped when the last view of it is gone. Idempotent."""

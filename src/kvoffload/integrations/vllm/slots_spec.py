@@ -30,8 +30,8 @@ class SlotsSpec(CPULoadStoreSpec):
     def __init__(
         self, slots: SlotArray, digests: Checksums | None = None, num_slots: list[int] | None = None
     ) -> None:
-        super().__init__([])
-        self.block_ids = np.ascontiguousarray(slots, np.int32)
+        # Not `super().__init__`: all that it does is to copy the slots, into larger numbers.
+        self.block_ids = slots
         self.digests = digests
         self.num_slots = num_slots
 

@@ -140,7 +140,7 @@ class KVOffloadWorker(OffloadingWorker):
     def _end(self, job: _Job, result: TransferResult) -> None:
         if job.is_store:
             self._pool.failed[self._part, job.slots.block_ids] = 0
-            self._pool.failed[self._part, job.torn] = 1
+            self._pool.fail(self._part, job.torn)
         job.result = result
 
     def _fail(self, job_id: int, job: _Job, error: BaseException) -> None:
@@ -149,8 +149,8 @@ class KVOffloadWorker(OffloadingWorker):
         text = "kvoffload: a %s of %d blocks failed; they are computed again: %s: %s"
         self._log.error(kind, text, kind, count, type(error).__name__, error)
         slots = job.slots.block_ids
-        self._pool.failed[self._part, slots[slots >= 0]] = 1
-        self._pool.failed[self._part, job.torn] = 1
+        self._pool.fail(self._part, slots[slots >= 0])
+        self._pool.fail(self._part, job.torn)
         if not job.is_store:
             self._failed_loads.add(job_id)
         job.result = TransferResult(job_id, job.is_store or self.failures_are_named)

@@ -7,74 +7,58 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.index import ABSENT, find, hash_row
-from kvoffload.structures.jit import (
-    F64Array,
-    I32Array,
-    I32Matrix,
-    I64Array,
-    ReadU64Matrix,
-    U64Array,
-    U64Matrix,
-    inline,
-    kernel,
-)
+from kvoffload.structures.index import ABSENT, find, hash_row, same_key
+from kvoffload.structures.jit import F64Array, I32Array, I64Array, U64Matrix, inline
 from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
-from kvoffload.structures.keys import Keys
-from kvoffload.structures.lists import LIST, move_to_head
+from kvoffload.structures.lists import LIST, PREV, move_to_head
+from kvoffload.structures.structs import Struct
 
 NUM_COUNT_CLASSES, NUM_GAP_CLASSES = 5, 10
 NUM_CLASSES = NUM_COUNT_CLASSES * NUM_GAP_CLASSES
 _UNKNOWN = -1.0
 
 
-class History:
+class History(Struct):
     """The keys used last: how often each was used, and its typical gap between two uses.
 
     A key's *class* is what its past predicts: how often it was used (1, 2, 3-4, 5-9, 10 and more) and, in
     octaves, its typical gap. A new block takes the gap of the block before it on its path, because its
     request is a turn of the same session. Times are numbers of block references so far.
 
+    A request is observed by `begin_path`, and then `use_key` for each of its blocks, from the last to the
+    first: so a path is forgotten from its tail.
+
     Args:
-        capacity: number of keys, kept by recency; a path is forgotten from its tail.
+        capacity: number of keys, kept by recency.
         gap_unit: gaps below it count as one octave.
+
+    Attributes:
+        keys: one list, most recent first.
+        counts, gaps, last: of each position: uses, typical gap in octaves (below 0: not known), time of the
+            last use.
+        inherited: the gap that new blocks of the request at hand take.
+        end: the row of its path from which on there is no room for its blocks.
+        next_known: position of its last block that was known before and has not been used yet.
 
     Memory: 52 bytes a key, and the key. Cost: one index probe a key and a few writes.
     """
 
+    keys: KeyLists
+    counts: I32Array
+    gaps: F64Array
+    last: I64Array
+    gap_unit: int
+    inherited: float
+    end: int
+    next_known: int
+
     def __init__(self, capacity: int, key_bytes: int, gap_unit: int) -> None:
-        self.gap_unit = gap_unit
-        self.keys = KeyLists(capacity, key_bytes, 1)
-        self._counts = np.zeros(capacity, np.int32)
-        self._gaps = np.zeros(capacity, np.float64)
-        self._last = np.zeros(capacity, np.int64)
-
-    def observe(self, path: Keys, start: int, now: int, places: I32Array, classes: I32Array) -> None:
-        """A request uses the blocks of `path` from `start` on at time `now`; fills in the class of each.
-
-        `places` is scratch; both have shape ``(len(path) - start,)``, int32.
-        """
-        index, links = self.keys.index, self.keys.lists.links
-        _observe(
-            path.words,
-            start,
-            now,
-            index.table,
-            index.keys,
-            links,
-            self._counts,
-            self._gaps,
-            self._last,
-            self.gap_unit,
-            places,
-            classes,
-        )
-
-    def classify(self, keys: Keys, now: int, classes: I32Array, last: I64Array) -> None:
-        """Fill in the class and the time of the last use of each key; an unknown key is new and used now."""
-        index = self.keys.index
-        _classify(
-            keys.words, now, index.table, index.keys, self._counts, self._gaps, self._last, classes, last
+        super().__init__(
+            keys=KeyLists(capacity, key_bytes, 1),
+            counts=np.zeros(capacity, np.int32),
+            gaps=np.zeros(capacity, np.float64),
+            last=np.zeros(capacity, np.int64),
+            gap_unit=gap_unit,
         )
 
     def clear(self) -> None:
@@ -110,85 +94,69 @@ def _class_of(count: int, gap: float) -> int:
 
 
 @inline
-def _mean_gap(count: int, gap: float, age: int, unit: int) -> float:
-    """Moving average of the gaps of a block used `count` times, after one more gap of `age`."""
-    octaves = _octaves(age + unit) - _octaves(unit)
-    if gap < 0.0 or count < 2:
+def _gap_now(history: History, place: int, now: int) -> float:
+    """Moving average of the gaps of a known key that is used now."""
+    gap, unit = history.gaps[place], history.gap_unit
+    octaves = _octaves(now - history.last[place] + unit) - _octaves(unit)
+    if gap < 0.0 or history.counts[place] < 2:
         return octaves
     return 0.5 * gap + 0.5 * octaves
 
 
-@kernel
-def _observe(
-    path: ReadU64Matrix,
-    start: int,
-    now: int,
-    table: U64Array,
-    keys: U64Matrix,
-    links: I32Matrix,
-    counts: I32Array,
-    gaps: F64Array,
-    last: I64Array,
-    unit: int,
-    places: I32Array,
-    classes: I32Array,
-) -> int:
-    known_list, spare = links.shape[0] - 2, links.shape[0] - 1
+@inline
+def begin_path(history: History, path: U64Matrix, start: int, now: int) -> None:
+    """A request uses the blocks of `path` from `start` on; no key is there twice. The known ones move to the
+    front now, so that new ones never displace them."""
+    index, links, recent = history.keys.index, history.keys.lists.links, history.keys.lists.num_positions
     # Of a request longer than the history only the head is remembered.
-    length = min(path.shape[0] - start, keys.shape[0])
-    # Known keys move to the front first, so that new keys never displace them.
-    for i in range(length - 1, -1, -1):
-        row = start + i
-        places[i] = find(table, keys, path, row, hash_row(path, row))
-        if places[i] != ABSENT:
-            move_to_head(links, known_list, places[i])
-    leading = 0
-    while leading < length and places[leading] != ABSENT:
-        leading += 1
-    inherited = _UNKNOWN
-    if leading > 0:
-        turn = places[leading - 1]
-        inherited = _mean_gap(counts[turn], gaps[turn], now - last[turn], unit)
+    history.end = min(path.shape[0], start + recent)
+    history.next_known = recent
+    last_leading, is_leading = ABSENT, False
+    for row in range(history.end - 1, start - 1, -1):
+        place = find(index, path, row, hash_row(path, row))
+        if place != ABSENT:
+            move_to_head(links, recent, place)
+            if history.next_known == recent:
+                history.next_known = place
+            if not is_leading:
+                last_leading = place
+        is_leading = place != ABSENT
+    history.inherited = _UNKNOWN
+    if is_leading:
+        history.inherited = _gap_now(history, last_leading, now)
     elif start > 0:
-        before = find(table, keys, path, start - 1, hash_row(path, start - 1))
+        before = find(index, path, start - 1, hash_row(path, start - 1))
         if before != ABSENT:
-            inherited = gaps[before]
-    for i in range(length - 1, -1, -1):
-        place = places[i]
-        if place == ABSENT:
-            if links[spare, LIST] == 0:
-                forget_coldest(table, keys, links, known_list)
-            row = start + i
-            place = remember(table, keys, links, known_list, path, row, hash_row(path, row))
-            counts[place] = 1
-            gaps[place] = inherited
-        else:
-            move_to_head(links, known_list, place)
-            gaps[place] = _mean_gap(counts[place], gaps[place], now - last[place], unit)
-            counts[place] += 1
-        last[place] = now
-        classes[i] = _class_of(counts[place], gaps[place])
-    for i in range(length, path.shape[0] - start):
-        classes[i] = _class_of(1, inherited)
-    return length
+            history.inherited = history.gaps[before]
 
 
-@kernel
-def _classify(
-    batch: ReadU64Matrix,
-    now: int,
-    table: U64Array,
-    keys: U64Matrix,
-    counts: I32Array,
-    gaps: F64Array,
-    last: I64Array,
-    classes: I32Array,
-    last_used: I64Array,
-) -> int:
-    for row in range(batch.shape[0]):
-        place = find(table, keys, batch, row, hash_row(batch, row))
-        if place == ABSENT:
-            classes[row], last_used[row] = 0, now
-        else:
-            classes[row], last_used[row] = _class_of(counts[place], gaps[place]), last[place]
-    return batch.shape[0]
+@inline
+def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int) -> int:
+    """The request uses the next block, ``path[row]``, whose hash is `h`; returns its class."""
+    if row >= history.end:
+        return _class_of(1, history.inherited)
+    keys, links, counts, gaps = history.keys, history.keys.lists.links, history.counts, history.gaps
+    recent, place = keys.lists.num_positions, history.next_known
+    # What was known stands in the list in the order of the path: no index is needed to find it again.
+    if place < recent and same_key(keys.index.keys, place, path, row):
+        history.next_known = links[place, PREV]
+        move_to_head(links, recent, place)
+        gaps[place] = _gap_now(history, place, now)
+        counts[place] += 1
+    else:
+        if links[recent + 1, LIST] == 0:
+            forget_coldest(keys, recent)
+        place = remember(keys, recent, path, row, h)
+        gaps[place] = history.inherited
+        counts[place] = 1
+    history.last[place] = now
+    return _class_of(counts[place], gaps[place])
+
+
+@inline
+def classify(history: History, keys: U64Matrix, row: int, now: int) -> tuple[int, int]:
+    """The class of the key ``keys[row]`` and the time of its last use; an unknown key is new and used now."""
+    place = find(history.keys.index, keys, row, hash_row(keys, row))
+    if place == ABSENT:
+        return np.int64(0), np.int64(now)
+    return np.int64(_class_of(history.counts[place], history.gaps[place])), history.last[place]

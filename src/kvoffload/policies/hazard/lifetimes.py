@@ -10,26 +10,17 @@ import math
 import numpy as np
 
 from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds, bucket_of_age
-from kvoffload.structures.index import ABSENT, find, hash_row
-from kvoffload.structures.jit import (
-    F64Matrix,
-    I32Array,
-    I32Matrix,
-    I64Array,
-    ReadU64Matrix,
-    U64Array,
-    U64Matrix,
-    kernel,
-)
+from kvoffload.structures.index import ABSENT, find
+from kvoffload.structures.jit import F64Matrix, I32Array, I64Array, U64Matrix, inline, kernel
 from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
-from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, PREV, move_to_head
+from kvoffload.structures.structs import Struct
 
 _PRIOR_WEIGHT = 50.0
 """Number of observed keys that weigh as much as the estimate of the larger group."""
 
 
-class Lifetimes:
+class Lifetimes(Struct):
     """The chance that a block of a class is used again, by the time since its last use.
 
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
@@ -40,15 +31,40 @@ class Lifetimes:
     `worth` is the Gittins index of a block at the start of an age: the maximum, over all times for which it
     may be kept, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
 
+    A request is observed by `let_age`, and then `live_on` for each of its blocks, from the last to the first.
+
     Args:
         num_classes: number of classes; `group_size` neighbouring classes have one use count.
         capacity_blocks: of the cache; it determines how many keys are sampled.
         sample_capacity: keys in the sample.
         half_life: references after which evidence counts half; raised to four times the capacity if less.
 
+    Attributes:
+        sample: a list for each bucket of ages, ordered by the time of the last use.
+        class_of, last: of each key in the sample: its class at its last use, and when that was.
+        bounds: where the buckets begin, and where the last ends.
+        reused, exposed: shape ``(num_classes, NUM_AGES)``, float64: the evidence.
+        hazard, worth: the same shape: what follows from it, as of time `evaluated`.
+        next_evaluation: the time from which on `evaluate` is due.
+
     Cost: for one key in `sampled_one_in` an index probe and a few writes; every 16,384 references O(classes
     * ages^2), 0.2 ms. Memory: 3 MB and 30,000 keys.
     """
+
+    sample: KeyLists
+    class_of: I32Array
+    last: I64Array
+    bounds: I64Array
+    reused: F64Matrix
+    exposed: F64Matrix
+    hazard: F64Matrix
+    worth: F64Matrix
+    sampled_one_in: int
+    group_size: int
+    half_life: float
+    half: float
+    evaluated: int
+    next_evaluation: int
 
     def __init__(
         self,
@@ -59,77 +75,44 @@ class Lifetimes:
         sample_capacity: int,
         half_life: int,
     ) -> None:
-        self.sampled_one_in = 4
-        while sample_capacity * self.sampled_one_in < 3 * capacity_blocks:
-            self.sampled_one_in *= 2
-        self.half_life = max(half_life, 4 * capacity_blocks)
-        self.group_size = group_size
-        self.sample = KeyLists(sample_capacity, key_bytes, NUM_AGES)
-        self.bounds = age_bounds()
-        self._class_of = np.zeros(sample_capacity, np.int32)
-        self._last = np.zeros(sample_capacity, np.int64)
+        sampled_one_in = 4
+        while sample_capacity * sampled_one_in < 3 * capacity_blocks:
+            sampled_one_in *= 2
         shape = (num_classes, NUM_AGES)
-        self.reused, self.exposed = np.zeros(shape, np.float64), np.zeros(shape, np.float64)
-        self.worth = np.zeros(shape, np.float64)
-        self._hazard = np.zeros(shape, np.float64)
-        self._evaluated = self._next = 0
-        self._evaluate(0)
-
-    def observe(self, path: Keys, start: int, now: int, classes: I32Array) -> None:
-        """The blocks of `path` from `start` on are used at time `now` and have these classes now."""
-        index, links = self.sample.index, self.sample.lists.links
-        _observe(
-            path.words,
-            start,
-            now,
-            self.sampled_one_in,
-            index.table,
-            index.keys,
-            links,
-            self._class_of,
-            self._last,
-            classes,
-            self.bounds,
-            self.reused,
-            self.exposed,
+        super().__init__(
+            sample=KeyLists(sample_capacity, key_bytes, NUM_AGES),
+            class_of=np.zeros(sample_capacity, np.int32),
+            last=np.zeros(sample_capacity, np.int64),
+            bounds=age_bounds(),
+            reused=np.zeros(shape, np.float64),
+            exposed=np.zeros(shape, np.float64),
+            hazard=np.zeros(shape, np.float64),
+            worth=np.zeros(shape, np.float64),
+            sampled_one_in=sampled_one_in,
+            group_size=group_size,
+            half_life=max(half_life, 4 * capacity_blocks),
+            half=0.5,
         )
-        if now >= self._next:
-            self._evaluate(now)
+        self.evaluate(0)
 
     def clear(self) -> None:
         """Forget all evidence."""
         self.sample.clear()
         self.reused.fill(0.0)
         self.exposed.fill(0.0)
-        self._evaluated = 0
-        self._evaluate(0)
+        self.evaluated = 0
+        self.evaluate(0)
 
-    def _evaluate(self, now: int) -> None:
-        faded = math.pow(0.5, (now - self._evaluated) / self.half_life)
-        self.reused *= faded
-        self.exposed *= faded
-        _evaluate(self.reused, self.exposed, self.group_size, self.bounds, self._hazard, self.worth)
-        # At first each request changes the estimates much.
-        self._evaluated, self._next = now, now + min(max(now // 8, 64), 16384)
+    def evaluate(self, now: int) -> None:
+        """Let the evidence fade, and compute what follows from it."""
+        _evaluate_now(self.memory, now)
 
 
-@kernel
-def _observe(
-    path: ReadU64Matrix,
-    start: int,
-    now: int,
-    one_in: int,
-    table: U64Array,
-    keys: U64Matrix,
-    links: I32Matrix,
-    class_of: I32Array,
-    last: I64Array,
-    classes: I32Array,
-    bounds: I64Array,
-    reused: F64Matrix,
-    exposed: F64Matrix,
-) -> int:
-    youngest, spare = keys.shape[0], links.shape[0] - 1
+@inline
+def let_age(lifetimes: Lifetimes, now: int) -> None:
+    """Move the keys that have become too old for their bucket to the next one."""
+    links, class_of, last = lifetimes.sample.lists.links, lifetimes.class_of, lifetimes.last
+    bounds, exposed, youngest = lifetimes.bounds, lifetimes.exposed, lifetimes.sample.lists.num_positions
     # Each list is a bucket of ages, ordered by time: keys that are too old for it are at its end.
     for age in range(NUM_AGES - 1):
         key = links[youngest + age, PREV]
@@ -137,65 +120,97 @@ def _observe(
             move_to_head(links, youngest + age + 1, key)
             exposed[class_of[key], age + 1] += 1.0
             key = links[youngest + age, PREV]
-    mask = np.uint64(one_in - 1)
-    sampled = 0
-    for row in range(path.shape[0] - 1, start - 1, -1):
-        h = hash_row(path, row)
-        if h & mask:
-            continue
-        sampled += 1
-        key = find(table, keys, path, row, h)
-        if key == ABSENT:
-            if links[spare, LIST] == 0:
-                oldest = youngest + NUM_AGES - 1
-                while links[oldest, LIST] == 0:
-                    oldest -= 1
-                forget_coldest(table, keys, links, oldest)
-            key = remember(table, keys, links, youngest, path, row, h)
-        else:
-            reused[class_of[key], bucket_of_age(bounds, now - last[key])] += 1.0
-            move_to_head(links, youngest, key)
-        class_of[key], last[key] = classes[row - start], now
-        exposed[class_of[key], 0] += 1.0
-    return sampled
+
+
+@inline
+def _forget_oldest(lifetimes: Lifetimes) -> None:
+    links = lifetimes.sample.lists.links
+    oldest = lifetimes.sample.lists.num_positions + NUM_AGES - 1
+    while links[oldest, LIST] == 0:
+        oldest -= 1
+    forget_coldest(lifetimes.sample, oldest)
+
+
+@inline
+def live_on(
+    lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int
+) -> None:
+    """The block ``path[row]``, whose hash is `h`, is used, and has this class now."""
+    if h & np.uint64(lifetimes.sampled_one_in - 1):
+        return
+    sample, links, class_of = lifetimes.sample, lifetimes.sample.lists.links, lifetimes.class_of
+    youngest = sample.lists.num_positions
+    key = find(sample.index, path, row, h)
+    if key == ABSENT:
+        if links[youngest + NUM_AGES, LIST] == 0:
+            _forget_oldest(lifetimes)
+        key = remember(sample, youngest, path, row, h)
+    else:
+        age = bucket_of_age(lifetimes.bounds, now - lifetimes.last[key])
+        lifetimes.reused[class_of[key], age] += 1.0
+        move_to_head(links, youngest, key)
+    class_of[key], lifetimes.last[key] = block_class, now
+    lifetimes.exposed[block_class, 0] += 1.0
+
+
+@inline
+def _estimate(lifetimes: Lifetimes, age: int) -> None:
+    """The chance of a reuse in a bucket of ages, for each class."""
+    reused, exposed, hazard = lifetimes.reused, lifetimes.exposed, lifetimes.hazard
+    num_classes, group_size = reused.shape[0], lifetimes.group_size
+    all_reused, all_exposed = 0.5, 1.5
+    for block_class in range(num_classes):
+        all_reused += reused[block_class, age]
+        all_exposed += exposed[block_class, age]
+    for group in range(0, num_classes, group_size):
+        group_reused = _PRIOR_WEIGHT * (all_reused / all_exposed)
+        group_exposed = _PRIOR_WEIGHT
+        for block_class in range(group, group + group_size):
+            group_reused += reused[block_class, age]
+            group_exposed += exposed[block_class, age]
+        for block_class in range(group, group + group_size):
+            likely = reused[block_class, age] + _PRIOR_WEIGHT * (group_reused / group_exposed)
+            hazard[block_class, age] = min(likely / (exposed[block_class, age] + _PRIOR_WEIGHT), 1.0)
+
+
+@inline
+def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
+    """The best ratio of hits to slot-time, over all times to stop, for a block at the start of an age."""
+    hazard, bounds = lifetimes.hazard, lifetimes.bounds
+    alive, hits, slot_time = 1.0, 0.0, 0.0
+    best_hits, best_time = 0.0, 1.0
+    for until in range(age, NUM_AGES):
+        reuse = hazard[block_class, until]
+        hits += alive * reuse
+        slot_time += alive * (1.0 - 0.5 * reuse) * (bounds[until + 1] - bounds[until])
+        alive *= 1.0 - reuse
+        if hits * best_time > best_hits * slot_time:
+            best_hits, best_time = hits, slot_time
+        if alive < 1e-6:
+            break
+    return best_hits / best_time
+
+
+@inline
+def evaluate(lifetimes: Lifetimes, now: int) -> None:
+    """Let the evidence fade, and compute what follows from it."""
+    reused, exposed, worth = lifetimes.reused, lifetimes.exposed, lifetimes.worth
+    # Not `0.5 **`: the compiler would make another function of it, with other last digits.
+    faded = math.pow(lifetimes.half, (now - lifetimes.evaluated) / lifetimes.half_life)
+    for block_class in range(reused.shape[0]):
+        for age in range(NUM_AGES):
+            reused[block_class, age] *= faded
+            exposed[block_class, age] *= faded
+    for age in range(NUM_AGES):
+        _estimate(lifetimes, age)
+    for block_class in range(worth.shape[0]):
+        for age in range(NUM_AGES):
+            worth[block_class, age] = _gittins_index(lifetimes, block_class, age)
+    # At first each request changes the estimates much.
+    lifetimes.evaluated = now
+    lifetimes.next_evaluation = now + min(max(now // 8, 64), 16384)
 
 
 @kernel
-def _evaluate(
-    reused: F64Matrix,
-    exposed: F64Matrix,
-    group_size: int,
-    bounds: I64Array,
-    hazard: F64Matrix,
-    worth: F64Matrix,
-) -> int:
-    num_classes = reused.shape[0]
-    for age in range(NUM_AGES):
-        all_reused, all_exposed = 0.5, 1.5
-        for block_class in range(num_classes):
-            all_reused += reused[block_class, age]
-            all_exposed += exposed[block_class, age]
-        for group in range(0, num_classes, group_size):
-            group_reused = _PRIOR_WEIGHT * (all_reused / all_exposed)
-            group_exposed = _PRIOR_WEIGHT
-            for block_class in range(group, group + group_size):
-                group_reused += reused[block_class, age]
-                group_exposed += exposed[block_class, age]
-            for block_class in range(group, group + group_size):
-                likely = reused[block_class, age] + _PRIOR_WEIGHT * (group_reused / group_exposed)
-                hazard[block_class, age] = min(likely / (exposed[block_class, age] + _PRIOR_WEIGHT), 1.0)
-    for block_class in range(num_classes):
-        for age in range(NUM_AGES):
-            alive, hits, slot_time = 1.0, 0.0, 0.0
-            best_hits, best_time = 0.0, 1.0
-            for until in range(age, NUM_AGES):
-                reuse = hazard[block_class, until]
-                hits += alive * reuse
-                slot_time += alive * (1.0 - 0.5 * reuse) * (bounds[until + 1] - bounds[until])
-                alive *= 1.0 - reuse
-                if hits * best_time > best_hits * slot_time:
-                    best_hits, best_time = hits, slot_time
-                if alive < 1e-6:
-                    break
-            worth[block_class, age] = best_hits / best_time
-    return num_classes
+def _evaluate_now(lifetimes: Lifetimes, now: int) -> None:
+    evaluate(lifetimes, now)

@@ -8,34 +8,37 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import I32Matrix, inline, kernel
+from kvoffload.structures.jit import I32Matrix, inline
 from kvoffload.structures.lists import PREV, Lists, push_head, unlink
+from kvoffload.structures.structs import Struct
 
 TAIL, LENGTH, RUN_OF, SPARE = 0, 1, 2, 3
 
 
-class PathRuns:
+class PathRuns(Struct):
     """An order over `num_positions` positions, empty at first. Memory: 28 bytes a position.
 
     Attributes:
-        order: the list; kernels get `order.links`.
+        order: the list.
         runs: shape ``(num_positions + 2, 4)``, int32. Row `r` is run `r`: its last position and its
             length; row `p` also says which run position `p` is in. The column SPARE is a stack of unused
             runs, its height in the last row.
     """
 
-    __slots__ = ("order", "runs")
+    order: Lists
+    runs: I32Matrix
 
     def __init__(self, num_positions: int) -> None:
-        self.order = Lists(num_positions, 1)
         # One run more than positions: a position leaves its old run after the new one was made.
-        self.runs = np.zeros((num_positions + 2, 4), np.int32)
-        _clear(self.runs)
+        super().__init__(order=Lists(num_positions, 1), runs=np.zeros((num_positions + 2, 4), np.int32))
+        self.clear()
 
     def clear(self) -> None:
         """Forget every position. Cost: O(positions)."""
         self.order.clear()
-        _clear(self.runs)
+        height = len(self.runs) - 1
+        self.runs[:height, LENGTH] = 0
+        self.runs[:, SPARE] = np.arange(height + 1)
 
     def members(self) -> list[list[int]]:
         """The runs, most recent first, each with its head first. Cost: O(members), for audits."""
@@ -47,19 +50,10 @@ class PathRuns:
         return found
 
 
-@kernel
-def _clear(runs: I32Matrix) -> int:
-    spare = runs.shape[0] - 1
-    for run in range(spare):
-        runs[run, LENGTH] = 0
-        runs[run, SPARE] = run
-    runs[spare, SPARE] = spare
-    return spare
-
-
 @inline
-def new_run(runs: I32Matrix) -> int:
+def new_run(order: PathRuns) -> int:
     """An empty run. A position must join it, otherwise its row is lost."""
+    runs = order.runs
     height = runs.shape[0] - 1
     runs[height, SPARE] -= 1
     run = runs[runs[height, SPARE], SPARE]
@@ -68,9 +62,10 @@ def new_run(runs: I32Matrix) -> int:
 
 
 @inline
-def join(order: I32Matrix, runs: I32Matrix, run: int, position: int) -> None:
+def join(order: PathRuns, run: int, position: int) -> None:
     """Make `position` the head of the order, and of `run`, which is at the head or empty."""
-    push_head(order, order.shape[0] - 1, position)
+    runs = order.runs
+    push_head(order.order.links, order.order.num_positions, position)
     if runs[run, LENGTH] == 0:
         runs[run, TAIL] = position
     runs[run, LENGTH] += 1
@@ -78,8 +73,9 @@ def join(order: I32Matrix, runs: I32Matrix, run: int, position: int) -> None:
 
 
 @inline
-def leave(order: I32Matrix, runs: I32Matrix, position: int) -> None:
+def leave(order: PathRuns, position: int) -> None:
     """Remove `position` from the order and its run; an empty run becomes unused."""
+    runs, links = order.runs, order.order.links
     run = runs[position, RUN_OF]
     runs[run, LENGTH] -= 1
     if runs[run, LENGTH] == 0:
@@ -87,11 +83,11 @@ def leave(order: I32Matrix, runs: I32Matrix, position: int) -> None:
         runs[runs[height, SPARE], SPARE] = run
         runs[height, SPARE] += 1
     elif runs[run, TAIL] == position:
-        runs[run, TAIL] = order[position, PREV]
-    unlink(order, position)
+        runs[run, TAIL] = links[position, PREV]
+    unlink(links, position)
 
 
 @inline
-def deepest_of_run(runs: I32Matrix, position: int) -> int:
+def deepest_of_run(order: PathRuns, position: int) -> int:
     """The last position of the run that `position` is in."""
-    return runs[runs[position, RUN_OF], TAIL]
+    return order.runs[order.runs[position, RUN_OF], TAIL]

@@ -10,39 +10,93 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvoffload.core.policy import REFUSED, EvictionPolicy
-from kvoffload.core.protection import Protected, coldest_evictable, evictable
-from kvoffload.core.slots import SlotArray
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import HASH, Path, Used
+from kvoffload.core.state import REFUSED, Cache, Entering, coldest_evictable, evictable
 from kvoffload.policies.hazard.age_buckets import at_age
-from kvoffload.policies.hazard.history import NUM_CLASSES, NUM_GAP_CLASSES, History
-from kvoffload.policies.hazard.lifetimes import Lifetimes
-from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
-from kvoffload.policies.hazard.shadow import ShadowLRU
-from kvoffload.structures.index import ABSENT, Index
-from kvoffload.structures.jit import (
-    BoolArray,
-    F64Array,
-    F64Matrix,
-    I32Array,
-    I32Matrix,
-    I64Array,
-    ReadI32Array,
-    U64Array,
-    U64Matrix,
-    inline,
-    kernel,
+from kvoffload.policies.hazard.history import (
+    NUM_CLASSES,
+    NUM_GAP_CLASSES,
+    History,
+    begin_path,
+    classify,
+    use_key,
 )
-from kvoffload.structures.keys import Keys
+from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_on
+from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
+from kvoffload.policies.hazard.shadow import (
+    OWN_HITS,
+    SAMPLED,
+    SHADOW_HITS,
+    ShadowLRU,
+    compare,
+    end_path,
+    take_in,
+)
+from kvoffload.structures.index import ABSENT, Index
+from kvoffload.structures.jit import F64Array, I32Array, I64Array, inline, kernel
 from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
+from kvoffload.structures.structs import Struct
 
 _VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
 """A write cost below -1: then every new block is worth enough."""
 _TOLERATED_LEAD = 0.005
 _MAX_LRU_WINDOWS = 16
+_NO_RUN = -1
 
 
-class Hazard(EvictionPolicy):
+class State(Struct):
+    """What the policy has learnt, how it orders its blocks, and the batch at hand.
+
+    Attributes:
+        lists: an LRU list for each class; runs: all blocks in one order, by request.
+        last: of each slot: when its block was used last; classes: the class that it entered with.
+        cursors: of each class: the candidate, its coldest block that may leave, or the list's sentinel;
+            scores: what that is worth. They are valid within one call of `replace`.
+        entered: of each slot: row of the batch whose block has just entered it; ABSENT between calls.
+        run, run_time: the run that new blocks of the batch join if they were last used at that time.
+        threshold: how many times the worth of the candidate a new block must be worth; below 0: none is
+            refused.
+        write_cost, victim_write_cost: that of blocks of a prefix, and of blocks that come one by one.
+        warm_up: as in `Hazard`.
+        references: block references observed so far, the clock; now: its value when the last request began.
+        is_victim_tier: 1 if the blocks of the last store came one by one.
+        oldest_victim: the highest age at which LRU has evicted.
+        lru_windows: for how many more windows of the duel LRU decides; next_lru_windows: for how many it will
+            when it wins the next time.
+        next_duel: when the present window ends; duel_window: its length.
+        lead: by how much the shadow hits more, as a moving average.
+    """
+
+    history: History
+    lifetimes: Lifetimes
+    shadow: ShadowLRU
+    lists: Lists
+    runs: PathRuns
+    last: I64Array
+    cursors: I32Array
+    scores: F64Array
+    classes: I32Array
+    entered: I32Array
+    run: int
+    run_time: int
+    threshold: float
+    write_cost: float
+    victim_write_cost: float
+    warm_up: float
+    references: int
+    now: int
+    is_victim_tier: int
+    oldest_victim: int
+    lru_windows: int
+    next_duel: int
+    duel_window: int
+    next_lru_windows: int
+    lead: float
+
+
+class Hazard(CompiledPolicy):
     """Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new block below that.
 
     Blocks fall into 50 classes by how often and at what gaps they were used (`History`). The chance that a
@@ -63,8 +117,10 @@ class Hazard(EvictionPolicy):
     leaves. By default 0, and -0.2 in a victim tier, where writes stay in the host.
 
     Time is counted in block references. Cost per block: three index probes and a scan of 50 classes for a
-    victim. Memory: 44 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
+    victim. Memory: 56 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
     capacity, if that is more), and 3 MB.
+
+    Its parameters are read when it is made.
 
     Attributes:
         write_cost: see above.
@@ -96,347 +152,314 @@ class Hazard(EvictionPolicy):
         self.lifetimes = Lifetimes(
             NUM_CLASSES, NUM_GAP_CLASSES, capacity, index.key_bytes, self.sample_capacity, self.half_life
         )
-        self._lists = Lists(capacity, NUM_CLASSES)
-        self._last = np.zeros(capacity, np.int64)
-        self._runs = PathRuns(capacity)
-        self._shadow = ShadowLRU(capacity, index.key_bytes)
-        self._oldest_victim = np.zeros(1, np.int64)
-        self._cursors = np.zeros(NUM_CLASSES, np.int32)
-        # Row of the batch whose block has just entered a slot; ABSENT between calls.
-        self._entered = np.full(capacity, ABSENT, np.int32)
-        self._scores = np.zeros(NUM_CLASSES, np.float64)
+        self.state = State(
+            history=self.history,
+            lifetimes=self.lifetimes,
+            shadow=ShadowLRU(capacity, index.key_bytes),
+            lists=Lists(capacity, NUM_CLASSES),
+            runs=PathRuns(capacity),
+            last=np.zeros(capacity, np.int64),
+            cursors=np.zeros(NUM_CLASSES, np.int32),
+            scores=np.zeros(NUM_CLASSES, np.float64),
+            classes=np.zeros(capacity, np.int32),
+            entered=np.full(capacity, ABSENT, np.int32),
+            write_cost=0.0 if self.write_cost is None else self.write_cost,
+            victim_write_cost=_VICTIM_WRITE_COST if self.write_cost is None else self.write_cost,
+            warm_up=self.warm_up,
+            duel_window=max(min(self.duel_window, 20 * capacity), capacity),
+        )
         self._start()
 
     def _start(self) -> None:
-        self._now = self._references = 0
-        self._is_victim_tier = False
-        self._lead, self._lru_windows, self._next_lru_windows = 0.0, 0, 1
-        self._next_duel = 0
-
-    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:
-        now = self._now = self._references
-        count = len(slots)
-        places, classes = np.empty(count, np.int32), np.empty(count, np.int32)
-        self.history.observe(path, start, now, places, classes)
-        self.lifetimes.observe(path, start, now, classes)
-        held = np.empty(count, np.bool_)
-        _reclassify(slots, classes, now, self._lists.links, self._last, held)
-        self._shadow.observe(path, start, held, self._is_victim_tier)
-        self._references += count
-        if self._references >= self._next_duel:
-            self._end_duel_window()
-
-    def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        # In a victim tier blocks of several requests come in one batch: each request gets its own run.
-        _access(
-            self._lists.links,
-            self._last,
-            self._runs.order.links,
-            self._runs.runs,
-            self._is_victim_tier,
-            slots,
-        )
-
-    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        count = len(slots)
-        self._is_victim_tier = not protected.one_prefix
-        classes, last = np.empty(count, np.int32), np.empty(count, np.int64)
-        self.history.classify(keys, self._now, classes, last)
-        write_cost = self.write_cost
-        if write_cost is None:
-            write_cost = 0.0 if protected.one_prefix else _VICTIM_WRITE_COST
-        if protected.admitted:
-            write_cost = _NO_REFUSAL
-        if self._is_victim_tier:
-            self._shadow.store(keys)
-        _replace(
-            slots,
-            num_free,
-            self._now,
-            classes,
-            last,
-            self._lists.links,
-            self._last,
-            self._runs.order.links,
-            self._runs.runs,
-            self.lifetimes.worth,
-            self.lifetimes.bounds,
-            self._cursors,
-            self._entered,
-            self._scores,
-            self._oldest_victim,
-            1.0 + write_cost,
-            self.is_lru,
-            protected.one_prefix or protected.admitted,
-            protected.ref_cnt,
-            protected.path_table,
-            protected.path_keys,
-            protected.index_keys,
-        )
-
-    def remove(self, slots: SlotArray) -> None:
-        _remove(self._lists.links, self._runs.order.links, self._runs.runs, slots)
+        state = self.state
+        state.references = state.now = state.is_victim_tier = state.oldest_victim = 0
+        state.lru_windows = state.next_duel = 0
+        state.lead, state.next_lru_windows = 0.0, 1
 
     def reset(self) -> None:
+        state = self.state
         self.history.clear()
         self.lifetimes.clear()
-        for part in (self._lists, self._runs, self._shadow):
+        for part in (state.lists, state.runs, state.shadow):
             part.clear()
-        self._oldest_victim.fill(0)
+        state.entered.fill(ABSENT)
         self._start()
 
     @property
     def is_lru(self) -> bool:
         """Whether LRU decides now."""
-        oldest = int(self._oldest_victim[0])
-        return oldest == 0 or self._references < self.warm_up * oldest or self._lru_windows > 0
+        return _asks_lru(self.state.memory)
 
     def stats(self) -> dict[str, float]:
         return {
             "is_lru": float(self.is_lru),
-            "shadow_lead": self._lead,
+            "shadow_lead": self.state.lead,
             "history_keys": self.history.keys.lists.size(0),
-            "references": self._references,
+            "references": self.state.references,
         }
 
     def order(self) -> list[int]:
-        return self._runs.order.members(0)[::-1]
-
-    def _end_duel_window(self) -> None:
-        """End a window of the duel: decide whether LRU decides in the next ones."""
-        sampled, own, shadow = self._shadow.counts.tolist()
-        self._lead = 0.5 * self._lead + 0.5 * (shadow - own) / max(1, sampled)
-        self._shadow.counts.fill(0)
-        window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks)
-        self._next_duel = self._references + window
-        if self._lru_windows > 0:
-            self._lru_windows -= 1
-            self._lead = 0.0
-        elif self._lead > _TOLERATED_LEAD:
-            self._lru_windows = self._next_lru_windows
-            self._next_lru_windows = min(2 * self._next_lru_windows, _MAX_LRU_WINDOWS)
-        elif self._lead < 0 and self._next_lru_windows > 1:
-            self._next_lru_windows -= 1
+        return self.state.runs.order.members(0)[::-1]
 
 
-@kernel
-def _access(
-    links: I32Matrix, last: I64Array, order: I32Matrix, runs: I32Matrix, by_time: int, slots: ReadI32Array
-) -> int:
-    run = -1
-    for i in range(slots.shape[0] - 1, -1, -1):
-        leave(order, runs, slots[i])
-        if run < 0 or (by_time and last[slots[i]] != last[slots[i + 1]]):
-            run = new_run(runs)
-        join(order, runs, run, slots[i])
-        move_to_head(links, links[slots[i], LIST], slots[i])
-    return slots.shape[0]
+# ---- what all traffic teaches
 
 
-@kernel
-def _remove(links: I32Matrix, order: I32Matrix, runs: I32Matrix, slots: ReadI32Array) -> int:
-    for i in range(slots.shape[0]):
-        unlink(links, slots[i])
-        leave(order, runs, slots[i])
-    return slots.shape[0]
+@inline
+def _end_duel_window(own: State) -> None:
+    """End a window of the duel: decide whether LRU decides in the next ones."""
+    counts = own.shadow.counts
+    own.lead = 0.5 * own.lead + 0.5 * (counts[SHADOW_HITS] - counts[OWN_HITS]) / max(1, counts[SAMPLED])
+    counts[SAMPLED] = counts[OWN_HITS] = counts[SHADOW_HITS] = 0
+    own.next_duel = own.references + own.duel_window
+    if own.lru_windows > 0:
+        own.lru_windows -= 1
+        own.lead = 0.0
+    elif own.lead > _TOLERATED_LEAD:
+        own.lru_windows = own.next_lru_windows
+        own.next_lru_windows = min(2 * own.next_lru_windows, _MAX_LRU_WINDOWS)
+    elif own.lead < 0 and own.next_lru_windows > 1:
+        own.next_lru_windows -= 1
 
 
-@kernel
-def _reclassify(
-    slots: ReadI32Array, classes: I32Array, now: int, links: I32Matrix, last: I64Array, held: BoolArray
-) -> int:
-    """Move a request's blocks to the lists of their classes; `held` are the blocks that are in a list."""
-    for i in range(slots.shape[0] - 1, -1, -1):
-        slot = slots[i]
-        held[i] = slot >= 0 and links[slot, LIST] != UNLISTED
-        if held[i]:
-            unlink(links, slot)
-            push_head(links, last.shape[0] + classes[i], slot)
+@Hazard.compiled
+def observe(own: State, path: Path) -> None:
+    links, last, now, start = own.lists.links, own.last, own.references, path.observed
+    keys = path.index.keys[: path.length]
+    own.now = now
+    let_age(own.lifetimes, now)
+    begin_path(own.history, keys, start, now)
+    for row in range(path.length - 1, start - 1, -1):
+        h, slot = path.records[row, HASH], path.found[row]
+        block_class = use_key(own.history, keys, row, h, now)
+        live_on(own.lifetimes, keys, row, h, block_class, now)
+        is_held = slot >= 0 and links[slot, LIST] != UNLISTED
+        if is_held:
+            move_to_head(links, own.lists.num_positions + block_class, slot)
             last[slot] = now
-    return slots.shape[0]
+        compare(own.shadow, keys, row, h, is_held, own.is_victim_tier)
+    end_path(own.shadow, keys, start, own.is_victim_tier)
+    own.references += path.length - start
+    if now >= own.lifetimes.next_evaluation:
+        evaluate(own.lifetimes, now)
+    if own.references >= own.next_duel:
+        _end_duel_window(own)
 
 
 @inline
-def _score(slot: int, block_class: int, now: int, last: I64Array, worth: F64Array, bounds: I64Array) -> float:
-    """The worth of a candidate now; infinite if there is none."""
-    if slot >= last.shape[0]:
-        return np.inf
-    return at_age(worth, bounds, block_class, now - last[slot])
+def _is_lru(own: State) -> bool:
+    oldest = own.oldest_victim
+    return oldest == 0 or own.references < own.warm_up * oldest or own.lru_windows > 0
 
 
-@inline
-def _replace_as_lru(
-    slots: I32Array,
-    num_free: int,
-    now: int,
-    links: I32Matrix,
-    last: I64Array,
-    order: I32Matrix,
-    runs: I32Matrix,
-    oldest_victim: I64Array,
-    one_prefix: int,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    """The least recently used blocks leave; how many slots are filled."""
-    c = last.shape[0]
-    oldest = order[order.shape[0] - 1, PREV]
-    for step in range(num_free, slots.shape[0]):
-        i = step if one_prefix else slots.shape[0] - 1 - (step - num_free)
-        oldest = coldest_evictable(order, oldest, c, ref_cnt, path_table, path_keys, index_keys)
-        if oldest >= c:
-            return step
-        slots[i] = oldest
-        oldest_victim[0] = max(oldest_victim[0], now - last[oldest])
-        oldest = order[oldest, PREV]
-        unlink(links, slots[i])
-        leave(order, runs, slots[i])
-    return slots.shape[0]
+@kernel
+def _asks_lru(own: State) -> bool:
+    return _is_lru(own)
 
 
-@inline
-def _lowest(scores: F64Array, cursors: I32Array, last: I64Array) -> int:
-    """The class whose candidate is worth least, of equals the one that was used longest ago."""
-    lowest = 0
-    for each in range(1, NUM_CLASSES):
-        if scores[each] < scores[lowest] or (
-            scores[each] == scores[lowest]
-            and cursors[each] < last.shape[0]
-            and last[cursors[each]] < last[cursors[lowest]]
-        ):
-            lowest = each
-    return lowest
+# ---- uses
 
 
-@inline
-def _join_all(
-    slots: I32Array,
-    count: int,
-    run: int,
-    run_time: int,
-    classes: I32Array,
-    last_used: I64Array,
-    links: I32Matrix,
-    last: I64Array,
-    order: I32Matrix,
-    runs: I32Matrix,
-) -> None:
-    """The first `count` blocks of the batch join lists and order, the first of them foremost."""
-    for i in range(count - 1, -1, -1):
+@Hazard.compiled
+def access(own: State, used: Used) -> None:
+    links, last, slots, run = own.lists.links, own.last, used.slots, _NO_RUN
+    for i in range(used.count - 1, -1, -1):
         slot = slots[i]
-        if run < 0 or last_used[i] != run_time:
-            run, run_time = new_run(runs), last_used[i]
-        last[slot] = last_used[i]
-        push_head(links, last.shape[0] + classes[i], slot)
-        join(order, runs, run, slot)
+        leave(own.runs, slot)
+        # In a victim tier blocks of several requests come in one batch: each request gets its own run.
+        if run == _NO_RUN or (own.is_victim_tier and last[slot] != last[slots[i + 1]]):
+            run = new_run(own.runs)
+        join(own.runs, run, slot)
+        move_to_head(links, links[slot, LIST], slot)
+
+
+@Hazard.compiled
+def remove(own: State, used: Used) -> None:
+    for i in range(used.count):
+        unlink(own.lists.links, used.slots[i])
+        leave(own.runs, used.slots[i])
+
+
+# ---- who leaves
 
 
 @inline
-def _clear_entered(entered: I32Array, slots: I32Array, num_free: int) -> None:
-    """Leave `entered` as it was between calls."""
-    for i in range(num_free, slots.shape[0]):
+def _worth(own: State, block_class: int, last: int) -> float:
+    """What a block of this class is worth now, if it was used last then."""
+    return at_age(own.lifetimes.worth, own.lifetimes.bounds, block_class, own.now - last)
+
+
+@inline
+def _propose(own: State, block_class: int, slot: int) -> None:
+    """This block is the candidate of its class; the list's sentinel, of infinite worth, means none."""
+    is_block = slot < own.lists.num_positions
+    own.cursors[block_class] = slot
+    own.scores[block_class] = _worth(own, block_class, own.last[slot]) if is_block else np.inf
+
+
+@inline
+def _find_candidate(own: State, cache: Cache, path: Path, block_class: int, slot: int) -> None:
+    """The candidate of a class is its coldest block that may leave, from `slot` on towards the head."""
+    sentinel = own.lists.num_positions + block_class
+    _propose(own, block_class, coldest_evictable(cache, path, own.lists.links, slot, sentinel))
+
+
+@inline
+def _find_candidates(own: State, cache: Cache, path: Path) -> None:
+    links, capacity = own.lists.links, own.lists.num_positions
+    for block_class in range(NUM_CLASSES):
+        _find_candidate(own, cache, path, block_class, links[capacity + block_class, PREV])
+
+
+@inline
+def _lowest(own: State) -> int:
+    """The class whose candidate is worth least, of equals the one that was used longest ago; ABSENT if no
+    class has one."""
+    scores, cursors, last, lowest = own.scores, own.cursors, own.last, 0
+    for each in range(1, NUM_CLASSES):
+        if scores[each] > scores[lowest] or cursors[each] >= last.shape[0]:
+            continue
+        if scores[each] < scores[lowest] or last[cursors[each]] < last[cursors[lowest]]:
+            lowest = each
+    return lowest if cursors[lowest] < last.shape[0] else ABSENT
+
+
+@inline
+def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
+    """Whether a new block of this class, last used then, is worth too little for the candidate's slot."""
+    worth, score, threshold = _worth(own, block_class, last), own.scores[lowest], own.threshold
+    is_older = threshold >= 0.0 and worth == score and last < own.last[own.cursors[lowest]]
+    return worth < score * threshold or is_older
+
+
+@inline
+def _take_victim(own: State, cache: Cache, path: Path, lowest: int) -> int:
+    """Remove the last block of the run of the lowest candidate, or the candidate if that may not leave."""
+    links, victim = own.lists.links, own.cursors[lowest]
+    deepest = deepest_of_run(own.runs, victim)
+    if evictable(cache, path, deepest):
+        victim = deepest
+    block_class, warmer = links[victim, LIST] - own.lists.num_positions, links[victim, PREV]
+    unlink(links, victim)
+    leave(own.runs, victim)
+    if own.cursors[block_class] == victim:
+        _find_candidate(own, cache, path, block_class, warmer)
+    return victim
+
+
+# ---- who enters
+
+
+@inline
+def _assign(own: State, slot: int, block_class: int, last: int) -> None:
+    """The slot, which is in no list, is for a new block of this class, last used then."""
+    own.classes[slot], own.last[slot] = block_class, last
+
+
+@inline
+def _enter(own: State, slot: int) -> None:
+    """A new block joins lists and order at their heads. Neighbours that were last used together are a run."""
+    last = own.last[slot]
+    if own.run == _NO_RUN or last != own.run_time or own.runs.runs[own.run, LENGTH] == 0:
+        own.run, own.run_time = new_run(own.runs), last
+    push_head(own.lists.links, own.lists.num_positions + own.classes[slot], slot)
+    join(own.runs, own.run, slot)
+
+
+@inline
+def _enter_all(own: State, new: Entering, count: int) -> None:
+    """The first `count` blocks of the batch enter, the first of them foremost."""
+    for i in range(count - 1, -1, -1):
+        _enter(own, new.slots[i])
+
+
+@inline
+def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    """The least recently used blocks leave."""
+    order, sentinel = own.runs.order.links, own.runs.order.num_positions
+    oldest = order[sentinel, PREV]
+    for step in range(new.count - new.num_free):
+        i = new.num_free + step if new.one_prefix or new.admitted else new.count - 1 - step
+        oldest = coldest_evictable(cache, path, order, oldest, sentinel)
+        if oldest == sentinel:
+            return
+        slot, oldest = oldest, order[oldest, PREV]
+        own.oldest_victim = max(own.oldest_victim, own.now - own.last[slot])
+        unlink(own.lists.links, slot)
+        leave(own.runs, slot)
+        block_class, last = classify(own.history, new.keys, i, own.now)
+        _assign(own, slot, block_class, last)
+        new.slots[i] = slot
+    _enter_all(own, new, new.count)
+
+
+@inline
+def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    """The blocks of a prefix ask for room from its head on; from the first that is refused on all are."""
+    _find_candidates(own, cache, path)
+    for i in range(new.num_free, new.count):
+        lowest = _lowest(own)
+        if lowest == ABSENT:
+            return
+        block_class, last = classify(own.history, new.keys, i, own.now)
+        if _is_refused(own, lowest, block_class, last):
+            new.slots[i : new.count] = REFUSED
+            _enter_all(own, new, i)
+            return
+        new.slots[i] = _take_victim(own, cache, path, lowest)
+        _assign(own, new.slots[i], block_class, last)
+    _enter_all(own, new, new.count)
+
+
+@inline
+def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    """The blocks that a device drops ask for room from the tail on, and enter at once: each may leave again
+    for one that is nearer to the root."""
+    slots, entered = new.slots, own.entered
+    _find_candidates(own, cache, path)
+    for i in range(new.count - 1, new.num_free - 1, -1):
+        lowest = _lowest(own)
+        if lowest == ABSENT:
+            return
+        block_class, last = classify(own.history, new.keys, i, own.now)
+        if _is_refused(own, lowest, block_class, last):
+            slots[i] = REFUSED
+            continue
+        slot = _take_victim(own, cache, path, lowest)
+        if entered[slot] != ABSENT:
+            slots[entered[slot]] = REFUSED
+        slots[i], entered[slot] = slot, i
+        _assign(own, slot, block_class, last)
+        _enter(own, slot)
+        if own.cursors[block_class] >= own.lists.num_positions:
+            _propose(own, block_class, slot)
+    _enter_all(own, new, new.num_free)
+    for i in range(new.num_free, new.count):
         if slots[i] != REFUSED:
             entered[slots[i]] = ABSENT
 
 
 @inline
-def _deepest_evictable(
-    runs: I32Matrix,
-    victim: int,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    """The last block of a victim's run, if that may leave; otherwise the victim itself."""
-    deepest = deepest_of_run(runs, victim)
-    return deepest if evictable(ref_cnt, path_table, path_keys, index_keys, deepest) else victim
+def _threshold(own: State, new: Entering) -> float:
+    if new.admitted:
+        return 1.0 + _NO_REFUSAL
+    return 1.0 + (own.write_cost if new.one_prefix else own.victim_write_cost)
 
 
-@kernel
-def _replace(
-    slots: I32Array,
-    num_free: int,
-    now: int,
-    classes: I32Array,
-    last_used: I64Array,
-    links: I32Matrix,
-    last: I64Array,
-    order: I32Matrix,
-    runs: I32Matrix,
-    worth: F64Matrix,
-    bounds: I64Array,
-    cursors: I32Array,
-    entered: I32Array,
-    scores: F64Array,
-    oldest_victim: I64Array,
-    threshold: float,
-    is_lru: int,
-    one_prefix: int,
-    ref_cnt: I32Array,
-    path_table: U64Array,
-    path_keys: U64Matrix,
-    index_keys: U64Matrix,
-) -> int:
-    capacity, count = last.shape[0], slots.shape[0]
-    run, run_time = -1, -1
-    if is_lru:
-        filled = _replace_as_lru(
-            slots, num_free, now, links, last, order, runs, oldest_victim, one_prefix,
-            ref_cnt, path_table, path_keys, index_keys,
-        )  # fmt: skip
-        if filled == count:
-            _join_all(slots, count, run, run_time, classes, last_used, links, last, order, runs)
-        return filled
-    for block_class in range(NUM_CLASSES if num_free < count else 0):
-        cold = links[capacity + block_class, PREV]
-        cursors[block_class] = coldest_evictable(
-            links, cold, capacity + block_class, ref_cnt, path_table, path_keys, index_keys
-        )
-        scores[block_class] = _score(cursors[block_class], block_class, now, last, worth, bounds)
-    for step in range(num_free, count):
-        # The blocks of a prefix enter from its head on. Blocks that a device drops enter from the tail on: a
-        # block may leave again for one that is nearer to the root.
-        i = step if one_prefix else count - 1 - (step - num_free)
-        lowest = _lowest(scores, cursors, last)
-        victim = cursors[lowest]
-        if victim >= capacity:
-            return i
-        own_worth = at_age(worth, bounds, classes[i], now - last_used[i])
-        is_older = threshold >= 0.0 and own_worth == scores[lowest] and last_used[i] < last[victim]
-        if own_worth < scores[lowest] * threshold or is_older:
-            slots[i] = REFUSED
-            if one_prefix:
-                slots[i:] = REFUSED
-                count = i
-                break
-            continue
-        victim = _deepest_evictable(runs, victim, ref_cnt, path_table, path_keys, index_keys)
-        block_class = links[victim, LIST] - capacity
-        warmer = links[victim, PREV]
-        unlink(links, victim)
-        leave(order, runs, victim)
-        if cursors[block_class] == victim:
-            cursors[block_class] = coldest_evictable(
-                links, warmer, capacity + block_class, ref_cnt, path_table, path_keys, index_keys
-            )
-            scores[block_class] = _score(cursors[block_class], block_class, now, last, worth, bounds)
-        slots[i] = victim
-        if one_prefix:
-            continue
-        if entered[victim] != ABSENT:
-            slots[entered[victim]] = REFUSED
-        entered[victim] = i
-        if run < 0 or last_used[i] != run_time or runs[run, LENGTH] == 0:
-            run, run_time = new_run(runs), last_used[i]
-        last[victim] = last_used[i]
-        push_head(links, capacity + classes[i], victim)
-        join(order, runs, run, victim)
-        if cursors[classes[i]] >= capacity:
-            cursors[classes[i]], scores[classes[i]] = victim, own_worth
-    first_left = count if one_prefix else num_free
-    _join_all(slots, first_left, run, run_time, classes, last_used, links, last, order, runs)
-    _clear_entered(entered, slots, num_free)
-    return count
+@Hazard.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    own.is_victim_tier, own.run = not new.one_prefix, _NO_RUN
+    own.threshold = _threshold(own, new)
+    if own.is_victim_tier:
+        take_in(own.shadow, new.keys, 0, new.count)
+    for i in range(new.num_free):
+        block_class, last = classify(own.history, new.keys, i, own.now)
+        _assign(own, new.slots[i], block_class, last)
+    if new.num_free == new.count:
+        _enter_all(own, new, new.count)
+    elif _is_lru(own):
+        _replace_as_lru(own, new, cache, path)
+    elif new.one_prefix or new.admitted:
+        _replace_for_prefix(own, new, cache, path)
+    else:
+        _replace_one_by_one(own, new, cache, path)

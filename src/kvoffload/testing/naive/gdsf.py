@@ -9,7 +9,7 @@ from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
 from kvoffload.policies.gdsf import GDSF
-from kvoffload.structures.index import Index, find_one
+from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.naive.choice import first_unprotected
 
@@ -40,9 +40,7 @@ class NaiveGDSF(BlockwisePolicy):
         self._depth: dict[bytes, int] = {}
 
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        path_table, path_keys = protected.path_table, protected.path_keys
-        depths = [find_one(path_table, path_keys, keys.words, row) for row in range(len(keys))]
-        self._depth = dict(zip(keys, depths, strict=True))
+        self._depth = {key: protected.depth_of(key) for key in keys}
         super().replace(keys, slots, num_free, protected)
 
     def hit(self, slot: int) -> None:

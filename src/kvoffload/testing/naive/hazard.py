@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from itertools import islice
 
-from kvoffload.core.policy import REFUSED, EvictionPolicy
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
+from kvoffload.core.state import REFUSED
 from kvoffload.errors import PolicyError
 from kvoffload.policies.hazard import history, lifetimes
 from kvoffload.policies.hazard import policy as hazard

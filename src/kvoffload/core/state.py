@@ -1,0 +1,151 @@
+"""What the control plane's kernels see: the state of a cache, and the blocks of one store or load.
+
+Owns how that lies in memory, and what may leave a cache. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from kvoffload.core.request import Path
+from kvoffload.core.slots import SlotArray, Slots
+from kvoffload.structures.index import ABSENT, Index, find, hash_row
+from kvoffload.structures.jit import I32Array, I32Matrix, U64Matrix, inline
+from kvoffload.structures.keys import Keys, words_per_key
+from kvoffload.structures.lists import PREV, Lists
+from kvoffload.structures.structs import Struct
+
+REFUSED = -1
+"""What `EvictionPolicy.replace` writes in place of a victim: the new block does not enter."""
+
+
+class Cache(Struct):
+    """A manager in kernels.
+
+    Attributes:
+        index: key -> slot; slots: the state of each.
+        policy: address of the policy's state; observe, access, replace: of its functions. 0 if the manager
+            calls the policy in Python.
+        stored, ...: as in `ManagerStats`.
+    """
+
+    index: Index
+    slots: Slots
+    policy: int
+    observe: int
+    access: int
+    replace: int
+    stored: int
+    store_failed: int
+    loaded: int
+    evicted: int
+    refused: int
+    dropped: int
+    kept: int
+    discarded: int
+
+
+class Entering(Struct):
+    """The blocks of one store: what a plan keeps, and what a policy's `replace` is about.
+
+    Attributes:
+        keys: of the missing blocks, in the order of the offer; rows: theirs in the offered batch.
+        slots: where the first `count` of them go; the first `num_free` are free slots, the others are for
+            the policy to fill with its victims.
+        evicted: the keys of those, when they have left.
+        count: how many are stored; num_missing: how many were missing.
+        num_dropped, num_refused: as in `StorePlan`.
+        one_prefix: 1 if the blocks follow one another in one request.
+        admitted: 1 if the policy may refuse none.
+    """
+
+    keys: U64Matrix
+    rows: I32Array
+    slots: I32Array
+    evicted: U64Matrix
+    count: int
+    num_free: int
+    num_missing: int
+    num_dropped: int
+    num_refused: int
+    one_prefix: int
+    admitted: int
+
+
+class Pinned(Struct):
+    """The blocks of one load: `count` slots; whether they count as loaded when it ends."""
+
+    slots: I32Array
+    count: int
+    is_counted: int
+
+
+def blank_store(num_blocks: int, key_bytes: int) -> Any:
+    """Memory for an `Entering` of so many blocks, or more."""
+    return bytearray(_blank_store((num_blocks - 1).bit_length(), key_bytes))
+
+
+def entering(keys: Keys, slots: SlotArray, num_free: int) -> Entering:
+    """Some blocks with the slots that they are given; the first `num_free` are free slots."""
+    count = len(slots)
+    new = Entering.over(blank_store(count, keys.key_bytes))
+    new.keys[:count], new.slots[:count] = keys.words, slots
+    new.count, new.num_free = count, num_free
+    return new
+
+
+def blank_load(num_blocks: int) -> Any:
+    """Memory for a `Pinned` of so many blocks, or more."""
+    return bytearray(_blank_load((num_blocks - 1).bit_length()))
+
+
+@lru_cache(maxsize=64)
+def _blank_store(bits: int, key_bytes: int) -> bytes:
+    room, num_words = 1 << bits, words_per_key(key_bytes)
+    return Entering.blank(keys=(room, num_words), rows=room, slots=room, evicted=(room, num_words))
+
+
+@lru_cache(maxsize=64)
+def _blank_load(bits: int) -> bytes:
+    return Pinned.blank(slots=1 << bits)
+
+
+@inline
+def evictable(cache: Cache, path: Path, slot: int) -> bool:
+    """Whether the block in `slot` may leave: ready, not pinned, not on the storing request's path."""
+    if cache.slots.ref_cnt[slot] != 0:
+        return False
+    keys = cache.index.keys
+    return find(path.index, keys, slot, hash_row(keys, slot)) == ABSENT
+
+
+@inline
+def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
+    """The coldest block of a list, from `slot` towards its head, that may leave; the sentinel if none may."""
+    while slot != sentinel and not evictable(cache, path, slot):
+        slot = links[slot, PREV]
+    return slot
+
+
+@inline
+def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
+    """The coldest block of a list that may leave, or ABSENT: the list's search passes those that may not.
+
+    What was protected before still is, so the blocks of one store search with one `rewind`.
+    """
+    sentinel = lists.num_positions + number
+    slot = coldest_evictable(cache, path, lists.links, lists.cursors[number], sentinel)
+    lists.cursors[number] = slot
+    return np.int64(ABSENT) if slot == sentinel else slot
+
+
+@inline
+def victim_of_either(cache: Cache, path: Path, lists: Lists, number: int) -> int:
+    """`next_victim` of one of two lists; of the other if all blocks of the first are protected."""
+    victim = next_victim(cache, path, lists, number)
+    if victim == ABSENT:
+        victim = next_victim(cache, path, lists, 1 - number)
+    return victim
