@@ -333,7 +333,7 @@ def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")
 
-    for call in ("lookup_key", "prepare_load", "prepare_store", "finish_request", "take_events", "stats"):
+    for call in ("lookup_key", "prepare_load", "prepare_store", "finish_request", "take_events", "counters"):
         with monkeypatch.context() as broken:
             broken.setattr(one.manager.core, call, fail)
             ctx = one.request(call, path)

@@ -127,7 +127,7 @@ def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) 
 
 
 @kernel
-def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_counted: bool) -> int:
+def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned) -> int:
     """Pin a batch; returns how many blocks, or ``~row`` of one that is not ready."""
     count = see(path, batch)
     ref_cnt, slots = cache.slots.ref_cnt, load.slots
@@ -139,19 +139,19 @@ def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_counted: boo
     for row in range(count):
         cache.slots.num_evictable -= ref_cnt[slots[row]] == 0
         ref_cnt[slots[row]] += 1
-    load.count, load.is_counted = max(0, count), is_counted
+    load.count = max(0, count)
     return count
 
 
 @kernel
-def unpin(cache: Cache, load: Pinned) -> int:
+def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
     """Remove one pin from each block; returns how many slots are condemned, some of which may now be free."""
     slots = cache.slots
     ref_cnt = slots.ref_cnt
     for row in range(load.count):
         ref_cnt[load.slots[row]] -= 1
         slots.num_evictable += ref_cnt[load.slots[row]] == 0
-    cache.loaded += load.count if load.is_counted else 0
+    cache.loaded += load.count if is_load else 0
     return slots.num_condemned
 
 

@@ -379,7 +379,13 @@ class OffloadingManager:
         return events
 
     def stats(self) -> ManagerStats:
-        """A copy of the counters, and the current use of the slots. Cost: O(1)."""
+        """A copy of the counters, the current use of the slots, and what the policy says. Cost: O(1)."""
+        stats = self.counters()
+        stats.policy = self.policy.stats()
+        return stats
+
+    def counters(self) -> ManagerStats:
+        """As `stats`, without the policy's part: for those who ask often. Cost: 3 us."""
         state, slots = self._state, self.slots
         stats = ManagerStats(
             capacity=self.capacity_blocks, **{name: getattr(state, name) for name in _COUNTERS}
@@ -387,7 +393,6 @@ class OffloadingManager:
         stats.free, stats.writing, stats.ready = slots.num_free, slots.num_writing, slots.num_ready
         stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
         stats.duplicates = self.store_mode.num_duplicates
-        stats.policy = self.policy.stats()
         return stats
 
     # ---- inside
@@ -421,8 +426,8 @@ class OffloadingManager:
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
         batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
-        plan, is_load = blank_load(len(keys)), call == "prepare_load"
-        while (pinned := kernels.pin(self._cache, ctx.memory, batch, plan, is_load)) < AGAIN:
+        plan = blank_load(len(keys))
+        while (pinned := kernels.pin(self._cache, ctx.memory, batch, plan)) < AGAIN:
             ctx.make_room(keys, pinned)
         if pinned < 0:
             raise MisuseError(f"{call} of a block that is not ready: key {keys[~pinned].hex()}")
@@ -435,10 +440,11 @@ class OffloadingManager:
             raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan)} blocks")
         if not self._close(plan, LoadPlan, call):
             return
-        if kernels.unpin(self._cache, plan.memory):
+        is_load = call == "complete_load"
+        if kernels.unpin(self._cache, plan.memory, is_load):
             self.slots.num_evictable -= self.slots.release(plan.slots)
         if len(rows):
-            if call == "complete_load":
+            if is_load:
                 self._state.loaded -= len(rows)
             self._discard(plan.keys.take(rows), plan.slots[rows])
 

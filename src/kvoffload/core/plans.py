@@ -100,7 +100,6 @@ class LoadPlan:
         memory = blank_load(len(slots))
         part = Pinned.over(memory)
         part.slots[: len(slots)], part.count = slots, len(slots)
-        part.is_counted = Pinned.over(self.memory).is_counted
         return LoadPlan(self.request, keys, memory, self.epoch)
 
 

@@ -76,11 +76,10 @@ class Entering(Struct):
 
 
 class Pinned(Struct):
-    """The blocks of one load: `count` slots; whether they count as loaded when it ends."""
+    """The blocks of one load: `count` slots."""
 
     slots: I32Array
     count: int
-    is_counted: int
 
 
 def blank_store(num_blocks: int, key_bytes: int) -> Any:

@@ -38,8 +38,8 @@ USUAL_KEY_BYTES = 36
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Nothing is stored, and vLLM does not repeat the offer."""
 _NO_ROWS = np.empty(0, np.int64)
-STATS_INTERVAL_S = 0.1
-"""Statistics are handed to vLLM, which passes them between processes, no more often while requests run."""
+GAUGES_INTERVAL_S = 0.1
+"""While requests run, the state of cache, policy and tiers is shown no more often."""
 
 
 class KVOffloadManager(OffloadingManager):
@@ -85,7 +85,7 @@ class KVOffloadManager(OffloadingManager):
         self._stores: InFlight[StorePlan] = InFlight()
         self._verifier: Verifier | None = None
         self._sealing = options.verify == ALWAYS
-        self._last_stats_s = 0.0
+        self._shown_s = 0.0
         # vLLM calls these in every step; most engines have nothing to do there.
         if not enable_events:
             self.take_events = list  # type: ignore[method-assign]
@@ -348,15 +348,20 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda: None)
     def get_stats(self) -> Any:
-        """Counters since the last time, and gauges of the present state. While requests run vLLM asks after
-        every step: most of the time there is no answer, and nothing is lost, because counters accumulate."""
-        now = time.monotonic()
-        if self._running and now - self._last_stats_s < STATS_INTERVAL_S:
+        """Counters that have changed, at once; gauges ten times a second.
+
+        vLLM asks after every step, and most steps change nothing.
+        """
+        now, counters = time.monotonic(), self.core.counters()
+        shows = now - self._shown_s >= GAUGES_INTERVAL_S or not self._running
+        if not shows and not self.metrics.has_changed(counters):
             return None
-        self._last_stats_s = now
-        taken = self.metrics.take(self.core.policy.name, self.core.stats())
-        if self._tiered is not None:
-            self.metrics.add_tiers(taken, tier_counts(self._tiered))
+        taken = self.metrics.take(counters)
+        if shows:
+            self._shown_s = now
+            self.metrics.show(taken, counters, self.core.policy)
+            if self._tiered is not None:
+                self.metrics.add_tiers(taken, tier_counts(self._tiered))
         return taken
 
     def shutdown(self) -> None:

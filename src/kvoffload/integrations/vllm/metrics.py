@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
 from kvoffload.core.plans import ManagerStats
+from kvoffload.core.policy import EvictionPolicy
 
 PREFIX = "vllm:kvoffload_"
 """When an engine ends vLLM unregisters only metrics that have ``vllm`` in their names."""
@@ -99,29 +100,39 @@ class Metrics:
         self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tiers_before: Counter[tuple[str, str]] = Counter()
 
-    def take(self, policy: str, stats: ManagerStats) -> OffloadingConnectorStats:
-        """Counters since the last call, and gauges of the present state."""
+    def has_changed(self, counters: ManagerStats) -> bool:
+        """Whether there is anything to take."""
+        return bool(self.num_lookups or self.counts) or counters != self._before
+
+    def take(self, counters: ManagerStats) -> OffloadingConnectorStats:
+        """Counters since the last call."""
         counts, self.counts = self.counts, Counter()
         counts["lookup_blocks"], self.num_lookups = self.num_lookups, 0
-        before, self._before = self._before, stats
+        before, self._before = self._before, counters
         taken = OffloadingConnectorStats()
-        counts["stored_blocks"] += stats.stored - before.stored
-        counts["evicted_blocks"] += stats.evicted - before.evicted
-        counts["discarded_blocks"] += stats.discarded - before.discarded
+        counts["stored_blocks"] += counters.stored - before.stored
+        counts["evicted_blocks"] += counters.evicted - before.evicted
+        counts["discarded_blocks"] += counters.discarded - before.discarded
         for name, count in counts.items():
             if count:
                 taken.increase_counter(PREFIX + name, count)
-        refused = {"admission": stats.refused - before.refused, "no_room": stats.dropped - before.dropped}
+        refused = {
+            "admission": counters.refused - before.refused,
+            "no_room": counters.dropped - before.dropped,
+        }
         for reason, count in refused.items():
             if count:
                 taken.increase_counter(PREFIX + REFUSED, count, (reason,))
-        self._show(taken, "capacity_blocks", stats.capacity)
-        self._show(taken, "ready_blocks", stats.ready)
-        self._show(taken, "pinned_blocks", stats.ready - stats.evictable)
-        self._show(taken, "writing_blocks", stats.writing)
-        for name, value in stats.policy.items():
-            self._show(taken, POLICY, value, (policy, name))
         return taken
+
+    def show(self, taken: OffloadingConnectorStats, counters: ManagerStats, policy: EvictionPolicy) -> None:
+        """Gauges of the present state."""
+        self._show(taken, "capacity_blocks", counters.capacity)
+        self._show(taken, "ready_blocks", counters.ready)
+        self._show(taken, "pinned_blocks", counters.ready - counters.evictable)
+        self._show(taken, "writing_blocks", counters.writing)
+        for name, value in policy.stats().items():
+            self._show(taken, POLICY, value, (policy.name, name))
 
     def add_tiers(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, Any]]) -> None:
         """The same for each tier behind RAM, from its name and its counters since it was opened."""
