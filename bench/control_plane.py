@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from control_plane_batches import LENGTHS, Lives, life_of_ours, life_of_theirs, measure_lengths
+from control_plane_batches import LENGTHS, Lives, leading_hits, life_of_ours, life_of_theirs, measure_lengths
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.policy import POLICIES as ALL_POLICIES
@@ -173,17 +173,10 @@ class Theirs:
             ctx.set_offload_key_position(key, position)
         return ctx
 
-    def leading_hits(self, keys: Request, ctx: Any) -> int:
-        lookup, hit = self.manager.lookup, self.hit
-        for position, key in enumerate(keys):
-            if lookup(key, ctx) is not hit:
-                return position
-        return len(keys)
-
     def live(self, keys: Request, watch: Watch) -> None:
         manager, ctx = self.manager, self.context(keys)
         watch("begin request", manager.on_new_request, ctx)
-        found = watch("lookup", self.leading_hits, keys, ctx)
+        found = watch("lookup", leading_hits, manager.lookup, self.hit, keys, ctx)
         head = keys[:found]
         watch("prepare_load", manager.prepare_load, head, ctx)
         watch("complete_load", manager.complete_load, head, ctx)

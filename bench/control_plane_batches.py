@@ -123,16 +123,20 @@ def life_of_ours(manager: Any, keys: list[bytes], packed: bool) -> tuple[int, in
     return stored - offered, clock() - started
 
 
+def leading_hits(lookup: Callable[..., Any], hit: Any, keys: list[bytes], ctx: Any) -> int:
+    """How many leading blocks vLLM's manager has, asked as its connector asks."""
+    for position, key in enumerate(keys):
+        if lookup(key, ctx) is not hit:
+            return position
+    return len(keys)
+
+
 def life_of_theirs(manager: Any, ctx: Any, hit: Any, keys: list[bytes]) -> tuple[int, int]:
     """The same with vLLM's; its connector has made `ctx` and noted the position of each key."""
-    clock, lookup = time.perf_counter_ns, manager.lookup
+    clock = time.perf_counter_ns
     started = clock()
     manager.on_new_request(ctx)
-    num_ready = 0
-    for key in keys:
-        if lookup(key, ctx) is not hit:
-            break
-        num_ready += 1
+    num_ready = leading_hits(manager.lookup, hit, keys, ctx)
     if num_ready:
         head = keys[:num_ready]
         manager.prepare_load(head, ctx)

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from control_plane import machine, progress, why_no_vllm
+from control_plane_batches import leading_hits
 from kvoffload.core.policy import POLICIES
 from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.replay import Replay, ReplayConfig
@@ -130,11 +131,7 @@ class Theirs:
             lookup = manager.lookup
             for keys, ctx in batch:
                 manager.on_new_request(ctx)
-                hits = 0
-                for key in keys:
-                    if lookup(key, ctx) is not hit:
-                        break
-                    hits += 1
+                hits = leading_hits(lookup, hit, keys, ctx)
                 total_hits += hits
                 head = keys[:hits]
                 manager.prepare_load(head, ctx)

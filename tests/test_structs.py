@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -271,3 +273,41 @@ def test_memory_of_a_plan_is_for_as_many_blocks_as_it_has(count: int) -> None:
     blank = Entering.over(blank_store(count, 20))
     assert len(blank.rows) == len(blank.slots) >= count
     assert blank.keys.shape == blank.evicted.shape == (len(blank.rows), 3)
+
+
+def test_a_policy_may_make_itself_a_new_state_when_it_is_reset() -> None:
+    """Kernels then have the address of the new one."""
+
+    class Renewed(LRU):
+        """LRU that forgets by beginning anew."""
+
+        def reset(self) -> None:
+            self.state = LRU(self.index).state
+
+    manager: Any = OffloadingManager(3, key_bytes=8, policy=Renewed)
+    for _ in range(3):
+        for number in range(5):
+            manager.complete_store(manager.prepare_store([b"%8d" % number]))
+        assert manager._state.policy == manager.policy.state.address
+        assert sorted(manager.policy.order()) == [0, 1, 2]
+        manager.reset()
+
+
+# ---- compiling
+
+
+MAKERS = {
+    "kvoffload.core.manager": "OffloadingManager(8, policy='hazard', admission='reuse:2')",
+    "kvoffload.tiers.memory": "MemoryTier(8, 64)",
+    "kvoffload.transfer.engine": "HostEngine(numpy.zeros((4, 64), 'u1'))",
+}
+
+
+@pytest.mark.parametrize("module", MAKERS)
+def test_nothing_is_left_to_be_compiled_inside_a_request(module: str) -> None:
+    code = (
+        f"import numpy; from {module} import *; {MAKERS[module]}; "
+        "from kvoffload.structures import jit; print([one.__name__ for one in jit._WAITING])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

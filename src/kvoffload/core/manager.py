@@ -149,9 +149,8 @@ class OffloadingManager:
         Blocks that the request has already touched, or stored itself, are not accessed a second time; they
         only take their place in the order of the path.
         """
-        if path or ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
+        if ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
             ctx = self._context(ctx)
-            ctx.flush()
         if path:
             self._use(path, ctx, whole_path=True)
         else:
@@ -368,6 +367,8 @@ class OffloadingManager:
         self.slots.reset(drop_in_flight=drop_in_flight)
         self.index.clear()
         self.store_mode.reset()
+        # A policy may have made itself a new state.
+        self._bind_policy()
         if self.admission is not None:
             self.admission.reset()
 

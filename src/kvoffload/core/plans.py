@@ -49,7 +49,27 @@ class PrefixLookup(NamedTuple):
     stopped_by: LookupResult
 
 
-class LoadPlan:
+class _Plan:
+    """What every plan has: the request that it was made for, memory for the manager's kernels, and an end."""
+
+    __slots__ = ("completed", "epoch", "memory", "request")
+
+    def __init__(self, request: RequestContext, memory: Any, epoch: int) -> None:
+        self.request, self.memory, self.epoch = request, memory, epoch
+        self.completed = False
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request that the plan was made for; empty if there is none."""
+        return self.request.request_id
+
+    @property
+    def owner(self) -> object:
+        """The manager."""
+        return self.request.owner
+
+
+class LoadPlan(_Plan):
     """Blocks that are pinned until `complete_load`: copy `slots[i]` to where `keys[i]` belongs.
 
     Its arrays are made when they are asked for.
@@ -60,11 +80,11 @@ class LoadPlan:
         completed: whether it was completed, or split.
     """
 
-    __slots__ = ("_offered", "completed", "epoch", "memory", "request")
+    __slots__ = ("_offered",)
 
     def __init__(self, request: RequestContext, offered: Sequence[bytes], memory: Any, epoch: int) -> None:
-        self.request, self._offered, self.memory, self.epoch = request, offered, memory, epoch
-        self.completed = False
+        super().__init__(request, memory, epoch)
+        self._offered = offered
 
     def __len__(self) -> int:
         return _number(self.memory, _NUM_PINNED)
@@ -80,16 +100,6 @@ class LoadPlan:
         """Shape ``(len(keys),)``, int32 (a view)."""
         return Pinned.array(self.memory, "slots", len(self))
 
-    @property
-    def request_id(self) -> str:
-        """Id of the request that the plan was made for; empty if there is none."""
-        return self.request.request_id
-
-    @property
-    def owner(self) -> object:
-        """The manager."""
-        return self.request.owner
-
     def split(self, parts: Parts = None) -> list[LoadPlan]:
         """Plans to complete instead of this one: one for each part of its rows, or one for each block."""
         self.completed = True
@@ -103,7 +113,7 @@ class LoadPlan:
         return LoadPlan(self.request, keys, memory, self.epoch)
 
 
-class StorePlan:
+class StorePlan(_Plan):
     """Blocks to copy: ``keys[i]`` into ``slots[i]``; in flight until `complete_store`.
 
     Its arrays and keys are made when they are asked for; they are views.
@@ -114,11 +124,11 @@ class StorePlan:
         completed: whether it was completed, or split.
     """
 
-    __slots__ = ("completed", "epoch", "memory", "num_stored", "request")
+    __slots__ = ("num_stored",)
 
     def __init__(self, request: RequestContext, memory: Any, num_stored: int, epoch: int) -> None:
-        self.request, self.memory, self.num_stored, self.epoch = request, memory, num_stored, epoch
-        self.completed = False
+        super().__init__(request, memory, epoch)
+        self.num_stored = num_stored
 
     def __len__(self) -> int:
         return self.num_stored
@@ -166,16 +176,6 @@ class StorePlan:
     def num_refused(self) -> int:
         """Offered keys that the admission rule or the policy refused."""
         return _number(self.memory, _NUM_REFUSED)
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request that the plan was made for; empty if there is none."""
-        return self.request.request_id
-
-    @property
-    def owner(self) -> object:
-        """The manager."""
-        return self.request.owner
 
     def split(self, parts: Parts = None) -> list[StorePlan]:
         """Plans to complete instead of this one: one for each part of its rows, or one for each block."""

@@ -199,7 +199,8 @@ class CompiledPolicy(EvictionPolicy):
     with the class.
 
     Attributes:
-        state: what the functions work on.
+        state: what the functions work on. It is made in the constructor; `reset` clears it in place, or makes
+            a new one.
         functions: by name.
     """
 

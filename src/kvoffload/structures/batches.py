@@ -16,6 +16,7 @@ from numba.core.datamodel import models
 from numba.extending import NativeValue, intrinsic, make_attribute_wrapper, register_model, unbox
 
 from kvoffload.structures.jit import U64Matrix, inline
+from kvoffload.structures.structs import c_function
 
 WRONG_KEY = 0
 """What `key_at` returns for a key of another length, or another type."""
@@ -63,21 +64,17 @@ for _name in ("address", "size"):
     make_attribute_wrapper(OneKeyType, _name, _name)
 
 
-def _function(builder: Any, result: Any, arguments: list[Any], name: str) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
-
-
 @unbox(KeyBatchType)
 def _unbox(kind: Any, value: Any, c: Any) -> Any:
     builder, api = c.builder, c.pyapi
     batch = cgutils.create_struct_proxy(kind)(c.context, builder)
     buffer, failed = api.alloca_buffer(), cgutils.alloca_once_value(builder, cgutils.false_bit)
-    check = _function(builder, _INT, [api.pyobj], "PyObject_CheckBuffer")
+    check = c_function(builder, _INT, [api.pyobj], "PyObject_CheckBuffer")
     has_buffer = cgutils.is_not_null(builder, builder.call(check, [value]))
     with builder.if_else(has_buffer) as (words, a_list):
         with words:
             # Without flags: bytes in a row, or an error.
-            get = _function(builder, _INT, [api.pyobj, buffer.type, _INT], "PyObject_GetBuffer")
+            get = c_function(builder, _INT, [api.pyobj, buffer.type, _INT], "PyObject_GetBuffer")
             result = builder.call(get, [value, buffer, _INT(0)])
             builder.store(cgutils.is_not_null(builder, result), failed)
             fields = builder.bitcast(buffer, _WORD.as_pointer())
@@ -85,7 +82,7 @@ def _unbox(kind: Any, value: Any, c: Any) -> Any:
             batch.size = builder.load(builder.gep(fields, [_WORD(2)]))
             batch.is_list = cgutils.false_bit
         with a_list:
-            batch.size = builder.call(_function(builder, _WORD, [api.pyobj], "PyList_Size"), [value])
+            batch.size = builder.call(c_function(builder, _WORD, [api.pyobj], "PyList_Size"), [value])
             builder.store(builder.icmp_signed("<", batch.size, _WORD(0)), failed)
             batch.address = builder.ptrtoint(value, _WORD)
             batch.is_list = cgutils.true_bit
@@ -101,7 +98,7 @@ def _unbox(kind: Any, value: Any, c: Any) -> Any:
 def _unbox_key(kind: Any, value: Any, c: Any) -> Any:
     builder, pointer = c.builder, _BYTE.as_pointer()
     data, size = cgutils.alloca_once(builder, pointer), cgutils.alloca_once(builder, _WORD)
-    get = _function(builder, _INT, [c.pyapi.pyobj, data.type, size.type], "PyBytes_AsStringAndSize")
+    get = c_function(builder, _INT, [c.pyapi.pyobj, data.type, size.type], "PyBytes_AsStringAndSize")
     failed = cgutils.is_not_null(builder, builder.call(get, [value, data, size]))
     key = cgutils.create_struct_proxy(kind)(c.context, builder)
     key.address, key.size = builder.ptrtoint(builder.load(data), _WORD), builder.load(size)
@@ -114,16 +111,16 @@ def _listed_key(typing_context: Any, address: Any, row: Any, key_bytes: Any) -> 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _BYTE.as_pointer()
         item = builder.call(
-            _function(builder, pointer, [pointer, _WORD], "PyList_GetItem"),
+            c_function(builder, pointer, [pointer, _WORD], "PyList_GetItem"),
             [builder.inttoptr(arguments[0], pointer), arguments[1]],
         )
         data, length = cgutils.alloca_once(builder, pointer), cgutils.alloca_once(builder, _WORD)
         found = cgutils.alloca_once_value(builder, _WORD(WRONG_KEY))
-        get = _function(builder, _INT, [pointer, data.type, length.type], "PyBytes_AsStringAndSize")
+        get = c_function(builder, _INT, [pointer, data.type, length.type], "PyBytes_AsStringAndSize")
         is_wrong = cgutils.is_not_null(builder, builder.call(get, [item, data, length]))
         with builder.if_else(is_wrong, likely=False) as (wrong, right):
             with wrong:
-                builder.call(_function(builder, ir.VoidType(), [], "PyErr_Clear"), [])
+                builder.call(c_function(builder, ir.VoidType(), [], "PyErr_Clear"), [])
             with right, builder.if_then(builder.icmp_signed("==", builder.load(length), arguments[2])):
                 builder.store(builder.ptrtoint(builder.load(data), _WORD), found)
         return builder.load(found)

@@ -84,24 +84,29 @@ def _precedes(order: F64Matrix, a: int, b: int) -> bool:
 
 
 @inline
+def _put(heap: Heap, place: int, position: int) -> None:
+    """Make a position the entry of the heap at a place."""
+    heap.firsts[place] = position
+    heap.links[position, PLACE] = place
+
+
+@inline
 def _sift_up(heap: Heap, hole: int, position: int) -> None:
     """Put a position into a hole of the heap, or above it where it belongs."""
-    order, links, firsts = heap.order, heap.links, heap.firsts
+    order, firsts = heap.order, heap.firsts
     while hole > 0:
         parent = (hole - 1) >> 1
         if not _precedes(order, position, firsts[parent]):
             break
-        firsts[hole] = firsts[parent]
-        links[firsts[hole], PLACE] = hole
+        _put(heap, hole, firsts[parent])
         hole = parent
-    firsts[hole] = position
-    links[position, PLACE] = hole
+    _put(heap, hole, position)
 
 
 @inline
 def _sift_down(heap: Heap, hole: int, position: int) -> None:
     """Put a position into a hole of the heap, or below it where it belongs."""
-    order, links, firsts, size = heap.order, heap.links, heap.firsts, heap.num_chains
+    order, firsts, size = heap.order, heap.firsts, heap.num_chains
     while True:
         child = 2 * hole + 1
         if child >= size:
@@ -110,11 +115,9 @@ def _sift_down(heap: Heap, hole: int, position: int) -> None:
             child += 1
         if not _precedes(order, firsts[child], position):
             break
-        firsts[hole] = firsts[child]
-        links[firsts[hole], PLACE] = hole
+        _put(heap, hole, firsts[child])
         hole = child
-    firsts[hole] = position
-    links[position, PLACE] = hole
+    _put(heap, hole, position)
 
 
 @inline

@@ -26,7 +26,7 @@ from numba.extending import NativeValue, intrinsic, register_model, unbox
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import as_dtype
 
-_WORD = ir.IntType(64)
+_WORD, _INT = ir.IntType(64), ir.IntType(32)
 _WRITABLE = 1
 """`PyBUF_WRITABLE` without any other flag: bytes in a row, which may be changed."""
 
@@ -164,15 +164,13 @@ class Struct:
         return self
 
     def _part(self, name: str) -> Any:
-        """An array or a struct, by name."""
-        part = self._fields.get(name)
-        if part is None:
-            at, kind, _, num_dimensions = self.fields[name]
-            if num_dimensions == 0:
-                part = kind.struct.over(self.memory, self._start + self._words[at])
-            else:
-                part = self.array(self.memory, name, start=self._start)
-            self._fields[name] = part
+        """An array or a struct of a piece of memory, the first time that it is asked for."""
+        at, kind, _, num_dimensions = self.fields[name]
+        if num_dimensions == 0:
+            part: Any = kind.struct.over(self.memory, self._start + self._words[at])
+        else:
+            part = self.array(self.memory, name, start=self._start)
+        self._fields[name] = part
         return part
 
     @classmethod
@@ -235,16 +233,17 @@ class _Address(models.PrimitiveModel):
         super().__init__(manager, kind, _WORD)
 
 
+def c_function(builder: Any, result: Any, arguments: list[Any], name: str) -> Any:
+    """A function of Python's own C interface, for compiled code to call."""
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
 @unbox(StructType)
 def _unbox(kind: Any, value: Any, c: Any) -> Any:
     """The address of anything that can be written: raises `TypeError` for other objects."""
     buffer = c.pyapi.alloca_buffer()
-    get = cgutils.get_or_insert_function(
-        c.builder.module,
-        ir.FunctionType(ir.IntType(32), [c.pyapi.pyobj, buffer.type, ir.IntType(32)]),
-        "PyObject_GetBuffer",
-    )
-    failed = cgutils.is_not_null(c.builder, c.builder.call(get, [value, buffer, ir.IntType(32)(_WRITABLE)]))
+    get = c_function(c.builder, _INT, [c.pyapi.pyobj, buffer.type, _INT], "PyObject_GetBuffer")
+    failed = cgutils.is_not_null(c.builder, c.builder.call(get, [value, buffer, _INT(_WRITABLE)]))
     address = c.builder.load(c.builder.bitcast(buffer, _WORD.as_pointer()))
 
     def cleanup() -> None:

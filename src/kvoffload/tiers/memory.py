@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_CHECKSUM, Checksums, Mask, block_checksums, key_digests
 from kvoffload.transfer import Blocks, CopyEngine, Rows, check_rows, copy_engine_for
@@ -71,6 +72,7 @@ class MemoryTier:
         self._memory: mmap.mmap | None = _allocate(num_slots, block_bytes, num_slots * self.slot_stride)
         self.checksums: Checksums | None = np.full(num_slots, NO_CHECKSUM, np.uint64) if verify else None
         self._slots = np.frombuffer(self._memory, np.uint8).reshape(num_slots, self.slot_stride)
+        compile_all()
 
     @property
     def pool(self) -> Blocks:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from kvoffload.structures.jit import compile_all
 from kvoffload.transfer.copies import Blocks, Rows, copy_blocks
 
 DeviceArray: TypeAlias = Any
@@ -76,6 +77,7 @@ class HostEngine:
     def __init__(self, device: DeviceArray) -> None:
         self.blocks = as_blocks(device)
         self.num_blocks, self.block_bytes = self.blocks.shape
+        compile_all()
 
     def store(self, device_rows: Rows, pool: Blocks, slots: Rows) -> Transfer:
         copy_blocks(self.blocks, device_rows, pool, slots)

@@ -20,6 +20,7 @@ from kvoffload.integrations.vllm.copies import Copies
 from kvoffload.integrations.vllm.logs import logger, rate_limited_log
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.slots_spec import SlotsSpec, without_torn_groups
+from kvoffload.structures.jit import compile_all
 
 
 @dataclass
@@ -59,6 +60,7 @@ class KVOffloadWorker(OffloadingWorker):
         self.failures_are_named = False
         self.num_failed = 0
         self._log = rate_limited_log()
+        compile_all()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
         """Begin to store; always True. A chunk that is not whole is not stored."""
