@@ -116,11 +116,11 @@ class Grid:
         # Whether it can be understood is known before a trace is read.
         self._sizes(_ANY_TRACE)
         for tiers in self.tiers:
+            for typed in parse_tiers("tiers", tiers):
+                if typed.keeps_blocks:
+                    allowed = f"a sweep has no blocks to keep; allowed: simulated:{typed.capacity}"
+                    raise ConfigError("tiers", tiers, allowed)
             for tier in _tier_options(tiers, self.block_bytes, _ANY_TRACE):
-                if tier.keeps_blocks:
-                    raise ConfigError(
-                        "tiers", tiers, f"a sweep has no blocks to keep; allowed: simulated:{tier.capacity}"
-                    )
                 if reason := why_not(tier.policy, tier.admission):
                     raise ConfigError("tiers", tiers, reason.args[0])
 
