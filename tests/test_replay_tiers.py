@@ -238,10 +238,13 @@ def test_a_sweep_over_tiers_says_what_replays_say(small_chat: Trace) -> None:
     assert rows[4].baseline == "lru, all"
 
 
-@pytest.mark.parametrize(
-    "tiers", ["", "10%,policy=lruu", "10%,admission=reuse:x", "ten", "10%++20%", "disk:/x:10%"]
-)
+@pytest.mark.parametrize("tiers", ["", "10%,policy=lruu", "10%,admission=reuse:x", "ten", "10%++20%"])
 def test_an_axis_of_tiers_that_cannot_be(tiers: str) -> None:
-    """Known before a trace is read."""
     with pytest.raises(ConfigError, match="tiers"):
         Grid(("lru",), tiers=(tiers,))
+
+
+def test_a_sweep_keeps_no_blocks() -> None:
+    """Known before a trace is read."""
+    with pytest.raises(ConfigError, match=r"tiers: 'disk:/x:10%' .* allowed: simulated:10%$"):
+        Grid(("lru",), tiers=("none", "disk:/x:10%"))
