@@ -196,11 +196,14 @@ class Engine:
         return [list(output.token_ids) for output in self.generate(prompts, tokens)]
 
     def drain(self) -> None:
-        """Step until no transfer is under way, and the connector has heard that all requests are finished."""
+        """Step until no transfer is under way, and the connector has heard that all requests are finished.
+
+        As a server does: every step's counts reach ``/metrics``, also those of steps without an answer.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while self.core.scheduler.has_requests():
             assert time.monotonic() < deadline, "transfers do not end"
-            self.core.step_fn()
+            self.llm.llm_engine.step()
 
     def forget_device(self) -> None:
         """Empty the engine's own prefix cache, not ours."""

@@ -90,8 +90,9 @@ def test_events_tell_what_ram_holds(engine: Any, on_llama: Expected, monkeypatch
     assert held == {maybe_convert_block_hash(key[:-4]) for key in resident}
 
 
-def test_metrics_under_vllms_own(engine: Any, on_llama: Expected) -> None:
-    """What ``/metrics`` of a server would show of this process."""
+def test_metrics_under_vllms_own(engine: Any, on_llama: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``/metrics`` of a server would show of this process, once no request runs."""
+    monkeypatch.setattr("kvoffload.integrations.vllm.manager.GAUGES_INTERVAL_S", 1e9)
     from prometheus_client import REGISTRY
 
     def value(metric: str, /, **labels: str) -> float:
@@ -104,6 +105,7 @@ def test_metrics_under_vllms_own(engine: Any, on_llama: Expected) -> None:
     before = {name: value(name) for name in ("kvoffload_hit_blocks_total", "kv_offload_load_bytes_total")}
     assert engine.tokens([on_llama.prompts[0]])[0] == on_llama.answers[0]
     assert engine.tokens([on_llama.prompts[0]])[0] == on_llama.answers[0]
+    engine.drain()
     stats, hits = engine.manager.core.stats(), value("kvoffload_hit_blocks_total")
     assert hits > before["kvoffload_hit_blocks_total"]
     block_bytes = engine.manager._pool.part_bytes
