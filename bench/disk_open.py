@@ -16,11 +16,10 @@ import numpy as np
 from kvoffload.config import parse_size
 from kvoffload.testing.disk import SparseFiles
 from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import Files
-from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.opening import Geometry, open_slab
-from kvoffload.tiers.disk.recovery import Contents, recover
+from kvoffload.tiers.disk.recovery import Contents
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 KEY_BYTES, FINGERPRINT = 36, "bench"
@@ -30,7 +29,8 @@ def fill(path: Path, capacity_bytes: int, block_bytes: int, files: Files) -> int
     """Make a slab whose journal says that every slot holds a block; how many."""
     layout = Layout.within(capacity_bytes, block_bytes, KEY_BYTES)
     log = RateLimitedLog("kvoffload.disk")
-    slab = open_slab(path, Geometry(layout, capacity_bytes, FINGERPRINT), files, log)
+    geometry = Geometry(layout, capacity_bytes, FINGERPRINT)
+    lock, slab, journal, _ = open_directory(path, geometry, files, log, None)
     contents, chance = Contents(layout), np.random.default_rng(0)
     n = layout.num_slots
     contents.generation[:] = np.arange(1, n + 1)
@@ -39,8 +39,9 @@ def fill(path: Path, capacity_bytes: int, block_bytes: int, files: Files) -> int
     contents.written_at_s[:] = int(time.time())
     contents.words[:] = chance.integers(0, 1 << 63, contents.words.shape, np.uint64)
     contents.words[:, -1] &= np.uint64(0xFFFFFFFF)
-    Journal(slab, recover(slab)).checkpoint(contents)
+    journal.checkpoint(contents)
     slab.close()
+    lock.release()
     return n
 
 

@@ -1,4 +1,4 @@
-"""Read a slab without kvoffload: docs/formats.md in code. Run it with the path of a ``kvoffload.slab``."""
+"""Read a slab without kvoffload: docs/formats.md in code. Run it with the path of a ``kvoffload-*.slab``."""
 
 from __future__ import annotations
 
@@ -29,42 +29,53 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
     data = path.read_bytes()  # a real reader seeks
     pages = (data[:PAGE], data[PAGE : 2 * PAGE])
     sound = [SUPERBLOCK.unpack_from(p) for p in pages if p.startswith(b"KVOFSLAB") and checked(p)]
-    (_, _, version, page_bytes, _, _, block_bytes, key_bytes, _, slab_id, fingerprint, _,
+    (_, _, version, page_bytes, _, num_slots, block_bytes, key_bytes, _, slab_id, fingerprint, _,
      checkpoint_bytes, group_bytes, log_bytes, void_before) = max(sound, key=lambda s: s[-1])  # fmt: skip
-    assert (version, page_bytes) == (2, PAGE)
+    assert (version, page_bytes) == (3, PAGE)
     padded_key, log = -(-key_bytes // 8) * 8, 2 * PAGE + 2 * checkpoint_bytes
     first_slot, slot_bytes = log + log_bytes, -(-block_bytes // PAGE) * PAGE
     entry_bytes, entries = ENTRY.size + padded_key, {}
 
-    def apply(at: int, kind: int, epoch: int, sequence: int) -> int:
-        """Let the group at this place hold if it is the one expected; its size in bytes, or 0."""
+    def group(at: int, end: int, wanted: int) -> tuple[int, int, int, bytes, int, int] | None:
+        """The sound group of this kind at this place: epoch, sequence, end, body, removals, entries."""
         header = data[at : at + GROUP.size]
-        magic, _, slab, *place, _, length, its_kind, removed, added, _ = GROUP.unpack(header)
-        body = data[at + GROUP.size :][:length]
-        expected = (b"KVOGROUP", slab_id, kind, [epoch, sequence])
-        if (magic, slab, its_kind, place) != expected or not checked(header, body):
-            return 0
+        magic, _, slab, epoch, sequence, _, length, kind, removed, added, _ = GROUP.unpack(header)
+        body, end_of_group = (
+            data[at + GROUP.size : end][:length],
+            at + -(-(GROUP.size + length) // PAGE) * PAGE,
+        )
+        if (magic, slab, kind, len(body)) != (b"KVOGROUP", slab_id, wanted, length) or not checked(
+            header, body
+        ):
+            return None
+        return epoch, sequence, end_of_group, body, removed, added
+
+    def hold(body: bytes, removed: int, added: int) -> None:
         for (slot,) in struct.iter_unpack("<I", body[: 4 * removed]):
             entries.pop(slot, None)
         start = (removed + 1) // 2 * 8
         for entry in range(start, start + added * entry_bytes, entry_bytes):
             slot, _, generation, _, _, checksum = ENTRY.unpack_from(body, entry)
-            if generation >= void_before:
+            if generation >= void_before and slot < num_slots:
                 entries[slot] = generation, checksum, body[entry + ENTRY.size :][:padded_key]
-        return -(-(GROUP.size + length) // PAGE) * PAGE
 
-    heads = []
-    for region in (2 * PAGE, 2 * PAGE + checkpoint_bytes):
+    heads = [(0, 0, 0)]
+    for place, region in enumerate((2 * PAGE, 2 * PAGE + checkpoint_bytes)):
         for at in (region, region + checkpoint_bytes - PAGE):
             magic, _, slab, epoch, _, groups = HEAD.unpack_from(data, at)
-            if magic == b"KVOCHECK" and slab == slab_id and checked(data[at : at + PAGE]):
+            if (magic, slab, epoch % 2) == (b"KVOCHECK", slab_id, place) and checked(data[at : at + PAGE]):
                 heads.append((epoch, region, groups))
-    epoch, region, groups = max(heads)
-    for sequence in range(groups):
-        apply(region + PAGE + sequence * group_bytes, 2, epoch, sequence)
-    at = sequence = 0
-    while at < log_bytes and (size := apply(log + at, 1, epoch, sequence)):
-        at, sequence = at + size, sequence + 1
+    newest, region, groups = max(heads)
+    for number in range(groups):
+        at = region + PAGE + number * group_bytes
+        if (found := group(at, at + group_bytes, 2)) and found[:2] == (newest, number):
+            hold(*found[3:])
+    in_log = [(at, found) for at in range(log, first_slot, PAGE) if (found := group(at, first_slot, 1))]
+    newest, after, next_sequence = max([newest, *(found[0] for _, found in in_log)]), log, 0
+    for at, (epoch, sequence, end, *contents) in in_log:
+        if epoch == newest and at >= after and sequence >= next_sequence:
+            hold(*contents)
+            after, next_sequence = end, sequence + 1
     for slot, (generation, checksum, key) in sorted(entries.items()):
         payload = data[first_slot + slot * slot_bytes :][:block_bytes]
         header = HEADER.pack(fingerprint, slot, generation, block_bytes, key_bytes) + key

@@ -15,6 +15,7 @@ from hangs import HANGS_S
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.directory import Geometry, slabs_in
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 
 KEY_BYTES = 12
@@ -34,6 +35,17 @@ def block_of(number: int, version: int, block_bytes: int) -> npt.NDArray[np.uint
 def capacity_for(num_slots: int, block_bytes: int) -> int:
     """Bytes of a directory that holds just so many blocks."""
     return Layout.holding(block_bytes, KEY_BYTES, num_slots).file_bytes + LOCK_FILE_BYTES
+
+
+def slab_name(block_bytes: int = 4096) -> str:
+    """The file name of a `Disk`'s slab."""
+    return Geometry(Layout(block_bytes, KEY_BYTES, 1), 0, "model").slab_name
+
+
+def slab_in(directory: Path) -> Path:
+    """The only slab of a directory."""
+    (slab,) = slabs_in(directory)
+    return slab
 
 
 def slots_in_use(tier: DiskTier) -> list[int]:

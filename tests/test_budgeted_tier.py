@@ -106,11 +106,15 @@ def test_no_24_hours_see_more_than_the_budget(max_blocks: int, steps: list[tuple
         assert len(stored) == count or recent >= max_blocks
 
 
-def test_a_clock_that_is_set_back_does_not_stop_writing_for_ever() -> None:
-    clock = Clock()
+@pytest.mark.parametrize("hours", [1, 2, 1000])
+def test_a_clock_that_is_set_back_neither_renews_the_budget_nor_stops_writing_for_ever(hours: int) -> None:
+    clock = Clock(4_000_000.0)
     driver, _ = budgeted(2, clock)
     assert driver.write([1, 2]) == [1, 2]
-    clock.now -= 1000 * HOUR_S
+    clock.now -= hours * HOUR_S
+    assert driver.write([3]) == [], "they may have been written a moment ago"
+    assert left(driver) == 0
+    clock.now += 26 * HOUR_S
     assert driver.write([3]) == [3]
 
 

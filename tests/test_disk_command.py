@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from disk_blocks import KEY_BYTES, Disk
+from disk_blocks import KEY_BYTES, Disk, slab_in
 from kvoffload.cli.disk import disk as command
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.disk import pipeline
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.slab import SLAB_NAME
 
 NUMBERS = list(range(10))
 
@@ -55,20 +54,37 @@ def test_inspect_tells_the_age_of_the_oldest_the_middle_and_the_newest_block(
     assert report["written_at_s"] == [10, 30, 50]
 
 
-def test_inspect_lists_what_was_set_aside(filled: Path) -> None:
-    Disk(filled, 16, fingerprint="mistral").tier.close()
-    (filled / f"{SLAB_NAME}.set-aside-2").write_bytes(b"rubbish")
-    reports = json.loads(run("inspect", filled, "--format", "json")[1])
-    assert [report["fingerprint"] for report in reports] == ["mistral", "llama bf16 tp1", ""]
-    assert reports[2]["problem"]
-    assert "cannot be used" in run("inspect", filled)[1]
+def test_the_slabs_of_all_producers_the_last_used_first(tmp_path: Path) -> None:
+    for number, producer in enumerate(["llama", "mistral", "qwen", "mistral"]):
+        disk = Disk(tmp_path, 100, fingerprint=producer)
+        assert disk.write([number]) == [number]
+        disk.tier.close()
+    (tmp_path / "kvoffload-0.slab").write_bytes(b"rubbish")
+    os.utime(tmp_path / "kvoffload-0.slab", (0, 0))
+    reports = json.loads(run("inspect", tmp_path, "--format", "json")[1])
+    assert [(r["fingerprint"], r["num_blocks"]) for r in reports] == [
+        ("mistral", 2),
+        ("qwen", 1),
+        ("llama", 1),
+        ("", 0),
+    ]
+    assert reports[3]["problem"]
+    assert "cannot be used" in run("inspect", tmp_path)[1]
+    (alone,) = json.loads(run("inspect", tmp_path / reports[1]["name"], "--format", "json")[1])
+    assert alone == reports[1]
+    code, text = run("verify", tmp_path)
+    assert code == 1, "one that cannot be used"
+    assert text.count("blocks are sound") == 3
+    (tmp_path / "kvoffload-0.slab").unlink()
+    assert run("verify", tmp_path)[0] == 0
+    assert run("compact", tmp_path)[1].count("the log is empty") == 3
 
 
 def test_verify_is_0_when_all_is_sound_and_1_with_a_list_when_not(filled: Path) -> None:
     code, text = run("verify", filled)
-    assert (code, text) == (0, f"{filled}: 10 of 10 blocks are sound\n")
+    assert (code, text) == (0, f"{slab_in(filled)}: 10 of 10 blocks are sound\n")
     layout = Layout.holding(4096, KEY_BYTES, 16)
-    with (filled / SLAB_NAME).open("r+b") as file:
+    with slab_in(filled).open("r+b") as file:
         file.seek(layout.slot_offset(4) + 500)
         file.write(b"damage")
     code, text = run("verify", filled)
@@ -77,12 +93,13 @@ def test_verify_is_0_when_all_is_sound_and_1_with_a_list_when_not(filled: Path) 
     assert "9 of 10 blocks are sound" in text
     code, text = run("verify", filled, "--format", "json")
     assert code == 1
-    assert [problem["slot"] for problem in json.loads(text)["problems"]] == [4]
+    (found,) = json.loads(text)
+    assert [problem["slot"] for problem in found["problems"]] == [4]
 
 
 def test_verify_tells_of_a_damaged_journal_and_compact_mends_it(filled: Path) -> None:
     layout = Layout.holding(4096, KEY_BYTES, 16)
-    with (filled / SLAB_NAME).open("r+b") as file:
+    with slab_in(filled).open("r+b") as file:
         file.seek(layout.checkpoint_offset(0) + 40)
         file.write(b"x")
         file.seek(layout.checkpoint_offset(0) + layout.checkpoint_bytes - 4000)
@@ -90,7 +107,10 @@ def test_verify_tells_of_a_damaged_journal_and_compact_mends_it(filled: Path) ->
     code, text = run("verify", filled)
     assert code == 1
     assert "1 parts of the journal cannot be read" in text
-    assert run("compact", filled) == (0, f"{filled}: checkpoint of 10 blocks written, the log is empty\n")
+    assert run("compact", filled) == (
+        0,
+        f"{slab_in(filled)}: checkpoint of 10 blocks written, the log is empty\n",
+    )
     assert run("verify", filled)[0] == 0
     disk = Disk(filled, 16, fingerprint="llama bf16 tp1")
     assert disk.here(NUMBERS) == NUMBERS

@@ -14,17 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slots_in_use
+from disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in, slab_name, slots_in_use
 from hangs import HANGS_S, killed_if_it_hangs
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import KINDS, BufferedFiles, FailingFiles, Recorder, write_image
+from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files, aligned
 from kvoffload.tiers.disk.inspection import opened, verify
-from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.layout import ACCESS, Layout, entry_dtype
-from kvoffload.tiers.disk.opening import Geometry, open_slab
-from kvoffload.tiers.disk.recovery import recover
-from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, Scratch, Slab
+from kvoffload.tiers.disk.layout import ACCESS, LOCK_FILE_BYTES, Layout, entry_dtype
+from kvoffload.tiers.disk.slab import SOUND, Scratch, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 NUM_SLOTS, NUM_KEYS = 16, 36
@@ -146,7 +144,7 @@ def test_a_crash_at_every_write_and_sync(tmp_path: Path, seed: int) -> None:
     chance, directory = random.Random(seed), tmp_path / "crash"
     for position in range(start, recorder.position + 1):
         for kind in ("all", KINDS[1 + position % (len(KINDS) - 1)]):
-            write_image(directory, SLAB_NAME, recorder.image(position, chance, kind))
+            write_image(directory, slab_name(), recorder.image(position, chance, kind))
             try:
                 check_image(directory, life, position)
             except AssertionError as error:
@@ -166,7 +164,7 @@ def test_a_crash_around_every_checkpoint(tmp_path: Path) -> None:
     chance = random.Random(7)
     for position in sorted(moments & set(range(recorder.position + 1))):
         for kind in KINDS * 2:
-            write_image(tmp_path / "crash", SLAB_NAME, recorder.image(position, chance, kind))
+            write_image(tmp_path / "crash", slab_name(), recorder.image(position, chance, kind))
             check_image(tmp_path / "crash", life, position)
 
 
@@ -182,10 +180,10 @@ def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int) -> None:
     for number in range(25):
         position = chance.randint(start, recorder.position)
         directory = tmp_path / f"crash{number}"
-        write_image(directory, SLAB_NAME, recorder.image(position, chance, chance.choice(KINDS)))
+        write_image(directory, slab_name(), recorder.image(position, chance, chance.choice(KINDS)))
         second = Recorder()
         survivor = Disk(directory, NUM_SLOTS, files=second)
-        second.size_bytes = (directory / SLAB_NAME).stat().st_size
+        second.size_bytes = slab_in(directory).stat().st_size
         audit(survivor.tier._manager)
         stats = survivor.tier.stats()
         assert stats.ready == stats.restored == len(survivor.here(range(NUM_KEYS)))
@@ -229,7 +227,7 @@ def test_a_life_rests_on_nothing_that_a_killed_one_left_unsynced(tmp_path: Path)
     chance = random.Random(0)
     for position in range(start, medium.position + 1):
         for kind in KINDS:
-            write_image(tmp_path / "crash", SLAB_NAME, medium.image(position, chance, kind))
+            write_image(tmp_path / "crash", slab_name(), medium.image(position, chance, kind))
             with opened(tmp_path / "crash", BufferedFiles()) as (slab, found):
                 assert (found.damaged, verify(slab, found)) == (0, []), f"position {position}, {kind}"
 
@@ -237,22 +235,24 @@ def test_a_life_rests_on_nothing_that_a_killed_one_left_unsynced(tmp_path: Path)
 def test_a_crash_amid_more_than_a_group_takes_leaves_a_beginning_of_it(tmp_path: Path) -> None:
     """It is written as several groups, and none of them before the one in front of it is durable."""
     recorder, layout = Recorder(), Layout(512, KEY_BYTES, 300)
-    geometry = Geometry(layout, layout.file_bytes, "model")
-    (tmp_path / "life").mkdir()
-    slab = open_slab(tmp_path / "life", geometry, recorder, RateLimitedLog("test"))
-    journal, start = Journal(slab, recover(slab)), recorder.position
+    geometry = Geometry(layout, layout.file_bytes + LOCK_FILE_BYTES, "model")
+    lock, slab, journal, _ = open_directory(
+        tmp_path / "life", geometry, recorder, RateLimitedLog("test"), None
+    )
+    start = recorder.position
     everything = np.arange(layout.num_slots)
     entries = np.zeros(layout.num_slots, entry_dtype(KEY_BYTES))
     entries["slot"], entries["generation"], entries["key"] = everything, everything + 1, everything[:, None]
     journal.append(everything.astype(np.uint32), entries, np.empty(0, ACCESS), 0)
     journal.sync()
     slab.close()
+    lock.release()
     groups = [write for write in recorder.writes if write.begin > start]
     assert len(groups) == 3, "removals, and the entries in two parts"
     sizes, chance = set(), random.Random(0)
     for position in range(start, recorder.position + 1):
         for kind in KINDS:
-            write_image(tmp_path / "crash", SLAB_NAME, recorder.image(position, chance, kind))
+            write_image(tmp_path / "crash", geometry.slab_name, recorder.image(position, chance, kind))
             with opened(tmp_path / "crash", BufferedFiles()) as (_, found):
                 assert found.damaged == 0, f"position {position}, {kind}"
                 sizes.add(len(found.contents))
@@ -265,7 +265,7 @@ def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
     tmp_path: Path, bad: int | None
 ) -> None:
     """At the mending of a bad one, and at a reset after it. What no sync has covered is lost at its worst."""
-    path, files = tmp_path / "life" / SLAB_NAME, FailingFiles()
+    path, files = tmp_path / "life" / slab_name(), FailingFiles()
     disk = Disk(path.parent, NUM_SLOTS)
     disk.write([1])
     disk.tier.close()
@@ -284,7 +284,7 @@ def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
             for at in unsynced:
                 image[at : at + PAGE_BYTES] = bytes(PAGE_BYTES)
             left.append(tmp_path / f"crash {len(left)}")
-            write_image(left[-1], SLAB_NAME, bytes(image))
+            write_image(left[-1], slab_name(), bytes(image))
 
     files.fail = crash
     disk = Disk(path.parent, NUM_SLOTS, files=files)
@@ -293,7 +293,7 @@ def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
     disk.tier.close()
     assert len(left) >= 2
     for directory in left:
-        slab = Slab.open(directory / SLAB_NAME, Files(), RateLimitedLog("test"))
+        slab = Slab.open(slab_in(directory), Files(), RateLimitedLog("test"))
         assert isinstance(slab, Slab), f"{directory.name}: {slab}"
         slab.close()
 

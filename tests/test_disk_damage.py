@@ -20,20 +20,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from disk_blocks import KEY_BYTES, Disk, block_of, keys_of
+from disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in
 from hangs import HANGS_S
 from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import FailingFiles, raises
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier, pipeline, tier
+from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files
 from kvoffload.tiers.disk.format import fingerprint_of
 from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
-from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.opening import Geometry, open_slab
+from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.pause import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Scratch
+from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Scratch
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 NUM_SLOTS, BLOCK_BYTES = 16, 8192
@@ -59,7 +59,7 @@ def reopened(directory: Path, **options: object) -> Disk:
 
 def flip(directory: Path, offset: int) -> None:
     """One bit of the slab is wrong."""
-    with (directory / SLAB_NAME).open("r+b") as file:
+    with slab_in(directory).open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
         file.seek(offset)
@@ -67,13 +67,13 @@ def flip(directory: Path, offset: int) -> None:
 
 
 def read_slot(directory: Path, slot: int) -> bytes:
-    with (directory / SLAB_NAME).open("rb") as file:
+    with slab_in(directory).open("rb") as file:
         file.seek(LAYOUT.slot_offset(slot))
         return file.read(LAYOUT.slot_bytes)
 
 
 def write_slot(directory: Path, slot: int, content: bytes) -> None:
-    with (directory / SLAB_NAME).open("r+b") as file:
+    with slab_in(directory).open("r+b") as file:
         file.seek(LAYOUT.slot_offset(slot))
         file.write(content)
 
@@ -203,8 +203,7 @@ def test_a_flipped_bit_in_the_superblock(filled: Path, copies: int, caplog: pyte
     disk = reopened(filled)
     assert disk.wrong == 0
     assert disk.read(NUMBERS) == (NUMBERS if copies == 1 else [])
-    aside = [path.name for path in filled.glob("*.set-aside-*")]
-    assert aside == ([] if copies == 1 else [f"{SLAB_NAME}.set-aside-1"])
+    assert not list(filled.glob("*.damaged")), "it makes way at once: the new slab takes all of the room"
     assert copies == 1 or "its superblock is damaged" in caplog.text
     disk.tier.close()
 
@@ -233,21 +232,20 @@ def test_a_zeroed_slot_and_a_zeroed_slab(filled: Path) -> None:
     assert disk.read(NUMBERS) == []
     assert disk.tier.stats().mismatches == 9
     disk.tier.close()
-    (filled / SLAB_NAME).write_bytes(bytes(LAYOUT.file_bytes))
+    slab_in(filled).write_bytes(bytes(LAYOUT.file_bytes))
     disk = reopened(filled)
     assert disk.read(NUMBERS) == []
-    assert len(list(filled.glob("*.set-aside-*"))) == 1
     disk.tier.close()
 
 
 def test_a_truncated_slab(filled: Path, caplog: pytest.LogCaptureFixture) -> None:
-    os.truncate(filled / SLAB_NAME, LAYOUT.slot_offset(5) + 100)
+    os.truncate(slab_in(filled), LAYOUT.slot_offset(5) + 100)
     disk = reopened(filled)
     assert len(disk.read(NUMBERS)) == 5
     assert (disk.wrong, disk.tier.stats().mismatches) == (0, 5)
     assert "cut short" in caplog.text
     disk.tier.close()
-    os.truncate(filled / SLAB_NAME, 100)
+    os.truncate(slab_in(filled), 100)
     disk = reopened(filled)
     assert disk.read(NUMBERS) == []
     disk.tier.close()
@@ -271,35 +269,13 @@ def test_a_slot_of_an_earlier_generation(tmp_path: Path) -> None:
 
 
 def read_slot_of(directory: Path, layout: Layout) -> bytes:
-    return (directory / SLAB_NAME).read_bytes()[layout.slot_offset(0) :]
+    return slab_in(directory).read_bytes()[layout.slot_offset(0) :]
 
 
 def put_slot_of(directory: Path, layout: Layout, content: bytes) -> None:
-    with (directory / SLAB_NAME).open("r+b") as file:
+    with slab_in(directory).open("r+b") as file:
         file.seek(layout.slot_offset(0))
         file.write(content)
-
-
-def test_another_producers_slab_is_set_aside_and_comes_back(
-    filled: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = Disk(filled, NUM_SLOTS, BLOCK_BYTES, fingerprint="another model")
-    assert disk.here(NUMBERS) == []
-    assert "another producer (model)" in caplog.text
-    disk.tier.close()
-    (filled / SLAB_NAME).unlink()
-    (filled / f"{SLAB_NAME}.set-aside-1").rename(filled / SLAB_NAME)
-    disk = reopened(filled)
-    assert disk.read(NUMBERS) == NUMBERS
-    disk.tier.close()
-
-
-def test_what_was_set_aside_stays_when_more_is(filled: Path) -> None:
-    first = (filled / SLAB_NAME).read_bytes()
-    for producer in ("a second model", "a third model"):
-        Disk(filled, NUM_SLOTS, BLOCK_BYTES, fingerprint=producer).tier.close()
-    assert (filled / f"{SLAB_NAME}.set-aside-1").read_bytes() == first
-    assert b"a second model" in (filled / f"{SLAB_NAME}.set-aside-2").read_bytes()
 
 
 def test_a_slot_of_another_producer_is_not_served(
@@ -322,8 +298,8 @@ def test_a_slot_of_another_producer_is_not_served(
 @pytest.mark.parametrize("what", ["nothing", "key", "slot", "generation", "producer", "checksum", "bytes"])
 def test_a_block_is_bound_to_everything_that_its_header_says(tmp_path: Path, what: str) -> None:
     """It is written once and asked for with one thing different."""
-    geometry = Geometry(LAYOUT, LAYOUT.file_bytes, "model")
-    slab = open_slab(tmp_path, geometry, Files(), RateLimitedLog("test"))
+    geometry = Geometry(LAYOUT, LAYOUT.file_bytes + LOCK_FILE_BYTES, "model")
+    lock, slab, _, _ = open_directory(tmp_path, geometry, Files(), RateLimitedLog("test"), None)
     scratch, pool = Scratch(slab), np.stack([block_of(3, 0, BLOCK_BYTES)] * 2)
     slot, generation = np.array([4]), np.array([9], np.uint64)
     keys, row = keys_of([3]), np.array([0])
@@ -345,11 +321,12 @@ def test_a_block_is_bound_to_everything_that_its_header_says(tmp_path: Path, wha
     outcomes = slab.read_blocks(asked, slot, generation, expected, pool, np.array([1]), scratch)
     assert outcomes.tolist() == [wanted]
     slab.close()
+    lock.release()
 
 
-def test_another_format_version_is_set_aside(filled: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_format_version_is_not_read(filled: Path, caplog: pytest.LogCaptureFixture) -> None:
     for page in (0, PAGE_BYTES):
-        with (filled / SLAB_NAME).open("r+b") as file:
+        with slab_in(filled).open("r+b") as file:
             file.seek(page + 16)
             file.write((99).to_bytes(4, "little"))
     disk = reopened(filled)
@@ -507,7 +484,7 @@ def test_a_journal_that_fails_while_writes_wait_for_it(filled: Path) -> None:
 
 def test_a_slab_that_is_deleted_while_open(filled: Path) -> None:
     disk = reopened(filled)
-    (filled / SLAB_NAME).unlink()
+    slab_in(filled).unlink()
     assert disk.read(NUMBERS) == NUMBERS
     assert disk.write([20]) == [20]
     disk.tier.close()
@@ -525,7 +502,7 @@ def test_a_full_file_system_refuses_the_tier_at_once(tmp_path: Path) -> None:
 
 def test_a_small_tmpfs(tmp_path: Path) -> None:
     """A real file system that is too small: one that has no direct I/O either, on older kernels."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(tmp_path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1M,mode=0700", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a tmpfs")
     try:
@@ -701,7 +678,7 @@ def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended:
     flip(filled, (PAGE_BYTES - bad if mended else bad) + 40)
     disk = reopened(filled)
     assert disk.read(NUMBERS) == []
-    assert not list(filled.glob("*.set-aside-*"))
+    assert not list(filled.glob("*.damaged"))
     disk.tier.close()
 
 

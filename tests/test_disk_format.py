@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import runpy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disk_blocks import KEY_BYTES, Disk, block_of, keys_of
+from disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in
+from hangs import HANGS_S
 from kvoffload.errors import ConfigError
+from kvoffload.testing.disk import write_image
 from kvoffload.tiers.disk import format as forms
 from kvoffload.tiers.disk.files import aligned
+from kvoffload.tiers.disk.inspection import inspect, opened, verify
 from kvoffload.tiers.disk.layout import ACCESS, GROUP, LOCK_FILE_BYTES, Layout, entry_dtype, header_dtype
-from kvoffload.tiers.disk.slab import SLAB_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 READER = ROOT / "examples" / "read_slab.py"
+DAMAGES = int(os.environ.get("KVOFFLOAD_DAMAGES", "4"))
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
@@ -35,7 +40,7 @@ def test_the_reader_in_examples_reads_what_the_tier_wrote(tmp_path: Path, policy
     assert disk.tier._journal.num_checkpoints > 0
     here = set(disk.here(range(40)))
     disk.tier.close()
-    found = {int(key[3:]): payload for key, _, _, payload in read_slab(tmp_path / SLAB_NAME)}
+    found = {int(key[3:]): payload for key, _, _, payload in read_slab(slab_in(tmp_path))}
     assert set(found) == here
     for number, payload in found.items():
         assert payload == block_of(number, disk.versions[number], 5000).tobytes()
@@ -43,9 +48,176 @@ def test_the_reader_in_examples_reads_what_the_tier_wrote(tmp_path: Path, policy
 
 def test_the_reader_is_short_and_imports_nothing_of_ours() -> None:
     text = READER.read_text()
-    assert len(text.splitlines()) <= 80
+    assert len(text.splitlines()) <= 90
     assert "import kvoffload" not in text
     assert "from kvoffload" not in text
+
+
+@pytest.mark.parametrize("seed", range(DAMAGES))
+def test_the_reader_reads_what_is_left_of_a_damaged_slab(tmp_path: Path, seed: int) -> None:
+    """The page says it all: pages of the journal that are flipped, lost, of an earlier life or elsewhere."""
+    read_slab = runpy.run_path(str(READER))["read_slab"]
+    chance = random.Random(seed)
+    earlier = live_and_close(tmp_path, chance)
+    later = live_and_close(tmp_path, chance)
+    layout = Layout.holding(5000, KEY_BYTES, 12)
+    for _ in range(20):
+        damaged = bytearray(later)
+        for _ in range(chance.randrange(1, 6)):
+            at, size = chance.randrange(2, layout.slots_offset // 4096) * 4096, 4096
+            what = chance.choice(["flip", "zero", "earlier", "copy", "place"])
+            if what == "flip":
+                damaged[at + chance.randrange(size)] ^= 1 << chance.randrange(8)
+            elif what == "zero":
+                damaged[at : at + size] = bytes(size)
+            elif what == "earlier":
+                damaged[at : at + size] = earlier[at : at + size]
+            elif what == "copy":
+                other = chance.randrange(2, layout.slots_offset // 4096) * 4096
+                damaged[at : at + size] = later[other : other + size]
+            else:
+                place = chance.randrange(2)
+                for head in (0, layout.checkpoint_bytes - 4096):
+                    begin = layout.checkpoint_offset(place) + head
+                    damaged[begin : begin + 4096] = bytes(4096)
+        slab_in(tmp_path).write_bytes(bytes(damaged))
+        with opened(tmp_path) as (slab, found):
+            bad = {problem.slot for problem in verify(slab, found)}
+            contents = found.contents
+            ours = {
+                (contents.keys(np.array([slot]))[0], slot, int(contents.generation[slot]))
+                for slot in contents.slots().tolist()
+                if slot not in bad
+            }
+        theirs = {(key, slot, generation) for key, slot, generation, _ in read_slab(slab_in(tmp_path))}
+        assert theirs == ours, f"seed {seed}"
+
+
+def live_and_close(directory: Path, chance: random.Random) -> bytes:
+    """The slab after a while of reading and writing, with checkpoints."""
+    disk = Disk(directory, 12, 5000)
+    for step in range(30):
+        disk.write(chance.sample(range(40), 4), version=step)
+        disk.use(chance.sample(range(40), 3))
+        disk.tier.delete(keys_of([chance.randrange(40)]))
+    disk.tier.close()
+    return slab_in(directory).read_bytes()
+
+
+# ---- sound checksums over what cannot be
+
+NOT_POSSIBLE = [0, 1, 4095, 4097, 70_000, 2**31, 2**32 - 1, 2**40, 2**60, 2**63, 2**64 - 1]
+
+
+def absurd(field: np.dtype[Any], value: int) -> int:
+    return value % (1 << 8 * field.itemsize)
+
+
+def opens_or_is_refused(directory: Path) -> None:
+    """No exception but ours, in no time and little memory; inspection and verification likewise."""
+    reports = inspect(directory)
+    assert len(reports) == 1
+    try:
+        with opened(directory) as (slab, found):
+            verify(slab, found)
+    except ConfigError:
+        assert reports[0].problem
+    try:
+        disk = Disk(directory, 12, 5000)
+    except ConfigError:
+        return
+    disk.versions = dict.fromkeys(range(8), 0)
+    disk.read(range(8))
+    assert disk.wrong == 0
+    disk.write([20, 21])
+    disk.tier.drain(HANGS_S)
+    disk.tier.close()
+
+
+@pytest.fixture(scope="module")
+def sound_slab(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
+    directory = tmp_path_factory.mktemp("sound")
+    disk = Disk(directory, 12, 5000)
+    disk.write(range(8))
+    disk.tier.close()
+    return slab_in(directory).name, slab_in(directory).read_bytes()
+
+
+def put(directory: Path, sound: tuple[str, bytes], at: Iterable[int], page: bytes) -> None:
+    image = bytearray(sound[1])
+    for offset in at:
+        image[offset : offset + len(page)] = page
+    write_image(directory, sound[0], bytes(image))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in forms.SUPERBLOCK.names or () if n not in ("magic", "checksum", "fingerprint")]
+)
+def test_absurd_superblocks(tmp_path: Path, sound_slab: tuple[str, bytes], name: str) -> None:
+    for number, value in enumerate(NOT_POSSIBLE):
+        page, fields = superblock_of(sound_slab)
+        fields[name] = absurd(forms.SUPERBLOCK[name], value)
+        put(tmp_path / str(number), sound_slab, (0, 4096), bytes(forms._sealed(page, fields)))
+        opens_or_is_refused(tmp_path / str(number))
+
+
+def superblock_of(sound: tuple[str, bytes]) -> tuple[Any, Any]:
+    page = np.frombuffer(sound[1][:4096], np.uint8).copy()
+    fields = page[: forms.SUPERBLOCK.itemsize].view(forms.SUPERBLOCK)
+    fields["checksum"] = 0
+    return page, fields
+
+
+@pytest.mark.parametrize("num_slots", [2**20, 2**30, 2**31, 2**40])
+def test_a_superblock_that_names_more_slots_than_there_are_with_sizes_that_match(
+    tmp_path: Path, sound_slab: tuple[str, bytes], num_slots: int
+) -> None:
+    layout = Layout(5000, KEY_BYTES, num_slots)
+    page, fields = superblock_of(sound_slab)
+    fields["num_slots"] = num_slots
+    for name in ("checkpoint_bytes", "checkpoint_group_bytes", "log_bytes"):
+        fields[name] = getattr(layout, name)
+    put(tmp_path / "slab", sound_slab, (0, 4096), bytes(forms._sealed(page, fields)))
+    (report,) = inspect(tmp_path / "slab")
+    assert report.problem
+    opens_or_is_refused(tmp_path / "slab")
+
+
+@pytest.mark.parametrize("name", [n for n in forms.HEAD.names or () if n not in ("magic", "checksum")])
+def test_absurd_heads(tmp_path: Path, sound_slab: tuple[str, bytes], name: str) -> None:
+    layout = Layout.holding(5000, KEY_BYTES, 12)
+    at = layout.checkpoint_offset(0), layout.checkpoint_offset(0) + layout.checkpoint_bytes - 4096
+    for number, value in enumerate(NOT_POSSIBLE):
+        page = np.frombuffer(sound_slab[1][at[0] :][:4096], np.uint8).copy()
+        fields = page[: forms.HEAD.itemsize].view(forms.HEAD)
+        fields["checksum"], fields[name] = 0, absurd(forms.HEAD[name], value)
+        put(tmp_path / str(number), sound_slab, at, bytes(forms._sealed(page, fields)))
+        opens_or_is_refused(tmp_path / str(number))
+
+
+ENTRY_FIELDS = [f"entry {name}" for name in ("slot", "uses", "generation", "stamp", "written_at_s")]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in GROUP.names or () if n not in ("magic", "checksum")] + ENTRY_FIELDS
+)
+def test_absurd_groups(tmp_path: Path, sound_slab: tuple[str, bytes], name: str) -> None:
+    layout, dtype = Layout.holding(5000, KEY_BYTES, 12), entry_dtype(KEY_BYTES)
+    for number, value in enumerate(NOT_POSSIBLE):
+        group = np.frombuffer(sound_slab[1][layout.log_offset :][:4096], np.uint8).copy()
+        header = group[: GROUP.itemsize].view(GROUP)
+        end = GROUP.itemsize + int(header["body_bytes"][0])
+        header["checksum"] = 0
+        if name.startswith("entry"):
+            field = name.split()[1]
+            entries = group[GROUP.itemsize :][: 8 * dtype.itemsize].view(dtype)
+            assert entries["generation"].all(), "the first eight entries, behind no removal"
+            entries[field][3] = absurd(dtype[field], value)
+        else:
+            header[name] = absurd(GROUP[name], value)
+        header["checksum"] = forms.chained_checksum(group[: GROUP.itemsize], group[GROUP.itemsize : end])
+        put(tmp_path / str(number), sound_slab, [layout.log_offset], bytes(group))
+        opens_or_is_refused(tmp_path / str(number))
 
 
 def documented(heading: str) -> dict[int, int]:
@@ -77,7 +249,7 @@ def test_records_have_no_gaps() -> None:
     assert (GROUP.itemsize, ACCESS.itemsize, forms.HEAD.itemsize, forms.SUPERBLOCK.itemsize) == (
         72,
         8,
-        56,
+        64,
         120,
     )
 
@@ -87,7 +259,8 @@ def test_a_group_comes_back_as_it_went(
     removed: int, added: int, used: int, key_bytes: int, seed: int
 ) -> None:
     layout, chance = Layout(4096, key_bytes, 100), np.random.default_rng(seed)
-    entries = np.frombuffer(chance.bytes(added * layout.entry_bytes), entry_dtype(key_bytes))
+    entries = np.frombuffer(chance.bytes(added * layout.entry_bytes), entry_dtype(key_bytes)).copy()
+    entries["generation"] >>= np.uint64(1)
     accesses = np.frombuffer(chance.bytes(used * 8), ACCESS)
     slots = chance.integers(0, 100, removed).astype(np.uint32)
     size = (72 + (removed + 1) // 2 * 8 + added * layout.entry_bytes + used * 8 + 4095) // 4096 * 4096

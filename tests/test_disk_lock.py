@@ -140,5 +140,5 @@ def test_a_file_system_without_locks_is_not_waited_for(
 
     monkeypatch.setattr(lock, "sleep", no_pause)
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match="can be locked"):
+    with pytest.raises(ConfigError, match="cannot lock files"):
         take(tmp_path)

@@ -12,12 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from disk_blocks import Disk, block_of, keys_of, slots_in_use
+from disk_blocks import Disk, block_of, keys_of, slab_in, slab_name, slots_in_use
 from hangs import HANGS_S
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import KINDS, Recorder, write_image
 from kvoffload.tiers.base import NO_JOB
-from kvoffload.tiers.disk.slab import SLAB_NAME
 
 NUM_SLOTS, BLOCK_BYTES = 16, 512
 NUMBERS = st.lists(st.integers(0, 39), min_size=1, max_size=9, unique=True)
@@ -98,7 +97,7 @@ class DiskMachine(RuleBasedStateMachine):
     def crash(self, seed: int, kind: str) -> None:
         """At this very moment, with whatever is under way."""
         position = self.files.position
-        self.files.size_bytes = (self.directory / SLAB_NAME).stat().st_size
+        self.files.size_bytes = slab_in(self.directory).stat().st_size
         image = self.files.image(position, random.Random(seed), kind, self.base)
         self._end()
         self._reopen(image, crashed=True)
@@ -108,7 +107,7 @@ class DiskMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.collect()
         self._end()
-        self._reopen((self.directory / SLAB_NAME).read_bytes(), crashed=False)
+        self._reopen(slab_in(self.directory).read_bytes(), crashed=False)
 
     base = b""
 
@@ -119,7 +118,7 @@ class DiskMachine(RuleBasedStateMachine):
     def _reopen(self, image: bytes, *, crashed: bool) -> None:
         self.life += 1
         directory = self.root / str(self.life)
-        write_image(directory, SLAB_NAME, image)
+        write_image(directory, slab_name(self.disk.block_bytes), image)
         self._open(directory)
         self.base = image
         here = self.disk.here(range(40))

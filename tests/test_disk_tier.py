@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slots_in_use
+from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slab_name, slots_in_use
 from hangs import HANGS_S
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.keys import Keys
@@ -22,7 +22,6 @@ from kvoffload.tiers.disk import DiskTier, pipeline
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.inspection import compact, opened
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.slab import SLAB_NAME
 
 NUMBERS = list(range(10))
 
@@ -338,9 +337,10 @@ def test_misuse(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_slab_of_a_crash_at_its_making_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / (SLAB_NAME + ".new")).write_bytes(b"half")
+    (tmp_path / (slab_name() + ".new")).write_bytes(b"half")
+    (tmp_path / "kvoffload-of-another.slab.new").write_bytes(b"half")
     disk = Disk(tmp_path, 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kvoffload.lock", SLAB_NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [slab_name(), "kvoffload.lock"]
     disk.tier.close()
 
 

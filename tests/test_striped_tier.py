@@ -334,7 +334,7 @@ def same_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which block is in which directory follows from the slabs' numbers: now and then one has hardly any."""
     numbers = iter(range(1, 100))
     random = SimpleNamespace(randbits=lambda bits: next(numbers))
-    monkeypatch.setattr("kvoffload.tiers.disk.opening.secrets", random)
+    monkeypatch.setattr("kvoffload.tiers.disk.directory.secrets", random)
 
 
 @pytest.mark.usefixtures("same_identities")

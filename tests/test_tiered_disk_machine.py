@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slots_in_use
+from disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slab_in, slab_name, slots_in_use
 from hangs import HANGS_S
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult
@@ -39,7 +39,7 @@ from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.slab import MISMATCH, SLAB_NAME, SOUND, Outcomes, Slab
+from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Outcomes, Slab
 from kvoffload.tiers.memory import MemoryTier
 from test_machine import SmallHazard
 
@@ -181,7 +181,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
         copy = self.directory / str(self.lives + 1)
         shutil.copytree(self.path, copy, ignore=shutil.ignore_patterns("*.lock"))
         slots_bytes = LAYOUT.num_slots * LAYOUT.slot_bytes
-        with (copy / SLAB_NAME).open("r+b") as file:
+        with slab_in(copy).open("r+b") as file:
             for number, bit in enumerate(bits):
                 # One of four in the superblock or the journal; the others in slots.
                 in_slots = LAYOUT.slots_offset + int(bit * slots_bytes)
@@ -354,12 +354,12 @@ def test_damage_to_the_journal_brings_back_nothing_that_a_reset_has_forgotten(
     if goes_on:
         assert disk.write([30]) == [30]
     disk.tier.close()
-    image = (tmp_path / "life" / SLAB_NAME).read_bytes()
+    image = slab_in(tmp_path / "life").read_bytes()
     came_back = {}
     for offset in range(0, LAYOUT.slots_offset, PAGE_BYTES):
         damaged = bytearray(image)
         damaged[offset + 20] ^= 1
-        write_image(tmp_path / str(offset), SLAB_NAME, bytes(damaged))
+        write_image(tmp_path / str(offset), slab_name(BLOCK_BYTES), bytes(damaged))
         disk = Disk(tmp_path / str(offset), DISK_BLOCKS, BLOCK_BYTES)
         disk.versions = dict.fromkeys(old, 0)
         if served := disk.read(old):

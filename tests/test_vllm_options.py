@@ -191,7 +191,7 @@ def test_directories_share_the_capacity_and_one_budget(tmp_path: Path) -> None:
     assert (one.stats().write_budget_bytes, both.stats().write_budget_bytes) == (None, 1 << 30)
     for tier in (one, both):
         tier.close()
-    slabs = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("kvoffload.slab"))
+    slabs = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("kvoffload-*.slab"))
     assert slabs == ["a", "a/replica", "b"]
 
 

@@ -14,10 +14,11 @@ import numpy as np
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.directory import slabs_in
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.recovery import recover
-from kvoffload.tiers.disk.slab import SLAB_NAME, Slab
+from kvoffload.tiers.disk.slab import Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from peers.contract import KEY_BYTES, Adapter, Place, key, page_aligned, parts, until_ended
 
@@ -39,7 +40,6 @@ class KvoffloadDisk:
     """A `Product`."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
-        self._path = directory / SLAB_NAME
         self._layout = Layout.holding(block_bytes, KEY_BYTES, num_blocks)
         self._files = BadSectors()
         self.pool = page_aligned(num_blocks, block_bytes)
@@ -51,6 +51,7 @@ class KvoffloadDisk:
             fingerprint=model,
             files=self._files,
         )
+        (self._path,) = slabs_in(directory)
 
     def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
         jobs: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}

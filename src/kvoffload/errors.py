@@ -17,6 +17,15 @@ class ConfigError(KVOffloadError, ValueError):
         super().__init__(f"{field}: {value!r} is not possible; {allowed}")
 
 
+class UnavailableError(ConfigError):
+    """An option is possible, and what it names cannot be used now: a disk that is full or does not answer, a
+    directory that another process has open. Nothing has changed there. An engine goes on without it."""
+
+    def __init__(self, field: str, value: object, why: str) -> None:
+        super().__init__(field, value, why)
+        self.args = (f"{field}: {value!r} cannot be used now: {why}",)
+
+
 class CombinedConfigError(ConfigError):
     """Several impossible options in one message, a line for each; `problems` has them one by one."""
 

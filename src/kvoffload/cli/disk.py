@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload.errors import ConfigError
-from kvoffload.tiers.disk.inspection import Problem, SlabReport, opened
+from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.tiers.disk.inspection import Problem, SlabReport, find_slabs, opened
 from kvoffload.tiers.disk.inspection import compact as compact_slab
-from kvoffload.tiers.disk.inspection import inspect as inspect_directory
+from kvoffload.tiers.disk.inspection import inspect as inspect_slabs
 from kvoffload.tiers.disk.inspection import verify as verify_slab
 
 _path = click.argument("path", type=click.Path(path_type=Path))
@@ -36,11 +36,11 @@ def disk() -> None:
 @_path
 @_format
 def inspect(path: Path, form: str) -> None:
-    """Say what is in PATH: blocks, sizes and ages by model, also of slabs that were set aside.
+    """Say what is in PATH, a directory or a slab in it: blocks, sizes and ages by model, last used first.
 
     Reads the journal only, and works while a process has it open; then it may be a moment behind.
     """
-    reports = inspect_directory(path)
+    reports = inspect_slabs(path)
     if form == "json":
         click.echo(json.dumps([asdict(report) for report in reports], indent=2))
         return
@@ -53,44 +53,84 @@ def inspect(path: Path, form: str) -> None:
 @_path
 @_format
 def verify(path: Path, form: str) -> None:
-    """Read every block in PATH and check it. Exit code 0: all are sound; 1: a list of those that are not.
+    """Read every block in PATH, a directory or a slab in it, and check it.
 
-    A block on the list would be a miss, and is no danger. Not while a process has PATH open.
+    Exit code 0: all are sound; 1: a list of those that are not. A block on the list would be a miss, and is
+    no danger. Not while a process has PATH open.
     """
-    with opened(path) as (slab, found):
-        problems = verify_slab(slab, found, _progress("blocks"))
-        count, damage = len(found.contents), found.damaged
+    results = [_verified(slab) for slab in find_slabs(path)]
     if form == "json":
-        listed = [problem._asdict() for problem in problems]
-        click.echo(json.dumps({"blocks": count, "problems": listed, "journal_damage": damage}, indent=2))
+        click.echo(json.dumps([result.as_json() for result in results], indent=2))
     else:
-        _print_problems(path, count, problems, damage)
-    if problems or damage:
+        for result in results:
+            result.print()
+    if not all(result.is_sound for result in results):
         sys.exit(1)
 
 
 @disk.command()
 @_path
 def compact(path: Path) -> None:
-    """Write a fresh checkpoint in PATH and empty the log: what was damaged in the journal is gone.
+    """Write a fresh checkpoint into each slab of PATH and empty its log.
 
-    Not while a process has PATH open.
+    What was damaged in the journal, or cannot be read, is gone then. Not while a process has PATH open.
     """
-    with opened(path) as (slab, found):
-        try:
-            compact_slab(slab, found)
-        except OSError as error:
-            raise ConfigError("path", str(path), f"a slab that can be written ({error.strerror})") from None
-        click.echo(f"{path}: checkpoint of {len(found.contents):,} blocks written, the log is empty")
+    for place in find_slabs(path):
+        with opened(place) as (slab, found):
+            try:
+                compact_slab(slab, found)
+            except OSError as error:
+                why = f"a slab that can be written ({error.strerror})"
+                raise ConfigError("path", str(place), why) from None
+            click.echo(f"{place}: checkpoint of {len(found.contents):,} blocks written, the log is empty")
 
 
-def _print_problems(path: Path, count: int, problems: list[Problem], damage: int) -> None:
-    for problem in problems:
-        click.echo(f"slot {problem.slot}: block {problem.key} {problem.why}")
-    if damage:
-        click.echo(f"{damage} parts of the journal cannot be read: what they said is forgotten")
-    sound = count - len(problems)
-    click.echo(f"{path}: {sound:,} of {count:,} blocks are sound")
+@dataclass(frozen=True)
+class _Verified:
+    """What was found out about the blocks of one slab; `why` if it cannot be used at all."""
+
+    slab: Path
+    num_blocks: int = 0
+    problems: Sequence[Problem] = ()
+    journal_damage: int = 0
+    why: str = ""
+
+    @property
+    def is_sound(self) -> bool:
+        return not (self.problems or self.journal_damage or self.why)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.slab.name,
+            "problem": self.why,
+            "blocks": self.num_blocks,
+            "problems": [problem._asdict() for problem in self.problems],
+            "journal_damage": self.journal_damage,
+        }
+
+    def print(self) -> None:
+        for problem in self.problems:
+            click.echo(f"slot {problem.slot}: block {problem.key} {problem.why}")
+        if self.journal_damage:
+            click.echo(
+                f"{self.journal_damage} parts of the journal cannot be read: what they said is forgotten"
+            )
+        sound = self.num_blocks - len(self.problems)
+        click.echo(
+            f"{self.slab}: {self.why}" if self.why else
+            f"{self.slab}: {sound:,} of {self.num_blocks:,} blocks are sound"
+        )  # fmt: skip
+
+
+def _verified(path: Path) -> _Verified:
+    try:
+        with opened(path) as (slab, found):
+            problems = verify_slab(slab, found, _progress("blocks"))
+            return _Verified(path, len(found.contents), problems, found.damaged)
+    except UnavailableError:
+        raise
+    except ConfigError as error:
+        return _Verified(path, why=f"cannot be used: {error.allowed}")
 
 
 def _progress(what: str) -> Callable[[int, int], None]:

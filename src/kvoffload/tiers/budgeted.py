@@ -84,7 +84,10 @@ class BudgetedTier(SecondaryTier):
     def _left_bytes(self) -> int:
         now = self._hour()
         for hour in [hour for hour in self._written_in_hour if not now - _HOURS < hour <= now]:
-            del self._written_in_hour[hour]
+            count = self._written_in_hour.pop(hour)
+            if hour > now:
+                # The clock has been set back: what was written may be less than a day old.
+                self._written_in_hour[now] += count
         return max(0, self._max_bytes - self._written_in_hour.total() * self.stored_bytes)
 
     # ---- passed on to the tier

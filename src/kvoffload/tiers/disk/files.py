@@ -26,16 +26,23 @@ class Files:
     """The system calls that the disk tier needs. Errors are `OSError`. Thread: any, several at a time."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, with direct I/O if its file system has it; a new file is private to its owner."""
-        flags |= os.O_CLOEXEC
+        """Open a file, with direct I/O if its file system has it; a new file is private to its owner.
+
+        A symbolic link is refused: it leads out of the directory.
+        """
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.suppress(OSError):
             return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
         return os.open(path, flags, 0o600)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Make the file this long, and reserve the room if the file system can."""
+        """Make the file at least this long, and reserve its room if the file system can."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, num_bytes)
+        os.ftruncate(fd, max(num_bytes, self.size(fd)))
+
+    def shorten(self, fd: int, num_bytes: int) -> None:
+        """Give back the room behind this many bytes."""
         os.ftruncate(fd, num_bytes)
 
     def size(self, fd: int) -> int:

@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload.structures.keys import Keys
+from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.layout import (
     ACCESS,
     GROUP,
+    MAX_BLOCK_BYTES,
+    MAX_SLOTS,
     Layout,
     entry_dtype,
     group_bytes,
@@ -25,7 +27,7 @@ from kvoffload.tiers.disk.layout import (
     removed_bytes,
 )
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_TEXT_BYTES = 3072
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
@@ -66,9 +68,12 @@ HEAD = np.dtype(
         ("num_entries", "<u8"),
         ("num_groups", "<u8"),
         ("num_hours", "<u8"),
+        ("last_generation", "<u8"),
     ]
 )
 HOUR = np.dtype([("hour", "<u8"), ("num_blocks", "<u8")])
+MAX_NUMBER = 1 << 63
+"""Epochs, sequences and generations are below this: greater ones are damage, and could not be counted up."""
 MAX_HOURS = 48
 """Hours for which a checkpoint records how much was written: a day, and a margin."""
 
@@ -136,6 +141,12 @@ def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
         return f"it has format version {fields['version']}, and this is version {FORMAT_VERSION}"
     if not _sound(page, int(fields["checksum"])):
         return "its superblock is damaged"
+    ranges = ("block_bytes", MAX_BLOCK_BYTES), ("key_bytes", MAX_KEY_BYTES), ("num_slots", MAX_SLOTS)
+    for name, largest in ranges:
+        if not 1 <= int(fields[name]) <= largest:
+            return f"its superblock says {name} {fields[name]}: possible are 1 to {largest}"
+    if fields["page_bytes"] != PAGE_BYTES or int(fields["void_before"]) >= MAX_NUMBER:
+        return "its superblock says what is not possible"
     layout = Layout(int(fields["block_bytes"]), int(fields["key_bytes"]), int(fields["num_slots"]))
     text = page[SUPERBLOCK.itemsize :][: int(fields["text_bytes"])].tobytes().decode(errors="replace")
     sizes = "checkpoint_bytes", "checkpoint_group_bytes", "log_bytes"
@@ -195,18 +206,25 @@ def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
     checksum, fields["checksum"] = int(fields["checksum"]), 0
     if len(body) != int(fields["body_bytes"]) or chained_checksum(header, body) != checksum:
         return None
+    if max(fields["epoch"], fields["sequence"]) >= MAX_NUMBER:
+        return None
     num_removed, num_entries, num_accessed = (
         int(fields[name]) for name in ("num_removed", "num_entries", "num_accessed")
     )
     dtype = entry_dtype(layout.key_bytes)
     removed_end = removed_bytes(num_removed)
     entries_end = removed_end + num_entries * dtype.itemsize
+    if len(body) != entries_end + num_accessed * ACCESS.itemsize:
+        return None
+    entries = body[removed_end:entries_end].view(dtype)
+    if (entries["generation"] >= MAX_NUMBER).any():
+        return None
     return Group(
         int(fields["epoch"]),
         int(fields["sequence"]),
         int(fields["kind"]),
         body[: 4 * num_removed].view("<u4"),
-        body[removed_end:entries_end].view(dtype),
+        entries,
         body[entries_end : entries_end + num_accessed * ACCESS.itemsize].view(ACCESS),
         int(fields["first_stamp"]),
         group_bytes(layout, num_removed, num_entries, num_accessed),
@@ -217,12 +235,14 @@ class Head(NamedTuple):
     """The first and the last page of a checkpoint. A checkpoint with both is whole.
 
     Attributes:
+        last_generation: no block that was written before has a greater one, whether it is still here or not.
         written: hours since 1970, ascending, each with the number of blocks written in it.
     """
 
     epoch: int
     num_entries: int
     num_groups: int
+    last_generation: int = 0
     written: tuple[tuple[int, int], ...] = ()
 
 
@@ -231,22 +251,32 @@ def encode_head(slab_id: int, head: Head) -> Bytes:
     page, fields = _page(HEAD)
     fields["magic"], fields["slab_id"] = CHECKPOINT_MAGIC, slab_id
     fields["epoch"], fields["num_entries"], fields["num_groups"] = head[:3]
-    fields["num_hours"] = len(head.written)
+    fields["num_hours"], fields["last_generation"] = len(head.written), head.last_generation
     hours = np.array(list(head.written), HOUR)
     page[HEAD.itemsize : HEAD.itemsize + hours.nbytes] = hours.view(np.uint8)
     return _sealed(page, fields)
 
 
-def decode_head(slab_id: int, page: Bytes) -> Head | None:
+def decode_head(layout: Layout, slab_id: int, page: Bytes) -> Head | None:
     """The head in this page; None if it is damaged or belongs to another slab."""
     fields = page[: HEAD.itemsize].view(HEAD)[0]
     if fields["magic"] != CHECKPOINT_MAGIC or fields["slab_id"] != slab_id:
         return None
     if not _sound(page, int(fields["checksum"])):
         return None
+    limits = {
+        "epoch": MAX_NUMBER,
+        "last_generation": MAX_NUMBER,
+        "num_entries": layout.num_slots + 1,
+        "num_groups": layout.num_checkpoint_groups + 1,
+        "num_hours": MAX_HOURS + 1,
+    }
+    if any(int(fields[name]) >= limit for name, limit in limits.items()):
+        return None
     hours = page[HEAD.itemsize :][: int(fields["num_hours"]) * HOUR.itemsize].view(HOUR)
     written = tuple((int(hour), int(count)) for hour, count in hours.tolist())
-    return Head(int(fields["epoch"]), int(fields["num_entries"]), int(fields["num_groups"]), written)
+    epoch, num_entries, num_groups = (int(fields[name]) for name in ("epoch", "num_entries", "num_groups"))
+    return Head(epoch, num_entries, num_groups, int(fields["last_generation"]), written)
 
 
 # ---- blocks

@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.tiers.disk.directory import SLABS, slabs_in
 from kvoffload.tiers.disk.files import Files, aligned
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
 from kvoffload.tiers.disk.recovery import Found, recover
-from kvoffload.tiers.disk.slab import SLAB_NAME, SOUND, UNREADABLE, Scratch, Slab
+from kvoffload.tiers.disk.room import by_last_use
+from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Scratch, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
@@ -28,7 +30,7 @@ class SlabReport:
 
     Attributes:
         problem: why it cannot be used; then only `name` and `file_bytes` are set.
-        owner: pid of the process that has it open. The report may then be slightly out of date.
+        owner: pid of the process that has the directory open. The report may then be slightly out of date.
         written_at_s: times at which its first, median and last block were written; empty without blocks.
         journal_damage: parts of the journal that cannot be read.
     """
@@ -58,13 +60,19 @@ class Problem(NamedTuple):
     why: str
 
 
-def inspect(directory: Path, files: Files | None = None) -> list[SlabReport]:
-    """Report the slab of a directory, and the slabs set aside there. Raises `ConfigError`."""
-    slabs = [path for path in sorted(directory.glob(SLAB_NAME + "*")) if path.suffix != ".new"]
+def find_slabs(path: Path) -> list[Path]:
+    """The slab at this path, or those in this directory, the one used last first. Raises `ConfigError`."""
+    slabs = [path] if path.is_file() else by_last_use(slabs_in(path))[::-1]
     if not slabs:
-        raise ConfigError("path", str(directory), f"a directory of a disk tier: it has a file {SLAB_NAME}")
-    owner = owner_of(directory)
-    return [_report(path, owner if path.name == SLAB_NAME else None, files or Files()) for path in slabs]
+        raise ConfigError("path", str(path), f"a slab, or a directory of a disk tier: it has files {SLABS}")
+    return slabs
+
+
+def inspect(path: Path, files: Files | None = None) -> list[SlabReport]:
+    """Report a slab, or all slabs of a directory, the one used last first. Raises `ConfigError`."""
+    slabs = find_slabs(path)
+    owner = owner_of(slabs[0].parent)
+    return [_report(slab, owner, files or Files()) for slab in slabs]
 
 
 def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
@@ -76,7 +84,12 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
     if isinstance(slab, str):
         return SlabReport(path.name, size, problem=slab)
     with contextlib.closing(slab):
-        found, layout = recover(slab), slab.layout
+        try:
+            found, layout = recover(slab, salvage=True), slab.layout
+        except MemoryError:
+            return SlabReport(
+                path.name, size, problem="its journal does not fit into the memory of this machine"
+            )
     written = np.sort(found.contents.written_at_s[found.contents.slots()])
     return SlabReport(
         path.name,
@@ -99,27 +112,26 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
 
 
 @contextlib.contextmanager
-def opened(
-    directory: Path, files: Files | None = None, *, wait_s: float = 0.0
-) -> Iterator[tuple[Slab, Found]]:
-    """The slab of a directory and what its journal says, locked for the caller. Raises `ConfigError`.
+def opened(path: Path, files: Files | None = None, *, wait_s: float = 0.0) -> Iterator[tuple[Slab, Found]]:
+    """A slab and what can be read of its journal, locked for the caller. Raises `ConfigError`.
 
     Args:
+        path: the slab, or a directory that has only one.
         wait_s: how long to wait for another owner to end. By default not at all: a user who types a command
             while a server runs wants to know at once, and can type it again.
     """
-    if not (directory / SLAB_NAME).exists():
-        raise ConfigError("path", str(directory), f"a directory of a disk tier: it has a file {SLAB_NAME}")
-    log = RateLimitedLog("kvoffload.disk")
-    lock = DirectoryLock(directory, log, wait_s=wait_s)
+    slabs, log = find_slabs(path), RateLimitedLog("kvoffload.disk")
+    if len(slabs) > 1:
+        raise ConfigError("path", str(path), f"allowed: one of {', '.join(str(slab) for slab in slabs)}")
+    lock = DirectoryLock(slabs[0].parent, log, wait_s=wait_s)
     try:
-        slab = Slab.open(directory / SLAB_NAME, files or Files(), log)
+        slab = Slab.open(slabs[0], files or Files(), log)
         if isinstance(slab, str):
-            raise ConfigError("path", str(directory / SLAB_NAME), slab)
+            raise ConfigError("path", str(slabs[0]), slab)
         with contextlib.closing(slab):
-            yield slab, recover(slab)
+            yield slab, recover(slab, salvage=True)
     except OSError as error:
-        raise ConfigError("path", str(directory), f"a slab that can be read ({error.strerror})") from None
+        raise UnavailableError("path", str(path), f"it cannot be read ({error.strerror})") from None
     finally:
         lock.release()
 
@@ -156,5 +168,5 @@ def verify(
 
 
 def compact(slab: Slab, found: Found) -> None:
-    """Write a fresh checkpoint and start an empty log. Raises `OSError`."""
+    """Write a fresh checkpoint of what could be read, and start an empty log. Raises `OSError`."""
     Journal(slab, found).checkpoint(found.contents)

@@ -117,7 +117,7 @@ class Journal:
         self.sync()
         head = aligned(PAGE_BYTES)
         written = tuple(sorted(contents.written.items())[-MAX_HOURS:])
-        head[:] = encode_head(slab_id, Head(epoch, len(slots), num_groups, written))
+        head[:] = encode_head(slab_id, Head(epoch, len(slots), num_groups, contents.last_generation, written))
         for offset in (start, start + layout.checkpoint_bytes - PAGE_BYTES):
             self._slab.write_pages(offset, head)
         self.sync()

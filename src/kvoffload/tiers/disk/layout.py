@@ -146,10 +146,14 @@ class Layout:
         return (self.checkpoint_group_bytes - GROUP.itemsize) // self.entry_bytes
 
     @property
+    def num_checkpoint_groups(self) -> int:
+        """How many groups a checkpoint has if every slot holds a block."""
+        return -(-self.num_slots // self.entries_per_group)
+
+    @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a head, the groups, and a copy of the head."""
-        groups = -(-self.num_slots // self.entries_per_group)
-        return 2 * PAGE_BYTES + groups * self.checkpoint_group_bytes
+        return 2 * PAGE_BYTES + self.num_checkpoint_groups * self.checkpoint_group_bytes
 
     @property
     def log_bytes(self) -> int:

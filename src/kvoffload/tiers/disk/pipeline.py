@@ -131,8 +131,13 @@ class Pipeline:
         self._threads.append(
             threading.Thread(target=self._commit_batches, daemon=True, name="kvoffload-journal")
         )
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:
+            # The system has no more threads: those that run must not be left behind.
+            self.close(None)
+            raise
 
     # ---- the scheduler's side
 
@@ -184,7 +189,7 @@ class Pipeline:
             self._pending.accesses.append((slots, stamps))
             self._num_accesses += len(slots)
 
-    def drain(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float | None) -> bool:
         """Wait until everything submitted has ended and is durable; False on time-out."""
         with self._lock:
             self._flushing = True
@@ -194,9 +199,13 @@ class Pipeline:
             finally:
                 self._flushing = False
 
-    def close(self, timeout_s: float) -> bool:
-        """Drain, and end the threads; False if some hang in a system call: those are left running."""
-        deadline = time.monotonic() + timeout_s
+    def close(self, timeout_s: float | None) -> bool:
+        """Drain, and end the threads; False if some hang in a system call: those are left running.
+
+        Args:
+            timeout_s: how long to wait at most; None to wait until they have ended.
+        """
+        deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
         if not self._stopping:
             self.drain(timeout_s)
         with self._lock:
@@ -205,7 +214,8 @@ class Pipeline:
             self._work.notify_all()
             self._commit.notify_all()
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _quiet(self) -> bool:

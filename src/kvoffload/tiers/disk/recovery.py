@@ -4,11 +4,15 @@ Owns the reading of a journal and what its damage means. Every group records fac
 this block, was used) that later groups overwrite. So a lost group loses its own facts and revives those that
 it would have overwritten: an entry that is no longer true is detected when its slot is read, because the
 checksum differs. Writes nothing.
+
+A page that the medium does not read is no damage: it may be read again tomorrow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import errno
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,6 +26,7 @@ from kvoffload.tiers.disk.format import (
     CHECKPOINT,
     GROUP_MAGIC,
     LOG,
+    MAX_NUMBER,
     REUSE,
     Bytes,
     Group,
@@ -31,11 +36,13 @@ from kvoffload.tiers.disk.format import (
     decode_head,
 )
 from kvoffload.tiers.disk.layout import GROUP, Layout, entry_dtype
-from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.disk.slab import Slab, now_s
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes of metadata read so far, and in total."""
 
+_SALVAGE = "nothing was changed; if it stays so, kvoffload disk compact keeps what can be read"
+_LAST_STAMP = np.uint64(MAX_NUMBER)
 _WINDOW_BYTES = 16 * 1024 * 1024
 
 
@@ -49,6 +56,7 @@ class Contents:
         written_at_s: when it was written, in seconds since 1970.
         checksum: of its header and bytes.
         words: its key, packed as in `Keys`.
+        last_generation: the greatest that any block had, including those that have left since.
         written: blocks written in each hour since 1970, including those that have left since.
     """
 
@@ -61,6 +69,7 @@ class Contents:
         self.uses = np.zeros(n, np.uint32)
         self.written_at_s = np.zeros(n, np.uint64)
         self.checksum = np.zeros(n, np.uint64)
+        self.last_generation = 0
         self.written: dict[int, int] = {}
         self.words = np.zeros((n, words_per_key(layout.key_bytes)), np.uint64)
 
@@ -86,18 +95,20 @@ class Contents:
             hours, counts = np.unique(entries["written_at_s"] // HOUR_S, return_counts=True)
             for hour, count in zip(hours.tolist(), counts.tolist(), strict=True):
                 self.written[hour] = self.written.get(hour, 0) + count
+        self.last_generation = max(self.last_generation, int(entries["generation"].max(initial=0)))
         entries = entries[entries["generation"] >= self._void_before]
         slots = entries["slot"]
         self.generation[slots] = entries["generation"]
         # A use of a block may be recorded before its entry.
-        self.stamp[slots] = np.maximum(self.stamp[slots], entries["stamp"])
+        self.stamp[slots] = np.maximum(self.stamp[slots], np.minimum(entries["stamp"], _LAST_STAMP))
         self.uses[slots] += entries["uses"]
         self.written_at_s[slots] = entries["written_at_s"]
         self.checksum[slots] = entries["checksum"]
         self.words[slots] = entries["key"]
         accessed = group.accessed[(group.accessed["slot"] & ~REUSE) < n]
         used = accessed["slot"] & ~REUSE
-        np.maximum.at(self.stamp, used, np.uint64(group.first_stamp) + accessed["after"])
+        used_at = np.uint64(min(group.first_stamp, _LAST_STAMP)) + accessed["after"]
+        np.maximum.at(self.stamp, used, np.minimum(used_at, _LAST_STAMP))
         np.add.at(self.uses, used[accessed["slot"] & REUSE != 0], 1)
 
     def entries(self, slots: npt.NDArray[np.int64]) -> Records:
@@ -120,6 +131,7 @@ class Found:
         sequence: number of the next group of the log.
         log_end: offset in the log after its last group.
         damaged: groups, heads and pages of the journal that cannot be read: their contents are lost.
+        unreadable: pages that the medium did not read, which count as damaged too.
         unfinished: the log ends in a group that is not whole. A crash leaves that, and it is no damage.
     """
 
@@ -128,11 +140,16 @@ class Found:
     sequence: int = 0
     log_end: int = 0
     damaged: int = 0
+    unreadable: int = 0
     unfinished: bool = False
 
 
-def recover(slab: Slab, progress: Progress | None = None) -> Found:
-    """Read the journal of a slab. Damage never raises: what cannot be read is counted.
+def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = False) -> Found:
+    """Read the journal of a slab. Damage never raises: it is counted, and what it said is lost.
+
+    Args:
+        progress: called some times a second with what has been read.
+        salvage: count pages that the medium does not read as damage too, instead of raising `OSError`.
 
     Cost: reads the checkpoint and the log once, 80 bytes a block; a few seconds for 16 million blocks.
     """
@@ -145,43 +162,60 @@ def recover(slab: Slab, progress: Progress | None = None) -> Found:
     report = progress or (lambda done, total: None)
     if heads:
         found.epoch, found.contents.written = heads[0].epoch, dict(heads[0].written)
+        found.contents.last_generation = heads[0].last_generation
         for done in _read_checkpoint(slab, heads[0], found):
             report(done, total)
     else:
         found.damaged += 1
     _read_log(slab, found)
     report(total, total)
+    if found.unreadable and not salvage:
+        raise OSError(errno.EIO, f"{found.unreadable} pages of its journal cannot be read: {_SALVAGE}")
+    found.contents.written = _up_to_now(found.contents.written)
     return found
+
+
+def _up_to_now(written: Mapping[int, int]) -> dict[int, int]:
+    """Hours that the clock has not reached count as the present one: it has been set back."""
+    counts, now = Counter[int](), now_s() // HOUR_S
+    for hour, count in written.items():
+        counts[min(hour, now)] += count
+    return dict(counts)
 
 
 def _heads(slab: Slab, found: Found) -> list[Head]:
     """Heads of whole checkpoints, the newest first."""
     layout, heads = slab.layout, set()
     for region in (0, 1):
-        first = layout.checkpoint_offset(region)
+        first, unreadable, num_sound = layout.checkpoint_offset(region), 0, 0
         for offset in (first, first + layout.checkpoint_bytes - PAGE_BYTES):
-            page, unreadable = slab.read_pages(offset, PAGE_BYTES)
-            found.damaged += unreadable
-            head = decode_head(slab.identity.slab_id, page)
+            page, failed = slab.read_pages(offset, PAGE_BYTES)
+            unreadable += failed
+            head = decode_head(layout, slab.identity.slab_id, page)
             if head is not None and head.epoch % 2 == region:
                 heads.add(head)
+                num_sound += 1
+        found.damaged += unreadable
+        if num_sound == 0:
+            # Its checkpoint may be the newest.
+            found.unreadable += unreadable
     return sorted(heads, reverse=True)
 
 
 def _read_checkpoint(slab: Slab, head: Head, found: Found) -> Iterator[int]:
-    layout, num_read = slab.layout, 0
+    layout = slab.layout
     size = layout.checkpoint_group_bytes
     start = layout.checkpoint_offset(head.epoch) + PAGE_BYTES
     end = start + head.num_groups * size
     window = max(1, _WINDOW_BYTES // size) * size
     for offset in range(start, end, window):
-        memory, _ = slab.read_pages(offset, min(window, end - offset))
+        memory, unreadable = slab.read_pages(offset, min(window, end - offset))
+        found.unreadable += unreadable
         for at in range(0, len(memory), size):
             group = decode_group(layout, slab.identity.slab_id, memory[at : at + size])
             sequence = (offset + at - start) // size
             if group and (group.kind, group.epoch, group.sequence) == (CHECKPOINT, head.epoch, sequence):
                 found.contents.apply(group)
-                num_read += len(group.entries)
             else:
                 found.damaged += 1
         yield offset + len(memory) - start
@@ -191,6 +225,7 @@ def _read_log(slab: Slab, found: Found) -> None:
     layout = slab.layout
     memory, unreadable = slab.read_pages(layout.log_offset, layout.log_bytes)
     found.damaged += unreadable
+    found.unreadable += unreadable
     starts, epochs = _candidates(slab, memory)
     candidates = list(zip(starts, epochs, strict=True))
     slab_id = slab.identity.slab_id

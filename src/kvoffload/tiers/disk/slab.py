@@ -1,4 +1,4 @@
-"""The slab of one directory: a file of slots of one size, read and written in runs of neighbours.
+"""A slab: a file of slots of one size, read and written in runs of neighbours.
 
 Owns the file, and the verification of blocks. Does not know which slots hold blocks, what their checksums
 should be, nor when a slot may be overwritten: the journal and the tier do.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import UnavailableError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Checksums, Mask
 from kvoffload.tiers.checksum import checksums
@@ -33,11 +34,13 @@ from kvoffload.tiers.disk.format import (
     with_void_before,
 )
 from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.room import Room
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
-SLAB_NAME = "kvoffload.slab"
+UNFINISHED = ".new"
+"""Ends the name of a slab that is being made."""
 CHUNK_BYTES = 4 * 1024 * 1024
 """Bytes moved in one system call. More is no faster, and keeps a thread busy for longer."""
 MAX_RUN_BLOCKS = 1000
@@ -68,6 +71,9 @@ class Scratch:
 class Slab:
     """An open slab.
 
+    The file may end before its last slot, where the room of the directory is shared with other slabs: it is
+    as long as what is reserved, and grows when a slot beyond its end is written.
+
     A failure of the medium while reading or writing blocks is an outcome, not an exception. Reading and
     writing pages, which the journal is made of, and `sync` raise `OSError`.
 
@@ -75,10 +81,13 @@ class Slab:
 
     Attributes:
         layout, identity, capacity_bytes: from its superblock.
+        room: how far it may grow; None for as far as its layout says.
         chunk_blocks: the most blocks that are moved at once.
     """
 
-    def __init__(self, fd: int, superblock: Bytes, files: Files, log: RateLimitedLog) -> None:
+    def __init__(
+        self, fd: int, superblock: Bytes, files: Files, log: RateLimitedLog, room: Room | None = None
+    ) -> None:
         said = decode_superblock(superblock)
         assert not isinstance(said, str), said
         self.layout, self.identity, self.capacity_bytes = said
@@ -86,6 +95,8 @@ class Slab:
         self._superblocks_at = 0, PAGE_BYTES
         self._fd, self._files, self._log = fd, files, log
         self._slots_offset, self._slot_bytes = layout.slots_offset, layout.slot_bytes
+        self.room, self._growing = room, threading.Lock()
+        self._num_reserved = self._slots_in(files.size(fd))
         self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
 
     @classmethod
@@ -97,25 +108,25 @@ class Slab:
         capacity_bytes: int,
         files: Files,
         log: RateLimitedLog,
+        room: Room | None = None,
     ) -> Slab:
-        """Make a slab where there is none, and reserve all of its room. Raises `ConfigError`.
+        """Make a slab where there is none, and reserve its room. Raises `UnavailableError`.
 
-        It gets its name when it is complete: a crash before that leaves ``kvoffload.slab.new``, which the
-        next attempt replaces.
+        It gets its name when it is complete: a crash before that leaves a file that ends in ``.new``.
         """
-        unfinished = path.with_name(path.name + ".new")
+        unfinished = path.with_name(path.name + UNFINISHED)
         try:
             unfinished.unlink(missing_ok=True)
             fd = files.open(unfinished, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise ConfigError(
-                "path", str(path.parent), f"a directory that can be written ({error.strerror})"
+            raise UnavailableError(
+                "path", str(path.parent), f"no file can be made there ({error.strerror})"
             ) from None
         page = aligned(PAGE_BYTES)
         page[:] = encode_superblock(layout, identity, capacity_bytes)
-        slab = cls(fd, page.copy(), files, log)
+        slab = cls(fd, page.copy(), files, log, room)
         try:
-            files.allocate(fd, layout.file_bytes)
+            slab.reserve(1)
             slab.write_pages(0, page)
             slab.write_pages(PAGE_BYTES, page)
             page[:] = encode_head(identity.slab_id, Head(0, 0, 0))
@@ -128,26 +139,36 @@ class Slab:
             slab.close()
             unfinished.unlink(missing_ok=True)
             why = f"{path.parent} cannot give that much ({error.strerror})"
-            raise ConfigError("capacity_bytes", capacity_bytes, why) from None
+            raise UnavailableError("capacity_bytes", capacity_bytes, why) from None
         return slab
 
     @classmethod
     def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
-        """Open a slab; or return why this version cannot use it. Raises `OSError`."""
+        """Open a slab; or return why this version cannot use it.
+
+        Raises `OSError`, also if neither superblock can be read, or only a damaged one: that the medium does
+        not answer now says nothing about the slab.
+        """
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
-        reason, sound = "it is too short to be a slab", []
+        reason, sound, unreadable = "it is too short to be a slab", list[Bytes](), None
         try:
-            for offset in (0, PAGE_BYTES):
+            size = files.size(fd)
+            for offset in (0, PAGE_BYTES) if size >= 2 * PAGE_BYTES else ():
                 page = aligned(PAGE_BYTES)
                 try:
                     transfer(files.read, fd, [page], offset)
-                except OSError:
+                except OSError as error:
+                    unreadable = error
                     continue
                 found = decode_superblock(page)
                 if isinstance(found, str):
                     reason = found
+                elif found[0].slots_offset > size:
+                    reason = "it is cut short, before its first slot"
                 else:
                     sound.append(page)
+            if unreadable and not sound:
+                raise unreadable
             if not sound:
                 return reason
             slab, fd = cls(fd, max(sound, key=void_before), files, log), -1
@@ -155,6 +176,56 @@ class Slab:
         finally:
             if fd >= 0:
                 files.close(fd)
+
+    # ---- room
+
+    def used_now(self) -> None:
+        """Other slabs of the directory make way before this one."""
+        os.utime(self._fd)
+
+    @property
+    def file_bytes(self) -> int:
+        """How long the file is: what it takes of its directory's room."""
+        return self._files.size(self._fd)
+
+    @property
+    def num_reserved(self) -> int:
+        """How many slots the file is long enough for."""
+        return self._num_reserved
+
+    def reserve(self, num_slots: int) -> None:
+        """Make the file long enough for so many slots, and as much longer as the room of the directory allows
+        without them; other slabs make way for these. Raises `OSError`."""
+        layout, least = self.layout, self.layout.slot_offset(num_slots)
+        while True:
+            target = min(layout.file_bytes, self.room.own_bytes if self.room else layout.file_bytes)
+            try:
+                if target >= least:
+                    num_slots = self._slots_in(target)
+                    self._files.allocate(self._fd, layout.slot_offset(num_slots))
+                    self._num_reserved = num_slots
+                    return
+                refused = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                refused = error
+            if self.room is None or not self.room.make():
+                raise refused
+
+    def trim(self, num_slots: int) -> None:
+        """Give back the room behind this many slots. Raises `OSError`."""
+        self._files.shorten(self._fd, self.layout.slot_offset(num_slots))
+        self._num_reserved = num_slots
+
+    def _slots_in(self, num_bytes: int) -> int:
+        """How many whole slots lie before this offset."""
+        return min(self.layout.num_slots, max(0, num_bytes - self._slots_offset) // self._slot_bytes)
+
+    def _grow(self, end: int) -> None:
+        with self._growing:
+            if end > self._num_reserved:
+                self.reserve(end)
 
     # ---- blocks
 
@@ -168,6 +239,12 @@ class Slab:
         At most `chunk_blocks` of them. Cost: a pass over the bytes for checksums, then one system call for
         each run of neighbours.
         """
+        if slots[-1] >= self._num_reserved:
+            try:
+                self._grow(int(slots[-1]) + 1)
+            except OSError as error:
+                self._log.warn("grow", "disk tier: the slab cannot grow: %s", error.strerror)
+                return np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
         sums = self._checksums(keys, slots, generations, pool, rows)
         if self._in_place(pool):
             return self._each_run(self._files.write, slots, pool, rows), sums
@@ -295,16 +372,12 @@ class Slab:
             return error
         return None
 
-    def complete(self) -> None:
-        """Repair a superblock that differs from its copy, if possible, and restore the length of a file that
-        was cut short; the blocks in the missing part are lost. Raises `OSError`."""
+    def mend(self) -> None:
+        """Write a superblock that differs from its copy, if possible."""
         for at in (PAGE_BYTES, 0):
             if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):
                 self._write_superblock(at)
                 self._superblocks_at = at, PAGE_BYTES - at
-        if self._files.size(self._fd) < self.layout.file_bytes:
-            self._log.warn("short", "disk tier: the slab was cut short: blocks in the missing part are lost")
-            self._files.allocate(self._fd, self.layout.file_bytes)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -349,5 +422,5 @@ def _runs(numbers: Positions) -> Iterator[tuple[int, int]]:
 
 
 def now_s() -> int:
-    """Seconds since 1970, as the slab stores them."""
-    return int(time.time())
+    """Seconds since 1970, as the slab stores them; 0 if the clock says less."""
+    return max(0, int(time.time()))

@@ -6,6 +6,7 @@ Decides and never waits: the pipeline's threads do the work, and `finished` coll
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from contextlib import ExitStack
@@ -21,13 +22,13 @@ from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
-from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, Checksums, JobResult, Mask, SecondaryTier, TierStats, checked_rows
+from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.format import REUSE
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.opening import Geometry, open_directory
 from kvoffload.tiers.disk.pause import WritePause
 from kvoffload.tiers.disk.pipeline import Chunk, Pipeline, Stamps
 from kvoffload.tiers.disk.placement import Placement
@@ -85,11 +86,11 @@ class DiskTier(SecondaryTier):
 
     Args:
         path: the directory. It is made if it is absent, and has one owner at a time.
-        capacity_bytes: the most that slab, journal and lock file take; reserved when the slab is made.
+        capacity_bytes: the most that all files in the directory take; reserved when it is opened.
         block_bytes: bytes of a block. Multiples of 4096, if aligned to it in their pool, are moved in place.
         key_bytes: length of every key.
         fingerprint: identifies the producer: model, dtype, layout, parallel shape. Blocks of another producer
-            are never served: their slab is set aside.
+            are never served: they have a slab of their own, which stays while its room is not needed.
         policy, admission: which blocks leave, and which may enter; as for `OffloadingManager`.
         num_threads: threads that move blocks. From two on, one of them only reads.
         queue_bytes: bytes of writes that may be queued; more are dropped.
@@ -97,8 +98,9 @@ class DiskTier(SecondaryTier):
         files: the system calls; for tests.
 
     Memory: 210 bytes a block; 4 MiB a thread if blocks are not whole pages.
-    Raises: `ConfigError` for options that cannot be used, and for a directory that another process keeps
-    open; `MisuseError` after `close`.
+    Raises: `ConfigError` for options that cannot be used; `UnavailableError` for a directory that cannot be
+    used now: another process keeps it open, it has no room, or it cannot be read; `MisuseError` after
+    `close`, and in a process that was forked from the one that opened it.
     """
 
     name = "disk"
@@ -140,9 +142,8 @@ class DiskTier(SecondaryTier):
             # A policy may fail while it is told of what was found.
             undo.callback(self._lock.release)
             undo.callback(self._slab.close)
-            newest = int(contents.generation.max(initial=0))
             # Also above the generations that a crashed process may have left in slots without an entry.
-            next_generation = max(newest + 1, self._slab.void_before, time.time_ns())
+            next_generation = max(contents.last_generation + 1, self._slab.void_before, time.time_ns())
             self._placement = Placement(layout.num_blocks, layout.num_slots, next_generation)
             leftover = self._placement.restore(contents, self._manager)
             self._next_stamp = int(contents.stamp.max(initial=0)) + 1
@@ -152,12 +153,17 @@ class DiskTier(SecondaryTier):
             self._pause = WritePause()
             self._queue_blocks, self._num_queued = max(1, queue_bytes // layout.slot_bytes), 0
             self._next_job, self._results = 0, list[JobResult]()
-            self._closed = False
+            self._closed, self._ending = False, threading.Lock()
             self._num_threads = num_threads
             self._handed_back: deque[Chunk] = deque()
-            self._pipeline = Pipeline(
-                self._slab, self._journal, num_threads, self._handed_back.append, self._log
-            )
+            try:
+                self._pipeline = Pipeline(
+                    self._slab, self._journal, num_threads, self._handed_back.append, self._log
+                )
+            except RuntimeError as error:
+                raise UnavailableError(
+                    "num_threads", num_threads, f"they cannot be started ({error})"
+                ) from None
             if len(leftover):
                 self._placement.set_gate(leftover, self._pipeline.remove(leftover))
             undo.pop_all()
@@ -284,19 +290,30 @@ class DiskTier(SecondaryTier):
 
     def close(self) -> None:
         """As `SecondaryTier.close`. Returns after some seconds even if the disk hangs: then file and lock
-        stay open until the process ends, or until a later call after the disk has answered."""
-        self._closed = True
+        stay open until it answers, or the process ends."""
+        hung, self._closed = self._closed, True
+        if not self._lock.held:
+            return
         if self._pipeline.close(CLOSE_TIMEOUT_S):
-            self._slab.close()
-            self._lock.release()
-        else:
-            self._log.warn("hang", "disk tier: %s does not answer: it stays open", self._directory)
+            self._release()
+        elif not hung:
+            self._log.warn("hang", "disk tier: %s does not answer: it stays open until then", self._directory)
+            threading.Thread(target=self._close_later, daemon=True, name="kvoffload-disk-close").start()
 
     # ---- inside
 
+    def _close_later(self) -> None:
+        self._pipeline.close(None)
+        self._release()
+
+    def _release(self) -> None:
+        with self._ending:
+            self._slab.close()
+            self._lock.release()
+
     def _checked(self, keys: Keys, pool: Blocks, rows: Rows) -> Positions:
-        if self._closed:
-            raise MisuseError("this disk tier is closed")
+        if self._closed or not self._lock.held:
+            raise MisuseError("this disk tier is closed, or it was opened before this process was forked")
         return checked_rows(keys, pool, rows, self.block_bytes)
 
     def _known(self, request: object) -> _Request:
