@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.admission import ADMISSIONS, create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES
-from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError
 from kvoffload.integrations.vllm.options import NAMES, VLLMOptions, parse_options
+from kvoffload.tiers.disk.lock import DirectoryLock
 from kvoffload.tiers.kinds.disk import DiskOptions
-from kvoffload.tiers.options import TierOwner
+from kvoffload.tiers.options import TierOwner, open_tiers
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "my_policy.py"
 
@@ -193,6 +196,38 @@ def test_directories_share_the_capacity_and_one_budget(tmp_path: Path) -> None:
         tier.close()
     slabs = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("kvoffload-*.slab"))
     assert slabs == ["a", "a/replica", "b"]
+
+
+def test_who_goes_on_without_a_directory_hears_which_one_is_missing(tmp_path: Path) -> None:
+    """One of two, then both: a tier is what is left of it, and tiers are those that are left."""
+    missing: list[UnavailableError] = []
+    owner = TierOwner(4096, 36, "model", go_on_without=missing.append)
+    both = DiskOptions(path=(str(tmp_path / "a"), str(tmp_path / "b")), capacity="2MiB")
+    alone = DiskOptions(path=(str(tmp_path / "c"),), capacity="1MiB")
+    held = [DirectoryLock(made(tmp_path / "a"), RateLimitedLog("test"))]
+    with pytest.raises(UnavailableError, match="has it open"):
+        both.open(OWNER)
+    first, second = open_tiers([both, alone], owner)
+    assert first.stats().capacity == second.stats().capacity
+    assert [error.value for error in missing] == [str(tmp_path / "a")]
+    first.close()
+    second.close()
+    held.append(DirectoryLock(made(tmp_path / "b"), RateLimitedLog("test")))
+    missing.clear()
+    (left,) = open_tiers([both, alone], owner)
+    assert [error.value for error in missing] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    left.close()
+    for lock in held:
+        lock.release()
+    for tier in open_tiers([both, alone], owner):
+        tier.close()
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        open_tiers([replace(alone, capacity="1KiB")], owner)
+
+
+def made(directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 @pytest.mark.parametrize("fails", ["path", "max_write_bytes_per_day"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -119,6 +121,26 @@ def test_blocks_come_back_in_this_life_and_the_next(tmp_path: Path) -> None:
     other = Life(tmp_path, model="another")
     assert other.lookup([1, 2, 3]) == [MISS] * 3
     other.tier.shutdown()
+
+
+def test_a_disk_that_cannot_be_opened_leaves_the_engine_running(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Life(tmp_path)
+    first.store([1])
+    with caplog.at_level(logging.ERROR, "vllm.kvoffload"):
+        second = Life(tmp_path)
+    assert "runs WITHOUT a tier behind RAM" in caplog.text
+    assert f"process {os.getpid()} has it open" in caplog.text
+    assert second.lookup([1]) == [MISS]
+    assert second.store([1]).success, "of no block"
+    assert second.load([1]) == []
+    second.tier.drain_jobs()
+    second.tier.shutdown()
+    assert first.load([1]) == [1]
+    first.tier.shutdown()
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        Life(tmp_path, capacity="1KiB")
 
 
 def test_damage_is_not_loaded(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from traffic import PATIENCE_S, Expected
 
 from kvoffload.tiers.disk.directory import slabs_in
 from kvoffload.tiers.disk.inspection import opened
+from kvoffload.tiers.disk.lock import DirectoryLock
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -109,3 +112,20 @@ def test_blocks_of_other_weights_are_not_served(lives: Any, first_life: Expected
     first_life.check(engine, SIX)
     assert engine.manager.core.hit_blocks == [0, 0]
     assert len(slabs_in(lives.path)) == 2, "what was there is kept, and not served"
+
+
+def test_an_engine_whose_disk_cannot_be_opened_serves_from_ram(
+    lives: Any, first_life: Expected, caplog: pytest.LogCaptureFixture
+) -> None:
+    lives.engine.close()
+    lock = DirectoryLock(lives.path, RateLimitedLog("test"))
+    with caplog.at_level(logging.ERROR, "vllm.kvoffload"):
+        engine = lives()
+    assert f"WITHOUT a tier behind RAM, until it is started again: path: '{lives.path}'" in caplog.text
+    first_life.check(engine, 2)
+    engine.forget_device()
+    first_life.check(engine, 2)
+    assert engine.manager.core.stats().ready >= 18
+    assert tier_metric(engine, "hits_total") is None
+    engine.close()
+    lock.release()

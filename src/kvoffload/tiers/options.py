@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 from kvoffload.config import option_names, parse_capacity, read_options
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
-from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError
 from kvoffload.plugins import Registry
 from kvoffload.tiers.base import SecondaryTier
 
@@ -36,6 +36,8 @@ class TierOwner:
         fingerprint: says who computed the blocks: blocks of another producer are never served.
         replica: which of several engines with equal fingerprints this is; each has a place of its own.
         counts_blocks: capacities are numbers of blocks, as in a replay, instead of sizes.
+        go_on_without: called with each tier, or part of one, that cannot be opened now; without it that
+            raises.
     """
 
     block_bytes: int
@@ -43,6 +45,13 @@ class TierOwner:
     fingerprint: str
     replica: str = ""
     counts_blocks: bool = False
+    go_on_without: Callable[[UnavailableError], None] | None = None
+
+    def without(self, error: UnavailableError) -> None:
+        """Something cannot be opened now: go on without it, or raise."""
+        if self.go_on_without is None:
+            raise error
+        self.go_on_without(error)
 
 
 class _CapacityParser:
@@ -80,7 +89,7 @@ class TierOptions(ABC):
 
     @abstractmethod
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """The tier, with what it holds from before. Raises `ConfigError`."""
+        """The tier, with what it holds from before. Raises `ConfigError`, `UnavailableError`."""
 
     def in_blocks(self: _Options, block_bytes: int, unique_blocks: int) -> _Options:
         """The same, its capacity as a number of blocks: for replays. Raises `ConfigError`."""
@@ -151,12 +160,19 @@ def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
 
 
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
-    """All of them, or none. Raises `ConfigError`."""
+    """All of them, or none; without those that cannot be opened now, if the owner goes on without them.
+
+    Raises `ConfigError`.
+    """
     opened: list[SecondaryTier] = []
     with ExitStack() as undo:
         for tier in options:
-            opened.append(tier.open(owner))
-            undo.callback(opened[-1].close)
+            try:
+                opened.append(tier.open(owner))
+            except UnavailableError as error:
+                owner.without(error)
+            else:
+                undo.callback(opened[-1].close)
         undo.pop_all()
     return opened
 

@@ -114,11 +114,11 @@ class KVOffloadManager(OffloadingManager):
                 "kvoffload: no tiers behind RAM: keys have %d bytes; blocks that outlive the engine need the "
                 "%d of --prefix-caching-hash-algo sha256 or sha256_cbor", key_bytes, USUAL_KEY_BYTES
             )  # fmt: skip
-        elif self._open_tiers is not None:
+        elif self._open_tiers is not None and (tiers := self._open_tiers(pool.slot_stride, key_bytes)):
             self._tiered = TieredManager(
                 pool.num_slots,
                 ram=PoolMemory(pool, self._sealing),
-                tiers=self._open_tiers(pool.slot_stride, key_bytes),
+                tiers=tiers,
                 deadline_s=options.tier_deadline_s,
                 recompute_s_per_block=self._recompute_s_per_block(),
                 **given,

@@ -25,8 +25,8 @@ from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.tiers import tier_owner
 from kvoffload.integrations.vllm.versions import engine_facts
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB
-from kvoffload.tiers.options import parse_tiers
+from kvoffload.tiers.base import NO_JOB, SecondaryTier
+from kvoffload.tiers.options import open_tiers, parse_tiers
 
 _DRAIN_TIMEOUT_S = 30.0
 
@@ -41,7 +41,7 @@ class KVOffloadDisk(SecondaryTierManager):
     max_write_bytes_per_day, salt. Raises `ConfigError` when the engine starts. Thread: the scheduler's.
 
     Attributes:
-        broken: an error of ours was contained; the disk is no longer used.
+        broken: an error of ours was contained, or the disk could not be opened: it is not used any more.
     """
 
     medium = Medium.STORAGE
@@ -61,11 +61,16 @@ class KVOffloadDisk(SecondaryTierManager):
         self._pool = slots.reshape(len(slots), -1)
         # vLLM's RAM has its own layout: its blocks are not interchangeable with those of `KVOffloadSpec`.
         facts = engine_facts(offloading_spec, vllm_version)
-        self._tier = checked.open(tier_owner(facts, self._pool.shape[1], USUAL_KEY_BYTES, pool="vllm"))
+        owner = tier_owner(facts, self._pool.shape[1], USUAL_KEY_BYTES, pool="vllm")
+        self._opened = open_tiers([checked], owner)
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []
-        self.broken = False
+        self.broken = not self._opened
+
+    @property
+    def _tier(self) -> SecondaryTier:
+        return self._opened[0]
 
     @contained(lambda req_context: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -148,7 +153,8 @@ class KVOffloadDisk(SecondaryTierManager):
     def shutdown(self) -> None:
         """Close the disk; its blocks stay."""
         try:
-            self._tier.close()
+            for tier in self._opened:
+                tier.close()
         except Exception:
             logger.exception("kvoffload: the disk could not be closed")
 

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload._version import __version__
+from kvoffload.errors import UnavailableError
+from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.versions import EngineFacts
 from kvoffload.structures.keys import Keys
@@ -24,9 +26,16 @@ from kvoffload.transfer.engine import cpu_capability
 
 
 def tier_owner(facts: EngineFacts, block_bytes: int, key_bytes: int, **more: str) -> TierOwner:
-    """The engine as the owner of blocks in tiers; `more` is part of its identity."""
+    """The engine as the owner of blocks in tiers; `more` is part of its identity.
+
+    A tier that cannot be opened now costs its blocks, and a line in the log: the engine starts without it.
+    """
     producer = fingerprint({**more, **facts.identity})
-    return TierOwner(block_bytes, key_bytes, producer, facts.replica)
+    return TierOwner(block_bytes, key_bytes, producer, facts.replica, go_on_without=_say_that_it_is_missing)
+
+
+def _say_that_it_is_missing(error: UnavailableError) -> None:
+    logger.error("kvoffload: the engine runs WITHOUT a tier behind RAM, until it is started again: %s", error)
 
 
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:

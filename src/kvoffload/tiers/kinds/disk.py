@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvoffload.config import SizeOrNothing, parse_size
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.budgeted import BudgetedTier
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
@@ -66,23 +66,30 @@ class DiskOptions(TierOptions):
         with ExitStack() as undo:
             disks: list[SecondaryTier] = []
             for path in self.path:
-                disks.append(
-                    DiskTier(
-                        Path(path) / owner.replica,
-                        self._bytes_each(owner),
-                        owner.block_bytes,
-                        key_bytes=owner.key_bytes,
-                        fingerprint=owner.fingerprint + self.salt,
-                        policy=self.policy,
-                        admission=self.admission,
-                    )
-                )
-                undo.callback(disks[-1].close)
+                try:
+                    disks.append(self._open_one(Path(path) / owner.replica, owner))
+                except UnavailableError as error:
+                    if len(disks) == 0 and path == self.path[-1]:
+                        raise
+                    owner.without(error)
+                else:
+                    undo.callback(disks[-1].close)
             tier: SecondaryTier = disks[0] if len(disks) == 1 else StripedTier(disks)
             if self.max_write_bytes_per_day is not None:
                 tier = BudgetedTier(tier, self.max_write_bytes_per_day)
             undo.pop_all()
         return tier
+
+    def _open_one(self, directory: Path, owner: TierOwner) -> DiskTier:
+        return DiskTier(
+            directory,
+            self._bytes_each(owner),
+            owner.block_bytes,
+            key_bytes=owner.key_bytes,
+            fingerprint=owner.fingerprint + self.salt,
+            policy=self.policy,
+            admission=self.admission,
+        )
 
     def _bytes_each(self, owner: TierOwner) -> int:
         if not owner.counts_blocks:
