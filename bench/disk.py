@@ -42,10 +42,17 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 Pool = npt.NDArray[np.uint8]
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+class Cost(NamedTuple):
+    """Of one pass: how long it took, and how much of the machine's processors, all threads together."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def cost_of(work: Callable[[], object]) -> Cost:
+    began, worked = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - began
+    return Cost(time.perf_counter() - began, time.process_time() - worked)
 
 
 class Raw:
@@ -155,10 +162,13 @@ class Directory:
 
 
 class Against(NamedTuple):
-    """A side beside raw passes around it: its median speed, and quartiles of its share of the raw one."""
+    """A side beside raw passes around it: its median speed, quartiles of its share of the raw one, and the
+    median CPU time of a pass of each."""
 
     bytes_per_s: float
     shares: list[float]
+    cpu_s: float
+    raw_cpu_s: float
 
 
 def against(
@@ -169,22 +179,27 @@ def against(
     moved: int,
 ) -> Against:
     """Passes of a side between raw passes; `before` each of its own something that is not timed."""
-    times, shares = [], []
-    around = seconds_of(raw)
+    costs, raws, shares = list[Cost](), [cost_of(raw)], list[float]()
     for _ in range(passes):
         before()
-        times.append(seconds_of(side))
-        earlier, around = around, seconds_of(raw)
-        shares.append((earlier + around) / 2 / times[-1])
-    return Against(moved / statistics.median(times), statistics.quantiles(shares, n=4))
+        costs.append(cost_of(side))
+        raws.append(cost_of(raw))
+        shares.append((raws[-2].wall_s + raws[-1].wall_s) / 2 / costs[-1].wall_s)
+    median = statistics.median
+    return Against(
+        moved / median(cost.wall_s for cost in costs),
+        statistics.quantiles(shares, n=4),
+        median(cost.cpu_s for cost in costs),
+        median(cost.cpu_s for cost in raws),
+    )
 
 
-def measure(path: Path, block_bytes: int, total_bytes: int, passes: int, threads: int) -> None:
+def measure(path: Path, block_bytes: int, total_bytes: int, *, passes: int, threads: int, batch: int) -> None:
     """Print one block size."""
     count = total_bytes // block_bytes
     pool = aligned(count * block_bytes).reshape(count, block_bytes)
     pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
-    raw, tier = Raw(path, pool), Tier(path, pool, max(1, 16 * PIECE_BYTES // block_bytes), threads)
+    raw, tier = Raw(path, pool), Tier(path, pool, batch or max(1, 16 * PIECE_BYTES // block_bytes), threads)
     files = Directory(path, pool)
     # The first pass of all goes into room that nothing was written to yet: it is not counted.
     raw.write(PIECE_BYTES, 4)
@@ -203,7 +218,8 @@ def measure(path: Path, block_bytes: int, total_bytes: int, passes: int, threads
     for verb, others in sides.items():
         move = raw.write if verb == "write" else raw.read
         seconds = {
-            way: statistics.median(seconds_of(partial(move, *way)) for _ in range(3)) for way in raw.methods()
+            way: statistics.median(cost_of(partial(move, *way)).wall_s for _ in range(3))
+            for way in raw.methods()
         }
         piece, workers = best = min(seconds, key=seconds.__getitem__)
         print(
@@ -217,7 +233,8 @@ def measure(path: Path, block_bytes: int, total_bytes: int, passes: int, threads
             low, middle, high = found.shares
             print(
                 f"{'':17s} {name:20s} {found.bytes_per_s / 1e9:.2f} GB/s, "
-                f"{middle:.2f} of raw ({low:.2f} to {high:.2f})",
+                f"{middle:.2f} of raw ({low:.2f} to {high:.2f}); CPU a block "
+                f"{found.cpu_s / count * 1e6:.0f} us, raw {found.raw_cpu_s / count * 1e6:.0f} us",
                 flush=True,
             )
     raw.close()
@@ -233,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--block-bytes", nargs="+", default=["64KiB", "256KiB", "1MiB", "2MiB", "4MiB"])
     parser.add_argument("--passes", type=int, default=11)
     parser.add_argument("--threads", type=int, default=16, help="of the tier")
+    parser.add_argument("--batch", type=int, default=0, help="blocks of a job of the tier; 0: 64 MiB of them")
     chosen = parser.parse_args(arguments)
     total_bytes = parse_size("total", chosen.total)
     for text in chosen.block_bytes:
@@ -240,7 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path.mkdir(parents=True)
         try:
             block_bytes = parse_size("block-bytes", text)
-            measure(path, block_bytes, total_bytes, chosen.passes, chosen.threads)
+            measure(
+                path, block_bytes, total_bytes,
+                passes=chosen.passes, threads=chosen.threads, batch=chosen.batch,
+            )  # fmt: skip
         finally:
             shutil.rmtree(path)
 

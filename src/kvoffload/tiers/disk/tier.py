@@ -38,6 +38,9 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 
 CLOSE_TIMEOUT_S = 10.0
+READ_CHUNK_BYTES = 512 * 1024
+"""A read is divided among the threads, but not into less than this: to hand a chunk to a thread and back takes
+as long as to read and verify 128 KiB."""
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
 
@@ -353,7 +356,8 @@ class DiskTier(SecondaryTier):
             # The last block of a prefix counts as used first, so that the head is the most recent.
             stamps = self._stamps(len(places))[::-1]
         else:
-            size = max(1, min(size, -(-len(places) // self._num_threads)))
+            least = -(-READ_CHUNK_BYTES // self._slab.layout.slot_bytes)
+            size = min(size, max(least, -(-len(places) // self._num_threads)))
         return [
             Chunk(
                 job, index, writes, plan.keys.take(index), places[index], job.generations[index],
