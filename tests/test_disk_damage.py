@@ -26,7 +26,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import FailingFiles, raises
 from kvoffload.tiers.base import NO_JOB
-from kvoffload.tiers.disk import DiskTier, pipeline, tier
+from kvoffload.tiers.disk import DiskTier, committer, tier
 from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files
 from kvoffload.tiers.disk.format import fingerprint_of
@@ -588,22 +588,22 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files, num_threads=3)
     assert len(disk.write(list(range(NUM_SLOTS - 1)))) == NUM_SLOTS - 1
     assert disk.tier.drain(HANGS_S)
-    pipeline, asleep = disk.tier._pipeline, queue.SimpleQueue[int]()
-    wait_for = pipeline._commit.wait_for
+    commits, asleep = disk.tier._committer, queue.SimpleQueue[int]()
+    wait_for = commits._wake.wait_for
 
     def pause(is_over: Callable[[], bool], seconds: float) -> bool:
         def noted() -> bool:
             over = is_over()
             if not over:
                 # The lock is held from here until it sleeps.
-                asleep.put(pipeline._num_removals)
+                asleep.put(commits._num_removals)
             return over
 
         return wait_for(noted, 60)
 
     def delete_while_the_journal_pauses(number: int) -> None:
         disk.tier.delete(keys_of([number]))
-        while asleep.get(timeout=HANGS_S) < pipeline._num_removals:
+        while asleep.get(timeout=HANGS_S) < commits._num_removals:
             pass
 
     def watch(operation: str, offset: int) -> None:
@@ -612,7 +612,7 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
             if next(writes) == 0:
                 first_may_end.wait(HANGS_S)
 
-    monkeypatch.setattr(pipeline._commit, "wait_for", pause)
+    monkeypatch.setattr(commits._wake, "wait_for", pause)
     files.fail = watch
     disk.tier.submit_write(keys_of([20]), disk.pool, np.array([20]))
     assert begun.acquire(timeout=HANGS_S)
@@ -644,7 +644,7 @@ def test_a_close_that_does_not_wait_leaves_no_block_on_its_way_for_ever(
     monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.1)
     disk.tier.close()
     gate.opened.set()
-    for thread in disk.tier._pipeline._threads:
+    for thread in (*disk.tier._pipeline._threads, disk.tier._committer.thread):
         thread.join(20)
     assert disk.tier._pipeline.close(0.0), "all threads have ended, without being told again"
     disk.tier.close()
@@ -690,7 +690,7 @@ def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended:
 def test_a_reset_is_durable_whatever_fails(
     filled: Path, failing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "VOID_RETRY_S", 0.05)
+    monkeypatch.setattr(committer, "VOID_RETRY_S", 0.05)
     files = FailingFiles()
     disk = reopened(filled, files=files)
     if "journal" in failing:
@@ -780,7 +780,7 @@ def test_a_journal_that_fails_amid_evictions(tmp_path: Path) -> None:
     jobs.append(disk.tier.submit_write(keys_of([22, 23]), disk.pool, np.arange(2))[0])
     assert NO_JOB not in jobs
     assert disk.tier.drain(HANGS_S)
-    assert disk.tier._pipeline.broken
+    assert disk.tier._committer.broken
     assert sorted(result.job for result in disk.tier.finished()) == jobs
     files.fail = lambda operation, offset: None
     disk.tier.close()

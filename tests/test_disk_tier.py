@@ -18,7 +18,7 @@ from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import ShortFiles
 from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
-from kvoffload.tiers.disk import DiskTier, pipeline
+from kvoffload.tiers.disk import DiskTier, committer
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.inspection import compact, opened
 from kvoffload.tiers.disk.layout import Layout
@@ -221,17 +221,17 @@ def test_what_was_used_is_known_after_reopening(tmp_path: Path) -> None:
 
 def test_uses_wait_for_a_commit_to_go_along_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit of their own takes a page of the log; `drain` makes one, and none after it."""
-    monkeypatch.setattr(pipeline, "ACCESS_INTERVAL_S", 1e9)
+    monkeypatch.setattr(committer, "ACCESS_INTERVAL_S", 1e9)
     disk = Disk(tmp_path, 20)
     disk.write(NUMBERS)
     disk.use(NUMBERS)
-    threads = disk.tier._pipeline
+    commits = disk.tier._committer
     assert disk.tier.drain(HANGS_S)
-    assert not threads._pending.accesses
+    assert not commits._pending.accesses
     disk.use(NUMBERS)
-    with threads._lock:
-        assert threads._pending.accesses, "they wait"
-        assert not threads._has_work(), "and nobody is about to write them"
+    with commits.lock:
+        assert commits._pending.accesses, "they wait"
+        assert not commits._has_work(), "and nobody is about to write them"
     disk.tier.close()
 
 

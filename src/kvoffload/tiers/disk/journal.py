@@ -4,7 +4,7 @@ Owns the end of the log and its epochs. A *group* of records is appended in whol
 page is not written again before a checkpoint has made it superfluous. When the log is full a checkpoint of
 everything is written to the older of two places, and the log starts again, empty, under the next epoch.
 
-Does not know what a removal allows or an entry promises; the pipeline orders groups, syncs and data.
+Does not know what a removal allows or an entry promises; the committer orders groups, syncs and data.
 """
 
 from __future__ import annotations

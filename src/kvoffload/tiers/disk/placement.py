@@ -2,7 +2,7 @@
 
 Owns the metadata of the block in each of the manager's slots, and the *reserve*: the slab has more slots than
 the manager, and empty ones queue for reuse, so that a block is written at once and need not wait until the
-removal of another is durable. Does no I/O; the pipeline knows what is durable.
+removal of another is durable. Does no I/O; the committer knows what is durable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The disk tier: one directory, as the scheduler's thread sees it.
 
 Owns a manager that decides which blocks are in the directory and which leave, and the jobs that move them.
-Decides and never waits: the pipeline's threads do the work, and `finished` collects what they hand back.
+Decides and never waits: threads move blocks and commit, and `finished` collects what they hand back.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, Checksums, JobResult, Mask, SecondaryTier, TierStats, checked_rows
+from kvoffload.tiers.disk.chunk import Chunk, Stamps
+from kvoffload.tiers.disk.committer import Committer
 from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.format import REUSE
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.pause import WritePause
-from kvoffload.tiers.disk.pipeline import Chunk, Pipeline, Stamps
+from kvoffload.tiers.disk.pipeline import Pipeline
 from kvoffload.tiers.disk.placement import Placement
 from kvoffload.tiers.disk.recovery import Progress
 from kvoffload.tiers.disk.slab import MISMATCH, SOUND, UNREADABLE, Outcomes, Positions
@@ -39,8 +41,8 @@ from kvoffload.transfer import Blocks, Rows
 
 CLOSE_TIMEOUT_S = 10.0
 READ_CHUNK_BYTES = 512 * 1024
-"""A read is divided among the threads, but not into less than this: to hand a chunk to a thread and back takes
-as long as to read and verify 128 KiB."""
+"""A read is divided among the threads, but not into less than this: to hand a chunk to a thread and back
+takes as long as to read and verify 128 KiB."""
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
 
@@ -160,15 +162,16 @@ class DiskTier(SecondaryTier):
             self._num_threads = num_threads
             self._handed_back: deque[Chunk] = deque()
             try:
+                self._committer = Committer(self._slab, self._journal, self._log)
                 self._pipeline = Pipeline(
-                    self._slab, self._journal, num_threads, self._handed_back.append, self._log
+                    self._slab, self._committer, num_threads, self._handed_back.append, self._log
                 )
             except RuntimeError as error:
                 raise UnavailableError(
                     "num_threads", num_threads, f"they cannot be started ({error})"
                 ) from None
             if len(leftover):
-                self._placement.set_gate(leftover, self._pipeline.remove(leftover))
+                self._placement.set_gate(leftover, self._committer.remove(leftover))
             undo.pop_all()
 
     # ---- requests
@@ -186,7 +189,7 @@ class DiskTier(SecondaryTier):
             own = np.concatenate([_NO_GENERATIONS, *known.written])
             records = self._placement.places(slots).astype(np.uint32)
             records[~np.isin(self._placement.generation[slots], own)] |= REUSE
-            self._pipeline.access(records, self._stamps(len(slots)))
+            self._committer.access(records, self._stamps(len(slots)))
 
     # ---- blocks
 
@@ -259,7 +262,7 @@ class DiskTier(SecondaryTier):
 
     def clear(self) -> None:
         """As `SecondaryTier.clear`, including blocks in flight; durable after a `drain`."""
-        self._pipeline.void(self._placement.next_generation)
+        self._committer.void(self._placement.next_generation)
         occupied = np.flatnonzero(self._placement.generation > 0).astype(np.int32)
         self._manager.reset()
         if len(occupied):
@@ -273,7 +276,7 @@ class DiskTier(SecondaryTier):
     @property
     def accepts_writes(self) -> bool:
         """False for a while after a write has failed; for good after the journal has failed."""
-        return not self._pipeline.broken and self._pause.is_over
+        return not self._committer.broken and self._pause.is_over
 
     def stats(self) -> TierStats:
         counts, blocks = self._counts, self._manager.stats()
@@ -374,7 +377,7 @@ class DiskTier(SecondaryTier):
     def _forget(self, slots: SlotArray) -> None:
         """The blocks in these slots have left: the next writes there wait until that is durable."""
         emptied = self._placement.empty(slots)
-        self._placement.set_gate(emptied, self._pipeline.remove(emptied))
+        self._placement.set_gate(emptied, self._committer.remove(emptied))
 
     def _end(self, job: Job) -> None:
         """End a job whose chunks have all been handed back."""
