@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 
@@ -72,6 +74,16 @@ class Setting:
             self.pool._insert_block_hash(hash_of(letter, group), block, num_tokens=TOKENS)
         return blocks
 
+    def find(self, blocks: list[Any]) -> None:
+        """A request begins, and finds these in the GPU's cache."""
+        self.pool.touch(blocks)
+        self.side.update_state_after_alloc("a request", "its blocks", 0)
+
+    def free(self) -> list[Any]:
+        """The free blocks, the next to be taken first."""
+        blocks: list[Any] = self.pool.free_block_queue.get_all_free_blocks()
+        return blocks
+
     def finish(self, blocks: list[Any]) -> None:
         """It ends: vLLM frees the tail first."""
         self.pool.free_blocks(reversed(blocks))
@@ -93,6 +105,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return {99: "of a request"}
 
     monkeypatch.setattr(OffloadingConnectorScheduler, "_build_store_jobs", build)
+    monkeypatch.setattr(OffloadingConnectorScheduler, "update_state_after_alloc", lambda *arguments: None)
     return calls
 
 
@@ -124,7 +137,7 @@ def test_a_block_that_was_used_again_is_offered_again() -> None:
     blocks = setting.run("abcdef")
     setting.finish(blocks)
     setting.step()
-    setting.pool.touch([blocks[5]])
+    setting.find([blocks[5]])
     setting.step()
     assert setting.manager.offered == ["d"]
     setting.finish([blocks[5]])
@@ -132,6 +145,59 @@ def test_a_block_that_was_used_again_is_offered_again() -> None:
         setting.pool.get_new_blocks(1)
         setting.step()
     assert setting.manager.offered == ["f"]
+
+
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_window_is_followed_whatever_happens_to_the_free_list(data: Any) -> None:
+    """What is in the window has been offered, once as long as it stays in the list."""
+    setting, names = Setting(24), iter(range(10**6))
+    setting.side._largest = data.draw(st.integers(2, 24))
+    running: list[list[Any]] = []
+    offered: dict[int, Any] = {}
+    store = setting.manager.store_dropped
+
+    def store_dropped(keys: list[bytes]) -> Any:
+        if not has_room:
+            return None
+        for block in setting.free():
+            if block.block_hash in keys:
+                assert offered.get(block.block_id) is not block.block_hash, "it has been"
+                offered[block.block_id] = block.block_hash
+        return store(keys)
+
+    setting.manager.store_dropped = store_dropped  # type: ignore[method-assign]
+    for _ in range(data.draw(st.integers(1, 40))):
+        has_room = data.draw(st.integers(0, 9)) > 0
+        for _ in range(data.draw(st.integers(0, 3))):
+            free = setting.free()
+            what = data.draw(st.sampled_from(["run", "decode", "finish", "find"]))
+            if what in ("run", "decode") and free:
+                blocks = setting.pool.get_new_blocks(data.draw(st.integers(1, min(6, len(free)))))
+                if what == "run":
+                    for block in blocks:
+                        setting.pool._insert_block_hash(
+                            make_block_hash_with_group_id(next(names).to_bytes(32, "big"), 0),  # type: ignore[arg-type]
+                            block,
+                            num_tokens=TOKENS,
+                        )
+                running.append(blocks)
+            elif what == "finish" and running:
+                setting.finish(running.pop(data.draw(st.integers(0, len(running) - 1))))
+            elif what == "find":
+                cached = [block for block in free if block.block_hash is not None]
+                begin = data.draw(st.integers(0, len(cached)))
+                found = cached[begin : begin + data.draw(st.integers(0, 4))]
+                if found:
+                    setting.find(found)
+                    running.append(found)
+        in_list = {block.block_id: block.block_hash for block in setting.free()}
+        offered = {number: key for number, key in offered.items() if in_list.get(number) is key}
+        setting.step()
+        if has_room:
+            for block in setting.free()[: setting.side.window]:
+                if block.block_hash is not None:
+                    assert offered.get(block.block_id) is block.block_hash
 
 
 def test_blocks_without_a_hash_and_of_other_groups_are_left_out() -> None:

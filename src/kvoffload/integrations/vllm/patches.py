@@ -30,13 +30,13 @@ def take_over(ours: type[T], made: object) -> T:
     return taken
 
 
-def watch_evictions(block_pool: Any, tell: Callable[[bytes], None]) -> None:
-    """From now on call `tell` with the key of each block that this pool drops, before it does."""
+def watch_evictions(block_pool: Any, tell: Callable[[Any], None]) -> None:
+    """From now on call `tell` with each cached block that this pool drops, before it does."""
     evict = block_pool._maybe_evict_cached_block
 
     def evict_and_tell(block: Any) -> Any:
         if block.block_hash is not None:
-            tell(bytes(block.block_hash))
+            tell(block)
         return evict(block)
 
     block_pool._maybe_evict_cached_block = evict_and_tell

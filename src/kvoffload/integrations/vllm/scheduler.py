@@ -7,9 +7,10 @@ decides which are stored, and vLLM owns transfers and their fences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -26,6 +27,7 @@ from kvoffload.integrations.vllm.patches import take_over, watch_evictions
 _FADING = 0.99
 """Decay of the largest step: it is halved in 70 steps that evict."""
 
+_NONE: Mapping[int, Any] = MappingProxyType({})
 NO_REQUEST = ""
 """Name of the request of blocks that the GPU drops; vLLM's names are never empty."""
 
@@ -66,10 +68,14 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     Blocks are lost if a step takes more than the window (as a long prefix from RAM does); the manager counts
     them. `window` follows the largest recent step, up to half of the GPU's blocks.
 
+    vLLM takes blocks from the head of its list and frees them at its ends, so a step moves the window by as
+    many blocks as it took. Only a request that begins can take blocks out of the middle, those that it finds
+    in the GPU's cache: then the window is looked through anew.
+
     Attributes:
         window: blocks at the head of the free list that are offered.
 
-    Cost: O(window) a step in which the free list has changed.
+    Cost: O(blocks that the step took or freed), and O(window) in a step in which a request begins.
     """
 
     def bind(self, block_pool: Any, step_tokens: int) -> None:
@@ -80,8 +86,10 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         self._reach: float = self._smallest
         self.window = min(self._smallest, self._largest)
         self._rows = {group.group_idx: row for row, group in enumerate(groups)}
-        self._offered: dict[int, bytes] = {}
-        self._gone: list[bytes] = []
+        # The cached blocks in the window when it was last looked at: by number, each with its key then.
+        self._line = OrderedDict[int, tuple[Any, Any]]()
+        self._shuffled = False
+        self._num_gone, self._unseen = 0, dict[bytes, None]()
         no_request = SimpleNamespace(
             request_id=NO_REQUEST, kv_transfer_params=None, is_finished=lambda: False
         )
@@ -91,7 +99,12 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             req_context=ReqContext(NO_REQUEST),
             offloading_context=RequestOffloadingContext(),
         )
-        watch_evictions(block_pool, self._gone.append)
+        watch_evictions(block_pool, self._drop)
+
+    def update_state_after_alloc(self, *arguments: Any) -> None:
+        """A request begins."""
+        self._shuffled = True
+        super().update_state_after_alloc(*arguments)
 
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
         self._follow_evictions()
@@ -100,50 +113,90 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             at_once = super()._build_store_jobs(scheduler_output)
         return at_once | self._store_next_victims()
 
+    def _drop(self, block: Any) -> None:
+        """The GPU drops a block."""
+        self._num_gone += 1
+        if not self._in_line(block):
+            self._unseen[bytes(block.block_hash)] = None
+
+    def _in_line(self, block: Any) -> bool:
+        # By identity: a block that has been written again has another key, also where the bytes are equal.
+        found = self._line.get(block.block_id)
+        return found is not None and found[1] is block.block_hash
+
     def _follow_evictions(self) -> None:
         """Process the blocks that the GPU has dropped since the last step."""
-        if not self._gone:
+        if not self._num_gone:
             return
-        self._reach = max(self._smallest, _FADING * self._reach, len(self._gone))
+        self._reach = max(self._smallest, _FADING * self._reach, self._num_gone)
         self.window = min(int(self._reach), self._largest)
-        known = set(self._offered.values())
-        unseen = [key for key in dict.fromkeys(self._gone) if key not in known]
-        if unseen:
-            self.manager.keep_dropped(unseen[::-1])
-        self._gone.clear()
+        if self._unseen:
+            self.manager.keep_dropped(list(self._unseen)[::-1])
+        self._num_gone = 0
+        self._unseen.clear()
 
     def _store_next_victims(self) -> dict[int, Any]:
         """Jobs for the blocks that the GPU drops next."""
-        window = {block.block_id: bytes(block.block_hash) for block in self._next_victims()}
         fresh: dict[int, list[tuple[int, bytes]]] = {}
-        for block_id, key in window.items():
-            if self._offered.get(block_id) != key:
-                fresh.setdefault(int.from_bytes(key[-4:], "big"), []).append((block_id, key))
-        self._offered = window
+        for block in self._follow_window():
+            group = self._group_of(block)
+            if group is not None:
+                fresh.setdefault(group, []).append((block.block_id, bytes(block.block_hash)))
         jobs: dict[int, Any] = {}
         for group, victims in fresh.items():
             # The list begins with the coldest.
             block_of = {key: block_id for block_id, key in reversed(victims)}
             output = self.manager.store_dropped(list(block_of))
             if output is None:
+                # Later: they come into the window once more.
                 for block_id in block_of.values():
-                    del self._offered[block_id]
+                    del self._line[block_id]
+                self._shuffled = True
             elif output.keys_to_store:
                 job_id = self._generate_job_id()
                 jobs[job_id] = self._job(job_id, self._rows[group], output, block_of)
         return jobs
 
-    def _next_victims(self) -> Iterator[Any]:
-        free = self._pool.free_block_queue.iter_blocks_after(None)
-        for block in islice(free, self.window):
+    def _follow_window(self) -> list[Any]:
+        """Cached blocks that have come into the window since the last call, in the order of the free list."""
+        queue, line = self._pool.free_block_queue, self._line
+        # What was never cached, or is no more, is freed to the head of the list.
+        num_others, first = 0, None
+        for block in islice(queue.iter_blocks_after(None), self.window):
+            if block.block_hash is not None:
+                first = block
+                break
+            num_others += 1
+        if self._shuffled or first is None or not self._in_line(first):
+            known, self._line, self._shuffled = line, OrderedDict(), False
+            return self._enter(islice(queue.iter_blocks_after(None), self.window), known)
+        while next(iter(line)) != first.block_id:
+            line.popitem(last=False)
+        last, _ = line[next(reversed(line))]
+        return self._enter(
+            islice(queue.iter_blocks_after(last), max(0, self.window - num_others - len(line)))
+        )
+
+    def _enter(self, blocks: Iterable[Any], known: Mapping[int, tuple[Any, Any]] = _NONE) -> list[Any]:
+        """Append the cached ones of these blocks to the line; returns those that are not known."""
+        fresh = []
+        for block in blocks:
             key = block.block_hash
-            if key is None or block.is_null:
-                continue
-            row = self._rows.get(int.from_bytes(key[-4:], "big"))
-            if row is None or self.config.kv_group_configs[row].requires_cow_source:
-                continue
-            if (block.block_hash_num_tokens or 0) % self.config.kv_group_configs[row].tokens_per_block == 0:
-                yield block
+            if key is not None:
+                number = block.block_id
+                self._line[number] = block, key
+                if number not in known or known[number][1] is not key:
+                    fresh.append(block)
+        return fresh
+
+    def _group_of(self, block: Any) -> int | None:
+        """The KV group of a cached block; None if it is not stored in this mode."""
+        group = int.from_bytes(block.block_hash[-4:], "big")
+        row = self._rows.get(group)
+        if row is None or block.is_null or self.config.kv_group_configs[row].requires_cow_source:
+            return None
+        is_part = (block.block_hash_num_tokens or 0) % self.config.kv_group_configs[row].tokens_per_block
+        return None if is_part else group
 
     def _job(self, job_id: int, row: int, output: Any, block_of: dict[bytes, int]) -> TransferJob:
         blocks = [block_of[key] for key in output.keys_to_store]
@@ -164,5 +217,6 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
 
     def reset_cache(self) -> None:
         super().reset_cache()
-        self._offered.clear()
-        self._gone.clear()
+        self._line.clear()
+        self._unseen.clear()
+        self._num_gone = 0
