@@ -30,13 +30,14 @@ def take_over(ours: type[T], made: object) -> T:
     return taken
 
 
-def watch_evictions(block_pool: Any, tell: Callable[[Any], None]) -> None:
-    """From now on call `tell` with each cached block that this pool drops, before it does."""
+def watch_evictions(block_pool: Any, tell: Callable[[int, Any], None]) -> None:
+    """From now on call `tell` with number and key of each cached block that this pool drops."""
     evict = block_pool._maybe_evict_cached_block
 
     def evict_and_tell(block: Any) -> Any:
-        if block.block_hash is not None:
-            tell(block)
+        key = block.block_hash
+        if key is not None:
+            tell(block.block_id, key)
         return evict(block)
 
     block_pool._maybe_evict_cached_block = evict_and_tell

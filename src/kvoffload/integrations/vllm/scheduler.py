@@ -113,16 +113,16 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             at_once = super()._build_store_jobs(scheduler_output)
         return at_once | self._store_next_victims()
 
-    def _drop(self, block: Any) -> None:
+    def _drop(self, number: int, key: Any) -> None:
         """The GPU drops a block."""
         self._num_gone += 1
-        if not self._in_line(block):
-            self._unseen[bytes(block.block_hash)] = None
+        if not self._in_line(number, key):
+            self._unseen[bytes(key)] = None
 
-    def _in_line(self, block: Any) -> bool:
+    def _in_line(self, number: int, key: Any) -> bool:
         # By identity: a block that has been written again has another key, also where the bytes are equal.
-        found = self._line.get(block.block_id)
-        return found is not None and found[1] is block.block_hash
+        found = self._line.get(number)
+        return found is not None and found[1] is key
 
     def _follow_evictions(self) -> None:
         """Process the blocks that the GPU has dropped since the last step."""
@@ -138,10 +138,10 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     def _store_next_victims(self) -> dict[int, Any]:
         """Jobs for the blocks that the GPU drops next."""
         fresh: dict[int, list[tuple[int, bytes]]] = {}
-        for block in self._follow_window():
-            group = self._group_of(block)
+        for block, key in self._follow_window():
+            group = self._group_of(block, key)
             if group is not None:
-                fresh.setdefault(group, []).append((block.block_id, bytes(block.block_hash)))
+                fresh.setdefault(group, []).append((block.block_id, bytes(key)))
         jobs: dict[int, Any] = {}
         for group, victims in fresh.items():
             # The list begins with the coldest.
@@ -157,7 +157,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
                 jobs[job_id] = self._job(job_id, self._rows[group], output, block_of)
         return jobs
 
-    def _follow_window(self) -> list[Any]:
+    def _follow_window(self) -> list[tuple[Any, Any]]:
         """Cached blocks that have come into the window since the last call, in the order of the free list."""
         queue, line = self._pool.free_block_queue, self._line
         # What was never cached, or is no more, is freed to the head of the list.
@@ -167,7 +167,9 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
                 first = block
                 break
             num_others += 1
-        if self._shuffled or first is None or not self._in_line(first):
+        if first is None and not self._shuffled:
+            return []
+        if self._shuffled or first is None or not self._in_line(first.block_id, first.block_hash):
             known, self._line, self._shuffled = line, OrderedDict(), False
             return self._enter(islice(queue.iter_blocks_after(None), self.window), known)
         while next(iter(line)) != first.block_id:
@@ -177,21 +179,23 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             islice(queue.iter_blocks_after(last), max(0, self.window - num_others - len(line)))
         )
 
-    def _enter(self, blocks: Iterable[Any], known: Mapping[int, tuple[Any, Any]] = _NONE) -> list[Any]:
+    def _enter(
+        self, blocks: Iterable[Any], known: Mapping[int, tuple[Any, Any]] = _NONE
+    ) -> list[tuple[Any, Any]]:
         """Append the cached ones of these blocks to the line; returns those that are not known."""
-        fresh = []
+        fresh, line = [], self._line
         for block in blocks:
             key = block.block_hash
             if key is not None:
                 number = block.block_id
-                self._line[number] = block, key
+                line[number] = entry = block, key
                 if number not in known or known[number][1] is not key:
-                    fresh.append(block)
+                    fresh.append(entry)
         return fresh
 
-    def _group_of(self, block: Any) -> int | None:
+    def _group_of(self, block: Any, key: Any) -> int | None:
         """The KV group of a cached block; None if it is not stored in this mode."""
-        group = int.from_bytes(block.block_hash[-4:], "big")
+        group = int.from_bytes(key[-4:], "big")
         row = self._rows.get(group)
         if row is None or block.is_null or self.config.kv_group_configs[row].requires_cow_source:
             return None

@@ -1,0 +1,257 @@
+"""vLLM's real scheduler with each way of offloading, and no model: what a request costs its thread.
+
+    .venv-vllm/bin/python bench/vllm_scheduler.py [--rounds 5]
+
+Every side has a scheduler of vLLM's own, with its connector, in one process. A step is `schedule` and
+`update_from_output`; the model's answers are made up, and transfers end one step after they were begun. The
+sides take turns, a round of requests each. RAM has as many blocks for all of them.
+
+*whole*: CPU time of a request in both calls, less that of the side without offloading. *manager*: the part
+spent in calls of the offloading manager. Ratios are to vLLM's LRU in the same round; medians of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADS, HEAD_BYTES = 1, 16
+ANSWER_TOKENS, AT_ONCE = 4, 4
+GPU_PROMPTS, RAM_PROMPTS = 6, 40
+"""How many prompts the GPU's cache and RAM hold."""
+
+_OURS = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "policy": "lru"}
+_CONNECTOR = "kvoffload.integrations.vllm.connector"
+NATIVE = "vLLM lru"
+SIDES: dict[str, dict[str, Any] | None] = {
+    "no offload": None,
+    NATIVE: {"spec_name": "CPUOffloadingSpec", "eviction_policy": "lru"},
+    "ours, key by key": _OURS,
+    "ours": _OURS | {"connector": True},
+    "ours, victim": _OURS | {"connector": True, "store": "on-device-eviction"},
+}
+MANAGER_CALLS = (
+    "on_new_request", "lookup", "lookup_prefix", "prepare_load", "touch", "complete_load", "prepare_store",
+    "complete_store", "on_request_finished", "take_events", "on_schedule_end", "get_stats",
+    "has_pending_work", "get_load_source", "store_dropped", "keep_dropped",
+)  # fmt: skip
+
+
+class Traffic(NamedTuple):
+    """What is served. `prompts`: how many different ones come again and again; 0: each is new."""
+
+    step_tokens: int
+    prompt_tokens: int
+    block_tokens: int
+    prompts: int
+
+    def __str__(self) -> str:
+        hits = "many hits" if self.prompts else "few hits"
+        sizes = f"steps of {self.step_tokens:,}, prompts of {self.prompt_tokens:,}"
+        return f"{sizes}, blocks of {self.block_tokens}, {hits}"
+
+
+TRAFFIC = (
+    Traffic(256, 1024, 32, 0),
+    Traffic(2048, 8192, 16, 0),
+    Traffic(8192, 8192, 16, 0),
+    Traffic(2048, 8192, 16, 24),
+)
+
+
+class Side:
+    """One scheduler, its connector, and stand-ins for model and transfers."""
+
+    def __init__(self, model: Path, options: dict[str, Any] | None, traffic: Traffic) -> None:
+        tokens, per_prompt = traffic.block_tokens, traffic.prompt_tokens // traffic.block_tokens
+        block_bytes = 2 * HEADS * HEAD_BYTES * 2 * tokens
+        transfer = None
+        if options is not None:
+            extra = dict(options)
+            ours, connector = extra["spec_name"] == "KVOffloadSpec", extra.pop("connector", False)
+            extra["ram" if ours else "cpu_bytes_to_use"] = RAM_PROMPTS * per_prompt * block_bytes
+            transfer = {
+                "kv_connector": "KVOffloadConnector" if connector else "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+                **({"kv_connector_module_path": _CONNECTOR} if connector else {}),
+            }
+        self._config = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            block_size=tokens,
+            enable_prefix_caching=True,
+            max_num_seqs=AT_ONCE,
+            max_num_batched_tokens=traffic.step_tokens,
+            max_model_len=traffic.prompt_tokens + 64,
+            kv_transfer_config=transfer,
+        ).create_engine_config()
+        num_blocks = GPU_PROMPTS * per_prompt
+        self._config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(
+            block_size=tokens, num_kv_heads=HEADS, head_size=HEAD_BYTES, dtype=torch.bfloat16
+        )
+        layout = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self._scheduler = Scheduler(
+            self._config,
+            layout,
+            StructuredOutputManager(self._config),
+            block_size=tokens,
+            log_stats=True,
+        )
+        self._hasher = get_request_block_hasher(tokens, sha256)
+        self._ended: tuple[dict[int, int], set[str], set[str]] = {}, set(), set()
+        self._traffic = traffic
+        self.manager_s = self.whole_s = 0.0
+        side = getattr(self._scheduler.connector, "connector_scheduler", None)
+        if side is not None:
+            self._watch(side.manager)
+
+    def _watch(self, manager: Any) -> None:
+        for name in MANAGER_CALLS:
+            call = getattr(manager, name, None)
+            if call is not None:
+                setattr(manager, name, self._timed(call))
+
+    def _timed(self, call: Any) -> Any:
+        def timed(*given: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return call(*given, **named)
+            finally:
+                self.manager_s += time.thread_time() - began
+
+        return timed
+
+    def serve(self, prompts: list[list[int]], names: str) -> None:
+        """Serve these requests, and add up what it costs."""
+        waiting = [
+            Request(
+                f"{names}-{number}",
+                prompt,
+                SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True),
+                None,
+                block_hasher=self._hasher,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        for request in waiting:
+            self._scheduler.add_request(request)
+        while self._scheduler.has_requests():
+            began = time.thread_time()
+            step = self._scheduler.schedule()
+            self.whole_s += time.thread_time() - began
+            answers = self._answers(step)
+            began = time.thread_time()
+            self._scheduler.update_from_output(step, answers)
+            self.whole_s += time.thread_time() - began
+
+    def _answers(self, step: Any) -> ModelRunnerOutput:
+        """Every request whose prompt is computed gets a token; transfers of the last step have ended."""
+        names = list(step.num_scheduled_tokens)
+        sampled = []
+        for name in names:
+            request = self._scheduler.requests[name]
+            done = request.num_computed_tokens
+            sampled.append([7] if done >= request.num_tokens else [])
+        jobs, received, _ = self._ended
+        output = None
+        if self._scheduler.connector is not None:
+            meta = step.kv_connector_metadata
+            begun = {**meta.load_jobs, **meta.store_jobs}
+            loads = {job.req_id for job in meta.load_jobs.values()}
+            self._ended = dict.fromkeys(begun, 1), loads, set()
+            output = KVConnectorOutput(
+                finished_recving=received or None,
+                kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs=jobs),
+            )
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=output,
+        )
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self.manager_s = self.whole_s = 0.0
+
+
+def measure(model: Path, traffic: Traffic, rounds: int, requests: int) -> None:
+    """Print one kind of traffic."""
+    sides = {name: Side(model, options, traffic) for name, options in SIDES.items()}
+    chance = random.Random(11)
+
+    def prompt(seed: int) -> list[int]:
+        tokens = random.Random(seed)
+        return [tokens.randrange(1, 1000) for _ in range(traffic.prompt_tokens)]
+
+    known = [prompt(number) for number in range(traffic.prompts)]
+    whole: dict[str, list[float]] = {name: [] for name in sides}
+    manager: dict[str, list[float]] = {name: [] for name in sides}
+    # RAM fills before anything counts.
+    warm_up = -(-RAM_PROMPTS // requests)
+    for number in range(warm_up + rounds):
+        served = [
+            chance.choice(known) if known else prompt(10**6 * (number + 1) + row) for row in range(requests)
+        ]
+        for name, side in sides.items():
+            side.reset()
+            side.serve(served, f"{number}")
+            if number >= warm_up:
+                whole[name].append(1e6 * side.whole_s / requests)
+                manager[name].append(1e6 * side.manager_s / requests)
+    print(f"\n{traffic}: us a request, {rounds} rounds of {requests}")
+    base = whole["no offload"]
+    over = {name: [a - b for a, b in zip(took, base, strict=True)] for name, took in whole.items()}
+    print(f"{'no offload':18s} whole {statistics.median(base):7,.0f}")
+    for name in sides:
+        if name == "no offload":
+            continue
+        cells = []
+        for what, took in (("whole", over), ("manager", manager)):
+            ratio = statistics.median(a / b for a, b in zip(took[name], took[NATIVE], strict=True))
+            cells.append(f"{what} {statistics.median(took[name]):7,.0f} ({ratio:.2f})")
+        print(f"{name:18s} " + "   ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--only", type=int, nargs="*", help="rows of the traffic, from 0")
+    chosen = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+    tiny: Any = importlib.import_module("conftest")
+    init_none_hash(sha256)
+    with tempfile.TemporaryDirectory() as directory:
+        model = tiny.write_llama(Path(directory) / "llama", tiny.LLAMA | {"max_position_embeddings": 16384})
+        for number, traffic in enumerate(TRAFFIC):
+            if chosen.only is None or number in chosen.only:
+                measure(model, traffic, chosen.rounds, chosen.requests)
+
+
+if __name__ == "__main__":
+    main()
