@@ -467,6 +467,35 @@ def test_reads_leave_room_for_the_engine() -> None:
     assert rig.store("wxyz").keys == keys("wxyz")
 
 
+def test_a_prefix_that_is_read_alone_may_take_half_of_ram() -> None:
+    rig = Rig(capacity=16, immediate=False, max_in_flight=0.25)
+    rig.below("abcdefghijkl")
+    assert rig.ask("abcdefg", rig.begin()) == (0, RETRY)
+    assert [text(job.keys) for job in rig.tier.jobs] == ["abcdefg"], "more than a quarter"
+    assert rig.ask("hijkl", rig.begin()) == (0, MISS), "beside others a quarter is the limit"
+    assert rig.manager.counts.no_room == 5
+    rig.end_all()
+    rig.below("mnopqrstuvwx")
+    assert rig.ask("mnopqrstuvwx", rig.begin()) == (0, RETRY)
+    assert [text(job.keys) for job in rig.tier.jobs] == ["mnopqrst"]
+
+
+def test_a_request_that_leaves_out_the_tiers_gets_nothing_from_them() -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.below("ab")
+    ctx = rig.begin()
+    rig.manager.leave_out_tiers(ctx)
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert rig.manager.lookup_key(keys("a")[0], ctx) is MISS
+    assert not rig.tier.jobs
+    other = rig.begin()
+    assert rig.ask("ab", other) == (0, RETRY)
+    rig.end_all()
+    assert rig.ask("ab", ctx)[0] == 2, "from RAM"
+    assert [rig.manager.source_of(key, other) for key in keys("abc")] == [1, 1, 0]
+    assert [rig.manager.source_of(key, ctx) for key in keys("ab")] == [0, 0]
+
+
 def test_the_reads_of_all_requests_together_keep_to_their_share_of_ram() -> None:
     rig = Rig(capacity=8, immediate=False, max_in_flight=0.5)
     rig.below("abcdefghijklm")

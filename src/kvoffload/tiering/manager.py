@@ -54,7 +54,7 @@ class TieredManager(OffloadingManager):
         recompute_s_per_block: how long it takes to compute one block; None while unknown. May be set at any
             time.
         max_in_flight: the share of RAM's slots that may be pinned for the writes of each tier; the same share
-            may be reserved for reads.
+            may be reserved for reads, and twice as much, up to half of RAM, for one that is alone.
         clock: monotonic seconds.
 
     Attributes:
@@ -124,6 +124,18 @@ class TieredManager(OffloadingManager):
             request.finished = True
             self._end(ctx, request)
 
+    def leave_out_tiers(self, ctx: RequestContext) -> None:
+        """This request gets nothing from tiers; what it stores reaches them all the same."""
+        self._requests[ctx].may_read = False
+
+    def source_of(self, key: bytes, ctx: RequestContext) -> int:
+        """Where a ready block of this request came from: the number of the tier, from 1; 0 for RAM.
+
+        Until its load is complete.
+        """
+        request = self._requests.get(ctx)
+        return request.came_from.get(key, 0) if request is not None else 0
+
     # ---- promote
 
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
@@ -135,6 +147,8 @@ class TieredManager(OffloadingManager):
         if found.stopped_by is HIT or ctx is None or not self._lanes:
             return found
         request = self._requests[ctx]
+        if not request.may_read:
+            return found
         rest = self.pack(keys[found.num_ready :])
         self._promote(rest, ctx, request)
         if rest[0] not in self._promoting:
@@ -147,6 +161,8 @@ class TieredManager(OffloadingManager):
         if result is HIT or ctx is None or not self._lanes:
             return result
         request = self._requests[ctx]
+        if not request.may_read:
+            return result
         if result is MISS and key not in request.given_up:
             if not self._below(self.pack([key]), request)[1].any():
                 return MISS
@@ -294,6 +310,9 @@ class TieredManager(OffloadingManager):
             request.given_up.update(missing)
             return
         room = self._max_in_flight - self._num_reading
+        if self._num_reading == 0:
+            # Nobody else waits: a prefix is worth most as a whole, and half of RAM stays free.
+            room = max(room, min(2 * room, self.capacity_blocks // 2))
         plan = super().prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
         num_taken = 0 if plan is None else len(plan.keys)
         if num_taken < len(missing):

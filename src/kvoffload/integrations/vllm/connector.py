@@ -13,9 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
-from kvoffload.integrations.vllm.options import parse_options
 from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEvictionScheduler
-from kvoffload.integrations.vllm.spec import OFFERS_DROPPED
+from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, checked_options
 from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
 
 _ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, as the GPU drops them"
@@ -33,12 +32,19 @@ class KVOffloadConnector(OffloadingConnector):
 
     connector_scheduler: Any
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False. Where CUDA graphs are used vLLM asks before it starts any process: options are checked here,
+        before weights are loaded."""
+        checked_options(extra_config)
+        return False
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm_version, SINCE_CONNECTOR, "KVOffloadConnector")
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra_config.setdefault("spec_name", "KVOffloadSpec")
         extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")
-        options = parse_options(extra_config)
+        options = checked_options(extra_config)
         victim_mode = options.store == ON_DEVICE_EVICTION
         if victim_mode and (options.blocks_per_chunk or 1) > 1:
             raise ConfigError("blocks_per_chunk", options.blocks_per_chunk, _ONE_BY_ONE)

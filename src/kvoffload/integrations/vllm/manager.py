@@ -27,7 +27,7 @@ from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.slots_spec import SlotsSpec, slots_per_group
-from kvoffload.integrations.vllm.tiers import PoolMemory, tier_counts
+from kvoffload.integrations.vllm.tiers import DISK, HOST, PoolMemory, may_read_tiers, tier_counts
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import SecondaryTier, key_digests
@@ -158,15 +158,19 @@ class KVOffloadManager(OffloadingManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Commit now that the request uses these blocks."""
         if keys:
-            self.core.touch(list(keys), self._request(req_context).ctx)
+            self.core.touch(list(keys), self._request(req_context, keys).ctx)
 
-    def _request(self, req_context: Any) -> Request:
+    def _request(self, req_context: Any, keys: Collection[bytes] = ()) -> Request:
+        """The request, begun when it is first seen. The length of keys follows from the first one of all."""
         request = self._requests.get(req_context.req_id)
         if request is None:
             path = path_of(req_context)
-            if path and len(path[0]) != self.core.key_bytes and not self._requests:
-                self._build(len(path[0]))
+            first = next(iter(path or keys), None)
+            if first is not None and len(first) != self.core.key_bytes and not self._requests:
+                self._build(len(first))
             request = Request(self.core.begin_request(req_context.req_id, path), path)
+            if self._tiered is not None and not may_read_tiers(req_context):
+                self._tiered.leave_out_tiers(request.ctx)
             self._requests[req_context.req_id] = request
         return request
 
@@ -187,7 +191,7 @@ class KVOffloadManager(OffloadingManager):
             return VLLMResult.MISS
         # `contained`, inlined: this is called for each block, and a call costs as much as the answer.
         try:
-            request = self._requests.get(req_context.req_id) or self._request(req_context)
+            request = self._requests.get(req_context.req_id) or self._request(req_context, (key,))
             return self._lookups.one(key, request)
         except Exception:
             self._break("lookup")
@@ -197,21 +201,22 @@ class KVOffloadManager(OffloadingManager):
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         """How many leading blocks are ready, and whether to ask again because the next soon will be."""
         self.metrics.num_lookups += len(keys)
-        request = self._request(req_context)
+        request = self._request(req_context, keys)
         return self._lookups.prefix(keys, request)
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        """The source of hits in vLLM's metrics."""
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-        return CacheHitSource.HOST
+        """Where a hit came from, in vLLM's words: ``host``; ``disk`` if it was promoted for this request."""
+        if self._tiered is None:
+            return HOST
+        request = self._requests.get(req_context.req_id)
+        return DISK if request is not None and self._tiered.source_of(key, request.ctx) else HOST
 
     # ---- load
 
     @contained(lambda keys, req_context: SlotsSpec(np.full(len(keys), -1, np.int32)))
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
         """Pin blocks that `lookup` has answered with HIT."""
-        request = self._request(req_context)
+        request = self._request(req_context, keys)
         plan = self.core.prepare_load(list(keys), request.ctx)
         self._loads.add(plan, keys)
         self._release(request)
@@ -234,7 +239,7 @@ class KVOffloadManager(OffloadingManager):
         """Choose which of the offered blocks are stored. None: none now, perhaps later."""
         if req_context.req_id in self._outdated:
             return _NOTHING
-        request = self._request(req_context)
+        request = self._request(req_context, keys)
         self._release(request)
         offered = list(keys)
         # Blocks that end at the same token stay in the order of their groups.
@@ -361,7 +366,7 @@ class KVOffloadManager(OffloadingManager):
             self._shown_s = now
             self.metrics.show(taken, counters, self.core.policy)
             if self._tiered is not None:
-                self.metrics.add_tiers(taken, tier_counts(self._tiered))
+                self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
         return taken
 
     def shutdown(self) -> None:

@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from kvoffload.core.plans import ManagerStats
 from kvoffload.core.policy import EvictionPolicy
+from kvoffload.tiering.lane import TieringCounts
 
 PREFIX = "vllm:kvoffload_"
 """When an engine ends vLLM unregisters only metrics that have ``vllm`` in their names."""
@@ -31,6 +32,15 @@ COUNTERS = {
     "lost_blocks": "With store on-device-eviction: blocks that the GPU dropped before they were offered.",
     "internal_errors": "Errors of ours that were contained: offloading pauses until the cache is reset.",
 }
+NATIVE_GAUGES = {
+    "cpu_cache_usage_perc": "Share of the blocks in RAM that transfers under way use.",
+    "cpu_cache_write_usage_perc": "Share of the blocks in RAM that are being stored.",
+    "cpu_cache_read_usage_perc": "Share of the blocks in RAM that are being loaded or verified.",
+}
+NATIVE_SKIPPED = "vllm:kv_offload_stores_skipped"
+"""What vLLM's own manager calls the same: dashboards made for it go on."""
+NATIVE_PREFIX = "vllm:kv_offload_"
+
 REFUSED = "refused_blocks"
 REASONS = {
     "admission": "refused by the admission rule or the policy",
@@ -43,6 +53,12 @@ GAUGES = {
     "writing_blocks": "Blocks that are being stored.",
 }
 POLICY = "policy_state"
+NOT_PROMOTED = "not_promoted_blocks"
+NOT_PROMOTED_REASONS = {
+    "no_room": "RAM had no room for them",
+    "not_worth": "reading was expected to take longer than computing",
+    "lost": "they could not be read, or were not what was stored",
+}
 TIER_COUNTERS = {
     "hits": "Blocks that requests got from this tier.",
     "written": "Blocks written.",
@@ -75,6 +91,14 @@ def definitions() -> dict[str, Any]:
     made[PREFIX + REFUSED] = OffloadingCounterMetadata(
         documentation=f"Blocks offered and not stored, by reason ({why}).", labelnames=("reason",)
     )
+    why = "; ".join(f"{reason}: {text}" for reason, text in NOT_PROMOTED_REASONS.items())
+    made[PREFIX + NOT_PROMOTED] = OffloadingCounterMetadata(
+        documentation=f"Blocks found in a tier and not loaded from it, by reason ({why}).",
+        labelnames=("reason",),
+    )
+    for name, text in NATIVE_GAUGES.items():
+        made[NATIVE_PREFIX + name] = OffloadingGaugeMetadata(documentation=text)
+    made[NATIVE_SKIPPED] = OffloadingCounterMetadata(documentation=f"As {PREFIX}{REFUSED}, by admission.")
     made[PREFIX + POLICY] = OffloadingGaugeMetadata(
         documentation="State of the eviction policy.", labelnames=("policy", "name")
     )
@@ -99,10 +123,12 @@ class Metrics:
         self._before = ManagerStats()
         self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tiers_before: Counter[tuple[str, str]] = Counter()
+        self._not_promoted_before: Counter[str] = Counter()
+        self._has_begun = self._has_begun_tiers = False
 
     def has_changed(self, counters: ManagerStats) -> bool:
-        """Whether there is anything to take."""
-        return bool(self.num_lookups or self.counts) or counters != self._before
+        """Whether there is anything to take. At first all counters are, as zeros: alerts have to see them."""
+        return not self._has_begun or bool(self.num_lookups or self.counts) or counters != self._before
 
     def take(self, counters: ManagerStats) -> OffloadingConnectorStats:
         """Counters since the last call."""
@@ -113,16 +139,19 @@ class Metrics:
         counts["stored_blocks"] += counters.stored - before.stored
         counts["evicted_blocks"] += counters.evicted - before.evicted
         counts["discarded_blocks"] += counters.discarded - before.discarded
-        for name, count in counts.items():
-            if count:
-                taken.increase_counter(PREFIX + name, count)
+        begins, self._has_begun = not self._has_begun, True
+        for name in COUNTERS if begins else counts:
+            if begins or counts[name]:
+                taken.increase_counter(PREFIX + name, counts[name])
         refused = {
             "admission": counters.refused - before.refused,
             "no_room": counters.dropped - before.dropped,
         }
         for reason, count in refused.items():
-            if count:
+            if begins or count:
                 taken.increase_counter(PREFIX + REFUSED, count, (reason,))
+        if begins or refused["admission"]:
+            taken.increase_counter(NATIVE_SKIPPED, refused["admission"])
         return taken
 
     def show(self, taken: OffloadingConnectorStats, counters: ManagerStats, policy: EvictionPolicy) -> None:
@@ -131,25 +160,46 @@ class Metrics:
         self._show(taken, "ready_blocks", counters.ready)
         self._show(taken, "pinned_blocks", counters.ready - counters.evictable)
         self._show(taken, "writing_blocks", counters.writing)
+        pinned = counters.ready - counters.evictable
+        for name, count in zip(
+            NATIVE_GAUGES, (pinned + counters.writing, counters.writing, pinned), strict=True
+        ):
+            self._show(taken, name, count / counters.capacity, prefix=NATIVE_PREFIX)
         for name, value in policy.stats().items():
             self._show(taken, POLICY, value, (policy.name, name))
 
-    def add_tiers(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, Any]]) -> None:
+    def add_tiers(
+        self,
+        taken: OffloadingConnectorStats,
+        tiers: Mapping[str, Mapping[str, Any]],
+        promotions: TieringCounts,
+    ) -> None:
         """The same for each tier behind RAM, from its name and its counters since it was opened."""
+        begins, self._has_begun_tiers = not self._has_begun_tiers, True
+        for reason in NOT_PROMOTED_REASONS:
+            since = getattr(promotions, reason) - self._not_promoted_before[reason]
+            self._not_promoted_before[reason] += since
+            if begins or since:
+                taken.increase_counter(PREFIX + NOT_PROMOTED, since, (reason,))
         for tier, counts in tiers.items():
             for name in TIER_COUNTERS:
                 since = counts[name] - self._tiers_before[tier, name]
                 self._tiers_before[tier, name] = counts[name]
-                if since:
+                if begins or since:
                     taken.increase_counter(f"{PREFIX}tier_{name}", since, (tier,))
             for name in TIER_GAUGES:
                 if counts[name] is not None:
                     self._show(taken, f"tier_{name}", counts[name], (tier,))
 
     def _show(
-        self, taken: OffloadingConnectorStats, name: str, value: float, labels: tuple[str, ...] = ()
+        self,
+        taken: OffloadingConnectorStats,
+        name: str,
+        value: float,
+        labels: tuple[str, ...] = (),
+        prefix: str = PREFIX,
     ) -> None:
         """Set a gauge if it has changed: it keeps its value, and this is called after every step."""
         if self._shown.get((name, labels)) != value:
             self._shown[name, labels] = value
-            taken.set_gauge(PREFIX + name, value, labels)
+            taken.set_gauge(prefix + name, value, labels)

@@ -85,7 +85,10 @@ _WHY = {
 }
 """Options of vLLM's own specifications that this one can only have in one way, and why."""
 
-_ALSO_KNOWN = (*_ALLOWED_OF_VLLMS, "store_threshold", "max_tracker_size", "config")
+_READ_BY_VLLM = ("sync_load_budget_bytes", "enable_telemetry", "tier_poll_interval_s", "backpressure")
+"""Options that vLLM's own connector or tiers read, in some version: they are theirs."""
+
+_ALSO_KNOWN = (*_ALLOWED_OF_VLLMS, *_READ_BY_VLLM, "store_threshold", "max_tracker_size", "config")
 NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
 """Every option that `parse_options` knows."""
 

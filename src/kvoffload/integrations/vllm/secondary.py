@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvoffload.integrations.vllm.containment import contained
-from kvoffload.integrations.vllm.logs import logger
+from kvoffload.integrations.vllm.logs import join_vllm, logger
 from kvoffload.integrations.vllm.lookups import path_of
 from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.tiers import tier_owner
@@ -55,6 +55,7 @@ class KVOffloadDisk(SecondaryTierManager):
         **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        join_vllm()
         options.pop("locality", None)
         (checked,) = parse_tiers("secondary_tiers", [{"type": "disk", **options}])
         slots = np.asarray(primary_kv_view).view(np.uint8)

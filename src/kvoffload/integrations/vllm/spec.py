@@ -5,6 +5,7 @@ Owns how the scheduler's and the worker's side are assembled. Decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,10 +16,10 @@ from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.copies import Copies, HostCopies
 from kvoffload.integrations.vllm.layout import Layout
-from kvoffload.integrations.vllm.logs import logger
+from kvoffload.integrations.vllm.logs import join_vllm, logger
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.metrics import definitions
-from kvoffload.integrations.vllm.options import ALWAYS, parse_options
+from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions, parse_options
 from kvoffload.integrations.vllm.patches import name_failed_loads
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.tiers import tier_owner
@@ -29,6 +30,16 @@ from kvoffload.tiers.options import open_tiers
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
 """Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
+
+
+def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
+    """As `parse_options`; says each problem in a line of its own, which a traceback of vLLM's would bury."""
+    try:
+        return parse_options(extra_config)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            logger.error("kvoffload: not started: %s", line.strip())
+        raise
 
 
 class KVOffloadSpec(OffloadingSpec):
@@ -47,9 +58,10 @@ class KVOffloadSpec(OffloadingSpec):
 
     def __init__(self, *config: Any) -> None:
         check_version(vllm_version)
+        join_vllm()
         super().__init__(*config)
         self.facts = engine_facts(self, vllm_version)
-        self.options = parse_options(self.facts.extra_config)
+        self.options = checked_options(self.facts.extra_config)
         if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
             raise ConfigError(
                 "store", self.options.store, "allowed: only with kv_connector: KVOffloadConnector"

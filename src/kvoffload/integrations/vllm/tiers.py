@@ -38,6 +38,20 @@ def _say_that_it_is_missing(error: UnavailableError) -> None:
     logger.error("kvoffload: the engine runs WITHOUT a tier behind RAM, until it is started again: %s", error)
 
 
+HOST, DISK = "host", "disk"
+"""Members of vLLM's ``CacheHitSource``, as their values."""
+
+
+def may_read_tiers(req_context: Any) -> bool:
+    """Whether a request may load from tiers behind RAM: its ``kv_load_tiers`` may leave them out."""
+    allowed = getattr(req_context, "load_tier_filter", None)
+    if allowed is None:
+        return True
+    from vllm.v1.kv_offload.base import Locality, Medium
+
+    return bool(allowed.allows(Medium.STORAGE, Locality.LOCAL))
+
+
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
     """What each tier behind RAM has counted, by a name of its own: ``disk``, ``disk-1``, ..."""
     counts: dict[str, dict[str, Any]] = {}

@@ -1,0 +1,121 @@
+"""What operators see of our manager inside vLLM: metrics, sources of hits, options, lines in the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from test_adapter import World, key
+from vllm.v1.kv_offload import base
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm.connector import KVOffloadConnector
+from kvoffload.integrations.vllm.logs import join_vllm
+from kvoffload.integrations.vllm.metrics import COUNTERS, REASONS
+from kvoffload.testing.scripted_tier import ScriptedTier
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
+
+
+def shown(manager: Any) -> dict[tuple[str, ...], float]:
+    """What the last step has told vLLM, by name and labels."""
+    taken = manager.get_stats()
+    values: dict[str, Any] = vars(taken)["data"]["data"] if taken is not None else {}
+    return {
+        (name.removeprefix("vllm:"), *labels): v for name, by in values.items() for labels, v in by.items()
+    }
+
+
+def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None:
+    one = World(tmp_path, 6)
+    first = shown(one.manager)
+    zeros = {("kvoffload_" + name,): 0 for name in COUNTERS}
+    zeros |= {("kvoffload_refused_blocks", reason): 0 for reason in REASONS}
+    assert zeros.items() <= first.items()
+    assert first["kv_offload_stores_skipped",] == 0
+    ctx = one.request("r", [key(1), key(2)])
+    assert one.lookup(ctx, [key(1)]) == 0
+    one.manager.prepare_store([key(1), key(2), key(3)], ctx)
+    one.manager._shown_s = -1e9
+    then = shown(one.manager)
+    assert then["kvoffload_lookup_blocks",] == 1
+    assert then["kvoffload_writing_blocks",] == 3
+    assert then["kv_offload_cpu_cache_usage_perc",] == then["kv_offload_cpu_cache_write_usage_perc",] == 0.5
+    assert ("kvoffload_evicted_blocks",) not in then, "nothing has changed"
+    one.close()
+
+
+@pytest.mark.parametrize("key_bytes", [20, 36])
+def test_keys_of_any_length_where_vllm_notes_no_positions(tmp_path: Path, key_bytes: int) -> None:
+    """vLLM before 0.31; its hash may be xxhash."""
+    one = World(tmp_path, 6)
+    keys = [number.to_bytes(key_bytes, "big") for number in range(4)]
+    for name in ("a", "b"):
+        ctx = base.ReqContext(name)
+        one.manager.on_new_request(ctx)
+        hits = one.lookup(ctx, keys)
+        assert hits == (0 if name == "a" else 4)
+        if not hits:
+            output = one.manager.prepare_store(keys, ctx)
+            assert output.keys_to_store == keys
+            one.manager.complete_store(set(keys), ctx)
+        one.manager.on_request_finished(ctx)
+    assert not one.manager.broken
+    one.pool.close()
+
+
+def test_where_a_hit_came_from_and_requests_that_leave_out_storage(tmp_path: Path) -> None:
+    one = World(tmp_path, 16)
+    tier = ScriptedTier(one.pool.slot_stride, immediate=True)
+    one.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
+    one.manager._build(36)
+    del one.manager.on_schedule_end  # without tiers there is nothing to do
+    keys = [key(1), key(2)]
+    one.serve("stores", keys)
+    one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
+    assert len(tier.blocks) == 2
+    in_ram = one.request("in ram", keys)
+    assert one.lookup(in_ram, keys) == 2
+    assert CacheHitSource(one.manager.get_load_source(keys[0], in_ram)) is CacheHitSource.HOST
+    one.manager.on_request_finished(in_ram)
+    OffloadingManager.reset(one.manager.core)
+    one.resident.clear()
+    refuses = one.request("refuses", keys)
+    refuses.load_tier_filter = base.TierFilter(matchers=(base.TierMatcher(medium=base.Medium.CPU),))
+    assert one.lookup(refuses, keys) == 0
+    from_tier = one.request("from tier", keys)
+    assert one.lookup(from_tier, keys) is None
+    for _ in range(4):
+        one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
+        found = one.lookup(from_tier, keys)
+    assert found == 2
+    assert CacheHitSource(one.manager.get_load_source(keys[0], from_tier)) is CacheHitSource.DISK
+
+
+def test_problems_with_options_are_lines_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Also before any process is started, where vLLM asks about CUDA graphs."""
+    with caplog.at_level("ERROR", "vllm.kvoffload"), pytest.raises(ConfigError):
+        KVOffloadConnector.requires_piecewise_for_cudagraph(
+            {"ram": "1GiB", "polcy": "lru", "verify": "often"}
+        )
+    assert all(line.startswith("kvoffload: not started: ") for line in caplog.messages)
+    assert "polcy" in caplog.text
+    assert "often" in caplog.text
+    mine = {"ram": "1GiB", "sync_load_budget_bytes": 1 << 20, "enable_telemetry": True}
+    assert not KVOffloadConnector.requires_piecewise_for_cudagraph(mine)
+
+
+def test_what_the_library_logs_is_vllms(caplog: pytest.LogCaptureFixture) -> None:
+    join_vllm()
+    join_vllm()
+    with caplog.at_level("WARNING", "vllm.kvoffload"):
+        RateLimitedLog("kvoffload.disk").warn("test", "disk tier: cannot write blocks: %s", "No space left")
+    lines = [record for record in caplog.records if record.name == "vllm.kvoffload"]
+    assert [line.getMessage() for line in lines] == [
+        "kvoffload: disk tier: cannot write blocks: No space left"
+    ]
