@@ -13,6 +13,7 @@ from disk_blocks import KEY_BYTES, Disk, slab_in
 from kvoffload.cli.disk import disk as command
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.disk import pipeline
+from kvoffload.tiers.disk.directory import slabs_in
 from kvoffload.tiers.disk.layout import Layout
 
 NUMBERS = list(range(10))
@@ -77,7 +78,15 @@ def test_the_slabs_of_all_producers_the_last_used_first(tmp_path: Path) -> None:
     assert text.count("blocks are sound") == 3
     (tmp_path / "kvoffload-0.slab").unlink()
     assert run("verify", tmp_path)[0] == 0
-    assert run("compact", tmp_path)[1].count("the log is empty") == 3
+    (tmp_path / "kvoffload-0.slab").write_bytes(b"rubbish")
+    order = [path.name for path in slabs_in(tmp_path)]
+    code, text = run("compact", tmp_path)
+    assert (code, text.count("the log is empty"), text.count("left alone")) == (1, 3, 1)
+    assert [path.name for path in slabs_in(tmp_path)] == order, "who makes way first is as before"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "letter").write_text("dear reader")
+    assert run("verify", tmp_path / "elsewhere" / "letter")[0] == 1
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["letter"]
 
 
 def test_verify_is_0_when_all_is_sound_and_1_with_a_list_when_not(filled: Path) -> None:

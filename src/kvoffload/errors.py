@@ -19,7 +19,7 @@ class ConfigError(KVOffloadError, ValueError):
 
 class UnavailableError(ConfigError):
     """An option is possible, and what it names cannot be used now: a disk that is full or does not answer, a
-    directory that another process has open. Nothing has changed there. An engine goes on without it."""
+    directory that another process has open. What it names is as it was. An engine goes on without it."""
 
     def __init__(self, field: str, value: object, why: str) -> None:
         super().__init__(field, value, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -75,14 +76,25 @@ def compact(path: Path) -> None:
 
     What was damaged in the journal, or cannot be read, is gone then. Not while a process has PATH open.
     """
+    left_alone = False
     for place in find_slabs(path):
-        with opened(place) as (slab, found):
-            try:
+        used = place.stat()
+        try:
+            with opened(place) as (slab, found):
                 compact_slab(slab, found)
-            except OSError as error:
-                why = f"a slab that can be written ({error.strerror})"
-                raise ConfigError("path", str(place), why) from None
-            click.echo(f"{place}: checkpoint of {len(found.contents):,} blocks written, the log is empty")
+        except UnavailableError:
+            raise
+        except OSError as error:
+            raise UnavailableError("path", str(place), f"it cannot be written ({error.strerror})") from None
+        except ConfigError as error:
+            click.echo(f"{place}: left alone: {error.allowed}")
+            left_alone = True
+            continue
+        # Nobody has used it: it does not stay longer than others for this.
+        os.utime(place, ns=(used.st_atime_ns, used.st_mtime_ns))
+        click.echo(f"{place}: checkpoint of {len(found.contents):,} blocks written, the log is empty")
+    if left_alone:
+        sys.exit(1)
 
 
 @dataclass(frozen=True)

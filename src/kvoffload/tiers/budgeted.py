@@ -31,18 +31,22 @@ class BudgetedTier(SecondaryTier):
         tier: any `SecondaryTier` to which nothing has been written since it was opened. This one owns it from
             now on.
         max_write_bytes_per_day: 0 for a tier that is only read.
-        clock: seconds since 1970.
+        clock: seconds since 1970. By default it does not follow when the system's clock is set.
 
     Thread and cost: those of the tier, and one `contains` for a batch that exceeds the budget.
     Raises: `ConfigError` for a negative budget.
     """
 
     def __init__(
-        self, tier: SecondaryTier, max_write_bytes_per_day: int, clock: Callable[[], float] = time.time
+        self,
+        tier: SecondaryTier,
+        max_write_bytes_per_day: int,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if max_write_bytes_per_day < 0:
             raise ConfigError("max_write_bytes_per_day", max_write_bytes_per_day, "allowed: 0 or more")
-        self._tier, self._max_bytes, self._clock = tier, max_write_bytes_per_day, clock
+        self._tier, self._max_bytes = tier, max_write_bytes_per_day
+        self._clock = clock or steady_clock()
         self.name, self.identity = tier.name, tier.identity
         self.block_bytes, self.stored_bytes = tier.block_bytes, tier.stored_bytes
         self.written_before = tier.written_before
@@ -118,3 +122,9 @@ class BudgetedTier(SecondaryTier):
 
     def close(self) -> None:
         self._tier.close()
+
+
+def steady_clock() -> Callable[[], float]:
+    """Seconds since 1970 as the system says now, and from here on as they pass."""
+    offset_s = time.time() - time.monotonic()
+    return lambda: offset_s + time.monotonic()

@@ -8,7 +8,7 @@ lets no error of ours reach the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,14 @@ from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.slots_spec import SlotsSpec, slots_per_group
-from kvoffload.integrations.vllm.tiers import DISK, HOST, PoolMemory, may_read_tiers, tier_counts
+from kvoffload.integrations.vllm.tiers import (
+    DISK,
+    HOST,
+    PoolMemory,
+    may_read_tiers,
+    say_what_a_reset_misses,
+    tier_counts,
+)
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import SecondaryTier, key_digests
@@ -52,6 +59,7 @@ class KVOffloadManager(OffloadingManager):
     Args:
         tokens_per_block: tokens in a block, for events. blocks_per_chunk: engine blocks in a slot.
         open_tiers: makes the tiers behind RAM; called with the bytes of a block and of a key.
+        missing_tiers: the places of those that could not be opened: a reset does not reach them.
 
     Attributes:
         core: the manager that decides. broken: an error was contained, and nothing is offloaded until a
@@ -69,6 +77,7 @@ class KVOffloadManager(OffloadingManager):
         tokens_per_block: int = 0,
         blocks_per_chunk: int = 1,
         open_tiers: Callable[[int, int], list[SecondaryTier]] | None = None,
+        missing_tiers: Sequence[str] = (),
     ) -> None:
         self.broken = False
         self.num_lost = 0
@@ -93,7 +102,7 @@ class KVOffloadManager(OffloadingManager):
             self.on_schedule_end = _nothing  # type: ignore[method-assign]
         self.core: core.OffloadingManager
         self._tiered: TieredManager | None = None
-        self._open_tiers = open_tiers
+        self._open_tiers, self._missing_tiers = open_tiers, missing_tiers
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
@@ -332,6 +341,7 @@ class KVOffloadManager(OffloadingManager):
         and now hold other data.
         """
         self.broken = False
+        say_what_a_reset_misses(self._missing_tiers)
         self._forget()
 
     @contained(lambda: None)

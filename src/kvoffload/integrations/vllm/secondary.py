@@ -22,7 +22,7 @@ from kvoffload.integrations.vllm.containment import contained
 from kvoffload.integrations.vllm.logs import join_vllm, logger
 from kvoffload.integrations.vllm.lookups import path_of
 from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
-from kvoffload.integrations.vllm.tiers import tier_owner
+from kvoffload.integrations.vllm.tiers import say_what_a_reset_misses, tier_owner
 from kvoffload.integrations.vllm.versions import engine_facts
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
@@ -62,7 +62,8 @@ class KVOffloadDisk(SecondaryTierManager):
         self._pool = slots.reshape(len(slots), -1)
         # vLLM's RAM has its own layout: its blocks are not interchangeable with those of `KVOffloadSpec`.
         facts = engine_facts(offloading_spec, vllm_version)
-        owner = tier_owner(facts, self._pool.shape[1], USUAL_KEY_BYTES, pool="vllm")
+        self._missing: list[str] = []
+        owner = tier_owner(facts, self._pool.shape[1], USUAL_KEY_BYTES, self._missing, pool="vllm")
         self._opened = open_tiers([checked], owner)
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
@@ -135,8 +136,13 @@ class KVOffloadDisk(SecondaryTierManager):
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Nothing: uses are reported once a request, when it finishes."""
 
-    @contained(lambda: None)
     def drain_jobs(self) -> None:
+        """Wait for the jobs under way, and forget everything."""
+        say_what_a_reset_misses(self._missing)
+        self._forget()
+
+    @contained(lambda: None)
+    def _forget(self) -> None:
         """Wait for the jobs under way, and forget everything.
 
         vLLM calls this when its cache is reset, and only then. The reason for a reset, such as new weights,

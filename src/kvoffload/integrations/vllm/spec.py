@@ -69,6 +69,7 @@ class KVOffloadSpec(OffloadingSpec):
         self.offload_prompt_only = self.options.prompt_only
         # If all workers hold the same bytes, one of them stores and all of them load one part.
         self.replicated_layout = self.facts.replicated
+        self._missing: list[str] = []
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
@@ -85,6 +86,7 @@ class KVOffloadSpec(OffloadingSpec):
                 tokens_per_block=tokens,
                 blocks_per_chunk=facts.blocks_per_chunk,
                 open_tiers=self._open_tiers if self.options.tiers else None,
+                missing_tiers=self._missing,
             )
             logger.info("%s", self._greeting(pool, tokens))
         return self._manager
@@ -107,7 +109,8 @@ class KVOffloadSpec(OffloadingSpec):
         return self._worker
 
     def _open_tiers(self, block_bytes: int, key_bytes: int) -> list[SecondaryTier]:
-        return open_tiers(self.options.tiers, tier_owner(self.facts, block_bytes, key_bytes))
+        self._missing.clear()
+        return open_tiers(self.options.tiers, tier_owner(self.facts, block_bytes, key_bytes, self._missing))
 
     def _attach(self, member: int, part_bytes: int) -> SharedPool:
         return SharedPool.attach(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,33 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
 
 
-def tier_owner(facts: EngineFacts, block_bytes: int, key_bytes: int, **more: str) -> TierOwner:
+def tier_owner(
+    facts: EngineFacts, block_bytes: int, key_bytes: int, missing: list[str], **more: str
+) -> TierOwner:
     """The engine as the owner of blocks in tiers; `more` is part of its identity.
 
-    A tier that cannot be opened now costs its blocks, and a line in the log: the engine starts without it.
+    Args:
+        missing: gets the places of tiers that cannot be opened now. They cost their blocks, and a line in the
+            log: the engine starts without them.
     """
     producer = fingerprint({**more, **facts.identity})
-    return TierOwner(block_bytes, key_bytes, producer, facts.replica, go_on_without=_say_that_it_is_missing)
+
+    def go_on_without(error: UnavailableError) -> None:
+        logger.error(
+            "kvoffload: the engine runs WITHOUT a tier behind RAM, until it is started again: %s", error
+        )
+        missing.append(str(error.value))
+
+    return TierOwner(block_bytes, key_bytes, producer, facts.replica, go_on_without=go_on_without)
 
 
-def _say_that_it_is_missing(error: UnavailableError) -> None:
-    logger.error("kvoffload: the engine runs WITHOUT a tier behind RAM, until it is started again: %s", error)
+def say_what_a_reset_misses(missing: Iterable[str]) -> None:
+    """A cache is reset while some of its tiers are not there to forget."""
+    for place in missing:
+        logger.error(
+            "kvoffload: this reset does not reach %s, which could not be opened: delete what is there, or "
+            "old blocks are served when it is back", place
+        )  # fmt: skip
 
 
 HOST, DISK = "host", "disk"

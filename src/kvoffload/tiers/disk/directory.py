@@ -7,10 +7,12 @@ back, and all of them together take no more than the capacity. Does not know wha
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,16 +21,16 @@ from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.format import FORMAT_VERSION, Identity, fingerprint_of
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.lock import DirectoryLock
+from kvoffload.tiers.disk.lock import DirectoryLock, lock_file
 from kvoffload.tiers.disk.recovery import Contents, Found, Progress, recover
-from kvoffload.tiers.disk.room import Room, by_last_use
+from kvoffload.tiers.disk.room import Room
 from kvoffload.tiers.disk.slab import UNFINISHED, Slab, now_s
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
-SLABS = "kvoffload*.slab*"
-"""Pattern of the names of slabs, also of those that cannot be used."""
-DAMAGED = ".damaged"
-"""Ends the name of a slab that cannot be used by its producer any more. It goes before all others."""
+SLABS = "kvoffload*.slab"
+"""Pattern of the names of slabs."""
+SMALLEST_SHARE = 16
+"""A slab that has made way down to this part of its slots goes."""
 
 
 class Geometry(NamedTuple):
@@ -56,9 +58,14 @@ class Opened(NamedTuple):
 
 
 def slabs_in(directory: Path) -> list[Path]:
-    """The slabs of a directory, whoever's they are, by name; not those whose making a crash interrupted."""
-    found = sorted(directory.glob(SLABS))
-    return [path for path in found if path.suffix != UNFINISHED and _is_file(path)]
+    """The slabs of a directory, whoever's they are; the one opened or written least recently first."""
+    found = []
+    for path in sorted(directory.glob(SLABS)):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime_ns, path))
+    return [path for _, path in sorted(found)]
 
 
 def open_directory(
@@ -72,17 +79,18 @@ def open_directory(
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(directory)
     except OSError as error:
         raise UnavailableError("path", str(directory), f"it cannot be made ({error.strerror})") from None
-    check_private(directory)
     with contextlib.ExitStack() as undo:
         lock = DirectoryLock(directory, log)
         undo.callback(lock.release)
+        opening = _Opening(directory, geometry, files, log, lock)
         try:
-            slab, found = _open_slab(directory, geometry, files, log, progress, lock)
-        except OSError as error:
-            why = f"its slab cannot be opened ({error.strerror})"
-            raise UnavailableError("path", str(directory), why) from None
+            slab, found = opening.slab(progress)
+        except (OSError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or "its journal does not fit into memory"
+            raise UnavailableError("path", str(directory), f"its slab cannot be opened ({why})") from None
         undo.callback(slab.close)
         try:
             journal = Journal(slab, found)
@@ -93,120 +101,154 @@ def open_directory(
     return Opened(lock, slab, journal, found.contents)
 
 
-def _open_slab(
-    directory: Path,
-    geometry: Geometry,
-    files: Files,
-    log: RateLimitedLog,
-    progress: Progress | None,
-    lock: DirectoryLock,
-) -> tuple[Slab, Found]:
-    """The producer's slab, made if there is none, and what its journal says. Raises `OSError`."""
-    path = directory / geometry.slab_name
-    for unfinished in directory.glob(SLABS + UNFINISHED):
-        unfinished.unlink()
-    if path.is_symlink() or path.exists():
-        check_private(path)
-        lock.include(path)
-        slab = _existing(path, geometry, files, log)
-        if slab is not None:
-            with contextlib.ExitStack() as undo:
+class _Opening:
+    """The opening of a locked directory. All but `make_way` only at that time; that also when a slab grows.
+
+    Its methods raise `OSError` if the medium does not answer, or has no room.
+    """
+
+    def __init__(
+        self, directory: Path, geometry: Geometry, files: Files, log: RateLimitedLog, lock: DirectoryLock
+    ) -> None:
+        self._directory, self._geometry, self._path = directory, geometry, directory / geometry.slab_name
+        self._files, self._log, self._lock = files, log, lock
+
+    def slab(self, progress: Progress | None) -> tuple[Slab, Found]:
+        """The producer's slab, made if there is none, and what its journal says."""
+        for unfinished in self._directory.glob(SLABS + UNFINISHED):
+            unfinished.unlink()
+        with contextlib.ExitStack() as undo:
+            slab = self._existing() if self._path.is_symlink() or self._path.exists() else None
+            if slab is not None:
                 undo.callback(slab.close)
                 found = recover(slab, progress)
-                slab.room = _room(directory, geometry, path, files, log)
-                _settle(slab, found, log)
-                undo.pop_all()
-            return slab, found
-    room = _room(directory, geometry, path, files, log)
-    identity = Identity(
-        secrets.randbits(64), fingerprint_of(geometry.fingerprint), geometry.fingerprint, now_s()
-    )
-    slab = Slab.create(path, geometry.layout, identity, geometry.capacity_bytes, files, log, room)
-    lock.include(path)
-    return slab, recover(slab)
+                self._settle(slab, found)
+            else:
+                slab = self._new()
+                undo.callback(slab.close)
+                self._lock.include(self._path)
+                found = recover(slab)
+            undo.pop_all()
+        return slab, found
 
+    def make_way(self, path: Path) -> int:
+        """Take half of another slab's blocks from it, or delete it; returns its size then.
 
-def _existing(path: Path, geometry: Geometry, files: Files, log: RateLimitedLog) -> Slab | None:
-    """The slab at this path; None if it cannot be used, and has got another name. Raises `OSError`."""
-    slab = Slab.open(path, files, log)
-    reason = slab if isinstance(slab, str) else _difference(slab, geometry)
-    if isinstance(slab, Slab):
-        if not reason and slab.layout.num_slots == geometry.layout.num_slots:
-            return slab
-        slab.close()
-        if not reason:
-            raise ConfigError(
-                "capacity_bytes",
-                geometry.capacity_bytes,
-                f"{path} was made for {slab.capacity_bytes}: give that, or delete it (it is only a cache)",
-            )
-    damaged = path.with_name(path.name + DAMAGED)
-    os.replace(path, damaged)
-    log.warn(
-        f"damaged {path}", "disk tier: %s cannot be used: %s. It is kept as %s until its room is needed",
-        path, reason, damaged.name,
-    )  # fmt: skip
-    return None
+        Cost: its journal is read and written, 160 bytes a block.
+        """
+        with self._other(path) as slab:
+            if isinstance(slab, Slab) and slab.num_reserved > 2 * slab.layout.num_slots // SMALLEST_SHARE:
+                found, num_left = recover(slab), slab.num_reserved // 2
+                found.contents.generation[num_left:] = 0
+                Journal(slab, found).checkpoint(found.contents)
+                slab.trim(num_left)
+                self._log.warn(
+                    f"way {path}", "disk tier: %s gives up half of its room, to %d MiB", path,
+                    slab.file_bytes >> 20,
+                )  # fmt: skip
+                return slab.file_bytes
+        path.unlink()
+        self._log.warn(f"gone {path}", "disk tier: deleted %s, blocks of another producer, for room", path)
+        return 0
 
-
-def _difference(slab: Slab, geometry: Geometry) -> str:
-    """Why this slab is not the one that its name says; empty if it is."""
-    layout = geometry.layout
-    if slab.identity.fingerprint != fingerprint_of(geometry.fingerprint):
-        return f"it holds blocks of another producer ({slab.identity.text})"
-    if (slab.layout.block_bytes, slab.layout.key_bytes) != (layout.block_bytes, layout.key_bytes):
-        return f"it has blocks of {slab.layout.block_bytes} bytes and keys of {slab.layout.key_bytes}"
-    return ""
-
-
-def _settle(slab: Slab, found: Found, log: RateLimitedLog) -> None:
-    """Give the slab as much of the directory's room as there is, and at least what its blocks need."""
-    room, slots = slab.room, found.contents.slots()
-    assert room is not None
-    num_needed = int(slots[-1]) + 1 if len(slots) else 1
-    if num_needed > slab.num_reserved:
-        log.warn("short", "disk tier: the slab was cut short: blocks in the missing part are lost")
-    while slab.file_bytes > room.own_bytes and room.make():
-        pass
-    slab.reserve(max(num_needed, slab.num_reserved))
-    slab.mend()
-    slab.used_now()
-
-
-def _room(directory: Path, geometry: Geometry, own: Path, files: Files, log: RateLimitedLog) -> Room:
-    """The room of a directory, after slabs of others have given back what they only reserve."""
-    others = by_last_use([path for path in slabs_in(directory) if path != own])
-    # Those that nobody can use go first.
-    others.sort(key=lambda path: path.suffix != DAMAGED)
-    for path in others:
-        _trim(path, files, log)
-    return Room(geometry.capacity_bytes, others, log)
-
-
-def _trim(path: Path, files: Files, log: RateLimitedLog) -> None:
-    """Give back the room behind the last block of a slab that has no owner.
-
-    Cost: its journal is read as when it is opened, 80 bytes a block.
-    """
-    before = path.stat()
-    try:
-        slab = Slab.open(path, files, log)
+    def _existing(self) -> Slab | None:
+        """The slab that is there; None if nobody can use it: then it is deleted."""
+        path, geometry = self._path, self._geometry
+        check_private(path)
+        self._lock.include(path)
+        slab = Slab.open(path, self._files, self._log)
         if isinstance(slab, str):
-            return
-        with contextlib.closing(slab):
-            slots = recover(slab).contents.slots()
-            if slab.num_reserved > (num_needed := int(slots[-1]) + 1 if len(slots) else 1):
-                slab.trim(num_needed)
-        # Nobody has used it.
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    except OSError as error:
-        log.warn(f"trim {path}", "disk tier: %s cannot be shortened: %s", path, error.strerror)
+            self._log.warn(f"lost {path}", "disk tier: %s cannot be used: %s. It is made anew", path, slab)
+            self._lock.exclude()
+            path.unlink()
+            return None
+        if slab.identity.fingerprint != fingerprint_of(geometry.fingerprint):
+            slab.close()
+            why = f"it holds blocks of another producer ({slab.identity.text}) under this name: delete it"
+            raise ConfigError("path", str(path), why)
+        if slab.layout != geometry.layout:
+            slab.close()
+            why = f"{path} was made for {slab.capacity_bytes}: give that, or delete it (it is only a cache)"
+            raise ConfigError("capacity_bytes", geometry.capacity_bytes, why)
+        return slab
+
+    def _new(self) -> Slab:
+        text, geometry = self._geometry.fingerprint, self._geometry
+        identity = Identity(secrets.randbits(64), fingerprint_of(text), text, now_s())
+        return Slab.create(
+            self._path,
+            geometry.layout,
+            identity,
+            geometry.capacity_bytes,
+            self._files,
+            self._log,
+            self._room(),
+        )
+
+    def _settle(self, slab: Slab, found: Found) -> None:
+        """Give the slab as much of the directory's room as there is without others' blocks."""
+        missing = found.contents.generation[slab.num_reserved :]
+        if missing.any():
+            self._log.warn(
+                "short", "disk tier: %s was cut short: %d blocks are lost", self._path,
+                len(missing.nonzero()[0]),
+            )  # fmt: skip
+            missing[:] = 0
+        slab.trim(slab.num_reserved)
+        slab.room = room = self._room()
+        while slab.file_bytes > room.own_bytes and room.make():
+            pass
+        slab.reserve(1)
+        slab.mend()
+        slab.used_now()
+
+    def _room(self) -> Room:
+        """The room of the directory, after slabs of others have given back what they only reserve."""
+        others = [path for path in slabs_in(self._directory) if path != self._path]
+        for path in others:
+            self._trim(path)
+        return Room(self._geometry.capacity_bytes, others, self.make_way)
+
+    def _trim(self, path: Path) -> None:
+        """Give back the room behind the last block of another slab. It counts as it is if it cannot be read.
+
+        Cost: its journal is read, 80 bytes a block.
+        """
+        try:
+            with self._other(path) as slab:
+                if isinstance(slab, str):
+                    return
+                slots = recover(slab).contents.slots()
+                if slab.num_reserved > (num_needed := int(slots[-1]) + 1 if len(slots) else 1):
+                    slab.trim(num_needed)
+        except (OSError, MemoryError) as error:
+            self._log.warn(f"trim {path}", "disk tier: %s stays as it is: %s", path, error)
+
+    @contextlib.contextmanager
+    def _other(self, path: Path) -> Iterator[Slab | str]:
+        """The slab of another producer, which counts as not used; or why nobody can use it."""
+        before, fd = path.stat(), lock_file(path)
+        try:
+            slab = Slab.open(path, self._files, self._log)
+            if isinstance(slab, str):
+                yield slab
+                return
+            with contextlib.closing(slab):
+                yield slab
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        except OSError as error:
+            why = (
+                f"{path} cannot be read ({error.strerror}), and its room is needed: delete it if it stays so"
+            )
+            raise OSError(error.errno or errno.EIO, why) from None
+        finally:
+            os.close(fd)
 
 
 def check_private(path: Path) -> None:
     """Refuse a directory, or a file in it, that other users of the machine could change.
 
-    Raises: `ConfigError` with the command that mends it.
+    Raises: `ConfigError` with the command that mends it; `OSError`.
     """
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) and path.is_dir():
@@ -214,19 +256,9 @@ def check_private(path: Path) -> None:
     elif stat.S_ISLNK(status.st_mode):
         raise ConfigError("path", str(path), "it is a link that leads out of the directory: delete it")
     if status.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            "path",
-            str(path),
-            f"every user of this machine may write there: chmod o-w {path}, or name a directory in it",
-        )
+        why = f"every user of this machine may write there: chmod o-w {path}, or name a directory in it"
+        raise ConfigError("path", str(path), why)
     own = os.geteuid()
     if own != 0 and status.st_uid not in (0, own):
-        raise ConfigError(
-            "path",
-            str(path),
-            f"it belongs to user {status.st_uid}, and this is user {own}: chown {own} {path}",
-        )
-
-
-def _is_file(path: Path) -> bool:
-    return stat.S_ISREG(path.lstat().st_mode)
+        why = f"it belongs to user {status.st_uid}, and this is user {own}: chown {own} {path}"
+        raise ConfigError("path", str(path), why)

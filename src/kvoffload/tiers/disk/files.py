@@ -36,10 +36,14 @@ class Files:
         return os.open(path, flags, 0o600)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Make the file at least this long, and reserve its room if the file system can."""
+        """Make the file at least this long, and reserve the room of what is new if the file system can."""
+        start = self.size(fd)
+        if num_bytes <= start:
+            return
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, num_bytes)
-        os.ftruncate(fd, max(num_bytes, self.size(fd)))
+            # Not what is there: where the library imitates this call it writes, and others write there too.
+            os.posix_fallocate(fd, start, num_bytes - start)
+        os.ftruncate(fd, num_bytes)
 
     def shorten(self, fd: int, num_bytes: int) -> None:
         """Give back the room behind this many bytes."""

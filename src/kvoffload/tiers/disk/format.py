@@ -72,7 +72,7 @@ HEAD = np.dtype(
     ]
 )
 HOUR = np.dtype([("hour", "<u8"), ("num_blocks", "<u8")])
-MAX_NUMBER = 1 << 63
+MAX_NUMBER = 1 << 62
 """Epochs, sequences and generations are below this: greater ones are damage, and could not be counted up."""
 MAX_HOURS = 48
 """Hours for which a checkpoint records how much was written: a day, and a margin."""
@@ -252,7 +252,7 @@ def encode_head(slab_id: int, head: Head) -> Bytes:
     fields["magic"], fields["slab_id"] = CHECKPOINT_MAGIC, slab_id
     fields["epoch"], fields["num_entries"], fields["num_groups"] = head[:3]
     fields["num_hours"], fields["last_generation"] = len(head.written), head.last_generation
-    hours = np.array(list(head.written), HOUR)
+    hours = np.array([(hour, min(count, MAX_NUMBER)) for hour, count in head.written], HOUR)
     page[HEAD.itemsize : HEAD.itemsize + hours.nbytes] = hours.view(np.uint8)
     return _sealed(page, fields)
 
@@ -274,7 +274,7 @@ def decode_head(layout: Layout, slab_id: int, page: Bytes) -> Head | None:
     if any(int(fields[name]) >= limit for name, limit in limits.items()):
         return None
     hours = page[HEAD.itemsize :][: int(fields["num_hours"]) * HOUR.itemsize].view(HOUR)
-    written = tuple((int(hour), int(count)) for hour, count in hours.tolist())
+    written = tuple((int(hour), min(int(count), MAX_NUMBER)) for hour, count in hours.tolist())
     epoch, num_entries, num_groups = (int(fields[name]) for name in ("epoch", "num_entries", "num_groups"))
     return Head(epoch, num_entries, num_groups, int(fields["last_generation"]), written)
 

@@ -19,7 +19,6 @@ from kvoffload.tiers.disk.files import Files, aligned
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
 from kvoffload.tiers.disk.recovery import Found, recover
-from kvoffload.tiers.disk.room import by_last_use
 from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Scratch, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
@@ -52,6 +51,9 @@ class SlabReport:
     journal_damage: int = 0
 
 
+_PIECE_BYTES = 1024 * 1024
+
+
 class Problem(NamedTuple):
     """A block that would not be served: `key` in hex, and the reason."""
 
@@ -62,7 +64,7 @@ class Problem(NamedTuple):
 
 def find_slabs(path: Path) -> list[Path]:
     """The slab at this path, or those in this directory, the one used last first. Raises `ConfigError`."""
-    slabs = [path] if path.is_file() else by_last_use(slabs_in(path))[::-1]
+    slabs = [path] if path.is_file() else slabs_in(path)[::-1]
     if not slabs:
         raise ConfigError("path", str(path), f"a slab, or a directory of a disk tier: it has files {SLABS}")
     return slabs
@@ -70,9 +72,13 @@ def find_slabs(path: Path) -> list[Path]:
 
 def inspect(path: Path, files: Files | None = None) -> list[SlabReport]:
     """Report a slab, or all slabs of a directory, the one used last first. Raises `ConfigError`."""
-    slabs = find_slabs(path)
+    slabs, reports = find_slabs(path), list[SlabReport]()
     owner = owner_of(slabs[0].parent)
-    return [_report(slab, owner, files or Files()) for slab in slabs]
+    for slab in slabs:
+        # The owner may delete a slab at any moment.
+        with contextlib.suppress(FileNotFoundError):
+            reports.append(_report(slab, owner, files or Files()))
+    return reports
 
 
 def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
@@ -123,6 +129,9 @@ def opened(path: Path, files: Files | None = None, *, wait_s: float = 0.0) -> It
     slabs, log = find_slabs(path), RateLimitedLog("kvoffload.disk")
     if len(slabs) > 1:
         raise ConfigError("path", str(path), f"allowed: one of {', '.join(str(slab) for slab in slabs)}")
+    (report,) = inspect(slabs[0], files)
+    if report.problem:
+        raise ConfigError("path", str(slabs[0]), report.problem)
     lock = DirectoryLock(slabs[0].parent, log, wait_s=wait_s)
     try:
         slab = Slab.open(slabs[0], files or Files(), log)
@@ -168,5 +177,13 @@ def verify(
 
 
 def compact(slab: Slab, found: Found) -> None:
-    """Write a fresh checkpoint of what could be read, and start an empty log. Raises `OSError`."""
+    """Write a fresh checkpoint of what could be read, and an empty log over the old one. Raises `OSError`.
+
+    The order in which slabs of a directory make way stays.
+    """
     Journal(slab, found).checkpoint(found.contents)
+    # From here on nothing in the log counts: a page of it that could not be read gets new contents.
+    layout, empty = slab.layout, aligned(_PIECE_BYTES)
+    for start in range(layout.log_offset, layout.slots_offset, _PIECE_BYTES):
+        slab.write_pages(start, empty[: min(_PIECE_BYTES, layout.slots_offset - start)])
+    slab.sync()

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import stat
+import weakref
 from pathlib import Path
 from time import sleep
 
@@ -31,6 +32,8 @@ _RETRY_S = 0.25
 # The locks of this process, by device and inode of their files. The pid in the file is not enough, because a
 # restarted container gives its processes the same pids again.
 _held: dict[tuple[int, int], DirectoryLock] = {}
+# Also those that are being waited for: a forked process gives up its copies of all.
+_open_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
@@ -49,6 +52,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path, log: RateLimitedLog, *, wait_s: float = LOCK_WAIT_S) -> None:
         self._fds = [_open(directory, os.O_RDWR | os.O_CREAT)]
+        _open_locks.add(self)
         status = os.fstat(self._fds[0])
         self._file = status.st_dev, status.st_ino
         try:
@@ -65,24 +69,19 @@ class DirectoryLock:
     @property
     def held(self) -> bool:
         """False after `release`, and in a process that was forked from the owner."""
-        return bool(self._fds)
+        return bool(self._fds) and self._file in _held
 
     def include(self, path: Path) -> None:
         """Lock a file of the directory too, until `release`: another directory may have it under a link.
 
-        Raises: `UnavailableError`.
+        Raises: `OSError`.
         """
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise UnavailableError("path", str(path), f"it cannot be opened ({error.strerror})") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            why = "it is open under another name, in another directory: one owner at a time"
-            raise UnavailableError("path", str(path), why) from None
-        self._fds.append(fd)
+        self._fds.append(lock_file(path))
+
+    def exclude(self) -> None:
+        """Unlock what was included, and let go of it: a file takes room as long as somebody has it open."""
+        while len(self._fds) > 1:
+            _unlock(self._fds.pop())
 
     def release(self) -> None:
         """Release the lock, also if a forked process has a copy of it. Idempotent."""
@@ -90,9 +89,7 @@ class DirectoryLock:
             # In this order: once the file is unlocked another thread may take the lock and record it.
             _held.pop(self._file, None)
             while self._fds:
-                fd = self._fds.pop()
-                fcntl.flock(fd, fcntl.LOCK_UN)
-                os.close(fd)
+                _unlock(self._fds.pop())
 
     def _take(self, directory: Path, log: RateLimitedLog, wait_s: float) -> None:
         fd, waited_s = self._fds[0], 0.0
@@ -121,6 +118,25 @@ class DirectoryLock:
         """Close the copies that a forked process has got: that unlocks nothing for the parent."""
         while self._fds:
             os.close(self._fds.pop())
+
+
+def lock_file(path: Path) -> int:
+    """Lock a file without waiting; returns what has to be closed. Raises `OSError`."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise OSError(errno.EBUSY, f"{path} is open under another name, in another directory") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def owner_of(directory: Path) -> str | None:
@@ -158,7 +174,7 @@ def _owner(fd: int) -> str:
 
 
 def _abandon_all() -> None:
-    for lock in _held.values():
+    for lock in _open_locks:
         lock._abandon()
     _held.clear()
 

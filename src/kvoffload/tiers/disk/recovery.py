@@ -43,6 +43,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 _SALVAGE = "nothing was changed; if it stays so, kvoffload disk compact keeps what can be read"
 _LAST_STAMP = np.uint64(MAX_NUMBER)
+_HOURS_OF_A_YEAR = 8766
 _WINDOW_BYTES = 16 * 1024 * 1024
 
 
@@ -171,15 +172,16 @@ def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = Fal
     report(total, total)
     if found.unreadable and not salvage:
         raise OSError(errno.EIO, f"{found.unreadable} pages of its journal cannot be read: {_SALVAGE}")
-    found.contents.written = _up_to_now(found.contents.written)
+    found.contents.written = _believable(found.contents.written)
     return found
 
 
-def _up_to_now(written: Mapping[int, int]) -> dict[int, int]:
-    """Hours that the clock has not reached count as the present one: it has been set back."""
+def _believable(written: Mapping[int, int]) -> dict[int, int]:
+    """Hours that are more than a year ahead count as the present one: a clock was wrong, and would be heard
+    for as long."""
     counts, now = Counter[int](), now_s() // HOUR_S
     for hour, count in written.items():
-        counts[min(hour, now)] += count
+        counts[hour if hour < now + _HOURS_OF_A_YEAR else now] += count
     return dict(counts)
 
 

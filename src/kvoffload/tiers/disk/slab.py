@@ -126,7 +126,7 @@ class Slab:
         page[:] = encode_superblock(layout, identity, capacity_bytes)
         slab = cls(fd, page.copy(), files, log, room)
         try:
-            slab.reserve(1)
+            slab.reserve_all()
             slab.write_pages(0, page)
             slab.write_pages(PAGE_BYTES, page)
             page[:] = encode_head(identity.slab_id, Head(0, 0, 0))
@@ -193,25 +193,48 @@ class Slab:
         """How many slots the file is long enough for."""
         return self._num_reserved
 
-    def reserve(self, num_slots: int) -> None:
-        """Make the file long enough for so many slots, and as much longer as the room of the directory allows
-        without them; other slabs make way for these. Raises `OSError`."""
-        layout, least = self.layout, self.layout.slot_offset(num_slots)
-        while True:
-            target = min(layout.file_bytes, self.room.own_bytes if self.room else layout.file_bytes)
-            try:
-                if target >= least:
-                    num_slots = self._slots_in(target)
-                    self._files.allocate(self._fd, layout.slot_offset(num_slots))
-                    self._num_reserved = num_slots
-                    return
-                refused = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                refused = error
+    def reserve_all(self) -> None:
+        """Make the file as long as the room of the directory allows; others make way until that can be had.
+
+        Raises `OSError`.
+        """
+        while not self._lengthen(self._allowed_bytes):
             if self.room is None or not self.room.make():
-                raise refused
+                raise _no_room()
+
+    def reserve(self, num_slots: int) -> None:
+        """Make the file long enough for so many slots, and as much longer as there is room without others.
+
+        Others make way only for these. Raises `OSError`.
+        """
+        least = self.layout.slot_offset(num_slots)
+        while True:
+            allowed = self._allowed_bytes
+            if allowed >= least and (self._lengthen(allowed) or self._lengthen(least)):
+                return
+            if self.room is None or not self.room.make():
+                raise _no_room()
+
+    @property
+    def _allowed_bytes(self) -> int:
+        most = self.layout.file_bytes
+        return most if self.room is None else min(most, self.room.own_bytes)
+
+    def _lengthen(self, num_bytes: int) -> bool:
+        """Reserve whole slots up to this length; False, and the file as it was, if there is no room."""
+        num_slots, before = self._slots_in(num_bytes), self.file_bytes
+        if num_slots == 0:
+            return False
+        try:
+            self._files.allocate(self._fd, self.layout.slot_offset(num_slots))
+        except OSError as error:
+            # What could be had of it would be missed elsewhere.
+            self._files.shorten(self._fd, before)
+            if error.errno == errno.ENOSPC:
+                return False
+            raise
+        self._num_reserved = max(self._num_reserved, num_slots)
+        return True
 
     def trim(self, num_slots: int) -> None:
         """Give back the room behind this many slots. Raises `OSError`."""
@@ -351,11 +374,14 @@ class Slab:
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Make lower generations void; durable on return. Raises `OSError` if neither place could be written.
+        """Make lower generations void, and delete the slabs of other producers: what is to be forgotten may
+        stand there too. Durable on return. Raises `OSError` if neither place could be written.
 
         The superblock and its copy are written one after the other, a damaged one first: one of them is
         always whole, and damage to a single place does not bring back void blocks.
         """
+        if self.room is not None:
+            self.room.clear()
         self._superblock = with_void_before(self._superblock, generation)
         errors = [error for at in self._superblocks_at if (error := self._write_superblock(at))]
         if len(errors) == len(self._superblocks_at):
@@ -419,6 +445,10 @@ def _runs(numbers: Positions) -> Iterator[tuple[int, int]]:
     """First and end index of each run of consecutive numbers."""
     breaks = (np.flatnonzero(numbers[1:] != numbers[:-1] + 1) + 1).tolist()
     return zip([0, *breaks], [*breaks, len(numbers)], strict=True)
+
+
+def _no_room() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def now_s() -> int:
