@@ -260,7 +260,7 @@ def test_a_group_comes_back_as_it_went(
 ) -> None:
     layout, chance = Layout(4096, key_bytes, 100), np.random.default_rng(seed)
     entries = np.frombuffer(chance.bytes(added * layout.entry_bytes), entry_dtype(key_bytes)).copy()
-    entries["generation"] >>= np.uint64(1)
+    entries["generation"] >>= np.uint64(2)
     accesses = np.frombuffer(chance.bytes(used * 8), ACCESS)
     slots = chance.integers(0, 100, removed).astype(np.uint32)
     size = (72 + (removed + 1) // 2 * 8 + added * layout.entry_bytes + used * 8 + 4095) // 4096 * 4096
