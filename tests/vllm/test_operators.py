@@ -15,6 +15,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm import spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
 from kvoffload.integrations.vllm.logs import join_vllm
 from kvoffload.integrations.vllm.metrics import COUNTERS, REASONS
@@ -119,3 +120,19 @@ def test_what_the_library_logs_is_vllms(caplog: pytest.LogCaptureFixture) -> Non
     assert [line.getMessage() for line in lines] == [
         "kvoffload: disk tier: cannot write blocks: No space left"
     ]
+
+
+def test_a_gpu_needs_a_version_that_can_pin_our_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(spec, "vllm_version", "0.31.0")
+    with pytest.raises(ConfigError, match=r"kvoffload with a GPU needs vLLM 0.32 to 0.33"):
+        spec.KVOffloadSpec()
+
+
+def test_a_reset_says_which_tiers_it_does_not_reach(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = World(tmp_path, 6)
+    one.manager._missing_tiers = ["/nvme1/kv"]
+    with caplog.at_level("ERROR", "vllm.kvoffload"):
+        one.manager.reset_cache()
+    assert "this reset does not reach /nvme1/kv" in caplog.text
+    one.close()

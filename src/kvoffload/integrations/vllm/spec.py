@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm import __version__ as vllm_version
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvoffload.core.plans import ON_DEVICE_EVICTION
@@ -23,7 +24,7 @@ from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions, parse_optio
 from kvoffload.integrations.vllm.patches import name_failed_loads
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.tiers import tier_owner
-from kvoffload.integrations.vllm.versions import check_version, engine_facts
+from kvoffload.integrations.vllm.versions import SINCE_DEVICES, check_version, engine_facts
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
 from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.options import open_tiers
@@ -58,6 +59,8 @@ class KVOffloadSpec(OffloadingSpec):
 
     def __init__(self, *config: Any) -> None:
         check_version(vllm_version)
+        if not current_platform.is_cpu():
+            check_version(vllm_version, SINCE_DEVICES, "kvoffload with a GPU")
         join_vllm()
         super().__init__(*config)
         self.facts = engine_facts(self, vllm_version)

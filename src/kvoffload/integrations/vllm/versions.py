@@ -21,6 +21,8 @@ OLDEST, NEWEST = (0, 25), (0, 33)
 """The minor versions whose interfaces we know. The tests run with 0.32."""
 SINCE_CONNECTOR = (0, 32)
 """Since then the scheduler side of vLLM's connector is as `KVOffloadConnector` needs it."""
+SINCE_DEVICES = (0, 32)
+"""Since then vLLM has the module by which the pool is pinned, and its copies take the arguments that ours give."""
 
 _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _PARALLEL_0_25 = (
