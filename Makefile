@@ -9,7 +9,7 @@ SOAK_SECONDS ?= 600
 SEED ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay test test-all test-checked test-vllm soak lint sizes format bench bench-vllm vllm-env clean
+.PHONY: help install replay test test-all test-checked test-vllm soak lint sizes format bench bench-vllm gpu-check vllm-env clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -67,6 +67,9 @@ test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
 bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM's manager, ours (needs KVOFFLOAD_TRACES)
 	$(VLLM_VENV)/bin/python bench/vllm_lookup.py
 	$(VLLM_VENV)/bin/python bench/vllm_engine.py $(ARGS)
+
+gpu-check:  ## all that needs a GPU, in minutes; PYTHON has torch and numba (ARGS="--device cpu" without a GPU)
+	PYTHONPATH=src $(PYTHON) bench/gpu_check.py $(ARGS)
 
 soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an hour), 200 kills, real engines under stress (SOAK_SECONDS=600)
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \

@@ -14,7 +14,7 @@ import numpy as np
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
-from kvoffload.tiers.disk.directory import slabs_in
+from kvoffload.tiers.disk.directory import Geometry
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.recovery import recover
@@ -51,7 +51,7 @@ class KvoffloadDisk:
             fingerprint=model,
             files=self._files,
         )
-        (self._path,) = slabs_in(directory)
+        self._path = directory / Geometry(self._layout, 0, model).slab_name
 
     def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
         jobs: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}

@@ -22,7 +22,7 @@ OLDEST, NEWEST = (0, 25), (0, 33)
 SINCE_CONNECTOR = (0, 32)
 """Since then the scheduler side of vLLM's connector is as `KVOffloadConnector` needs it."""
 SINCE_DEVICES = (0, 32)
-"""Since then vLLM has the module by which the pool is pinned, and its copies take the arguments that ours give."""
+"""Since then vLLM has the module that pins the pool, and its copies take the arguments that ours give."""
 
 _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _PARALLEL_0_25 = (

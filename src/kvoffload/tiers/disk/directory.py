@@ -80,6 +80,8 @@ def open_directory(
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(directory)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError("path", str(directory), f"allowed: a directory ({error.strerror})") from None
     except OSError as error:
         raise UnavailableError("path", str(directory), f"it cannot be made ({error.strerror})") from None
     with contextlib.ExitStack() as undo:

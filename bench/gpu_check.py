@@ -1,0 +1,312 @@
+"""Everything of ours that needs a GPU, in one command: ``make gpu-check``, or ``python bench/gpu_check.py``.
+
+Needs torch and numba, and no network; a few minutes. Without a GPU it runs on CPU tensors, so that it is
+known to work; those figures say nothing of a GPU. Prints one page, writes the same as JSON, and ends with 1 if a
+byte was wrong.
+
+    equality    every way across the bus, both directions, layouts of several shapes: the bytes are compared
+    bandwidth   ours against one copy of the same bytes between pinned memory and the device (cudaMemcpyAsync)
+    threshold   runs against gathering for scattered blocks: where should `RUN_BYTES` be?
+    overlap     how much of a store is hidden behind a computation
+    checks      what the verification of a block costs the host
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch as untyped_torch
+
+from kvoffload.transfer import copy_engine_for
+from kvoffload.transfer import cuda as ways
+from kvoffload.transfer.engine import byte_rows
+
+torch: Any = untyped_torch
+Rows = npt.NDArray[np.int64]
+KIB, MIB = 1024, 1024 * 1024
+EVERY_WAY = {"as planned": None, "runs": 0, "gathered": 1 << 62}
+"""Names, and what `RUN_BYTES` is while they are tried."""
+
+
+class Machine:
+    """A device, or the host in its place."""
+
+    def __init__(self, name: str) -> None:
+        self.device = torch.device(name)
+        self.is_gpu = self.device.type == "cuda"
+
+    def wait(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def host_pool(self, num_blocks: int, block_bytes: int) -> npt.NDArray[np.uint8]:
+        """Memory that engines pin themselves."""
+        return np.zeros((num_blocks, block_bytes), np.uint8)
+
+    def seconds(self, act: Callable[[], object], rounds: int = 5) -> float:
+        """Median of some rounds; the first does not count."""
+        taken = []
+        for _ in range(rounds + 1):
+            self.wait()
+            began = time.perf_counter()
+            act()
+            self.wait()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken[1:])
+
+    def describe(self) -> dict[str, Any]:
+        found = {"python": platform.python_version(), "torch": torch.__version__, "device": "CPU tensors"}
+        if self.is_gpu:
+            found |= {
+                "device": torch.cuda.get_device_name(self.device),
+                "memory_gib": round(torch.cuda.get_device_properties(self.device).total_memory / 2**30),
+                "cuda": torch.version.cuda,
+            }
+        return found
+
+
+def layouts(machine: Machine, num_blocks: int, block_bytes: int) -> Iterator[tuple[str, Any]]:
+    """Tensors whose rows are blocks: of several dtypes and shapes, packed and with gaps."""
+    device = machine.device
+    generator = torch.Generator().manual_seed(block_bytes)
+    filled = torch.randint(0, 256, (num_blocks, 2, block_bytes), dtype=torch.uint8, generator=generator)
+    filled = filled.to(device)
+    yield "bytes", filled[:, 0].clone()
+    yield (
+        "bf16, tokens x heads x 64",
+        filled[:, 0].clone().view(torch.bfloat16).view(num_blocks, -1, 64),
+    )
+    yield "with gaps", filled[:, 0]
+    yield "keys of (blocks, 2, ...)", filled.view(torch.float16)[:, 1]
+
+
+def rows_of(kind: str, num_rows: int, count: int) -> Rows:
+    if kind == "neighbours":
+        return np.arange(count) + 3
+    if kind == "all but some":
+        return np.delete(np.arange(num_rows), np.arange(0, num_rows, 7))[:count]
+    return np.random.default_rng(count).permutation(num_rows)[:count]
+
+
+def equality(machine: Machine, sizes: list[int]) -> dict[str, Any]:
+    """Store blocks, load them into other rows, compare with what a loop would have done."""
+    cases, wrong = 0, []
+    for block_bytes in sizes:
+        num_blocks = max(16, min(64, 64 * MIB // block_bytes))
+        count = num_blocks // 2
+        for layout, tensor in layouts(machine, num_blocks, block_bytes):
+            before = byte_rows(tensor).cpu().numpy().copy()
+            for kind in ("neighbours", "all but some", "scattered"):
+                for way, run_bytes in EVERY_WAY.items():
+                    device_rows, slots = rows_of(kind, num_blocks, count), rows_of(kind, count + 8, count)
+                    pool = machine.host_pool(count + 8, before.shape[1])
+                    result = there_and_back(tensor, pool, device_rows, slots, run_bytes)
+                    expected = before.copy()
+                    expected[device_rows[::-1]] = before[device_rows]
+                    sound = np.array_equal(pool[slots], before[device_rows])
+                    cases += 1
+                    if not sound or not np.array_equal(result, expected):
+                        wrong.append(f"{block_bytes} bytes, {layout}, {kind}, {way}")
+                    byte_rows(tensor).copy_(torch.from_numpy(before).to(machine.device))
+    return {"cases": cases, "wrong": wrong}
+
+
+def there_and_back(
+    tensor: Any, pool: npt.NDArray[np.uint8], device_rows: Rows, slots: Rows, run_bytes: int | None
+) -> npt.NDArray[np.uint8]:
+    """Store rows, and load them again in reverse order; the tensor's bytes then."""
+    usual = ways.RUN_BYTES
+    ways.RUN_BYTES = usual if run_bytes is None else run_bytes
+    engine = copy_engine_for(tensor)
+    try:
+        stored = engine.store(device_rows, pool, slots)
+        stored.wait()
+        engine.load(pool, slots, device_rows[::-1].copy()).wait()
+        found: npt.NDArray[np.uint8] = byte_rows(tensor).cpu().numpy()
+        return found
+    finally:
+        engine.close()
+        ways.RUN_BYTES = usual
+
+
+class Bench:
+    """A device tensor and a pool with as many blocks, and what it takes to move them."""
+
+    def __init__(self, machine: Machine, block_bytes: int, total_bytes: int) -> None:
+        self.machine, self.num_blocks = machine, total_bytes // block_bytes
+        self.total_bytes = self.num_blocks * block_bytes
+        self.tensor = torch.zeros(
+            (2 * self.num_blocks, block_bytes), dtype=torch.uint8, device=machine.device
+        )
+        self.pool = machine.host_pool(self.num_blocks, block_bytes)
+        self.engine = copy_engine_for(self.tensor)
+        self.store(self.rows("neighbours"))
+
+    def rows(self, kind: str) -> Rows:
+        everywhere = np.arange(2 * self.num_blocks)
+        return everywhere[: self.num_blocks] if kind == "neighbours" else everywhere[::2].copy()
+
+    def store(self, device_rows: Rows) -> None:
+        self.engine.store(device_rows, self.pool, np.arange(self.num_blocks)).wait()
+
+    def load(self, device_rows: Rows) -> None:
+        self.engine.load(self.pool, np.arange(self.num_blocks), device_rows).wait()
+
+    def raw_gb_per_s(self) -> dict[str, float]:
+        """One copy of as many bytes, of pinned memory where there is a device."""
+        pinned = torch.empty(self.total_bytes, dtype=torch.uint8, pin_memory=self.machine.is_gpu)
+        flat = self.tensor.view(-1)[: self.total_bytes]
+        seconds = {
+            "store": self.machine.seconds(lambda: pinned.copy_(flat, non_blocking=True)),
+            "load": self.machine.seconds(lambda: flat.copy_(pinned, non_blocking=True)),
+        }
+        return {verb: self.total_bytes / taken / 1e9 for verb, taken in seconds.items()}
+
+    def gb_per_s(self, verb: str, kind: str) -> float:
+        move, rows = getattr(self, verb), self.rows(kind)
+        return self.total_bytes / self.machine.seconds(lambda: move(rows)) / 1e9
+
+
+def bandwidth(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict[str, Any]]:
+    found = []
+    for block_bytes in sizes:
+        bench = Bench(machine, block_bytes, total_bytes)
+        row: dict[str, Any] = {"block_kib": block_bytes // KIB}
+        for verb, raw in bench.raw_gb_per_s().items():
+            row[f"raw {verb} GB/s"] = round(raw, 2)
+            for kind in ("neighbours", "scattered"):
+                row[f"{verb} {kind} of raw"] = round(bench.gb_per_s(verb, kind) / raw, 2)
+        bench.engine.close()
+        found.append(row)
+    return found
+
+
+def threshold(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict[str, Any]]:
+    """Scattered blocks in runs of one, and gathered: which is faster at which size?"""
+    usual, found = ways.RUN_BYTES, []
+    for block_bytes in sizes:
+        bench = Bench(machine, block_bytes, total_bytes)
+        row: dict[str, Any] = {"block_kib": block_bytes // KIB}
+        for verb in ("store", "load"):
+            speeds = {}
+            for way in ("runs", "gathered"):
+                forced = EVERY_WAY[way]
+                assert forced is not None
+                ways.RUN_BYTES = forced
+                speeds[way] = bench.gb_per_s(verb, "scattered")
+            ways.RUN_BYTES = usual
+            row[f"{verb} gathered/runs"] = round(speeds["gathered"] / speeds["runs"], 2)
+        row["gathered now"] = block_bytes < usual
+        bench.engine.close()
+        found.append(row)
+    return found
+
+
+def overlap(machine: Machine, total_bytes: int) -> dict[str, Any]:
+    """A store beside matrix products: 1 where it is hidden altogether, 0 where they wait for each other."""
+    bench = Bench(machine, 2 * MIB, total_bytes)
+    size = 4096 if machine.is_gpu else 512
+    left = torch.rand((size, size), device=machine.device, dtype=torch.float32)
+    rows, slots = bench.rows("neighbours"), np.arange(bench.num_blocks)
+    copying = machine.seconds(lambda: bench.store(rows))
+    one = machine.seconds(lambda: left @ left)
+    products = max(1, round(copying / one))
+
+    def compute() -> None:
+        for _ in range(products):
+            left @ left
+
+    def both() -> None:
+        # Submitted first: it waits only for what is already on the stream.
+        transfer = bench.engine.store(rows, bench.pool, slots)
+        compute()
+        transfer.wait()
+
+    computing, together = machine.seconds(compute), machine.seconds(both)
+    bench.engine.close()
+    hidden = (copying + computing - together) / min(copying, computing)
+    return {
+        "copy_ms": 1e3 * copying,
+        "compute_ms": 1e3 * computing,
+        "both_ms": 1e3 * together,
+        "hidden": hidden,
+    }
+
+
+def checks(machine: Machine, sizes: list[int]) -> list[dict[str, Any]] | str:
+    """Checksums of blocks in a pool, by one thread."""
+    if importlib.util.find_spec("xxhash") is None:
+        return "not measured: xxhash is not installed here"
+    from kvoffload.tiers.checksum import checksums
+
+    found = []
+    for block_bytes in sizes:
+        pool = machine.host_pool(max(1, 128 * MIB // block_bytes), block_bytes)
+        addresses = pool.ctypes.data + np.arange(len(pool)) * block_bytes
+        seeds = np.arange(len(pool), dtype=np.uint64)
+        taken = machine.seconds(lambda: checksums(addresses, block_bytes, seeds))  # noqa: B023
+        found.append({"block_kib": block_bytes // KIB, "us": round(1e6 * taken / len(pool), 1),
+                      "GB/s": round(pool.nbytes / taken / 1e9, 1)})  # fmt: skip
+    return found
+
+
+def report(found: dict[str, Any]) -> str:
+    """One page."""
+    lines = []
+    for name, part in found.items():
+        lines.append(f"\n{name}")
+        for row in part if isinstance(part, list) else [part]:
+            cells = row.items() if isinstance(row, dict) else [("", row)]
+            lines.append("  " + "   ".join(f"{key} {_short(value)}" for key, value in cells))
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--total", type=int, help="MiB moved at once; 1,024 on a GPU, 32 without")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; otherwise to the standard output")
+    chosen = parser.parse_args()
+    machine = Machine(chosen.device)
+    total_bytes = (chosen.total or (1024 if machine.is_gpu else 32)) * MIB
+    sizes = [4 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB]
+    found: dict[str, Any] = {"machine": machine.describe()}
+    began = time.perf_counter()
+    found["equality"] = equality(machine, sizes)
+    found["bandwidth"] = bandwidth(machine, sizes, total_bytes)
+    if machine.is_gpu:
+        found["threshold"] = threshold(machine, sizes[1:], total_bytes)
+    else:
+        found["threshold"] = "not measured: on CPU tensors there is one way"
+    found["overlap"] = overlap(machine, total_bytes)
+    found["checks"] = checks(machine, sizes[1:])
+    found["seconds"] = round(time.perf_counter() - began, 1)
+    print(report(found))
+    text = json.dumps(found, indent=2)
+    if chosen.out is not None:
+        chosen.out.write_text(text + "\n")
+    else:
+        print(text)
+    wrong = found["equality"]["wrong"]
+    print(f"\n{len(wrong)} wrong of {found['equality']['cases']} cases, after {found['seconds']} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
