@@ -1,8 +1,8 @@
 """Everything of ours that needs a GPU, in one command: ``make gpu-check``, or ``python bench/gpu_check.py``.
 
 Needs torch and numba, and no network; a few minutes. Without a GPU it runs on CPU tensors, so that it is
-known to work; those figures say nothing of a GPU. Prints one page, writes the same as JSON, and ends with 1 if a
-byte was wrong.
+known to work; those figures say nothing of a GPU. Prints one page, writes the same as JSON, and ends with 1
+if a byte was wrong.
 
     equality    every way across the bus, both directions, layouts of several shapes: the bytes are compared
     bandwidth   ours against one copy of the same bytes between pinned memory and the device (cudaMemcpyAsync)
