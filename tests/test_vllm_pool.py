@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -42,15 +44,19 @@ def attach(tmp_path: Path) -> Callable[..., SharedPool]:
     return one
 
 
+def pools_in(directory: Path) -> list[Path]:
+    return list(directory.glob("kvoffload-*"))
+
+
 def test_members_share_slots_and_the_name_goes_with_the_last(
     attach: Callable[..., SharedPool], tmp_path: Path
 ) -> None:
     first, second = attach(1), attach(2, part_bytes=5000)
-    (file,) = tmp_path.iterdir()
+    (file,) = pools_in(tmp_path)
     assert file.stat().st_mode & 0o777 == 0o600
     assert str(os.getpid()) in file.name
     scheduler = attach(0, part_bytes=99999)
-    assert not list(tmp_path.iterdir()), "nothing has a name once all are there"
+    assert not pools_in(tmp_path), "nothing has a name once all are there"
     assert (scheduler.num_slots, scheduler.part_bytes, scheduler.num_parts) == (10, 6000, 2)
     first.part(0)[3] = 7
     second.part(1)[3] = 9
@@ -94,7 +100,7 @@ def test_what_cannot_be_had_is_refused_at_once(attach: Callable[..., SharedPool]
         attach(1, capacity_bytes=1)
     with pytest.raises(ConfigError, match="--shm-size"):
         attach(1, capacity_bytes=2**60)
-    assert not list(tmp_path.iterdir())
+    assert not pools_in(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
@@ -122,18 +128,76 @@ def test_what_a_dead_engine_leaves_is_removed(
     assert child.stdout is not None
     if how == "killed":
         assert child.wait() == -signal.SIGKILL
-        assert len(list(tmp_path.iterdir())) == 1, "the test must leave something"
+        assert len(pools_in(tmp_path)) == 1, "the test must leave something"
         pool = attach(1)
-        assert [file.name.split("-")[-1] for file in tmp_path.iterdir()] == [str(os.getpid())]
+        assert [file.name.split("-")[-1] for file in pools_in(tmp_path)] == [str(os.getpid())]
     else:
         assert child.stdout.readline() == b"up\n"
         pool = attach(1)
-        assert len(list(tmp_path.iterdir())) == 2, "that of a living engine stays"
+        assert len(pools_in(tmp_path)) == 2, "that of a living engine stays"
         child.stdin.close()
         assert child.wait() == 0
     pool.close()
     child.stdin.close()
     child.stdout.close()
+
+
+def test_nobody_else_can_keep_an_engine_from_starting(
+    attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may lock a directory like /dev/shm, which does no harm, or take a name in it, which is said."""
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    attach(1).close()
+    os.close(holder)
+    (lock,) = tmp_path.glob(".kvoffload-*.lock")
+    assert lock.stat().st_mode & 0o777 == 0o600
+    lock.unlink()
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    lock.symlink_to(precious)
+    with pytest.raises(ConfigError, match=f"ram: '{lock}'.*symbolic links"):
+        attach(1)
+    lock.unlink()
+    lock.write_text("")
+    somebody_else = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: somebody_else)
+    lock.rename(tmp_path / f".kvoffload-{os.geteuid()}.lock")
+    with pytest.raises(ConfigError, match=r"another user .* has made it"):
+        attach(1)
+    assert precious.read_text() == "data"
+
+
+def test_other_engines_do_not_wait_until_a_large_pool_has_its_memory(
+    attach: Callable[..., SharedPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, allocate = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def slow(fd: int, start: int, num_bytes: int) -> None:
+        if threading.current_thread() is large:
+            begun.set()
+            go_on.wait(HANGS_S)
+        allocate(fd, start, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    large = threading.Thread(target=lambda: attach(1, "large").close())
+    large.start()
+    assert begun.wait(HANGS_S)
+    attach(1, "small").close()
+    go_on.set()
+    large.join(HANGS_S)
+
+
+def test_memory_that_is_gone_when_it_is_taken_is_said(
+    attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, start: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"ram: .*No space left"):
+        attach(1)
+    assert not pools_in(tmp_path)
 
 
 def test_shared_memory_is_where_it_should_be() -> None:

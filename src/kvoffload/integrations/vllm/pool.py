@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,16 +87,17 @@ class SharedPool:
             num_parts: parts of a slot. part_bytes: the least bytes of a part that this process needs.
             capacity_bytes: memory for slots, all parts together.
 
-        Raises `ConfigError` if the memory is not available, or another engine uses the pool.
+        Raises `ConfigError` if the memory is not available, or another engine uses the pool; also if another
+        user of the machine has taken the names of files that are ours.
         Cost: making the pool allocates all of its memory at once (1 s for 5-10 GB), because memory that is
-        missing later would kill the process that touches it.
+        missing later would kill the process that touches it. Other engines that start do not wait for that.
         """
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         with _locked(directory):
             _remove_abandoned(directory)
             found = sorted(directory.glob(f"{_PREFIX}{digest}-*"))
             if found:
-                fd = os.open(found[0], os.O_RDWR | os.O_CLOEXEC)
+                fd = _open_own(found[0], os.O_RDWR)
                 fcntl.flock(fd, fcntl.LOCK_SH)
                 pool = cls(found[0], fd)
             else:
@@ -108,7 +110,9 @@ class SharedPool:
                 raise
             if pool._header[_FIRST_MEMBER : _FIRST_MEMBER + num_members].all():
                 pool.path.unlink()
-            return pool
+        if not found:
+            pool._allocate()
+        return pool
 
     @classmethod
     def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
@@ -116,15 +120,20 @@ class SharedPool:
         _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
         _check_memory(path.parent, num_bytes)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        os.ftruncate(fd, num_bytes)
+        header = np.array([_MAGIC, num_slots, part_bytes, num_parts, num_members], np.uint64)
+        os.pwrite(fd, header.tobytes(), 0)
+        return cls(path, fd)
+
+    def _allocate(self) -> None:
+        """Reserve all of the memory."""
+        num_bytes = os.fstat(self._fd).st_size
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            os.posix_fallocate(fd, 0, num_bytes)
-            header = np.array([_MAGIC, num_slots, part_bytes, num_parts, num_members], np.uint64)
-            os.pwrite(fd, header.tobytes(), 0)
-            return cls(path, fd)
+            os.posix_fallocate(self._fd, 0, num_bytes)
         except OSError as error:
-            path.unlink()
-            os.close(fd)
+            self.path.unlink(missing_ok=True)
+            self.close()
             raise ConfigError("ram", f"{num_bytes / 2**30:.2f} GiB", str(error)) from error
 
     @property
@@ -220,8 +229,8 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
     """Refuse more memory than the machine has: the kernel would kill a process for it later."""
-    stat = os.statvfs(directory)
-    here, everywhere = stat.f_bavail * stat.f_frsize, available_bytes()
+    free = os.statvfs(directory)
+    here, everywhere = free.f_bavail * free.f_frsize, available_bytes()
     if num_bytes > here:
         more = "; in a container it is set by --shm-size, or shared with the host by --ipc=host"
         raise ConfigError(
@@ -235,8 +244,8 @@ def _check_memory(directory: Path, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """No other process makes, finds or removes pools meanwhile."""
-    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    """No other process of this user makes, finds or removes pools meanwhile."""
+    fd = _open_own(directory / f".{_PREFIX}{os.geteuid()}.lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -244,11 +253,25 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def _open_own(path: Path, flags: int) -> int:
+    """Open a file that only this user can have made: in shared memory anybody may take a name."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError("ram", str(path), f"a file that this user can open ({error.strerror})") from None
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        why = f"another user ({status.st_uid}) has made it: delete it, or have it deleted"
+        raise ConfigError("ram", str(path), why)
+    return fd
+
+
 def _remove_abandoned(directory: Path) -> None:
     """Remove pools that no living process has attached: an attached process holds a lock on the file."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
