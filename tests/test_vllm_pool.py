@@ -145,7 +145,7 @@ def test_what_a_dead_engine_leaves_is_removed(
 def test_nobody_else_can_keep_an_engine_from_starting(
     attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any user may lock a directory like /dev/shm, which does no harm, or take a name there, which is said."""
+    """Any user may lock a directory like /dev/shm, which is no harm, or take a name there, which is said."""
     holder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     attach(1).close()
