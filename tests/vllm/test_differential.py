@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traffic import note_position
 
 from kvoffload import OffloadingManager
 from kvoffload.testing.audit import audit
@@ -53,7 +54,7 @@ class Theirs:
     def begin(self, request: str, keys: list[bytes]) -> Any:
         ctx = vllm_base.ReqContext(request)
         for position, one in enumerate(keys):
-            ctx.set_offload_key_position(one, position)
+            note_position(ctx, one, position)
         self.manager.on_new_request(ctx)
         return ctx
 

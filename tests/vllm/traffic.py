@@ -18,6 +18,12 @@ CERTAIN_MARGIN = 0.01
 ANSWER_TOKENS = 16
 
 
+def note_position(ctx: Any, key: bytes, position: int) -> None:
+    """As vLLM's connector does since 0.31."""
+    if hasattr(ctx, "set_offload_key_position"):
+        ctx.set_offload_key_position(key, position)
+
+
 def random_prompts(seed: int, count: int, length: int) -> list[list[int]]:
     """Prompts without a common prefix."""
     rng = random.Random(seed)

@@ -23,7 +23,7 @@ from kvoffload.integrations.vllm.logs import join_vllm, logger
 from kvoffload.integrations.vllm.lookups import path_of
 from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.tiers import say_what_a_reset_misses, tier_owner
-from kvoffload.integrations.vllm.versions import engine_facts
+from kvoffload.integrations.vllm.versions import SINCE_SECONDARY, check_version, engine_facts
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
 from kvoffload.tiers.options import open_tiers, parse_tiers
@@ -54,6 +54,7 @@ class KVOffloadDisk(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
+        check_version(vllm_version, SINCE_SECONDARY, "KVOffloadDisk")
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         join_vllm()
         options.pop("locality", None)

@@ -21,6 +21,8 @@ OLDEST, NEWEST = (0, 25), (0, 33)
 """The minor versions whose interfaces we know. The tests run with 0.32."""
 SINCE_CONNECTOR = (0, 32)
 """Since then the scheduler side of vLLM's connector is as `KVOffloadConnector` needs it."""
+SINCE_SECONDARY = (0, 32)
+"""Since then vLLM's tiers are told about congestion, and tell which keys of a job have arrived."""
 SINCE_DEVICES = (0, 32)
 """Since then vLLM has the module that pins the pool, and its copies take the arguments that ours give."""
 
