@@ -262,6 +262,20 @@ def test_a_slab_that_cannot_grow_any_more_reads_on(tmp_path: Path) -> None:
     disk.tier.close()
 
 
+def test_a_slab_that_somebody_has_deleted_is_not_missed(tmp_path: Path) -> None:
+    for producer in ("other", "model"):
+        disk = life(tmp_path, producer)
+        disk.write([1])
+        disk.tier.close()
+    disk = life(tmp_path)
+    (tmp_path / name_of("other")).unlink()
+    numbers = list(range(100, 100 + NUM_BLOCKS - 1))
+    for number in numbers:
+        assert disk.write([number]) == [number]
+    assert disk.tier.stats().ready == NUM_BLOCKS
+    disk.tier.close()
+
+
 # ---- a medium that does not answer for a while
 
 

@@ -138,6 +138,8 @@ class _Opening:
 
         Cost: its journal is read and written, 160 bytes a block.
         """
+        if not path.exists():
+            return 0
         with self._other(path) as slab:
             if isinstance(slab, Slab) and slab.num_reserved > 2 * slab.layout.num_slots // SMALLEST_SHARE:
                 found, num_left = recover(slab), slab.num_reserved // 2
