@@ -45,8 +45,8 @@ USUAL_KEY_BYTES = 36
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Nothing is stored, and vLLM does not repeat the offer."""
 _NO_ROWS = np.empty(0, np.int64)
-GAUGES_INTERVAL_S = 0.1
-"""While requests run, the state of cache, policy and tiers is shown no more often."""
+METRICS_INTERVAL_S = 0.1
+"""While requests run, what cache, policy and tiers count is shown no more often."""
 
 
 class KVOffloadManager(OffloadingManager):
@@ -363,20 +363,18 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda: None)
     def get_stats(self) -> Any:
-        """Counters that have changed, at once; gauges ten times a second.
+        """What has changed since the last time: ten times a second, and after the last request.
 
-        vLLM asks after every step, and most steps change nothing.
+        vLLM asks after every step; whoever reads it asks every few seconds.
         """
-        now, counters = time.monotonic(), self.core.counters()
-        shows = now - self._shown_s >= GAUGES_INTERVAL_S or not self._running
-        if not shows and not self.metrics.has_changed(counters):
+        now = time.monotonic()
+        if now - self._shown_s < METRICS_INTERVAL_S and self._running:
             return None
+        self._shown_s, counters = now, self.core.counters()
         taken = self.metrics.take(counters)
-        if shows:
-            self._shown_s = now
-            self.metrics.show(taken, counters, self.core.policy)
-            if self._tiered is not None:
-                self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
+        self.metrics.show(taken, counters, self.core.policy)
+        if self._tiered is not None:
+            self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
         return taken
 
     def shutdown(self) -> None:

@@ -126,12 +126,8 @@ class Metrics:
         self._not_promoted_before: Counter[str] = Counter()
         self._has_begun = self._has_begun_tiers = False
 
-    def has_changed(self, counters: ManagerStats) -> bool:
-        """Whether there is anything to take. At first all counters are, as zeros: alerts have to see them."""
-        return not self._has_begun or bool(self.num_lookups or self.counts) or counters != self._before
-
     def take(self, counters: ManagerStats) -> OffloadingConnectorStats:
-        """Counters since the last call."""
+        """Counters since the last call. At first all of them, as zeros: alerts have to see them."""
         counts, self.counts = self.counts, Counter()
         counts["lookup_blocks"], self.num_lookups = self.num_lookups, 0
         before, self._before = self._before, counters
