@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -120,6 +121,21 @@ def test_a_reset_reaches_the_slabs_of_others(tmp_path: Path) -> None:
     assert disk.tier.drain(HANGS_S)
     disk.tier.close()
     assert life(tmp_path, "version 1").here(NUMBERS) == []
+
+
+def test_a_reset_does_not_delete_a_slab_that_is_just_making_way(tmp_path: Path) -> None:
+    """A thread that writes is taking half of it; the thread that commits would delete it meanwhile."""
+    disk = life(tmp_path, "other")
+    disk.write([1])
+    disk.tier.close()
+    disk = life(tmp_path)
+    with disk.tier._slab._growing:
+        disk.tier.clear()
+        assert not disk.tier.drain(0.2)
+        assert len(slabs_in(tmp_path)) == 2
+    assert disk.tier.drain(HANGS_S)
+    assert len(slabs_in(tmp_path)) == 1
+    disk.tier.close()
 
 
 def test_a_full_disk_costs_no_other_producer_its_blocks(small_disk: Path) -> None:
@@ -426,37 +442,42 @@ def in_a_fork(act: Callable[[], bool]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@contextlib.contextmanager
+def a_child_that_lives_on() -> Iterator[None]:
+    """A forked process that has begun, and ends when this does."""
+    (read_end, write_end), (told, tells) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write_end)
+        os.write(tells, b"!")
+        os.read(read_end, 1)
+        os._exit(0)
+    os.read(told, 1)
+    yield
+    for end in (write_end, read_end, told, tells):
+        os.close(end)
+    os.waitpid(child, 0)
+
+
 def test_a_process_forked_while_the_lock_is_waited_for_has_no_part_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = RateLimitedLog("test")
     first = DirectoryLock(tmp_path, log)
-    children, (read_end, write_end), (told, tells) = [], os.pipe(), os.pipe()
-
-    def fork_and_let_go(seconds: float) -> None:
-        child = os.fork()
-        if child == 0:
-            os.close(write_end)
-            os.write(tells, b"!")
-            os.read(read_end, 1)
-            os._exit(0)
-        children.append(child)
-        os.read(told, 1)
-        first.release()
-
     # As if it were another process's: one's own is not waited for.
     monkeypatch.setattr(lock, "_held", {})
-    monkeypatch.setattr(lock, "sleep", fork_and_let_go)
-    second = DirectoryLock(tmp_path, log)
-    assert len(children) == 1
-    # The owner dies: nobody unlocks, its files are closed.
-    for fd in second._fds:
-        os.close(fd)
-    second._fds.clear()
-    DirectoryLock(tmp_path, log, wait_s=0.0).release()
-    for end in (write_end, read_end, told, tells):
-        os.close(end)
-    os.waitpid(children[0], 0)
+    with contextlib.ExitStack() as children:
+
+        def fork_and_let_go(seconds: float) -> None:
+            children.enter_context(a_child_that_lives_on())
+            first.release()
+
+        monkeypatch.setattr(lock, "sleep", fork_and_let_go)
+        second = DirectoryLock(tmp_path, log)
+        # The owner dies: nobody unlocks, its files are closed.
+        while second._fds:
+            os.close(second._fds.pop())
+        DirectoryLock(tmp_path, log, wait_s=0.0).release()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -476,20 +497,9 @@ def test_a_forked_process_has_no_part_in_the_tier(tmp_path: Path) -> None:
     assert disk.read([1]) == [1], "the parent's still works"
     with pytest.raises(UnavailableError, match="has it open"):
         life(tmp_path)
-    # A child that lives on holds nothing back.
-    (read_end, write_end), (told, tells) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write_end)
-        os.write(tells, b"!")
-        os.read(read_end, 1)
-        os._exit(0)
-    os.read(told, 1)
-    disk.tier.close()
-    life(tmp_path).tier.close()
-    for end in (write_end, read_end, told, tells):
-        os.close(end)
-    os.waitpid(child, 0)
+    with a_child_that_lives_on():
+        disk.tier.close()
+        life(tmp_path).tier.close()
 
 
 def test_the_lock_ends_when_a_hang_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES
 
 
@@ -45,7 +46,9 @@ class Room:
         return True
 
     def clear(self) -> None:
-        """Delete all others. Raises `OSError`."""
-        while self._others:
-            self._others[0][0].unlink(missing_ok=True)
-            self._others.pop(0)
+        """Delete all others, durably. Raises `OSError`; then what is left is deleted by the next call."""
+        for path, _ in self._others:
+            path.unlink(missing_ok=True)
+        if self._others:
+            Files().sync_directory(self._others[0][0].parent)
+        self._others.clear()

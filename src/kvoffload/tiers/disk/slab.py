@@ -381,7 +381,8 @@ class Slab:
         always whole, and damage to a single place does not bring back void blocks.
         """
         if self.room is not None:
-            self.room.clear()
+            with self._growing:
+                self.room.clear()
         self._superblock = with_void_before(self._superblock, generation)
         errors = [error for at in self._superblocks_at if (error := self._write_superblock(at))]
         if len(errors) == len(self._superblocks_at):
