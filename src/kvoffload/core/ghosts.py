@@ -47,7 +47,7 @@ def prefetch_exchange(
     A wrong guess costs time, never correctness.
     """
     table, index_keys, ghost_keys = ghosts.index.table, cache.index.keys, ghosts.index.keys
-    num_leaving = new.count - new.num_free
+    num_leaving = new.count - new.num_given
     for i in range(new.count):
         prefetch(table, home_bucket(table, hash_row(new.keys, i)))
     prefetch_keys(index_keys, lists, number, num_leaving)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvoffload.core.duplicates import give_up, hold, is_duplicate, take_back
 from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, see
 from kvoffload.core.slots import WRITING, give_back
 from kvoffload.core.state import REFUSED, Cache, Entering, Pinned, evictable
@@ -34,6 +35,7 @@ from kvoffload.structures.jit import (
     kernel,
     prefetch,
 )
+from kvoffload.structures.lists import unlink
 from kvoffload.structures.structs import call_2, call_4
 
 NO_ROOM = -1
@@ -190,12 +192,17 @@ def _observe(cache: Cache, path: Path) -> None:
 
 @inline
 def _tell(cache: Cache, path: Path) -> int:
-    _observe(cache, path)
+    """Tell the policy of the blocks that a request uses. In a victim tier: that they are here no longer, as
+    the device holds them too. Returns their number if the policy is in Python and has to be told yet."""
+    function = cache.access
+    if cache.follows_device:
+        function = cache.remove
+        hold(cache, path.used)
     if path.used.count == 0:
         return 0
-    if cache.access == 0:
+    if function == 0:
         return path.used.count
-    call_2(cache.access, cache.policy, path.used)
+    call_2(function, cache.policy, path.used)
     return 0
 
 
@@ -211,9 +218,12 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
     policy; 0 if it has been told, or there are none."""
     path.used.count = 0
     count = see(path, batch)
+    if count < 0:
+        return count
     for row in range(count):
         _use(cache, path, path.positions[row], whole_path)
-    return _tell(cache, path) if count >= 0 else count
+    _observe(cache, path)
+    return _tell(cache, path)
 
 
 @kernel
@@ -222,6 +232,16 @@ def finish(cache: Cache, path: Path) -> int:
     path.used.count = 0
     for position in range(path.length):
         _use(cache, path, position, True)
+    _observe(cache, path)
+    return _tell(cache, path)
+
+
+@kernel
+def loaded(cache: Cache, path: Path, load: Pinned) -> int:
+    """In a victim tier: the device holds the blocks of a load. Returns as `touch`."""
+    path.used.count = load.count
+    for row in range(load.count):
+        path.used.slots[row] = load.slots[row]
     return _tell(cache, path)
 
 
@@ -265,6 +285,7 @@ def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
     count = see(path, batch)
     if count < 0:
         return count
+    new.num_offered = count
     new.num_missing = _collect_missing(cache, path, count, new)
     new.count = _room(cache, path, new.num_missing)
     if new.num_missing > 0 and new.count == 0:
@@ -274,23 +295,29 @@ def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
 
 
 @inline
-def _give_free(cache: Cache, new: Entering) -> None:
-    """Free slots go to the head of the batch; the others have no name yet."""
+def _give(cache: Cache, path: Path, new: Entering) -> None:
+    """Free slots, and then those of duplicates, go to the head of the batch; the others have no name yet."""
     num_free, stack = cache.slots.num_free, cache.slots.stack
     new.num_free = min(new.count, num_free)
     for i in range(new.num_free):
         new.slots[i] = stack[num_free - 1 - i]
-    for i in range(new.num_free, new.count):
+    new.num_given = new.num_free
+    if cache.follows_device:
+        give_up(cache, path, new)
+    for i in range(new.num_given, new.count):
         new.slots[i] = _UNNAMED
 
 
 @inline
 def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
-    """Row of the first victim that may not leave or is named twice, or -1: no policy is trusted."""
+    """Row of the first victim that may not leave or is named twice, or -1: no policy is trusted.
+
+    A victim that is a duplicate is not in the policy's order."""
     ref_cnt, wrong, checked = cache.slots.ref_cnt, -1, new.count
     for i in range(new.num_free, new.count):
         slot = new.slots[i]
-        if not (0 <= slot < ref_cnt.shape[0] and evictable(cache, path, slot)):
+        may_leave = 0 <= slot < ref_cnt.shape[0] and evictable(cache, path, slot)
+        if not may_leave or (i >= new.num_given and is_duplicate(cache, slot)):
             wrong = i
             checked = i
             break
@@ -301,25 +328,26 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
 
 
 @inline
-def _leave_out_refused(new: Entering) -> None:
-    """A policy refuses the tail of a prefix. Of the rows, what was dropped comes before what is refused."""
-    stop, stored = new.count + new.num_dropped, new.count
-    while not new.admitted and stored > new.num_free and new.slots[stored - 1] == REFUSED:
-        stored -= 1
-    num_refused = new.count - stored
-    if new.num_dropped > 0 and num_refused > 0:
-        # To rotate is to reverse both parts, and then all.
-        _reverse(new.rows, stored, new.count)
-        _reverse(new.rows, new.count, stop)
-        _reverse(new.rows, stored, stop)
+def _leave_out_refused(path: Path, new: Entering) -> None:
+    """Blocks that the policy refuses do not enter. Of `rows`, those of dropped blocks come before theirs."""
+    slots, rows, refused = new.slots, new.rows, path.used.slots
+    stored, num_refused = new.num_given, 0
+    for i in range(new.num_given, new.count):
+        if slots[i] == REFUSED:
+            refused[num_refused] = rows[i]
+            num_refused += 1
+        else:
+            if num_refused > 0:
+                copy_key(new.keys, stored, new.keys, i)
+                slots[stored], rows[stored] = slots[i], rows[i]
+            stored += 1
+    if num_refused > 0:
+        for i in range(new.num_dropped):
+            rows[stored + i] = rows[new.count + i]
+        for i in range(num_refused):
+            rows[stored + new.num_dropped + i] = refused[i]
     new.count = stored
     new.num_refused += num_refused
-
-
-@inline
-def _reverse(rows: I32Array, start: int, stop: int) -> None:
-    for i in range((stop - start) // 2):
-        rows[start + i], rows[stop - 1 - i] = rows[stop - 1 - i], rows[start + i]
 
 
 @inline
@@ -334,6 +362,8 @@ def _enter(cache: Cache, path: Path, new: Entering) -> None:
     for i in range(new.num_free, new.count):
         slot = new.slots[i]
         copy_key(new.evicted, i - new.num_free, index.keys, slot)
+        if is_duplicate(cache, slot):
+            unlink(cache.duplicates.links, slot)
         remove(index, slot)
         slots.version[slot] += np.uint32(1)
     for i in range(new.count):
@@ -353,29 +383,77 @@ def _enter(cache: Cache, path: Path, new: Entering) -> None:
 
 
 @inline
-def _store(cache: Cache, path: Path, new: Entering) -> int:
+def _collect_kept(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
+    """In a victim tier: the offered blocks that are still here, as duplicates, are kept.
+
+    Collects in ``path.used`` kept and stored blocks, in the order of the offer, if there are both.
+    """
+    used, entered = path.used, 0
+    used.count = kept.count = 0
+    for row in range(new.num_offered):
+        slot = _slot_of(cache, path, path.positions[row])
+        is_new = entered < new.count and new.rows[entered] == row
+        is_kept = slot != ABSENT and is_duplicate(cache, slot)
+        entered += is_new
+        if is_kept:
+            take_back(cache, slot, kept)
+        if is_kept or is_new:
+            used.slots[used.count] = slot
+            used.reused[used.count] = False
+            used.count += 1
+    if kept.count == 0 or new.count == 0:
+        used.count = 0
+    kept.num_given = kept.count
+    cache.kept += kept.count
+
+
+@inline
+def _keep(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
+    """`_collect_kept`, and tell the policy. If it is in Python it has to be told yet."""
+    if new.num_missing == new.num_offered:
+        kept.count = 0
+        return
+    _collect_kept(cache, path, new, kept)
+    if cache.replace == 0 or kept.count == 0:
+        return
+    call_4(cache.replace, cache.policy, kept, cache, path)
+    if path.used.count > 0:
+        call_2(cache.access, cache.policy, path.used)
+
+
+@inline
+def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
     """Let the policy name the blocks that leave, check that, and put the others in their place."""
     if new.count > 0 and cache.replace != 0:
-        _give_free(cache, new)
+        _give(cache, path, new)
         call_4(cache.replace, cache.policy, new, cache, path)
-        _leave_out_refused(new)
+    if new.count > 0 and not new.admitted:
+        _leave_out_refused(path, new)
     wrong = _first_wrong_victim(cache, path, new)
     if wrong >= 0:
         return FIRST_WRONG - wrong
     _enter(cache, path, new)
+    if cache.follows_device:
+        _keep(cache, path, new, kept)
     return new.count
 
 
 @kernel
-def prepare_store(cache: Cache, path: Path, batch: KeyBatch, new: Entering, admitted: bool) -> int:
-    """A store about which nothing in Python is asked: how many blocks, or a negative number."""
+def prepare_store(
+    cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, admitted: bool
+) -> int:
+    """A store about which nothing in Python is asked: how many blocks, or a negative number.
+
+    `kept` is for the blocks that a victim tier keeps; not used by others.
+    """
     stored = _offer(cache, path, batch, new)
     if stored < 0:
         return stored
-    _observe(cache, path)
+    if not cache.follows_device:
+        _observe(cache, path)
     new.num_dropped = new.num_missing - stored
-    new.one_prefix, new.admitted = 1, admitted
-    return _store(cache, path, new)
+    new.one_prefix, new.admitted = not cache.follows_device, admitted
+    return _store(cache, path, new, kept)
 
 
 @kernel
@@ -385,15 +463,15 @@ def offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
 
 
 @kernel
-def give_free(cache: Cache, new: Entering) -> None:
-    """Before a policy in Python is asked: the free slots."""
-    _give_free(cache, new)
+def give(cache: Cache, path: Path, new: Entering) -> None:
+    """Before a policy in Python is asked: the slots that it need not name."""
+    _give(cache, path, new)
 
 
 @kernel
-def store(cache: Cache, path: Path, new: Entering) -> int:
+def store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
     """The second half of a store, when it is known how many blocks may enter."""
-    return _store(cache, path, new)
+    return _store(cache, path, new, kept)
 
 
 @kernel

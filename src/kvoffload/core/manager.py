@@ -111,13 +111,19 @@ class OffloadingManager:
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         if store not in STORES:
             raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
-        self.policy_may_refuse = True
+        self.policy_may_refuse = self.policy.refuses
         self._policy_observes = type(self.policy).observe is not EvictionPolicy.observe
         self.slots = Slots(capacity_blocks)
-        self._state = Cache(index=self.index, slots=self.slots)
-        self._cache = self._state.memory
+        self._follows_device = store == ON_DEVICE_EVICTION
         mode = OnDeviceEviction if store == ON_DEVICE_EVICTION else OnCompute
-        self.store_mode = mode(self.policy, self._state)
+        self.store_mode = mode(self.policy, capacity_blocks)
+        self._state = Cache(
+            index=self.index,
+            slots=self.slots,
+            duplicates=self.store_mode.duplicates,
+            follows_device=mode.follows_device,
+        )
+        self._cache = self._state.memory
         self._bind_policy()
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._epoch = 0
@@ -236,7 +242,7 @@ class OffloadingManager:
             MisuseError: names the first key that is not ready; nothing is pinned.
         """
         plan = self._pin(keys, ctx, "prepare_load")
-        if self.store_mode.follows_device:
+        if self._follows_device:
             self._observe(plan.request)
         return plan
 
@@ -249,8 +255,10 @@ class OffloadingManager:
                 misses from now on.
         """
         self._unpin(plan, damaged, "complete_load")
-        if self.store_mode.follows_device and plan.epoch == self._epoch:
-            self.store_mode.loaded(plan.slots)
+        if self._follows_device and plan.epoch == self._epoch:
+            request = plan.request
+            if num_new := kernels.loaded(self._cache, request.memory, plan.memory):
+                self.store_mode.used(*request.used(num_new))
 
     def pin(self, keys: Sequence[bytes]) -> LoadPlan:
         """As `prepare_load`, for a reader that is not the device: nothing is learnt from it or counted.
@@ -297,16 +305,17 @@ class OffloadingManager:
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
         batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
-        plan = blank_store(len(keys), self.key_bytes)
+        cache, plan = self._cache, blank_store(len(keys), self.key_bytes)
+        kept = blank_store(len(keys), self.key_bytes) if self._follows_device else plan
         enters = admitted or not self.policy_may_refuse
         if self._asks_nobody:
-            while (stored := kernels.prepare_store(self._cache, ctx.memory, batch, plan, enters)) < AGAIN:
+            while (stored := kernels.prepare_store(cache, ctx.memory, batch, plan, kept, enters)) < AGAIN:
                 ctx.make_room(keys, stored)
         else:
-            while (stored := kernels.offer(self._cache, ctx.memory, batch, plan)) < AGAIN:
+            while (stored := kernels.offer(cache, ctx.memory, batch, plan)) < AGAIN:
                 ctx.make_room(keys, stored)
             if stored >= 0:
-                stored = self._store(ctx, Entering.over(plan), len(keys), enters, admitted)
+                stored = self._store(ctx, Entering.over(plan), Entering.over(kept), enters, admitted)
         if stored < 0:
             if stored == kernels.NO_ROOM:
                 return None
@@ -393,7 +402,7 @@ class OffloadingManager:
         )
         stats.free, stats.writing, stats.ready = slots.num_free, slots.num_writing, slots.num_ready
         stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
-        stats.duplicates = self.store_mode.num_duplicates
+        stats.duplicates = self.store_mode.duplicates.size(0)
         return stats
 
     # ---- inside
@@ -405,11 +414,9 @@ class OffloadingManager:
         if not isinstance(policy, CompiledPolicy):
             return
         state.policy, state.observe = policy.state.address, policy.address_of("observe")
-        if self.store_mode.follows_device or not policy.is_compiled:
-            return
-        state.replace = policy.address_of("replace")
-        if not self._policy_observes:
-            state.access = policy.address_of("access")
+        if policy.is_compiled and not self._policy_observes:
+            state.access, state.remove = policy.address_of("access"), policy.address_of("remove")
+            state.replace = policy.address_of("replace")
             self._asks_nobody = self.admission is None
 
     def _context(self, ctx: RequestContext | None) -> RequestContext:
@@ -477,6 +484,8 @@ class OffloadingManager:
     def _observe(self, ctx: RequestContext) -> None:
         """Report the request's blocks to policy and admission rule: each once a request."""
         kernels.observe(self._cache, ctx.memory)
+        if self._asks_nobody:
+            return
         start, stop = ctx.observed, ctx.length
         if start == stop or not (self._policy_observes or self.admission is not None):
             return
@@ -493,9 +502,7 @@ class OffloadingManager:
         kernels.resolve(self._cache, ctx.memory, positions, slots)
         return slots
 
-    def _store(
-        self, ctx: RequestContext, new: Entering, num_offered: int, enters: bool, admitted: bool
-    ) -> int:
+    def _store(self, ctx: RequestContext, new: Entering, kept: Entering, enters: bool, admitted: bool) -> int:
         """Store what `kernels.offer` found: ask whoever is in Python. Returns as `kernels.store`."""
         room, num_missing, mode = new.count, new.num_missing, self.store_mode
         if not mode.follows_device:
@@ -506,16 +513,13 @@ class OffloadingManager:
         new.count = min(num_admitted, room)
         new.num_dropped, new.num_refused = num_admitted - new.count, num_missing - num_admitted
         new.one_prefix, new.admitted = mode.one_prefix, enters
-        if new.count and not self._state.replace:
-            kernels.give_free(self._cache, new.memory)
-            mode.choose(new, ctx)
-        stored = kernels.store(self._cache, ctx.memory, new.memory)
-        if stored > new.num_free:
-            mode.evicted(new.slots[new.num_free : stored])
-        if mode.follows_device and stored >= 0 and num_missing < num_offered:
-            positions = ctx.positions(num_offered)
-            held = self._resolve(ctx, positions)
-            self._state.kept += mode.keep(ctx, positions, held, new.rows[:stored])
+        asks_policy = not self._state.replace
+        if new.count and asks_policy:
+            kernels.give(self._cache, ctx.memory, new.memory)
+            mode.choose(new, self._state, ctx)
+        stored: int = kernels.store(self._cache, ctx.memory, new.memory, kept.memory)
+        if stored >= 0 and asks_policy:
+            mode.keep(kept, self._state, ctx)
         return stored
 
     def _raise_wrong_victim(self, plan: bytearray, row: int) -> None:
@@ -523,7 +527,7 @@ class OffloadingManager:
         key = new.keys[row].tobytes()[: self.key_bytes]
         raise PolicyError(
             f"policy {self.policy.name!r} named slot {new.slots[row]} as the victim for key {key.hex()}: "
-            f"it is protected, absent, or was named before"
+            f"it is protected, not in its order, or was named before"
         )
 
     def _discard(self, batch: Keys, slots: SlotArray) -> int:

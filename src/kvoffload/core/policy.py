@@ -94,7 +94,7 @@ class EvictionPolicy(ABC):
         """`replace`, for the blocks of a store and with the manager's memory: what a manager calls."""
         keys = Keys(new.keys[: new.count], self.index.key_bytes)
         protected = Protected(cache, path, one_prefix=bool(new.one_prefix), admitted=bool(new.admitted))
-        self.replace(keys, new.slots[: new.count], new.num_free, protected)
+        self.replace(keys, new.slots[: new.count], new.num_given, protected)
 
     @abstractmethod
     def remove(self, slots: SlotArray) -> None:
@@ -215,9 +215,9 @@ class CompiledPolicy(EvictionPolicy):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether no subclass has written `access` or `replace` in Python again: then those are called."""
-        mine = type(self)
-        return mine.access is CompiledPolicy.access and mine.replace is CompiledPolicy.replace
+        """Whether no subclass has written one of these methods in Python again: then it is called."""
+        mine, methods = type(self), ("access", "replace", "remove")
+        return all(getattr(mine, name) is getattr(CompiledPolicy, name) for name in methods)
 
     @classmethod
     def address_of(cls, name: str) -> int:

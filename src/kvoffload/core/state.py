@@ -27,17 +27,22 @@ class Cache(Struct):
 
     Attributes:
         index: key -> slot; slots: the state of each.
-        policy: address of the policy's state; observe, access, replace: of its functions. 0 if the manager
-            calls the policy in Python.
+        duplicates: one list of the slots whose block the device holds as well; only if `follows_device`.
+        policy: address of the policy's state; observe, access, replace, remove: of its functions. 0 if the
+            manager calls the policy in Python.
+        follows_device: 1 in a victim tier.
         stored, ...: as in `ManagerStats`.
     """
 
     index: Index
     slots: Slots
+    duplicates: Lists
     policy: int
     observe: int
     access: int
     replace: int
+    remove: int
+    follows_device: int
     stored: int
     store_failed: int
     loaded: int
@@ -53,10 +58,11 @@ class Entering(Struct):
 
     Attributes:
         keys: of the missing blocks, in the order of the offer; rows: theirs in the offered batch.
-        slots: where the first `count` of them go; the first `num_free` are free slots, the others are for
-            the policy to fill with its victims.
-        evicted: the keys of those, when they have left.
-        count: how many are stored; num_missing: how many were missing.
+        slots: where the first `count` of them go; the first `num_given` are given, and of these the first
+            `num_free` are free and the others those of duplicates. The rest is for the policy to fill with
+            its victims.
+        evicted: the keys of the blocks that have left: of duplicates and victims.
+        count: how many are stored; num_offered, num_missing: how many were offered, and not here.
         num_dropped, num_refused: as in `StorePlan`.
         one_prefix: 1 if the blocks follow one another in one request.
         admitted: 1 if the policy may refuse none.
@@ -68,6 +74,8 @@ class Entering(Struct):
     evicted: U64Matrix
     count: int
     num_free: int
+    num_given: int
+    num_offered: int
     num_missing: int
     num_dropped: int
     num_refused: int
@@ -87,12 +95,12 @@ def blank_store(num_blocks: int, key_bytes: int) -> Any:
     return bytearray(_blank_store((num_blocks - 1).bit_length(), key_bytes))
 
 
-def entering(keys: Keys, slots: SlotArray, num_free: int) -> Entering:
-    """Some blocks with the slots that they are given; the first `num_free` are free slots."""
+def entering(keys: Keys, slots: SlotArray, num_given: int) -> Entering:
+    """Some blocks, of which the first `num_given` have their slots."""
     count = len(slots)
     new = Entering.over(blank_store(count, keys.key_bytes))
     new.keys[:count], new.slots[:count] = keys.words, slots
-    new.count, new.num_free = count, num_free
+    new.count, new.num_given = count, num_given
     return new
 
 

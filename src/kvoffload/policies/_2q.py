@@ -145,7 +145,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     rewind(own.lists)
     for i in range(new.count):
         joins_am = comes_back(own.a1out, new, i)
-        if i >= new.num_free:
+        if i >= new.num_given:
             slots[i] = _evict(own, cache, path)
             if slots[i] == ABSENT:
                 return

@@ -171,7 +171,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
         in_b2 = ghost != ABSENT and ghosts.lists.links[ghost, LIST] == c + B2
         size_t1 = links[c + T1, LIST] + own.new_t1
         keeps_ghost = _learn(own, ghost)
-        if i >= new.num_free:  # REPLACE
+        if i >= new.num_given:  # REPLACE
             from_t1 = size_t1 >= 1 and (size_t1 > own.target or (in_b2 and size_t1 == own.target))
             victim = victim_of_either(cache, path, own.lists, T1 if from_t1 or not keeps_ghost else T2)
             if victim == ABSENT:

@@ -149,7 +149,7 @@ def _take_least(own: State, cache: Cache) -> int:
 @inline
 def _name_victims(own: State, new: Entering, cache: Cache, path: Path) -> int:
     """Let the least blocks that may leave do so: L rises with them. Returns how many slots have a name."""
-    heap, slots, named = own.heap, new.slots, new.num_free
+    heap, slots, named = own.heap, new.slots, new.num_given
     while named < new.count and heap.size > 0:
         stop = min(new.count, named + heap.size)
         for i in range(named, stop):

@@ -84,7 +84,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, lowest = own.by_count.links, own.by_count.num_positions
     count = lowest
     candidate = links[count, PREV]
-    for i in range(new.num_free, new.count):
+    for i in range(new.num_given, new.count):
         candidate = coldest_evictable(cache, path, links, candidate, count)
         while candidate == count:  # the sentinel: the list is done
             count += 1

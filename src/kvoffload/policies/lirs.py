@@ -179,7 +179,7 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
     """Ask for what will leave as the lists are now: Q first, then the coldest LIR blocks."""
     prefetch_exchange(new, cache, own.lists, QUEUE, own.gone, GONE)
     in_queue = own.lists.links[own.lists.num_positions + QUEUE, LIST]
-    prefetch_keys(cache.index.keys, own.lists, LIR, new.count - new.num_free - in_queue)
+    prefetch_keys(cache.index.keys, own.lists, LIR, new.count - new.num_given - in_queue)
 
 
 @inline
@@ -214,7 +214,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     rewind(own.lists)
     for i in range(new.count):
         becomes_lir = _returns_to_stack(own, new, i)
-        if i >= new.num_free:
+        if i >= new.num_given:
             slots[i] = _evict(own, cache, path)
             if slots[i] == ABSENT:
                 return

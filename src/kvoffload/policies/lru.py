@@ -51,7 +51,7 @@ def access(own: State, used: Used) -> None:
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, sentinel = own.order.links, own.order.num_positions
     candidate = links[sentinel, PREV]
-    for i in range(new.num_free, new.count):
+    for i in range(new.num_given, new.count):
         candidate = coldest_evictable(cache, path, links, candidate, sentinel)
         if candidate == sentinel:
             return

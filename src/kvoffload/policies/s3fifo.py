@@ -176,7 +176,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     for i in range(new.count):
         joins_main = comes_back(own.ghosts, new, i)
         queue = _provider(own)
-        if i >= new.num_free:
+        if i >= new.num_given:
             slots[i] = _evict(own, cache, path, queue)
             if slots[i] == ABSENT:
                 return

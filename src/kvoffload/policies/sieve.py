@@ -134,7 +134,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, sentinel, visited = own.queue.links, own.queue.num_positions, own.visited
     own.left = own.patience
     hand = sentinel if own.hand == ABSENT else own.hand
-    for i in range(new.num_free, new.count):
+    for i in range(new.num_given, new.count):
         victim = _next_victim(own, cache, path, hand)
         if victim == sentinel:
             return

@@ -93,7 +93,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, c = own.segments.links, own.segments.num_positions
     segment = c + PROBATION
     candidate = links[segment, PREV]
-    for i in range(new.num_free, new.count):
+    for i in range(new.num_given, new.count):
         candidate = coldest_evictable(cache, path, links, candidate, segment)
         if candidate == c + PROBATION:
             segment = c + PROVEN

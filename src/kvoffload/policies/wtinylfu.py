@@ -158,7 +158,7 @@ def _prefetch_duels(own: State, new: Entering) -> None:
     """Ask for the cache lines of a batch: of its keys, and of blocks that are likely to duel, as the lists
     are now."""
     links, keys, window = own.lists.links, own.index.keys, own.lists.num_positions + WINDOW
-    num_leaving = new.count - new.num_free
+    num_leaving = new.count - new.num_given
     for i in range(new.count):
         prefetch_count(own.sketch, hash_row(new.keys, i))
     prefetch_keys(keys, own.lists, WINDOW, num_leaving)
@@ -232,7 +232,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     for i in range(new.count):
         add(own.sketch, hash_row(new.keys, i))
         own.num_entering = i + 1
-        if i >= new.num_free:
+        if i >= new.num_given:
             victim = _victim(own, cache, path)
             if victim == ABSENT:
                 return
@@ -240,4 +240,4 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
             new.slots[i] = victim
     own.num_entering = 0
     push_all(own.lists.links, own.lists.num_positions + WINDOW, new.slots, new.count)
-    _fill_main(own, new.num_free)
+    _fill_main(own, new.num_given)

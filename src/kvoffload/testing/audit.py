@@ -16,7 +16,6 @@ import numpy as np
 
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.on_device_eviction import OnDeviceEviction
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.slots import FREE, WRITING
 from kvoffload.policies.arc import ARC
@@ -95,7 +94,7 @@ def state_of(thing: Any) -> bytes | Any:
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
     """Slots of the duplicates, the first to leave first; None if it is no victim tier."""
     mode = manager.store_mode
-    return mode.duplicates.slots() if isinstance(mode, OnDeviceEviction) else None
+    return mode.duplicates.members(0) if mode.follows_device else None
 
 
 def _slots_of(cls: type) -> Iterable[str]:
@@ -188,8 +187,8 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
     if isinstance(policy, Hazard):
         _audit_hazard(policy)
     duplicates = set(duplicate_slots(manager) or ())
-    if isinstance(manager.store_mode, OnDeviceEviction):
-        _audit_lists("the duplicates", manager.store_mode.duplicates._order)
+    if manager.store_mode.follows_device:
+        _audit_lists("the duplicates", manager.store_mode.duplicates)
     ready = {slot for slot in resident if manager.slots.ref_cnt[slot] >= 0}
     assert duplicates <= ready, f"duplicates that are not here, or not ready: {duplicates - ready}"
     listed = policy.order()

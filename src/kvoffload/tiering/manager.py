@@ -94,7 +94,7 @@ class TieredManager(OffloadingManager):
                     f"those of RAM have {block_bytes}",
                 )
         # A block that RAM's policy refuses would reach no tier, so it refuses only if the user asks for it.
-        self.policy_may_refuse = not tiers or self.policy.write_cost is not None
+        self.policy_may_refuse &= not tiers or self.policy.write_cost is not None
         self._ram = ram
         self._lanes = [TierLane(tier) for tier in tiers]
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block

@@ -378,8 +378,8 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
     """The least recently used blocks leave."""
     order, sentinel = own.runs.order.links, own.runs.order.num_positions
     oldest = order[sentinel, PREV]
-    for step in range(new.count - new.num_free):
-        i = new.num_free + step if new.one_prefix or new.admitted else new.count - 1 - step
+    for step in range(new.count - new.num_given):
+        i = new.num_given + step if new.one_prefix or new.admitted else new.count - 1 - step
         oldest = coldest_evictable(cache, path, order, oldest, sentinel)
         if oldest == sentinel:
             return
@@ -397,7 +397,7 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
 def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> None:
     """The blocks of a prefix ask for room from its head on; from the first that is refused on all are."""
     _find_candidates(own, cache, path)
-    for i in range(new.num_free, new.count):
+    for i in range(new.num_given, new.count):
         lowest = _lowest(own)
         if lowest == ABSENT:
             return
@@ -417,7 +417,7 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
     for one that is nearer to the root."""
     slots, entered = new.slots, own.entered
     _find_candidates(own, cache, path)
-    for i in range(new.count - 1, new.num_free - 1, -1):
+    for i in range(new.count - 1, new.num_given - 1, -1):
         lowest = _lowest(own)
         if lowest == ABSENT:
             return
@@ -433,8 +433,8 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
         _enter(own, slot)
         if own.cursors[block_class] >= own.lists.num_positions:
             _propose(own, block_class, slot)
-    _enter_all(own, new, new.num_free)
-    for i in range(new.num_free, new.count):
+    _enter_all(own, new, new.num_given)
+    for i in range(new.num_given, new.count):
         if slots[i] != REFUSED:
             entered[slots[i]] = ABSENT
 
@@ -452,10 +452,10 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     own.threshold = _threshold(own, new)
     if own.is_victim_tier:
         take_in(own.shadow, new.keys, 0, new.count)
-    for i in range(new.num_free):
+    for i in range(new.num_given):
         block_class, last = classify(own.history, new.keys, i, own.now)
         _assign(own, new.slots[i], block_class, last)
-    if new.num_free == new.count:
+    if new.num_given == new.count:
         _enter_all(own, new, new.count)
     elif _is_lru(own):
         _replace_as_lru(own, new, cache, path)
