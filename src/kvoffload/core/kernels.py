@@ -42,6 +42,9 @@ NO_ROOM = -1
 """There is something to store, and no room for any of it."""
 FIRST_WRONG = -2
 """``FIRST_WRONG - row``: the policy named a wrong victim for that row of the plan."""
+ALL, OFFER, CHOSEN, KEEP = 0, 1, 2, 3
+"""Steps of `prepare_store`: all of it; find what is missing and how much has room; go on when it is known how
+many may enter, and a policy in Python has named who leaves; store nothing, but keep what is here."""
 _UNNAMED, _CLAIMED = -2, -3
 _PREFETCH_ROWS = 128
 
@@ -280,13 +283,16 @@ def _room(cache: Cache, path: Path, wanted: int) -> int:
 
 
 @inline
-def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
+def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: bool) -> int:
     """Find what is missing, and how much of it has room: that many are to be stored."""
     count = see(path, batch)
     if count < 0:
         return count
     new.num_offered = count
     new.num_missing = _collect_missing(cache, path, count, new)
+    if no_store:
+        new.count = 0
+        return 0
     new.count = _room(cache, path, new.num_missing)
     if new.num_missing > 0 and new.count == 0:
         cache.dropped += new.num_missing
@@ -440,38 +446,28 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
 
 @kernel
 def prepare_store(
-    cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, admitted: bool
+    cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, step: int, admitted: bool
 ) -> int:
-    """A store about which nothing in Python is asked: how many blocks, or a negative number.
+    """A store, or a step of one, if something in Python is asked in between: how many blocks, or a negative
+    number. (One kernel, as the first start compiles each for a second.)
 
     `kept` is for the blocks that a victim tier keeps; not used by others.
     """
-    stored = _offer(cache, path, batch, new)
-    if stored < 0:
-        return stored
-    if not cache.follows_device:
-        _observe(cache, path)
-    new.num_dropped = new.num_missing - stored
-    new.one_prefix, new.admitted = not cache.follows_device, admitted
+    if step != CHOSEN:
+        stored = _offer(cache, path, batch, new, step == KEEP)
+        if stored < 0 or step == OFFER:
+            return stored
+        if not cache.follows_device:
+            _observe(cache, path)
+        new.num_dropped = 0 if step == KEEP else new.num_missing - stored
+        new.one_prefix, new.admitted = not cache.follows_device, admitted
     return _store(cache, path, new, kept)
-
-
-@kernel
-def offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
-    """The first half of a store: how many blocks there is room for, or a negative number."""
-    return _offer(cache, path, batch, new)
 
 
 @kernel
 def give(cache: Cache, path: Path, new: Entering) -> None:
     """Before a policy in Python is asked: the slots that it need not name."""
     _give(cache, path, new)
-
-
-@kernel
-def store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
-    """The second half of a store, when it is known how many blocks may enter."""
-    return _store(cache, path, new, kept)
 
 
 @kernel

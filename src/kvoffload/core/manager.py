@@ -308,14 +308,11 @@ class OffloadingManager:
         cache, plan = self._cache, blank_store(len(keys), self.key_bytes)
         kept = blank_store(len(keys), self.key_bytes) if self._follows_device else plan
         enters = admitted or not self.policy_may_refuse
-        if self._asks_nobody:
-            while (stored := kernels.prepare_store(cache, ctx.memory, batch, plan, kept, enters)) < AGAIN:
-                ctx.make_room(keys, stored)
-        else:
-            while (stored := kernels.offer(cache, ctx.memory, batch, plan)) < AGAIN:
-                ctx.make_room(keys, stored)
-            if stored >= 0:
-                stored = self._store(ctx, Entering.over(plan), Entering.over(kept), enters, admitted)
+        step = kernels.ALL if self._asks_nobody else kernels.OFFER
+        while (stored := kernels.prepare_store(cache, ctx.memory, batch, plan, kept, step, enters)) < AGAIN:
+            ctx.make_room(keys, stored)
+        if stored >= 0 and not self._asks_nobody:
+            stored = self._store(ctx, Entering.over(plan), Entering.over(kept), enters, admitted)
         if stored < 0:
             if stored == kernels.NO_ROOM:
                 return None
@@ -324,6 +321,21 @@ class OffloadingManager:
         if self._events is not None and made.num_evicted:
             self._emit(made.evicted, removed=True)
         return made
+
+    def keep(self, keys: Sequence[bytes]) -> int:
+        """The device has dropped these blocks and cannot offer them. Returns how many are not here.
+
+        For a victim tier: those that are here are no longer duplicates.
+        """
+        ctx, cache, batch = self._context(None), self._cache, batch_of(keys, self.key_bytes)
+        new, kept = (blank_store(len(keys), self.key_bytes) for _ in range(2))
+        while (
+            done := kernels.prepare_store(cache, ctx.memory, batch, new, kept, kernels.KEEP, True)
+        ) < AGAIN:
+            ctx.make_room(keys, done)
+        if not self._state.replace:
+            self.store_mode.keep(Entering.over(kept), self._state, ctx)
+        return Entering.over(new).num_missing
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
         """End a store: its blocks become readable, or, if it failed, are forgotten and their slots freed.
@@ -503,7 +515,7 @@ class OffloadingManager:
         return slots
 
     def _store(self, ctx: RequestContext, new: Entering, kept: Entering, enters: bool, admitted: bool) -> int:
-        """Store what `kernels.offer` found: ask whoever is in Python. Returns as `kernels.store`."""
+        """Store what was found missing: ask whoever is in Python. Returns as `kernels.prepare_store`."""
         room, num_missing, mode = new.count, new.num_missing, self.store_mode
         if not mode.follows_device:
             self._observe(ctx)
@@ -517,7 +529,9 @@ class OffloadingManager:
         if new.count and asks_policy:
             kernels.give(self._cache, ctx.memory, new.memory)
             mode.choose(new, self._state, ctx)
-        stored: int = kernels.store(self._cache, ctx.memory, new.memory, kept.memory)
+        stored: int = kernels.prepare_store(
+            self._cache, ctx.memory, [], new.memory, kept.memory, kernels.CHOSEN, enters
+        )
         if stored >= 0 and asks_policy:
             mode.keep(kept, self._state, ctx)
         return stored

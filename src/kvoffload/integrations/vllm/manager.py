@@ -306,10 +306,7 @@ class KVOffloadManager(OffloadingManager):
     @contained(lambda keys: None)
     def keep_dropped(self, keys: list[bytes]) -> None:
         """The device has dropped these blocks without an offer: they are no longer duplicates."""
-        here = self.core.contains(keys)
-        if here.any():
-            self.core.prepare_store([key for key, found in zip(keys, here.tolist(), strict=True) if found])
-        lost = len(keys) - int(np.count_nonzero(here))
+        lost = self.core.keep(keys)
         self.num_lost += lost
         self.metrics.counts["lost_blocks"] += lost
 
