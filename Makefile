@@ -40,7 +40,7 @@ test-all: $(VENV)/installed-dev  ## every test, long recordings too, and five ti
 test-checked: $(VENV)/installed-dev  ## the control plane's tests with kernels that check the bounds of arrays
 	rm -rf .checked-kernels
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=.checked-kernels $(PYTEST) -m "not slow" \
-		tests/test_machine.py tests/test_twins.py tests/test_same_decisions.py tests/test_structs.py $(ARGS)
+		tests/test_machine.py tests/test_twins.py tests/test_structs.py $(ARGS)
 
 lint: $(VENV)/installed-dev  ## ruff and mypy --strict
 	$(BIN)/ruff format --check .

@@ -243,7 +243,7 @@ FAULTS: list[tuple[type[Any], str, str]] = [
     (NamesASlotTwice, "test_protection", "named before"),
     (NamesWhatIsNotThere, "test_protection", "named slot \\d+ as the victim"),
     (NamesNobody, "test_protection", "named slot -\\d as the victim"),
-    (ChangesFreeSlots, "test_life_cycle", "changed the free slots"),
+    (ChangesFreeSlots, "test_life_cycle", "changed the slots that it was given"),
     (KeepsRemovedBlocks, "test_life_cycle", "disagree about the slots"),
     (KeepsRemovedBlocksInSecret, "test_memory_is_bounded", "grows for ever"),
     (TellsHalf, "test_life_cycle", "disagree about the slots"),

@@ -27,7 +27,7 @@ from kvoffload.core.plans import (
     PrefixLookup,
     StorePlan,
 )
-from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, CompiledPolicy, EvictionPolicy
+from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
@@ -35,10 +35,9 @@ from kvoffload.errors import ConfigError, MisuseError, PolicyError
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
+from kvoffload.structures.lists import Lists
 
 _NO_ROWS = np.empty(0, np.int32)
-_RESTORED_REQUEST = 1024
-"""An order is restored in batches of this many blocks: for some policies a long batch takes long."""
 _COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
 """Fields of both `Cache` and `ManagerStats`."""
 _ALL_READY, _THEN_MISS = (
@@ -112,19 +111,17 @@ class OffloadingManager:
         if store not in STORES:
             raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
         self.policy_may_refuse = self.policy.refuses
-        self._policy_observes = type(self.policy).observe is not EvictionPolicy.observe
         self.slots = Slots(capacity_blocks)
         self._follows_device = store == ON_DEVICE_EVICTION
-        mode = OnDeviceEviction if store == ON_DEVICE_EVICTION else OnCompute
-        self.store_mode = mode(self.policy, capacity_blocks)
         self._state = Cache(
             index=self.index,
             slots=self.slots,
-            duplicates=self.store_mode.duplicates,
-            follows_device=mode.follows_device,
+            duplicates=Lists(capacity_blocks if self._follows_device else 0, 1),
+            follows_device=self._follows_device,
         )
         self._cache = self._state.memory
-        self._bind_policy()
+        mode = OnDeviceEviction if self._follows_device else OnCompute
+        self.store_mode = mode(self.policy, self.admission, self._state)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._epoch = 0
         self._void_before = 0
@@ -243,7 +240,7 @@ class OffloadingManager:
         """
         plan = self._pin(keys, ctx, "prepare_load")
         if self._follows_device:
-            self._observe(plan.request)
+            self.store_mode.observe(plan.request)
         return plan
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
@@ -308,11 +305,12 @@ class OffloadingManager:
         cache, plan = self._cache, blank_store(len(keys), self.key_bytes)
         kept = blank_store(len(keys), self.key_bytes) if self._follows_device else plan
         enters = admitted or not self.policy_may_refuse
-        step = kernels.ALL if self._asks_nobody else kernels.OFFER
+        step = kernels.ALL if self.store_mode.asks_nobody else kernels.OFFER
         while (stored := kernels.prepare_store(cache, ctx.memory, batch, plan, kept, step, enters)) < AGAIN:
             ctx.make_room(keys, stored)
-        if stored >= 0 and not self._asks_nobody:
-            stored = self._store(ctx, Entering.over(plan), Entering.over(kept), enters, admitted)
+        if step == kernels.OFFER and stored >= 0:
+            offered = Entering.over(plan)
+            stored = self.store_mode.store(ctx, offered, Entering.over(kept), enters, admitted)
         if stored < 0:
             if stored == kernels.NO_ROOM:
                 return None
@@ -333,8 +331,7 @@ class OffloadingManager:
             done := kernels.prepare_store(cache, ctx.memory, batch, new, kept, kernels.KEEP, True)
         ) < AGAIN:
             ctx.make_room(keys, done)
-        if not self._state.replace:
-            self.store_mode.keep(Entering.over(kept), self._state, ctx)
+        self.store_mode.keep(Entering.over(kept), ctx)
         return Entering.over(new).num_missing
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
@@ -353,19 +350,6 @@ class OffloadingManager:
         else:
             self.policy.remove(plan.slots)
             kernels.abandon(self._cache, plan.memory)
-
-    def restore_uses(self, slots: SlotArray, used: npt.NDArray[np.bool_]) -> None:
-        """Report the uses of restored blocks to the policy: for tiers that outlive their process.
-
-        Args:
-            slots: slots of ready blocks, the most recently used first.
-            used: whether each was used after it was stored.
-        """
-        again, size = slots[used], _RESTORED_REQUEST
-        for batch, is_use in ((again, True), (slots, False)):
-            for start in reversed(range(0, len(batch), size)):
-                part = batch[start : start + size]
-                self.policy.access(part, np.full(len(part), is_use))
 
     # ---- everything at once
 
@@ -388,8 +372,6 @@ class OffloadingManager:
         self.slots.reset(drop_in_flight=drop_in_flight)
         self.index.clear()
         self.store_mode.reset()
-        # A policy may have made itself a new state.
-        self._bind_policy()
         if self.admission is not None:
             self.admission.reset()
 
@@ -414,22 +396,10 @@ class OffloadingManager:
         )
         stats.free, stats.writing, stats.ready = slots.num_free, slots.num_writing, slots.num_ready
         stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
-        stats.duplicates = self.store_mode.duplicates.size(0)
+        stats.duplicates = state.duplicates.size(0)
         return stats
 
     # ---- inside
-
-    def _bind_policy(self) -> None:
-        """Kernels call a compiled policy, if nothing in Python has to happen before."""
-        policy, state = self.policy, self._state
-        self._asks_nobody = False
-        if not isinstance(policy, CompiledPolicy):
-            return
-        state.policy, state.observe = policy.state.address, policy.address_of("observe")
-        if policy.is_compiled and not self._policy_observes:
-            state.access, state.remove = policy.address_of("access"), policy.address_of("remove")
-            state.replace = policy.address_of("replace")
-            self._asks_nobody = self.admission is None
 
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:
@@ -488,53 +458,16 @@ class OffloadingManager:
 
     def _tell(self, ctx: RequestContext, num_used: int) -> None:
         """Report what the request refers to and uses, as far as kernels have not told the policy."""
-        if not self._asks_nobody:
-            self._observe(ctx)
+        if not self.store_mode.asks_nobody:
+            self.store_mode.observe(ctx)
         if num_used:
             self.store_mode.used(*ctx.used(num_used))
-
-    def _observe(self, ctx: RequestContext) -> None:
-        """Report the request's blocks to policy and admission rule: each once a request."""
-        kernels.observe(self._cache, ctx.memory)
-        if self._asks_nobody:
-            return
-        start, stop = ctx.observed, ctx.length
-        if start == stop or not (self._policy_observes or self.admission is not None):
-            return
-        ctx.observed = stop
-        ctx.num_observations += 1
-        if self._policy_observes:
-            self.policy.observe(ctx.keys(), self._resolve(ctx, np.arange(start, stop, dtype=np.int32)), start)
-        if self.admission is not None:
-            self.admission.count(ctx.keys()[start:])
 
     def _resolve(self, ctx: RequestContext, positions: SlotArray) -> SlotArray:
         """The slot of the block at each of these path positions, or ABSENT."""
         slots = np.empty(len(positions), np.int32)
         kernels.resolve(self._cache, ctx.memory, positions, slots)
         return slots
-
-    def _store(self, ctx: RequestContext, new: Entering, kept: Entering, enters: bool, admitted: bool) -> int:
-        """Store what was found missing: ask whoever is in Python. Returns as `kernels.prepare_store`."""
-        room, num_missing, mode = new.count, new.num_missing, self.store_mode
-        if not mode.follows_device:
-            self._observe(ctx)
-        num_admitted = num_missing
-        if num_missing and self.admission is not None and not admitted:
-            num_admitted = mode.admit(self.admission, new.keys[:num_missing], new.rows[:num_missing])
-        new.count = min(num_admitted, room)
-        new.num_dropped, new.num_refused = num_admitted - new.count, num_missing - num_admitted
-        new.one_prefix, new.admitted = mode.one_prefix, enters
-        asks_policy = not self._state.replace
-        if new.count and asks_policy:
-            kernels.give(self._cache, ctx.memory, new.memory)
-            mode.choose(new, self._state, ctx)
-        stored: int = kernels.prepare_store(
-            self._cache, ctx.memory, [], new.memory, kept.memory, kernels.CHOSEN, enters
-        )
-        if stored >= 0 and asks_policy:
-            mode.keep(kept, self._state, ctx)
-        return stored
 
     def _raise_wrong_victim(self, plan: bytearray, row: int) -> None:
         new = Entering.over(plan)

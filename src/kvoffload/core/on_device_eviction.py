@@ -12,7 +12,7 @@ from kvoffload.core.duplicates import forget
 from kvoffload.core.on_compute import OnCompute
 from kvoffload.core.request import Path, RequestContext
 from kvoffload.core.slots import SlotArray
-from kvoffload.core.state import Cache, Entering
+from kvoffload.core.state import Entering
 from kvoffload.structures.jit import BoolArray, U64Matrix
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, UNLISTED
@@ -28,24 +28,25 @@ class OnDeviceEviction(OnCompute):
     one_prefix = False
     follows_device = True
 
-    def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
+    def used(self, slots: SlotArray, reused: BoolArray) -> None:
+        """Tell a policy in Python that the device holds these blocks too, from now on."""
+        self.policy.remove(slots)
+
+    def _admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
         allowed = rule.admit(Keys(fresh, self.policy.index.key_bytes))
         order = np.argsort(~allowed, kind="stable")
         fresh[:], rows[:] = fresh[order], rows[order]
         return int(np.count_nonzero(allowed))
 
-    def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Tell a policy in Python that the device holds these blocks too, from now on."""
-        self.policy.remove(slots)
-
-    def keep(self, kept: Entering, cache: Cache, ctx: RequestContext) -> None:
-        if kept.count == 0:
+    def keep(self, kept: Entering, ctx: RequestContext) -> None:
+        if kept.count == 0 or self.cache.replace:
             return
-        self.policy.replace_in(kept, cache.memory, ctx.memory)
+        self.policy.replace_in(kept, self.cache.memory, ctx.memory)
         if in_order := Path.over(ctx.memory).used.count:
             self.policy.access(*ctx.used(in_order))
 
     def removed(self, slots: SlotArray) -> None:
-        alone = slots[self.duplicates.links[slots, LIST] == UNLISTED]
-        forget(self.duplicates.memory, slots)
+        duplicates = self.cache.duplicates
+        alone = slots[duplicates.links[slots, LIST] == UNLISTED]
+        forget(duplicates.memory, slots)
         self.policy.remove(alone)

@@ -94,7 +94,7 @@ def state_of(thing: Any) -> bytes | Any:
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
     """Slots of the duplicates, the first to leave first; None if it is no victim tier."""
     mode = manager.store_mode
-    return mode.duplicates.members(0) if mode.follows_device else None
+    return mode.cache.duplicates.members(0) if mode.follows_device else None
 
 
 def _slots_of(cls: type) -> Iterable[str]:
@@ -188,7 +188,7 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
         _audit_hazard(policy)
     duplicates = set(duplicate_slots(manager) or ())
     if manager.store_mode.follows_device:
-        _audit_lists("the duplicates", manager.store_mode.duplicates)
+        _audit_lists("the duplicates", manager.store_mode.cache.duplicates)
     ready = {slot for slot in resident if manager.slots.ref_cnt[slot] >= 0}
     assert duplicates <= ready, f"duplicates that are not here, or not ready: {duplicates - ready}"
     listed = policy.order()

@@ -8,8 +8,10 @@ removal of another is durable. Does no I/O; the committer knows what is durable.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.slots import SlotArray
 from kvoffload.tiers.base import Checksums
 from kvoffload.tiers.disk.format import SlabSlots
@@ -17,6 +19,8 @@ from kvoffload.tiers.disk.recovery import Contents
 from kvoffload.tiers.disk.slab import Positions
 
 _RESTORE_BLOCKS = 65536
+_RESTORED_REQUEST = 1024
+"""Uses are restored in batches of this many blocks: for some policies a long batch takes long."""
 
 
 class Placement:
@@ -72,7 +76,7 @@ class Placement:
         self.generation[slot_of[restored]] = contents.generation[restored]
         self.checksum[slot_of[restored]] = contents.checksum[restored]
         by_use = restored[np.argsort(contents.stamp[restored], kind="stable")[::-1]]
-        manager.restore_uses(slot_of[by_use], contents.uses[by_use] > 0)
+        _restore_uses(manager.policy, slot_of[by_use], contents.uses[by_use] > 0)
         return empty[contents.generation[empty] > 0].astype(np.uint32)
 
     def places(self, slots: SlotArray) -> Positions:
@@ -102,3 +106,13 @@ class Placement:
     def gate(self, slots: SlotArray) -> int:
         """Number of removals that must be durable before all of these slots may be written."""
         return int(self._gate[self._place[slots]].max())
+
+
+def _restore_uses(policy: EvictionPolicy, slots: SlotArray, used: npt.NDArray[np.bool_]) -> None:
+    """Report the uses of restored blocks, given with the most recently used first, to a policy; `used` says
+    which were used after they had been stored."""
+    again, size = slots[used], _RESTORED_REQUEST
+    for batch, is_use in ((again, True), (slots, False)):
+        for start in reversed(range(0, len(batch), size)):
+            part = batch[start : start + size]
+            policy.access(part, np.full(len(part), is_use))
