@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "errors": set(),
     "_version": set(),
     "config": {"errors"},
+    "models": {"config", "errors"},
     "plugins": {"config", "errors"},
     "structures": {"errors"},
     "core": {"structures", "plugins", "errors"},
@@ -56,6 +57,7 @@ MAY_IMPORT = {
     },
     "cli": {
         "integrations",
+        "models",
         "plugins",
         "sweep",
         "replay",
