@@ -67,11 +67,38 @@ def test_members_share_slots_and_the_name_goes_with_the_last(
     second.part(1)[3] = 9
     assert scheduler.part(0)[3].tolist() == [7] * 6000
     assert scheduler.part(1)[3].tolist() == [9] * 6000
-    second.failed[1, 3] = 1
-    assert scheduler.failed[:, 3].tolist() == [0, 1]
     for pool in (first, second, scheduler):
         pool.close()
         pool.close()
+
+
+def test_failures_are_taken_once_and_only_those_that_are_told(attach: Callable[..., SharedPool]) -> None:
+    first, second, scheduler = attach(1), attach(2), attach(0)
+    slots = np.array([3, 5, 6], np.int32)
+    assert scheduler.take_failed(slots) is None
+    first.fail(0, slots[:1])
+    second.fail(1, slots[:2])
+
+    class Late:
+        """The ledger, in which a worker marks one more slot as soon as the scheduler has read."""
+
+        def __init__(self, marks: Any) -> None:
+            self.marks = marks
+
+        def __getitem__(self, at: Any) -> Any:
+            found = self.marks[at].copy()
+            first.fail(0, slots[2:])
+            return found
+
+        def __setitem__(self, at: Any, value: int) -> None:
+            self.marks[at] = value
+
+    ledger: Any = Late(scheduler.failed)
+    scheduler.failed, marks = ledger, scheduler.failed
+    assert scheduler.take_failed(slots).tolist() == [True, True, False]
+    scheduler.failed = marks
+    assert scheduler.take_failed(slots).tolist() == [False, False, True]
+    assert scheduler.take_failed(slots).tolist() == [False] * 3
 
 
 def test_checksums_are_of_all_parts_and_of_this_key(attach: Callable[..., SharedPool]) -> None:

@@ -53,8 +53,9 @@ class SharedPool:
     Attributes:
         num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
         checksums: ``(num_parts, num_slots)`` uint64; taken by the workers of their parts, 0 for none.
-        failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy (`fail`). Workers write
-            it before they report a job, the scheduler reads it after that (`failed_slots`).
+        failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy. Workers only set marks
+            (`fail`), before they report a job; the scheduler, which hears of a job from all workers, takes
+            them (`take_failed`). So no worker erases what another has reported of a part that they share.
 
     Thread: any, as far as slots are not shared.
     """
@@ -203,11 +204,18 @@ class SharedPool:
             self.failed[part, slots] = 1
             self._header[_HAS_FAILED] = 1
 
-    def failed_slots(self, slots: npt.NDArray[np.int32]) -> Mask | None:
-        """Which slots have a part that a worker could not copy; None if no worker has ever failed."""
+    def take_failed(self, slots: npt.NDArray[np.int32]) -> Mask | None:
+        """Which slots have a part that a worker could not copy; None if no worker has ever failed.
+
+        Removes the marks that it tells of, and no other: the scheduler asks when a job of these slots has
+        ended in all workers. The mark of a job that it has dropped costs the next one in its slot the block.
+        """
         if not self._header[_HAS_FAILED]:
             return None
-        return np.asarray(self.failed[:, slots].any(axis=0), np.bool_)
+        marks = self.failed[:, slots]
+        parts, rows = marks.nonzero()
+        self.failed[parts, slots[rows]] = 0
+        return np.asarray(marks.any(axis=0), np.bool_)
 
     def close(self) -> None:
         """Release the memory; it is unmapped when the last view of it is gone. Idempotent."""
