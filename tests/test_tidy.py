@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "tiers": {"transfer", "core", "structures", "plugins", "config", "errors"},
     "options": {"config", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},
-    "traces": {"structures", "plugins", "errors"},
+    "traces": {"config", "structures", "plugins", "errors"},
     "replay": {
         "traces",
         "tiering",
@@ -75,7 +75,7 @@ MAY_IMPORT = {
 
 FORBIDDEN_IN_CONTROL_PLANE = {"torch", "vllm", "threading", "asyncio", "time", "os"}
 NUMBA_ONLY_IN = {
-    *("structures/jit.py", "structures/structs.py", "structures/batches.py"),
+    *("structures/jit.py", "structures/kernel_cache.py", "structures/structs.py", "structures/batches.py"),
     *("tiers/checksum.py", "transfer/copies.py", "transfer/streaming.py"),
 }
 CONTROL_PLANE = {"structures", "core", "policies", "admission"}
