@@ -6,7 +6,6 @@ tests/vllm_signatures.json says what those are, and how it was made: bench/vllm_
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import sys
 from pathlib import Path
@@ -18,20 +17,16 @@ import pytest
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import plugin
 from kvoffload.integrations.vllm.versions import (
-    NEWEST,
-    OLDEST,
     SINCE_CONNECTOR,
+    SINCE_DEVICES,
     check_version,
     engine_facts,
     event,
     minor,
 )
+from vllm_forms import SIGNATURES, VERSIONS, forms, signature, versions_since
 
-ROOT = Path(__file__).resolve().parent.parent
-SIGNATURES: dict[str, dict[str, dict[str, list[str]]]] = json.loads(
-    (ROOT / "tests" / "vllm_signatures.json").read_text()
-)
-VERSIONS = [f"0.{number}" for number in range(OLDEST[1], NEWEST[1] + 1)]
+OUR_ROOM = Path(__file__).resolve().parent.parent / "src" / "kvoffload" / "integrations" / "vllm"
 
 OURS = {
     "OffloadingSpec": "KVOffloadSpec",
@@ -45,23 +40,13 @@ OURS = {
 def our_classes() -> dict[str, dict[str, ast.arguments]]:
     """Every class of our room, with the parameters of its methods; from the text, for vLLM is not here."""
     found = {}
-    for path in (ROOT / "src" / "kvoffload" / "integrations" / "vllm").glob("*.py"):
+    for path in OUR_ROOM.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 found[node.name] = {
                     method.name: method.args for method in node.body if isinstance(method, ast.FunctionDef)
                 }
     return found
-
-
-def forms(interface: str, version: str) -> dict[str, str]:
-    """Member -> its form in this version."""
-    return {
-        member: form
-        for member, of in SIGNATURES[interface].items()
-        for form, versions in of.items()
-        if version in versions
-    }
 
 
 def test_every_version_is_known() -> None:
@@ -114,13 +99,51 @@ BUILT_ON = {
 @pytest.mark.parametrize("interface", list(BUILT_ON))
 def test_what_the_connector_builds_on_is_the_same(interface: str) -> None:
     """Since the version from which on it is offered."""
-    oldest = VERSIONS.index(f"{SINCE_CONNECTOR[0]}.{SINCE_CONNECTOR[1]}")
-    first, *others = [forms(interface, version) for version in VERSIONS[oldest:]]
+    first, *others = [forms(interface, version) for version in versions_since(SINCE_CONNECTOR)]
     assert others
     for other in others:
         assert [other[member] for member in BUILT_ON[interface]] == [
             first[member] for member in BUILT_ON[interface]
         ]
+
+
+HANDLER = "SingleDirectionOffloadingHandler"
+HOST_REGISTER = "vllm.v1.kv_offload.cpu.host_register"
+OF_A_HANDLER = ("transfer_async", "get_finished", "wait", "shutdown")
+
+
+def calls_of_devices() -> list[tuple[str, ast.Call]]:
+    """Calls of vLLM in `cuda`: what is called, of which its own methods of the same name are no part."""
+    found = []
+    for node in ast.walk(ast.parse((OUR_ROOM / "cuda.py").read_text())):
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name) and called.id in (HANDLER, "host_register", "host_unregister"):
+                found.append((called.id, node))
+            elif isinstance(called, ast.Attribute) and called.attr in OF_A_HANDLER:
+                found.append((called.attr, node))
+    return found
+
+
+@pytest.mark.parametrize("version", versions_since(SINCE_DEVICES))
+def test_vllms_copies_on_devices_take_our_calls(version: str) -> None:
+    """And they are all that `cuda` needs of vLLM."""
+    handler, registering = forms(HANDLER, version), forms(HOST_REGISTER, version)
+    calls = calls_of_devices()
+    assert {name for name, _ in calls} == {HANDLER, *OF_A_HANDLER, *registering}
+    for name, call in calls:
+        of_a_class = name not in registering
+        form = (handler if of_a_class else registering)["__init__" if name == HANDLER else name]
+        by_name = {one.arg: one.value for one in call.keywords if one.arg is not None}
+        assert len(by_name) == len(call.keywords), "spelled out, so that it can be checked"
+        signature(form).bind(*["self"] * of_a_class, *call.args, **by_name)
+
+
+def test_devices_are_not_claimed_for_versions_that_do_not_take_our_calls() -> None:
+    """The version before lacks what pins the pool."""
+    before = VERSIONS[: VERSIONS.index(versions_since(SINCE_DEVICES)[0])]
+    assert before
+    assert not any(forms(HOST_REGISTER, version) for version in before)
 
 
 def test_versions() -> None:
