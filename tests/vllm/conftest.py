@@ -114,14 +114,17 @@ class Engine:
         self, model: Path, offload: dict[str, Any] | None, *, connector: bool = False, **settings: Any
     ) -> None:
         import torch
+        from needs import VERSION
         from vllm import LLM
-        from vllm.triton_utils import dispatcher
 
         assert torch.get_num_threads() == 1, "torch was imported before OMP_NUM_THREADS was set"
 
-        # vLLM looks at everything in every module, and stumbles over a library handle of llvmlite that says
-        # it has a `__dict__`. Only where numba was imported before the engine's worker, as in tests.
-        dispatcher.vars = lambda value: found if isinstance(found := value.__dict__, Mapping) else {}
+        if VERSION >= (0, 31):
+            from vllm.triton_utils import dispatcher
+
+            # vLLM looks at everything in every module, and stumbles over a library handle of llvmlite that
+            # says it has a `__dict__`. Only where numba was imported before the engine's worker, as in tests.
+            dispatcher.vars = lambda value: found if isinstance(found := value.__dict__, Mapping) else {}
         transfer = None
         if offload is not None:
             transfer = {

@@ -24,6 +24,12 @@ def note_position(ctx: Any, key: bytes, position: int) -> None:
         ctx.set_offload_key_position(key, position)
 
 
+def touch_path(manager: Any, ctx: Any, keys: list[bytes]) -> None:
+    """As vLLM's connector did before 0.31 after each lookup and store, with all keys of the request."""
+    if not hasattr(ctx, "set_offload_key_position"):
+        manager.touch(keys, ctx)
+
+
 def random_prompts(seed: int, count: int, length: int) -> list[list[int]]:
     """Prompts without a common prefix."""
     rng = random.Random(seed)
