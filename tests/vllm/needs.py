@@ -21,6 +21,7 @@ SOURCES = (0, 32), "sources of hits"
 POSITIONS = (0, 31), "records of which keys belong to a request"
 ORDER = (0, 31), "policies that hear when a request ends, and an LRU of its own that is one of them"
 NAMED_POLICIES = (0, 27), "policies that are named by a module"
+NAMED_TIERS = (0, 28), "tiers that are named by a module"
 FILTERS = (0, 27), "requests that leave out tiers"
 
 

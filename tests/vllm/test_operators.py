@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from needs import FILTERS, SOURCES, needs
+from needs import FILTERS, NAMED_TIERS, SOURCES, needs
 from test_adapter import World, key
 from vllm.v1.kv_offload import base
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.vllm import spec
+from kvoffload.integrations.vllm import connector, spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
 from kvoffload.integrations.vllm.logs import join_vllm
 from kvoffload.integrations.vllm.metrics import COUNTERS, REASONS
@@ -144,6 +144,23 @@ def test_a_gpu_needs_a_version_that_can_pin_our_pool(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(spec, "vllm_version", "0.31.0")
     with pytest.raises(ConfigError, match=r"kvoffload with a GPU needs vLLM 0.32 to 0.33"):
         spec.KVOffloadSpec()
+
+
+def test_the_connector_needs_a_version_whose_scheduler_side_is_as_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connector, "vllm_version", "0.31.0")
+    with pytest.raises(ConfigError, match=r"KVOffloadConnector needs vLLM 0.32 to 0.33"):
+        KVOffloadConnector(None, None, None)
+
+
+@needs(*NAMED_TIERS)
+def test_a_disk_behind_vllms_ram_needs_a_version_that_can_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.integrations.vllm import secondary
+
+    monkeypatch.setattr(secondary, "vllm_version", "0.31.0")
+    with pytest.raises(ConfigError, match=r"KVOffloadDisk needs vLLM 0.32 to 0.33"):
+        secondary.KVOffloadDisk(None, memoryview(b""), "KVOffloadDisk")
 
 
 def test_a_reset_says_which_tiers_it_does_not_reach(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
