@@ -22,7 +22,9 @@ from kvoffload.integrations.vllm.versions import (
     check_version,
     engine_facts,
     event,
+    facts_with_chunks,
     minor,
+    warn_of_seeds,
 )
 from vllm_forms import SIGNATURES, VERSIONS, forms, signature, versions_since
 
@@ -196,6 +198,7 @@ def test_facts_since_0_26() -> None:
     assert engine_facts(SimpleNamespace(config=config)).replica == "replica-1"
     assert (facts.tokens_per_block, facts.blocks_per_chunk, facts.worker_block_bytes) == ((16, 32), 3, 4096)
     assert (facts.num_workers, facts.rank, facts.replicated, facts.enable_events) == (2, 1, False, True)
+    assert facts_with_chunks(SimpleNamespace(config=config), facts, 7) is facts, "vLLM has read it"
     config.replicated_layout = True
     assert engine_facts(SimpleNamespace(config=config)).replicated
 
@@ -222,6 +225,26 @@ def test_facts_of_0_25(stride: int, expected: int) -> None:
     facts = engine_facts(spec, "0.25.0")
     assert facts.identity["groups"] == [(16, ("l0", "l1"))]
     assert (facts.worker_block_bytes, facts.tokens_per_block, facts.blocks_per_chunk) == (expected, (16,), 2)
+    assert facts_with_chunks(spec, facts, None) is facts
+    facts = facts_with_chunks(spec, facts, 3)
+    assert (facts.blocks_per_chunk, facts.identity["blocks_per_chunk"]) == (3, 3)
+    assert spec.block_size_factor == 3, "its scheduler reads it there"
+
+
+def test_keys_that_no_other_process_has_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for version in ("0.29.0", "0.33.0", "dev"):
+        warn_of_seeds(version)
+    assert not caplog.records
+    warn_of_seeds("0.28.0")
+    assert "vLLM 0.28.0 seeds its keys anew" in caplog.text
+    assert "unless PYTHONHASHSEED is set" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    warn_of_seeds("0.28.0")
+    assert not caplog.records
 
 
 def test_events_name_their_medium() -> None:

@@ -117,8 +117,12 @@ class Engine:
         from needs import VERSION
         from vllm import LLM
 
+        from kvoffload.integrations.vllm.versions import SINCE_STEADY_KEYS
+
         assert torch.get_num_threads() == 1, "torch was imported before OMP_NUM_THREADS was set"
 
+        if VERSION < SINCE_STEADY_KEYS:
+            os.environ["PYTHONHASHSEED"] = "0"  # servers get it, too
         if VERSION >= (0, 31):
             from vllm.triton_utils import dispatcher
 

@@ -13,6 +13,10 @@ from kvoffload.integrations.vllm import versions
 VERSION = versions.minor(__version__) or versions.NEWEST
 """The minor version that is installed, as ``(0, 32)``; a build without a number counts as the newest."""
 
+MAY_RESET = VERSION >= (0, 26)
+"""Whether caches may be reset under running requests: 0.25 then keeps the numbers of their transfers, and dies
+when one of them is preempted (KeyError in build_connector_meta)."""
+
 # What is needed: since when vLLM has it, and what it is.
 CONNECTOR = versions.SINCE_CONNECTOR, "the scheduler's side that KVOffloadConnector builds on"
 DEVICES = versions.SINCE_DEVICES, "the module that pins memory for copies on devices"
@@ -21,6 +25,8 @@ SOURCES = (0, 32), "sources of hits"
 POSITIONS = (0, 31), "records of which keys belong to a request"
 ORDER = (0, 31), "policies that hear when a request ends, and an LRU of its own that is one of them"
 NAMED_POLICIES = (0, 27), "policies that are named by a module"
+COUNTS_OF_OFFERS = (0, 29), "a threshold that counts offers, not lookups"
+FREE_LIST = (0, 26), "a list of free blocks that can be read from any place"
 NAMED_TIERS = (0, 28), "tiers that are named by a module"
 FILTERS = (0, 27), "requests that leave out tiers"
 

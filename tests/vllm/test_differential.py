@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import ORDER, needs
+from needs import COUNTS_OF_OFFERS, ORDER, needs
 from traffic import note_position, touch_path
 
 from kvoffload import OffloadingManager
@@ -159,6 +159,7 @@ def test_difference_head_first_partial_store() -> None:
     assert ours.serve("r", path) == (0, path[:4]), "as much of the head as there is room for"
 
 
+@needs(*COUNTS_OF_OFFERS)
 def test_difference_retries_count_once() -> None:
     theirs, ours = Theirs(4, "lru", 2), Ours(4, "lru", 2)
     one = [key(1)]

@@ -142,7 +142,9 @@ def drive(
         tokens: of each answer.
         aborts: share of the requests that are aborted, at a random time.
         resets: probability of a reset of our cache, at each step; of the engine's as well half of the time.
+            None where vLLM may not be reset now.
     """
+    from needs import MAY_RESET
     from vllm import SamplingParams
 
     rng, outcome, llm = random.Random(seed), Outcome(), engine.llm.llm_engine
@@ -176,7 +178,7 @@ def drive(
             llm.abort_request([victim])
             del running[victim]
             outcome.aborted += 1
-        if rng.random() < resets:
+        if rng.random() < resets and MAY_RESET:
             outcome.resets += 1
             if rng.random() < 0.5 or not reset_engine(engine):
                 assert scheduler.reset_connector_cache()
