@@ -14,8 +14,8 @@ VERSION = versions.minor(__version__) or versions.NEWEST
 """The minor version that is installed, as ``(0, 32)``; a build without a number counts as the newest."""
 
 MAY_RESET = VERSION >= (0, 26)
-"""Whether caches may be reset under running requests: 0.25 then keeps the numbers of their transfers, and dies
-when one of them is preempted (KeyError in build_connector_meta)."""
+"""Whether caches may be reset under running requests: 0.25 then keeps the numbers of their transfers, and
+dies when one of them is preempted (KeyError in build_connector_meta)."""
 
 # What is needed: since when vLLM has it, and what it is.
 CONNECTOR = versions.SINCE_CONNECTOR, "the scheduler's side that KVOffloadConnector builds on"
