@@ -1,7 +1,7 @@
 """Modules in place of vLLM's, as far as our copies on devices need them, made from recorded signatures.
 
 Every function takes exactly what the version's own takes. The handler moves bytes between tensors in host
-memory, when it is asked about them: as a device does, later than it is told to.
+memory when it is waited for, and not before: as a device may be that late.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ class Handler:
 
     def get_finished(self) -> list[Any]:
         assert self.is_open
-        while self.waiting:
-            self._run()
         done, self.done = self.done, []
         return done
 
