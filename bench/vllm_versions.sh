@@ -1,9 +1,9 @@
 #!/bin/sh
 # Runs tests/vllm on one version of vLLM after the other: bench/vllm_versions.sh DIR [VERSION...]
 #
-# DIR gets an environment at a time (3.4 GB, removed when its tests have run), VERSION.log, which says why a test
-# was skipped, and results.txt, a line for each version. Called by `make test-vllm-versions`. About eight
-# minutes a version on an idle machine with two cores. Fails if a version's tests do, after all have run.
+# DIR gets one environment at a time (3.4 to 6.1 GB, removed when its tests have run), VERSION.log, which says
+# why a test was skipped, and results.txt, a line for each version. Called by `make test-vllm-versions`. About
+# eight minutes a version on an idle machine with two cores. Fails if a version's tests do, after all have run.
 # An environment that cannot be built is a line too, and its log says why.
 set -eu
 
