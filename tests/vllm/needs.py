@@ -27,6 +27,7 @@ ORDER = (0, 31), "policies that hear when a request ends, and an LRU of its own 
 NAMED_POLICIES = (0, 27), "policies that are named by a module"
 COUNTS_OF_OFFERS = (0, 29), "a threshold that counts offers, not lookups"
 FREE_LIST = (0, 26), "a list of free blocks that can be read from any place"
+COUNTS_EVERY_STEP = (0, 28), "engines outside servers that count steps without an answer"
 NAMED_TIERS = (0, 28), "tiers that are named by a module"
 FILTERS = (0, 27), "requests that leave out tiers"
 
