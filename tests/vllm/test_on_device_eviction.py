@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from needs import FREE_LIST, lacks
+from needs import FENCES, lacks
 
-if reason := lacks(*FREE_LIST):
+if reason := lacks(*FENCES):
     pytest.skip(reason, allow_module_level=True)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
