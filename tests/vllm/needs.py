@@ -13,9 +13,13 @@ from kvoffload.integrations.vllm import versions
 VERSION = versions.minor(__version__) or versions.NEWEST
 """The minor version that is installed, as ``(0, 32)``; a build without a number counts as the newest."""
 
-MAY_RESET = VERSION >= (0, 27)
-"""Whether caches may be reset under running requests. 0.25 and 0.26 die of it sooner or later, in their own
-scheduler: of a KeyError in build_connector_meta, or of an assertion in _build_store_jobs."""
+MAY_RESET = VERSION >= (0, 26)
+"""Whether caches may be reset under running requests: 0.25 then keeps the numbers of their transfers, and
+dies when one of them is preempted (KeyError in build_connector_meta)."""
+
+MAY_ABORT = VERSION != (0, 26)
+"""Whether requests may be aborted: 0.26 stores what they have not computed, and dies (an assertion in
+_build_store_jobs), with its own manager as well."""
 
 # What is needed: since when vLLM has it, and what it is.
 CONNECTOR = versions.SINCE_CONNECTOR, "the scheduler's side that KVOffloadConnector builds on"

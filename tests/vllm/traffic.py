@@ -140,11 +140,11 @@ def drive(
 
     Args:
         tokens: of each answer.
-        aborts: share of the requests that are aborted, at a random time.
+        aborts: share of the requests that are aborted, at a random time. None where vLLM dies of it.
         resets: probability of a reset of our cache, at each step; of the engine's as well half of the time.
-            None where vLLM may not be reset now.
+            None where vLLM dies of it.
     """
-    from needs import MAY_RESET
+    from needs import MAY_ABORT, MAY_RESET
     from vllm import SamplingParams
 
     rng, outcome, llm = random.Random(seed), Outcome(), engine.llm.llm_engine
@@ -173,7 +173,7 @@ def drive(
                 outcome.finished += 1
                 if answer[: len(expected[number])] != expected[number]:
                     outcome.wrong.append((number, answer))
-        if running and rng.random() < aborts / 20:
+        if running and rng.random() < aborts / 20 and MAY_ABORT:
             victim = rng.choice(sorted(running))
             llm.abort_request([victim])
             del running[victim]
