@@ -13,9 +13,10 @@ from kvoffload.integrations.vllm import versions
 VERSION = versions.minor(__version__) or versions.NEWEST
 """The minor version that is installed, as ``(0, 32)``; a build without a number counts as the newest."""
 
-MAY_RESET = VERSION >= (0, 26)
-"""Whether caches may be reset under running requests: 0.25 then keeps the numbers of their transfers, and
-dies when one of them is preempted (KeyError in build_connector_meta)."""
+MAY_RESET = VERSION >= (0, 27)
+"""Whether caches may be reset under running requests. 0.25 then keeps the numbers of their transfers, and
+dies when one of them is preempted (KeyError in build_connector_meta). 0.25 and 0.26 do not tell a manager the
+end of requests that had ended, with transfers still running, when the caches were reset."""
 
 MAY_ABORT = VERSION != (0, 26)
 """Whether requests may be aborted: 0.26 stores what they have not computed, and dies (an assertion in
