@@ -68,7 +68,8 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
     ("arguments", "message"),
     [
         (["/no/such/file"],
-         "trace: '/no/such/file' is not possible; allowed: a file, or one of: agent, chat, rag"),
+         "trace: '/no/such/file' is not possible; there is no such file; allowed: a file, - "
+                           "(standard input), or one of: agent, chat, rag"),
         (["--policy", "lruu"], f"policy: 'lruu' is not possible; allowed: {', '.join(POLICIES.names())}, "
                                 "module:Class, or path/to/file.py:Class (did you mean lru?)"),
         (["--policy", "nomodule:LRU"], "policy: 'nomodule:LRU' is not possible; it cannot be imported: "
@@ -83,9 +84,27 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
                                          "or twice; allowed: small_share=0.1, patience=8192"),
         (["--capacity", "0"], "capacity: '0' is not possible; it is no block; allowed: a number of blocks "
                               "(5000), a share of the unique blocks (5%), or a size (4GiB)"),
-        (["--capacity", "10B"], "capacity: '10B' is not possible; it is less than one block (65,536 B); "
-                                "allowed: a number of blocks (5000), a share of the unique blocks (5%), or "
-                                "a size (4GiB)"),
+        (["--capacity", "10B", "--bytes-per-token", "128KiB"],
+         "capacity: '10B' is not possible; it is less than one block (67,108,864 B); allowed: a number of "
+         "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
+        (["--capacity", "4GiB"],
+         "capacity: '4GiB' is not possible; a size needs the bytes of a token: give --model config.json, or "
+         "--bytes-per-token 128KiB (Llama 3.1 8B); allowed: a number of blocks (5000), a share of the unique "
+         "blocks (5%), or a size (4GiB)"),
+        (["--capacity", "200%"], "capacity: '200%' is not possible; allowed: up to 100%"),
+        (["--capacity", "99999999999999999999"],
+         "capacity: '99999999999999999999' is not possible; it is 99,999,999,999,999,999,999 blocks; "
+         "allowed: up to 1,073,741,824"),
+        (["--device-blocks", "64GiB"],
+         "device-blocks: '64GiB' is not possible; a size needs the bytes of a token: give --model "
+         "config.json, or --bytes-per-token 128KiB (Llama 3.1 8B); allowed: 0 (none), a number of blocks "
+         "(2000), a share of the unique blocks (25%), a size (4GiB), or a part of the tier's capacity "
+         "(0.5x)"),
+        (["--model", "qwen/qwen3-9b"],
+         "model: 'qwen/qwen3-9b' is not possible; allowed: a config.json, a directory with one, or a model "
+         "in the Hugging Face cache or of: meta-llama/llama-3.1-8b, meta-llama/llama-3.1-70b, "
+         "meta-llama/llama-3.3-70b, mistralai/mistral-7b-v0.3, qwen/qwen2.5-7b, qwen/qwen2.5-72b, "
+         "qwen/qwen3-8b, qwen/qwen3-32b (did you mean qwen/qwen3-8b?)"),
         (["--block-bytes", "12"], "block-bytes: '12' is not possible; allowed: a multiple of 8 bytes"),
         (["--inject", "bitflip:2"], "inject: 'bitflip:2' is not possible; expected KIND:PROBABILITY, KIND "
                                     "one of bitflip, swap, zero, torn, PROBABILITY in 0..1"),

@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -500,6 +501,41 @@ def test_a_forked_process_has_no_part_in_the_tier(tmp_path: Path) -> None:
     with a_child_that_lives_on():
         disk.tier.close()
         life(tmp_path).tier.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("call", ["drain", "clear", "delete", "finish_request", "finished"])
+def test_a_forked_process_waits_for_no_lock_that_nobody_in_it_releases(tmp_path: Path, call: str) -> None:
+    disk = life(tmp_path)
+    disk.write([1])
+    request = disk.tier.begin_request("r")
+
+    def refused() -> bool:
+        signal.alarm(round(HANGS_S))
+        calls: dict[str, Callable[[], object]] = {
+            "drain": lambda: disk.tier.drain(HANGS_S),
+            "clear": disk.tier.clear,
+            "delete": lambda: disk.tier.delete(keys_of([1])),
+            "finish_request": lambda: disk.tier.finish_request(request, keys_of([1])),
+            "finished": disk.tier.finished,
+        }
+        try:
+            calls[call]()
+        except MisuseError as error:
+            disk.tier.close()
+            return "forked" in str(error)
+        return False
+
+    with disk.tier._committer.lock:
+        assert in_a_fork(refused)
+    assert disk.read([1]) == [1]
+    disk.tier.finish_request(request, keys_of([1]))
+    assert disk.tier.delete(keys_of([1])) == 1
+    disk.tier.clear()
+    assert disk.tier.drain(HANGS_S)
+    disk.tier.close()
+    assert disk.tier.finished() == [], "after its end too: only a child is refused"
+    assert disk.tier.drain(HANGS_S)
 
 
 def test_the_lock_ends_when_a_hang_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.errors import TraceError
+from kvoffload.errors import ConfigError, TraceError
 from kvoffload.traces import formats
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.formats.mooncake import write_trace
@@ -82,7 +84,7 @@ def test_ids_may_use_all_64_bits(chat: Callable[..., Path]) -> None:
 
 
 def test_block_tokens_decide_how_many_ids_count(chat: Callable[..., Path]) -> None:
-    assert chains(read_trace(chat(line([1, 2, 3], input_length=100)), block_tokens=50)) == [[1, 2]]
+    assert chains(read_trace(chat(line([1, 2, 3], input_length=149)), block_tokens=50)) == [[1, 2]]
 
 
 BAD_LINES = {
@@ -91,15 +93,16 @@ BAD_LINES = {
     "array": ("[]", "line: expected object, got array"),
     "missing": ('{"timestamp": 1}', "field input_length: missing"),
     "negative": (line([1], timestamp=-1), "field timestamp: expected int >= 0"),
-    "float": (line([1], timestamp=1.5), "field timestamp: expected int, got float"),
+    "text for a time": (line([1], timestamp="1.5"), "field timestamp: expected int | float, got str"),
     "null": (line([1], input_length="x"), "field input_length: expected int, got str"),
     "huge": (line([1], timestamp=2**63), "field timestamp: expected int <= 9223372036854775807"),
     "ids no list": ('{"timestamp":0,"input_length":1,"output_length":0,"hash_ids":5}',
                     "field hash_ids: expected array, got int"),
-    "id of wrong type": (line([1, 2, 3, "4"]), "field hash_ids[3]: expected int, got str"),
-    "id too large": (line([1, 2**63]), "field hash_ids[1]: 9223372036854775808 does not fit into 64 bits"),
+    "id of wrong type": (line([1, 2, 3, 4.5]), "field hash_ids[3]: expected int | str, got float"),
     "too few ids": (line([1, 2], input_length=1536),
                     "field hash_ids: 2 ids, but input_length 1536 has 3 blocks of 512 tokens"),
+    "too many ids": (line(list(range(64)), input_length=1024),
+                     "field hash_ids: 64 ids, but input_length 1024 has 2 blocks of 512 tokens"),
     "not utf-8": (b'{"\xff": 1}', "not UTF-8 (byte 2)"),
     "id twice": (line([1, 2, 1]), "field hash_ids[2]: id 1 occurs twice in this request"),
     "other parent": (line([9, 11]),
@@ -126,6 +129,63 @@ def test_a_skipped_line_does_not_say_what_follows_what(chat: Callable[..., Path]
     assert chains(trace) == [[1, 2], [6, 3]]
     assert trace.timestamps_ms.tolist() == [0, 2]
     assert trace.skipped_lines == 2
+
+
+@pytest.mark.parametrize("block_tokens", [16, 64, 2048])
+def test_blocks_of_another_size_are_refused_with_the_size_that_fits(
+    chat: Callable[..., Path], block_tokens: int
+) -> None:
+    lengths = (40 * block_tokens - 3, 41 * block_tokens, 99 * block_tokens + 1)
+    lines = [line(list(range(-(-length // block_tokens))), input_length=length) for length in lengths]
+    path = chat(*lines)
+    with pytest.raises(TraceError, match=rf":1: .*; --block-tokens {block_tokens} would fit$"):
+        read_trace(path)
+    assert read_trace(path, block_tokens=block_tokens).block_refs == 39 + 41 + 99
+
+
+WIDE = [2**64 - 1, 2**63, 2**127 + 5, "00ff", "0xdeadbeef", "", "ü"]
+
+
+def test_ids_of_any_kind_are_told_apart(chat: Callable[..., Path]) -> None:
+    trace = read_trace(chat(line([1, *WIDE]), line([1, *WIDE[:3], "else"]), line([2])))
+    assert chains(trace) == [[1, -1, -2, -3, -4, -5, -6, -7], [1, -1, -2, -3, -8], [2]]
+
+
+def test_numbered_ids_and_negative_ones_do_not_mix(chat: Callable[..., Path]) -> None:
+    path = chat(line([5, 2**63]), line([6, -1]))
+    with pytest.raises(TraceError, match="negative ids beside ids that are no signed 64-bit numbers"):
+        read_trace(path)
+
+
+def test_times_with_a_fraction_are_seconds(chat: Callable[..., Path]) -> None:
+    trace = read_trace(chat(line([1], timestamp=0.0), line([2], timestamp=61.1144), line([3], timestamp=62)))
+    assert trace.timestamps_ms.tolist() == [0, 61_114, 62]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(chat: Callable[..., Path]) -> None:
+    assert chains(read_trace(chat(b"\xef\xbb\xbf" + line([1]).encode(), line([2])))) == [[1], [2]]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_what_is_compressed_is_known_by_its_first_bytes(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "renamed.jsonl"
+    path.write_bytes(COMPRESS[suffix](line([4, 5]).encode()))
+    assert chains(read_trace(path)) == [[4, 5]]
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_standard_input_is_a_trace(
+    monkeypatch: pytest.MonkeyPatch, compress: Callable[[bytes], bytes]
+) -> None:
+    content = io.BufferedReader(io.BytesIO(compress(line([4, 5]).encode())))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
+    trace = load_trace("-")
+    assert (trace.name, chains(trace)) == ("stdin", [[4, 5]])
+
+
+def test_what_is_neither_file_nor_name_is_said_to_be_missing() -> None:
+    with pytest.raises(ConfigError, match=r"no such file; allowed: .*agent, chat, rag \(did you mean chat\?"):
+        load_trace("chta")
 
 
 UNREADABLE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -253,19 +254,46 @@ def test_bad_rows_begin_no_part_of_a_job() -> None:
     assert not any(part.jobs for part in parts)
 
 
-def test_one_that_raises_leaves_no_result_of_what_the_others_have_begun() -> None:
-    parts = scripted(2)
-    tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
-    parts[1].submit_write = lambda *_: 1 // 0  # type: ignore[method-assign,assignment]
-    with pytest.raises(ZeroDivisionError):
-        tier.submit_write(keys, pool, np.arange(8))
-    del parts[1].submit_write  # type: ignore[misc]
-    job, taken = tier.submit_write(keys, pool, np.arange(8))
+def broken(*_: object) -> Any:
+    raise OSError("out of order")
+
+
+def end_all(parts: list[ScriptedTier]) -> None:
     for part in parts:
         while part.jobs:
             part.end(part.jobs[0])
+
+
+def test_one_that_raises_loses_its_own_share_of_a_job() -> None:
+    """The others have begun: they use the rows of the pool until the job ends, so that it must not fail."""
+    parts = scripted(2)
+    tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
+    mine = tier._homes(keys) == 0
+    assert 0 < mine.sum() < 8
+    parts[1].submit_write = parts[1].submit_read = broken  # type: ignore[method-assign]
+    job, taken = tier.submit_write(keys, pool, np.arange(8))
+    assert taken.tolist() == mine.tolist()
+    end_all(parts)
     (result,) = tier.finished()
-    assert (result.job, result.ok.tolist()) == (job, [True] * int(taken.sum()))
+    assert (result.job, result.ok.tolist()) == (job, [True] * int(mine.sum()))
+    job = tier.submit_read(keys, pool, np.arange(8))
+    end_all(parts)
+    (result,) = tier.finished()
+    assert (result.job, result.ok.tolist()) == (job, mine.tolist())
+    assert tier.stats().failed == 2 * int((~mine).sum())
+
+
+def test_if_none_begins_it_raises_what_the_first_one_raised() -> None:
+    parts = scripted(2)
+    tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
+    for part in parts:
+        part.submit_write = part.submit_read = broken  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="out of order"):
+        tier.submit_write(keys, pool, np.arange(8))
+    with pytest.raises(OSError, match="out of order"):
+        tier.submit_read(keys, pool, np.arange(8))
+    assert tier.finished() == []
+    assert tier.stats().failed == 0, "who gets the exception counts"
 
 
 @pytest.mark.parametrize("hanging", [0, 1, 2])

@@ -358,7 +358,9 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     trace = load_trace(chat)
     write_trace(dataclasses.replace(trace, timestamps_ms=trace.timestamps_ms + 1), changed)
     assert finished_rows(str(changed)) == 0
-    assert finished_rows(chat, block_tokens=1024) == 0
+    larger_blocks = dataclasses.replace(trace, block_tokens=1024)
+    write_trace(larger_blocks, changed)
+    assert finished_rows(str(changed), block_tokens=1024) == 0
     monkeypatch.setattr("kvoffload.sweep.sweep.code_digest", lambda policy: f"other code of {policy}")
     assert finished_rows(chat) == 0
 
@@ -545,7 +547,9 @@ def test_a_worker_that_is_killed_ends_the_sweep(
         (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is not possible; with a scheduler"),
         (["--resamples", "0"], "resamples: 0 is not possible; at least 1"),
         (["--seed", "-1"], "seed: -1 is not possible; 0 to 2**64 - 1"),
-        (["--block-bytes", "0"], "block-bytes: '0' is not possible; allowed: at least one byte"),
+        (["--bytes-per-token", "0"], "bytes-per-token: '0' is not possible; allowed: at least one byte"),
+        (["--capacities", "5%,4GiB"],
+         "capacities: '4GiB' is not possible; a size needs the bytes of a token"),
         (["--output", "rows.txt"], "output: 'rows.txt' is not possible; a file that ends in .csv, .json, "
                                    ".parquet"),
         (["--output", "/no/such/dir/x.csv"], "output: '/no/such/dir/x.csv' is not possible; a file that can "

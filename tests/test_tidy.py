@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "errors": set(),
     "_version": set(),
     "config": {"errors"},
+    "models": {"config", "errors"},
     "plugins": {"config", "errors"},
     "structures": {"errors"},
     "core": {"structures", "plugins", "errors"},
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "tiers": {"transfer", "core", "structures", "plugins", "config", "errors"},
     "options": {"config", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},
-    "traces": {"structures", "plugins", "errors"},
+    "traces": {"config", "structures", "plugins", "errors"},
     "replay": {
         "traces",
         "tiering",
@@ -56,6 +57,7 @@ MAY_IMPORT = {
     },
     "cli": {
         "integrations",
+        "models",
         "plugins",
         "sweep",
         "replay",
@@ -73,7 +75,7 @@ MAY_IMPORT = {
 
 FORBIDDEN_IN_CONTROL_PLANE = {"torch", "vllm", "threading", "asyncio", "time", "os"}
 NUMBA_ONLY_IN = {
-    *("structures/jit.py", "structures/structs.py", "structures/batches.py"),
+    *("structures/jit.py", "structures/kernel_cache.py", "structures/structs.py", "structures/batches.py"),
     *("tiers/checksum.py", "transfer/copies.py", "transfer/streaming.py"),
 }
 CONTROL_PLANE = {"structures", "core", "policies", "admission"}

@@ -288,6 +288,67 @@ def test_what_cannot_be_read_is_a_miss_and_what_stands_before_it_a_hit() -> None
     assert rig.manager.stats().writing == 0
 
 
+def out_of_order(*_: Any) -> Any:
+    raise OSError("out of order")
+
+
+def test_a_tier_that_raises_instead_of_reading_is_a_miss_and_keeps_no_slot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of the two tiers that have a share of the prefix one begins to read."""
+    rig = Rig(tiers=2, immediate=False)
+    rig.below("ab", 0)
+    rig.below("cd", 1)
+    rig.tiers[1].submit_read = out_of_order  # type: ignore[method-assign]
+    ctx = rig.begin()
+    assert rig.ask("abcd", ctx) == (0, RETRY)
+    assert rig.manager.stats().writing == 2, "the share of the other tier"
+    rig.end_all()
+    assert rig.ask("abcd", ctx) == (2, MISS), "and is not asked for again"
+    assert rig.manager.stats().writing == 0
+    assert rig.manager.counts.lost == 2
+    assert [stats.failed for stats in rig.manager.tier_stats()] == [0, 2]
+    assert "t1: 2 blocks were not read: OSError: out of order" in caplog.text
+    del rig.tiers[1].submit_read  # type: ignore[misc]
+    rig.load("ab", ctx)
+    rig.manager.finish_request(ctx)
+    later = rig.begin()
+    assert rig.ask("cd", later) == (0, RETRY), "another request asks anew"
+    rig.end_all()
+    assert rig.ask("cd", later) == (2, HIT)
+
+
+def test_key_by_key_a_tier_that_raises_is_a_miss() -> None:
+    rig = Rig()
+    rig.below("a")
+    rig.tier.submit_read = out_of_order  # type: ignore[method-assign]
+    ctx = rig.begin()
+    assert rig.manager.lookup_key(b"a", ctx) is RETRY
+    assert not rig.manager.poll()
+    assert rig.manager.lookup_key(b"a", ctx) is MISS
+    assert rig.manager.stats().writing == 0
+
+
+def test_a_tier_that_raises_instead_of_writing_pins_nothing_and_the_others_get_the_blocks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(tiers=2)
+    rig.tiers[0].submit_write = out_of_order  # type: ignore[method-assign]
+    ctx = rig.begin("abcd")
+    rig.store("abcd", ctx)
+    rig.manager.finish_request(ctx)
+    assert not rig.manager.has_jobs
+    assert rig.manager.stats().evictable == 4
+    assert text([*rig.tiers[1].blocks]) == "abcd"
+    assert "t0: 4 blocks were not written: OSError: out of order" in caplog.text
+    # At the end of the request they were offered again.
+    assert rig.manager.tier_stats()[0].failed == 8
+    assert rig.tiers[0].used == [keys("abcd")], "it hears of the request"
+    del rig.tiers[0].submit_write  # type: ignore[misc]
+    rig.store("e")
+    assert text([*rig.tiers[0].blocks]) == "e"
+
+
 def test_blocks_are_promoted_whatever_the_admission_rule_of_ram_thinks() -> None:
     rig = Rig(admission="reuse:2")
     rig.below("ab")

@@ -87,7 +87,8 @@ def test_what_is_neither_file_nor_built_in() -> None:
         load_trace("no-such-trace")
     assert (
         str(error.value)
-        == "trace: 'no-such-trace' is not possible; allowed: a file, or one of: agent, chat, rag"
+        == "trace: 'no-such-trace' is not possible; there is no such file; allowed: a file, - (standard "
+        "input), or one of: agent, chat, rag"
     )
     with pytest.raises(ConfigError, match="block_tokens: 0 is not possible"):
         load_trace("chat", block_tokens=0)

@@ -28,7 +28,13 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
     "TIB": 2**40,
+    "PIB": 2**50,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
 }
+_MOST_BLOCKS = 2**30
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
 
 
@@ -36,19 +42,27 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
 
 
 def parse_size(field: str, text: str) -> int:
-    """Bytes that ``64KiB``, ``1.5GiB``, ``500MB`` or ``4096`` mean. Raises `ConfigError`."""
+    """Bytes that ``64KiB``, ``1.5GiB``, ``64G`` (the same as GiB), ``500MB`` or ``4096`` mean.
+
+    Raises `ConfigError`.
+    """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(field, text, "allowed: a number of bytes, or one with KiB, MiB, GiB, TiB, KB, ...")
+        raise ConfigError(
+            field,
+            text,
+            "allowed: a number of bytes, or one with KiB, MiB, GiB, TiB, PiB (or K, M, G, T), KB, MB, GB, TB",
+        )
     if "." not in match[1]:
         return int(match[1]) * _UNITS[match[2].upper()]
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def parse_capacity(field: str, text: str, block_bytes: int, unique_blocks: int) -> int:
+def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks: int) -> int:
     """Blocks that ``5000``, ``5%`` (of the trace's unique blocks, rounded down) or ``4GiB`` mean.
 
-    Raises `ConfigError` for what cannot be understood, and for less than one block.
+    `block_bytes` is what a size is divided by; None if nobody has said what a token takes.
+    Raises `ConfigError` for what cannot be understood, for less than one block and for too many.
     """
     allowed = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
     match = _NUMBER.fullmatch(text.strip())
@@ -59,11 +73,20 @@ def parse_capacity(field: str, text: str, block_bytes: int, unique_blocks: int) 
             raise ConfigError(field, text, allowed)
         blocks, what = int(match[1]), "it is no block"
     elif match[2] == "%":
+        if float(match[1]) > 100:
+            raise ConfigError(field, text, "allowed: up to 100%")
         # In exact arithmetic: 0.29 * 100 is 28.999999999999996 in floating point.
         whole, _, fraction = match[1].partition(".")
         blocks = int(whole + fraction) * unique_blocks // (100 * 10 ** len(fraction))
         what = f"it is less than one of the trace's {unique_blocks:,} unique blocks"
     elif match[2].upper() in _UNITS:
+        if block_bytes is None:
+            raise ConfigError(
+                field,
+                text,
+                "a size needs the bytes of a token: give --model config.json, or --bytes-per-token 128KiB "
+                "(Llama 3.1 8B); " + allowed,
+            )
         blocks, what = (
             parse_size(field, text) // block_bytes,
             f"it is less than one block ({block_bytes:,} B)",
@@ -72,6 +95,8 @@ def parse_capacity(field: str, text: str, block_bytes: int, unique_blocks: int) 
         raise ConfigError(field, text, allowed)
     if blocks < 1:
         raise ConfigError(field, text, f"{what}; {allowed}")
+    if blocks > _MOST_BLOCKS:
+        raise ConfigError(field, text, f"it is {blocks:,} blocks; allowed: up to {_MOST_BLOCKS:,}")
     return blocks
 
 

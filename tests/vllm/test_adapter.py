@@ -91,7 +91,6 @@ class World:
         spec = output.store_spec
         for one, slot in zip(output.keys_to_store, spec.block_ids.tolist(), strict=True):
             self.pool.part(0)[slot] = np.resize(np.frombuffer(one, np.uint8), 4096)
-            self.pool.failed[0, slot] = 0
         if spec.digests is not None:
             self.pool.seal(0, spec.block_ids, spec.digests)
 

@@ -101,6 +101,29 @@ def test_where_a_hit_came_from_and_requests_that_leave_out_storage(tmp_path: Pat
     assert CacheHitSource(one.manager.get_load_source(keys[0], from_tier)) is CacheHitSource.DISK
 
 
+def test_a_load_that_failed_is_no_failure_of_what_comes_into_its_slot_next(tmp_path: Path) -> None:
+    """A tier fills the slot: no worker stores there, and says that the slot is sound again."""
+    one, keys = World(tmp_path, 2), [key(1)]
+    tier = ScriptedTier(one.pool.slot_stride, immediate=True)
+    one.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
+    one.manager._build(36)
+    del one.manager.on_schedule_end  # without tiers there is nothing to do
+    one.serve("stores", keys)
+    one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
+    for number in range(6):
+        ctx = one.request(f"r{number}", keys)
+        while one.lookup(ctx, keys) is None:
+            one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
+        spec = one.manager.prepare_load(keys, ctx)
+        if number % 2 == 0:
+            one.pool.fail(0, spec.block_ids)
+        one.manager.complete_load({*keys}, ctx)
+        one.manager.on_request_finished(ctx)
+        assert one.manager.metrics.counts["failed_load_blocks"] == number // 2 + 1
+    assert not one.manager.broken
+    one.close()
+
+
 def test_problems_with_options_are_lines_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
     """Also before any process is started, where vLLM asks about CUDA graphs."""
     with caplog.at_level("ERROR", "vllm.kvoffload"), pytest.raises(ConfigError):

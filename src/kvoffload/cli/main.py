@@ -33,8 +33,8 @@ class _Commands(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
-        if sys.stderr.isatty():
-            compiling = logging.getLogger("kvoffload.compiling")
+        compiling = logging.getLogger("kvoffload.compiling")
+        if not compiling.handlers:
             compiling.addHandler(logging.StreamHandler())
             compiling.setLevel(logging.INFO)
         command: click.Command = getattr(importlib.import_module(module), attribute)

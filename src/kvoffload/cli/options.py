@@ -48,3 +48,14 @@ def configured(**parameters: str) -> Callable[[F], F]:
         callback=set_defaults,
         help="A TOML file with policy, admission, store, ram, tiers. [env: KVOFFLOAD_CONFIG]",
     )
+
+
+def sized(function: F) -> F:
+    """Give a command ``--model`` and ``--bytes-per-token``: what sizes are divided by (`models`)."""
+    for option in (
+        click.option("--bytes-per-token", metavar="SIZE", help="The same in bytes: 128KiB."),
+        click.option("--model", metavar="CONFIG.JSON|NAME",
+                     help="Whose KV blocks these are: for sizes such as 64GiB."),
+    ):  # fmt: skip
+        function = option(function)
+    return function

@@ -11,7 +11,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvoffload.cli.options import configured
+from kvoffload import models
+from kvoffload.cli.options import configured, sized
 from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
 from kvoffload.config import parse_capacity, parse_size
@@ -21,6 +22,7 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
+from kvoffload.sweep.grid import device_blocks as device_cache
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.options import parse_tier
 from kvoffload.traces.sources import load_trace
@@ -40,14 +42,16 @@ from kvoffload.traces.trace import Trace
     show_default=True,
     help="Of the tier: 5000 (blocks), 5% (of the unique), 4GiB.",
 )
-@click.option("--device-blocks", default=0, show_default=True, type=click.IntRange(min=0),
-              help="Blocks of an LRU device cache in front; 0 for none.")  # fmt: skip
+@click.option("--device-blocks", default="0", show_default=True,
+              help="Of an LRU device cache in front: 0 (none), as above, or 0.5x of the tier.")  # fmt: skip
 @click.option("--store", default=ON_COMPUTE, show_default=True, type=click.Choice(STORES),
               help="When a block is offered to the tier.")  # fmt: skip
 @click.option("--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
               help="A tier behind RAM; with --no-data simulated:CAPACITY. May be repeated. "
               "Options follow: ,policy=NAME,admission=RULE.")  # fmt: skip
-@click.option("--block-bytes", default="64KiB", show_default=True, help="Bytes of a block; a multiple of 8.")
+@sized
+@click.option("--block-bytes", default="64KiB", show_default=True,
+              help="Moved and checked for each block, in place of its bytes; a multiple of 8.")  # fmt: skip
 @click.option("--no-data", is_flag=True, help="Replay the decisions alone, without bytes.")
 @click.option(
     "--inject", metavar="KIND:RATE", help="Damage stored blocks on purpose: bitflip:1e-4, swap, ..."
@@ -67,9 +71,11 @@ def replay(
     policy: str,
     admission: str,
     capacity: str,
-    device_blocks: int,
+    device_blocks: str,
     store: str,
     tiers: tuple[str, ...],
+    model: str | None,
+    bytes_per_token: str | None,
     block_bytes: str,
     no_data: bool,
     inject: str | None,
@@ -87,7 +93,7 @@ def replay(
     Blocks are stored, evicted, loaded and verified for real: their contents follow from their keys, so a
     wrong byte is always found. Exit code 1 if one was served.
     """
-    size = _block_bytes(block_bytes)
+    moved_bytes, size = _moved_bytes(block_bytes), models.block_bytes(model, bytes_per_token, block_tokens)
     injection = parse_injection(inject, seed) if inject else None
     if injection is not None and no_data:
         raise ConfigError("inject", inject, "it needs bytes to damage: leave out --no-data")
@@ -98,14 +104,15 @@ def replay(
         )
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
     behind = tuple(parse_tier("tier", text).in_blocks(size, loaded.unique_blocks) for text in tiers)
-    config = ReplayConfig(blocks, policy, admission, device_blocks, store, behind)
+    on_device = device_cache(device_blocks, blocks, size, loaded.unique_blocks)
+    config = ReplayConfig(blocks, policy, admission, on_device, store, behind)
     if output is not None:
         _write("output", output, b"")  # A file that cannot be written is known before the work is done.
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(_writable("decisions", decisions)) if decisions else None
         data = None
         if not no_data:
-            data = DataPlane(_slots_that_fit(loaded, capacity, blocks, size), size, injection)
+            data = DataPlane(_slots_that_fit(loaded, capacity, blocks, moved_bytes), moved_bytes, injection)
             stack.callback(data.close)
         run = Replay(loaded, config, data, log)
         with _progress(loaded.requests, quiet) as progress:
@@ -122,7 +129,7 @@ def replay(
         raise SystemExit(1)
 
 
-def _block_bytes(text: str) -> int:
+def _moved_bytes(text: str) -> int:
     size = parse_size("block-bytes", text)
     if size < 8 or size % 8:
         raise ConfigError("block-bytes", text, "allowed: a multiple of 8 bytes")

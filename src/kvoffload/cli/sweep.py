@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from kvoffload.cli.options import configured
+from kvoffload.cli.options import configured, sized
 from kvoffload.cli.sweep_tables import tables
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import SweepError
+from kvoffload.models import block_bytes
 from kvoffload.sweep.bootstrap import RESAMPLES
-from kvoffload.sweep.grid import Grid, axis, block_size
+from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.sweep import Progress, Sweep
 from kvoffload.tiers.options import NO_TIERS
 
@@ -44,7 +45,7 @@ _REMEMBERED_S = 600
 @click.option("--timings", is_flag=True, help="A column of seconds; these differ from run to run.")
 @click.option("--seed", default=0, show_default=True, help="Of the confidence intervals.")
 @click.option("--resamples", default=RESAMPLES, show_default=True, help="Of the confidence intervals.")
-@click.option("--block-bytes", default="64KiB", show_default=True, help="What sizes are divided by.")
+@sized
 @click.option("--block-tokens", default=512, show_default=True, type=click.IntRange(min=1),
               help="Tokens in a block of the traces.")  # fmt: skip
 @click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of traces out, and count them.")
@@ -64,7 +65,8 @@ def sweep(
     timings: bool,
     seed: int,
     resamples: int,
-    block_bytes: str,
+    model: str | None,
+    bytes_per_token: str | None,
     block_tokens: int,
     skip_bad_lines: bool,
     quiet: bool,
@@ -82,7 +84,7 @@ def sweep(
         axis("capacities", capacities),
         axis("device-blocks", device_blocks),
         axis("stores", stores),
-        block_size(block_bytes),
+        block_bytes(model, bytes_per_token, block_tokens),
         axis("tiers", tiers),
     )
     run = Sweep(

@@ -124,7 +124,7 @@ class Replay:
         self.hits_per_request = np.zeros(trace.requests, np.int32)
         self._device_hits = self._tier_hits = self._block_hits = 0
         self._damaged = self._dropped = 0
-        self._control_seconds = self._waited_s = 0.0
+        self._control_s = self._tiers_s = self._tiers_cpu_s = 0.0
 
     def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
         """Replay every request. `progress` is told how many requests are done, about 200 times."""
@@ -142,7 +142,7 @@ class Replay:
     def _serve(self, request: int) -> None:
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)
-        start, data_before = time.perf_counter(), self._data_seconds()
+        start, bytes_before = time.thread_time(), self._bytes_cpu_s()
         ctx = self.manager.begin_request(str(request), keys)
         device_ctx = None
         on_device = 0
@@ -168,7 +168,7 @@ class Replay:
         self._device_hits += on_device
         self._tier_hits += from_tier
         self.hits_per_request[request] = on_device + from_tier
-        self._control_seconds += time.perf_counter() - start - (self._data_seconds() - data_before)
+        self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
 
     def _store_on_device(
         self, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
@@ -221,10 +221,11 @@ class Replay:
         return found.num_ready
 
     def _settle(self, manager: TieredManager) -> None:
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.thread_time()
         if not manager.settle(_SETTLE_S):
             raise TierError(f"a tier has not answered for {_SETTLE_S:.0f} s")
-        self._waited_s += time.perf_counter() - start
+        self._tiers_s += time.perf_counter() - start
+        self._tiers_cpu_s += time.thread_time() - start_cpu
 
     def _store(
         self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
@@ -278,8 +279,9 @@ class Replay:
     def _ids(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         return self._trace.block_ids.take(codes)
 
-    def _data_seconds(self) -> float:
-        return self._waited_s + (self._data.seconds if self._data is not None else 0.0)
+    def _bytes_cpu_s(self) -> float:
+        """CPU time of this thread that was not spent deciding."""
+        return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:
         trace, config, data, stats = self._trace, self._config, self._data, self.manager.stats()
@@ -318,8 +320,8 @@ class Replay:
             mismatches_caught=self._damaged,
             mismatches_served=data.mismatches_served if data else 0,
             damage_injected=data.damage_injected if data else 0,
-            control_plane_s=self._control_seconds,
-            data_plane_s=self._data_seconds(),
+            control_plane_s=self._control_s,
+            data_plane_s=self._tiers_s + (data.cpu_s if data else 0.0),
             decisions_sha256=self._log.hexdigest(),
             version=__version__,
             policy_state=stats.policy,

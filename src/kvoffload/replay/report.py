@@ -53,7 +53,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         mismatches_caught: blocks found damaged by that, and turned into misses.
         mismatches_served: blocks handed out although their bytes were wrong. Anything but 0 is a bug.
         damage_injected: blocks damaged on purpose; those that were evicted first are never read.
-        control_plane_s, data_plane_s: seconds spent deciding, and moving and checking bytes.
+        control_plane_s: CPU time spent deciding. data_plane_s: CPU time spent moving and checking bytes, and
+            the time for which tiers behind RAM were waited for.
         decisions_sha256: digest of the decision log.
         version: of kvoffload.
         policy_state: what the policy says of itself at the end.

@@ -8,11 +8,8 @@ instead of compiling silently.
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numba
@@ -21,6 +18,8 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types as nb
 from numba.extending import intrinsic
+
+from kvoffload.structures import kernel_cache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,7 +52,7 @@ _PLAIN = {
 # numba counts references to arrays with atomic instructions at every call of a helper, also in inner loops:
 # up to six times the cost of the loop itself. A kernel gets all of its arrays from its caller, which keeps
 # them alive, and makes none; so counting is off (`_nrt`), and `np.empty` in a kernel does not compile.
-_OPTIONS: Any = {"cache": True, "_nrt": False}
+_OPTIONS: Any = {"cache": kernel_cache.prepare(), "_nrt": False}
 
 
 class Kernel:
@@ -101,7 +100,7 @@ def compile_all() -> int:
     """
     count = 0
     if _WAITING:
-        _say_that_it_takes_long()
+        kernel_cache.say_that_it_takes_long()
     while _WAITING:
         _WAITING.pop().made  # noqa: B018  (to ask for it makes it)
         count += 1
@@ -121,7 +120,7 @@ def kernel(function: F) -> F:
 def compiled(function: F, *, cache: bool = True) -> F:
     """Compile a kernel now; without `cache` for tests, whose files numba would not compile anew when helpers
     change."""
-    made = numba.njit(_signature(function), **(_OPTIONS | {"cache": cache}))(function)
+    made = numba.njit(_signature(function), **(_OPTIONS | {"cache": cache and _OPTIONS["cache"]}))(function)
     if all(isinstance(kind, nb.Array) or kind in _PLAIN.values() for kind in _arguments(function)):
         return cast(F, made)
     # numba has no public name for it: the wrapper that its dispatcher calls when it has checked the types.
@@ -188,41 +187,3 @@ def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
 
 
 prefetch: Any = intrinsic(_prefetch)
-
-
-COMPILING = logging.getLogger("kvoffload.compiling")
-"""Says, at level INFO, when a start will take long."""
-_USUAL_S = 30
-_PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def _drop_stale_kernels() -> None:
-    """Delete cached kernels when a source file of the package that has kernels or helpers has changed.
-
-    numba checks only the file that has the kernel, not those of the helpers compiled into it: after an edit
-    of `lists.py` a policy would keep running the old code.
-    """
-    sources = sorted(path for path in _PACKAGE.rglob("*.py") if b"kvoffload.structures" in path.read_bytes())
-    state = "\n".join(f"{path.relative_to(_PACKAGE)} {path.stat().st_mtime_ns}" for path in sources)
-    digest = hashlib.sha256(state.encode()).hexdigest()
-    stamp = _PACKAGE / "structures" / "__pycache__" / "kernels.stamp"
-    try:
-        if stamp.exists() and stamp.read_text() == digest:
-            return
-        for cached in _PACKAGE.rglob("__pycache__/*.nb[ic]"):
-            cached.unlink(missing_ok=True)
-        stamp.parent.mkdir(exist_ok=True)
-        stamp.write_text(digest)
-    except OSError:
-        # An installed package that we cannot write to changes only by an upgrade, which gives its files new
-        # times, and numba checks those.
-        pass
-
-
-def _say_that_it_takes_long() -> None:
-    """Once, if there are no kernels in the cache."""
-    if not any(_PACKAGE.rglob("__pycache__/*.nbi")):
-        COMPILING.info("kvoffload: compiling kernels, once for this installation (about %d s) ...", _USUAL_S)
-
-
-_drop_stale_kernels()

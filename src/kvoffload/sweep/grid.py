@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.config import parse_capacity, parse_size
+from kvoffload.config import parse_capacity
 from kvoffload.core.admission import create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
@@ -32,7 +32,7 @@ _DEVICE_ALLOWED = (
     "allowed: 0 (none), a number of blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
     "part of the tier's capacity (0.5x)"
 )
-_ANY_TRACE = 10**15
+_ANY_TRACE = 2**30
 _A_FEW_BLOCKS = 64
 
 
@@ -87,7 +87,7 @@ class Grid:
         stores: when to store; of `STORES`.
         tiers: what is behind RAM: ``none``, ``10%``, ``10%,policy=hazard``; several behind one another with
             a ``+``. Tiers keep account of blocks, as in production, and keep none.
-        block_bytes: what a size is divided by.
+        block_bytes: what a size is divided by; None if there are none among the capacities.
     """
 
     policies: tuple[str, ...]
@@ -95,7 +95,7 @@ class Grid:
     capacities: tuple[str, ...] = ("5%",)
     devices: tuple[str, ...] = ("0",)
     stores: tuple[str, ...] = (ON_COMPUTE,)
-    block_bytes: int = 65_536
+    block_bytes: int | None = None
     tiers: tuple[str, ...] = (NO_TIERS,)
 
     def __post_init__(self) -> None:
@@ -168,8 +168,8 @@ class Grid:
         for device in self.devices:
             for capacity in self.capacities:
                 blocks = parse_capacity("capacities", capacity, self.block_bytes, unique_blocks)
-                device_blocks = _device_blocks(device, blocks, self.block_bytes, unique_blocks)
-                sizes.append((device, capacity, blocks, device_blocks))
+                on_device = device_blocks(device, blocks, self.block_bytes, unique_blocks)
+                sizes.append((device, capacity, blocks, on_device))
         return sizes
 
 
@@ -202,14 +202,6 @@ def axis(field: str, text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def block_size(text: str) -> int:
-    """Bytes of a block, to divide sizes by. Raises `ConfigError`."""
-    size = parse_size("block-bytes", text)
-    if size < 1:
-        raise ConfigError("block-bytes", text, "allowed: at least one byte")
-    return size
-
-
 def content_digest(trace: Trace) -> str:
     """SHA-256 of everything in a trace that a replay can see; its name is not in it."""
     digest = hashlib.sha256(f"{trace.block_tokens} {trace.skipped_lines}".encode())
@@ -220,12 +212,13 @@ def content_digest(trace: Trace) -> str:
     return digest.hexdigest()
 
 
-def _tier_options(text: str, block_bytes: int, unique_blocks: int) -> tuple[TierOptions, ...]:
+def _tier_options(text: str, block_bytes: int | None, unique_blocks: int) -> tuple[TierOptions, ...]:
     """What ``none``, ``10%``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%`` mean."""
     return tuple(tier.in_blocks(block_bytes, unique_blocks) for tier in parse_tiers("tiers", text))
 
 
-def _device_blocks(text: str, capacity_blocks: int, block_bytes: int, unique_blocks: int) -> int:
+def device_blocks(text: str, capacity_blocks: int, block_bytes: int | None, unique_blocks: int) -> int:
+    """Blocks of the device cache in front. Raises `ConfigError`."""
     if text == "0":
         return 0
     if times := _TIMES.fullmatch(text):

@@ -41,14 +41,19 @@ class Job:
 
 
 class TierLane:
-    """A tier behind RAM, the jobs that it has not finished, and how fast it reads."""
+    """A tier behind RAM, the jobs that it has not finished, and how fast it reads.
+
+    Attributes:
+        num_writing: blocks that are being written.
+        num_refused: blocks of jobs that the tier did not begin, because it raised an exception.
+    """
 
     def __init__(self, tier: SecondaryTier) -> None:
         self.tier = tier
         self.jobs: dict[int, Job] = {}
         self.speed = ReadSpeed()
         self._next_probe = 0.0
-        self.num_writing = 0
+        self.num_writing = self.num_refused = 0
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
         """Whether its oldest job is so late that it gets no more jobs."""

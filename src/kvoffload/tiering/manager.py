@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import Job, TieringCounts, TierLane
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.base import NO_JOB, Mask, Memory, SecondaryTier, TierStats
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
@@ -44,7 +46,8 @@ class TieredManager(OffloadingManager):
     **Do no harm.** A read that is expected to take longer than computing the blocks is not begun, except for
     one every 10 s, to learn whether that still holds. A request that has waited longer than computing would
     have taken, or longer than `deadline_s`, gets MISS instead of RETRY from then on. A tier whose oldest job
-    is late by four deadlines gets no more jobs until it answers.
+    is late by four deadlines gets no more jobs until it answers. One that raises an exception instead of
+    beginning a job has failed at its blocks: reads are MISS, and the next batch is offered again.
 
     Args:
         capacity_blocks, and all keywords that are not below: as for `OffloadingManager`.
@@ -98,7 +101,7 @@ class TieredManager(OffloadingManager):
         self._ram = ram
         self._lanes = [TierLane(tier) for tier in tiers]
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
-        self._clock = clock
+        self._clock, self._log = clock, RateLimitedLog("kvoffload.tiering")
         self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
         self._num_reading = 0
         # Blocks that are being promoted, and the number of their tier, from 1.
@@ -270,8 +273,9 @@ class TieredManager(OffloadingManager):
         return [lane.tier.name for lane in self._lanes]
 
     def tier_stats(self) -> list[TierStats]:
-        """The counters of each tier behind RAM."""
-        return [lane.tier.stats() for lane in self._lanes]
+        """The counters of each tier behind RAM; blocks of jobs that it did not begin have failed."""
+        counted = [(lane.tier.stats(), lane.num_refused) for lane in self._lanes]
+        return [replace(stats, failed=stats.failed + num_refused) for stats, num_refused in counted]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let jobs end, for at most `timeout_s`, and close the tiers."""
@@ -327,10 +331,29 @@ class TieredManager(OffloadingManager):
         for number, part in zip(
             numbers, plan.split([np.flatnonzero(come_from == n) for n in numbers]), strict=True
         ):
-            lane = self._lanes[number]
+            self._read(number, part, request)
+
+    def _read(self, number: int, part: StorePlan, request: TierWait) -> None:
+        """Begin to read the blocks of a plan from one tier."""
+        lane = self._lanes[number]
+        try:
             job = lane.tier.submit_read(part.keys, self._ram.pool, part.slots)
-            lane.jobs[job] = Job(part, self._clock())
-            self._promoting.update(dict.fromkeys(part.keys, number + 1))
+        except Exception as error:
+            self._refused(lane, len(part.keys), "read", error)
+            self._num_reading -= len(part.keys)
+            self.counts.lost += len(part.keys)
+            request.given_up.update(part.keys)
+            super().complete_store(part, success=False)
+            return
+        lane.jobs[job] = Job(part, self._clock())
+        self._promoting.update(dict.fromkeys(part.keys, number + 1))
+
+    def _refused(self, lane: TierLane, num_blocks: int, done: str, error: Exception) -> None:
+        """A tier has raised an exception instead of beginning a job."""
+        lane.num_refused += num_blocks
+        text = "tier %s: %d blocks were not %s: %s: %s"
+        kind, name = f"{done} {id(lane)}", type(error).__name__
+        self._log.warn(kind, text, lane.tier.name, num_blocks, done, name, error)
 
     def _is_worth(self, come_from: SlotArray, compute_s: float) -> bool:
         """Whether to read these blocks takes less time than to compute what they make reachable."""
@@ -386,7 +409,12 @@ class TieredManager(OffloadingManager):
         offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
         self.unpin(damaged, damaged=range(len(damaged.keys)))
         record = request.records[row] if request is not None else None
-        job, taken = lane.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
+        try:
+            job, taken = lane.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
+        except Exception as error:
+            self._refused(lane, len(offered.keys), "written", error)
+            self.unpin(offered)
+            return
         kept, others = offered.split([np.flatnonzero(taken), np.flatnonzero(~taken)])
         self.unpin(others)
         if job == NO_JOB:

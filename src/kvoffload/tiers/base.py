@@ -49,7 +49,7 @@ class SecondaryTier(Protocol):
     work, and `finished` returns how each job ended. From its submission to its end a job owns the rows of the
     pool that it names. No failure of the medium is an exception: a block that cannot be written or read, or
     that is not what was stored under its key, is False in the result of its job, and `contains` is False for
-    it from then on.
+    it from then on. If `submit_read` or `submit_write` raises all the same, nothing has begun.
 
     Thread: all methods on one thread, the scheduler's; only `drain` and `close` wait for the medium. The
     effect of a job is not visible to jobs that were submitted before it ended.

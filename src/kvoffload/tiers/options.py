@@ -59,7 +59,7 @@ class _CapacityParser:
 
     def parse(self, field: str, value: object) -> str:
         text = "" if isinstance(value, bool) else str(value).strip()
-        if not re.fullmatch(r"\d+(\.\d+)?\s*(%|[KMGT]i?B|B)?", text, re.IGNORECASE):
+        if not re.fullmatch(r"\d+(\.\d+)?\s*(%|[KMGT]i?B?|PiB|B)?", text, re.IGNORECASE):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
         return text
 
@@ -91,7 +91,7 @@ class TierOptions(ABC):
     def open(self, owner: TierOwner) -> SecondaryTier:
         """The tier, with what it holds from before. Raises `ConfigError`, `UnavailableError`."""
 
-    def in_blocks(self: _Options, block_bytes: int, unique_blocks: int) -> _Options:
+    def in_blocks(self: _Options, block_bytes: int | None, unique_blocks: int) -> _Options:
         """The same, its capacity as a number of blocks: for replays. Raises `ConfigError`."""
         return replace(self, capacity=str(parse_capacity("tier", self.capacity, block_bytes, unique_blocks)))
 

@@ -26,6 +26,7 @@ from kvoffload.tiers.base import (
     checked_rows,
     key_digests,
 )
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 
 
@@ -44,13 +45,26 @@ class _Job:
     seconds: float = 0.0
 
 
+@dataclass(eq=False)
+class _Refused:
+    """The blocks of tiers that raised an exception, and the first of these."""
+
+    first: Exception | None = None
+    num_blocks: int = 0
+
+    def add(self, error: Exception, num_blocks: int) -> None:
+        self.first = self.first or error
+        self.num_blocks += num_blocks
+
+
 class StripedTier(SecondaryTier):
     """Tiers side by side, of any kind: disks, simulated ones, your own.
 
     A key belongs to one of them, by highest random weight (Thaler and Ravishankar, "Using name-based mappings
     to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998): the tiers' identities decide, not
     their order. A tier that is added takes its share of the keys from the others, and no other key moves.
-    Each sees its share of every prefix, in order. A tier that fails or hangs costs only its own blocks.
+    Each sees its share of every prefix, in order. A tier that fails or hangs costs only its own blocks, also
+    if it raises an exception instead of beginning its part of a job; if none begins, it passes the first on.
 
     Args:
         tiers: of one block size. This tier owns them from now on: `close` closes them.
@@ -81,7 +95,8 @@ class StripedTier(SecondaryTier):
         # (number of a tier, that tier's job) -> the whole job, and the rows of it that this part has.
         self._parts: dict[tuple[int, int], tuple[_Job, npt.NDArray[np.int64]]] = {}
         self._results: list[JobResult] = []
-        self._next_job = 0
+        self._next_job = self._num_refused = 0
+        self._log = RateLimitedLog("kvoffload.striped")
 
     # ---- requests
 
@@ -102,20 +117,29 @@ class StripedTier(SecondaryTier):
         return found
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        checked, parts = checked_rows(keys, pool, rows, self.block_bytes), []
+        checked, parts, refused = checked_rows(keys, pool, rows, self.block_bytes), [], _Refused()
         for number, tier, at in self._shares(keys):
-            parts.append((number, tier.submit_read(keys.take(at), pool, checked[at]), at))
+            try:
+                parts.append((number, tier.submit_read(keys.take(at), pool, checked[at]), at))
+            except Exception as error:
+                refused.add(error, len(at))
+        self._pass_on(refused, has_begun=bool(parts))
         return self._begin(len(keys), parts)
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        checked, parts = checked_rows(keys, pool, rows, self.block_bytes), []
+        checked, parts, refused = checked_rows(keys, pool, rows, self.block_bytes), [], _Refused()
         records, taken = self._records(request), np.zeros(len(keys), np.bool_)
         for number, tier, at in self._shares(keys):
-            part, taken[at] = tier.submit_write(keys.take(at), pool, checked[at], records[number])
+            try:
+                part, taken[at] = tier.submit_write(keys.take(at), pool, checked[at], records[number])
+            except Exception as error:
+                refused.add(error, len(at))
+                continue
             if part != NO_JOB:
                 parts.append((number, part, at[taken[at]]))
+        self._pass_on(refused, has_begun=bool(parts))
         if not parts:
             return NO_JOB, taken
         # The result has one row for each block that was taken.
@@ -126,9 +150,6 @@ class StripedTier(SecondaryTier):
     def finished(self) -> list[JobResult]:
         for number, tier in enumerate(self._tiers):
             for part in tier.finished():
-                # A part of a batch that another tier refused with an exception belongs to no job.
-                if (number, part.job) not in self._parts:
-                    continue
                 job, at = self._parts.pop((number, part.job))
                 job.ok[at] = part.ok
                 job.seconds = max(job.seconds, part.seconds)
@@ -158,6 +179,7 @@ class StripedTier(SecondaryTier):
         for counter in fields(TierStats):
             values = [count[counter.name] for count in counts]
             total[counter.name] = None if None in values else sum(values)
+        total["failed"] = (total["failed"] or 0) + self._num_refused
         return TierStats(**total)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -188,6 +210,16 @@ class StripedTier(SecondaryTier):
         if not isinstance(request, _Request):
             raise MisuseError(f"this tier has no such request: {request!r}")
         return request.records
+
+    def _pass_on(self, refused: _Refused, *, has_begun: bool) -> None:
+        """Raise the first exception if no part has begun; otherwise the caller must get the job."""
+        if refused.first is None:
+            return
+        if not has_begun:
+            raise refused.first
+        self._num_refused += refused.num_blocks
+        name, text = type(refused.first).__name__, "tier %s: a part of it did not begin %d blocks: %s: %s"
+        self._log.warn("refused", text, self.name, refused.num_blocks, name, refused.first)
 
     def _begin(self, count: int, parts: list[tuple[int, int, npt.NDArray[np.int64]]]) -> int:
         """Begin a job of `count` rows from parts (tier, its job there, rows); returns its number."""

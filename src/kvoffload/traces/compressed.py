@@ -1,4 +1,4 @@
-"""Files that may be compressed, opened by suffix: ``.gz``, ``.xz``, ``.zst``, anything else is plain.
+"""Files that may be compressed: by their suffix ``.gz``, ``.xz``, ``.zst``, or else by their first bytes.
 
 Does not know the contents of a file.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import sys
 import zlib
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import IO, cast
 
 import zstandard
@@ -16,13 +19,27 @@ import zstandard
 _CHUNK_BYTES = 1 << 14
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
+_MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
+
+STDIN = Path("-")
+"""The path that means standard input."""
 
 DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
 """Exceptions from reading a damaged or truncated file."""
 
 
-def decompressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
+def opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
+    """The file, or standard input. Raises `OSError`."""
+    if path == STDIN:
+        return nullcontext(cast("io.BufferedReader", sys.stdin.buffer))
+    return path.open("rb")
+
+
+def decompressing(raw: io.BufferedReader, suffix: str) -> IO[bytes]:
     """A file that reads the decompressed content of `raw`; raises one of `DAMAGE` if it is cut off."""
+    if suffix not in COMPRESSIONS:
+        first = raw.peek(8)
+        suffix = next((known for magic, known in _MAGIC.items() if first.startswith(magic)), "")
     if suffix == ".gz":
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="rb"))
     if suffix == ".xz":

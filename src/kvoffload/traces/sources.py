@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from kvoffload.config import nearest
 from kvoffload.errors import ConfigError
+from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
@@ -19,7 +21,8 @@ def load_trace(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Trace:
-    """Generate a built-in workload, or read a file. A built-in name has priority; ``./chat`` is a file.
+    """Generate a built-in workload, or read a file. A built-in name has priority; ``./chat`` is a file, and
+    ``-`` is standard input.
 
     The arguments are those of `read_trace`; a built-in is cut into blocks of `block_tokens`.
 
@@ -27,8 +30,10 @@ def load_trace(
     """
     if str(name_or_path) in BUILTIN:
         return generate(builtin(str(name_or_path), block_tokens=block_tokens))
-    if not Path(name_or_path).exists():
-        raise ConfigError("trace", str(name_or_path), f"allowed: a file, or one of: {', '.join(BUILTIN)}")
+    if Path(name_or_path) != STDIN and not Path(name_or_path).exists():
+        name = str(name_or_path)
+        what = "there is no such file; allowed: a file, - (standard input), or one of: "
+        raise ConfigError("trace", name, what + ", ".join(BUILTIN) + nearest(name, BUILTIN))
     return read_trace(
         name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, progress=progress
     )

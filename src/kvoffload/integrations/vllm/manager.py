@@ -236,7 +236,7 @@ class KVOffloadManager(OffloadingManager):
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Unpin the blocks of a load that has ended; forget those that a worker could not load."""
         for plan in self._loads.take(req_context.req_id, keys):
-            failed = self._pool.failed_slots(plan.slots)
+            failed = self._pool.take_failed(plan.slots)
             damaged = _NO_ROWS if failed is None else np.flatnonzero(failed)
             self.metrics.counts["failed_load_blocks"] += len(damaged)
             self.core.complete_load(plan, damaged=damaged)
@@ -288,7 +288,9 @@ class KVOffloadManager(OffloadingManager):
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """End a store; forget blocks that a worker could not store."""
         for plan in self._stores.take(req_context.req_id, keys):
-            failed = self._pool.failed_slots(plan.slots) if success else np.full(len(plan), True)
+            failed = self._pool.take_failed(plan.slots)
+            if not success:
+                failed = np.full(len(plan), True)
             if failed is None or not failed.any():
                 self.core.complete_store(plan)
                 continue

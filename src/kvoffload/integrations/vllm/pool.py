@@ -3,9 +3,11 @@
 Owns a file in shared memory: how the processes of one engine find it, how large it is, and that it never
 outlives them. Does not know which block is in a slot, nor what its bytes mean.
 
-The file has a name only while the engine starts. When the last process has attached, the name is removed, so
-that the kernel frees the memory when the last process ends, however it ends. An engine that is killed while
-it starts leaves a file without a lock; the next start removes it.
+Each worker takes the memory that it will use: what it touches first lies on its memory node.
+
+The file has a name only while the engine starts. When the last process has attached and has its memory, the
+name is removed, so that the kernel frees the memory when the last process ends, however it ends. An engine
+that is killed while it starts leaves a file without a lock; the next start removes it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hashlib
 import mmap
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm import first_touch
 from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.tiers.base import Checksums, Mask, block_checksums
 from kvoffload.tiers.memory import available_bytes
@@ -35,7 +39,9 @@ SCHEDULER = 0
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000001
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _FIRST_MEMBER = range(7)
-"""Words of the header; from `_FIRST_MEMBER` on, one for each process that has attached."""
+"""Words of the header; from `_FIRST_MEMBER` on, one for each process: 0, or its pid and how far it is."""
+_IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
+_LOOK_AGAIN_S = 0.02
 
 
 class SharedPool:
@@ -47,24 +53,27 @@ class SharedPool:
     Attributes:
         num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
         checksums: ``(num_parts, num_slots)`` uint64; taken by the workers of their parts, 0 for none.
-        failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy (`fail`). Workers write
-            it before they report a job, the scheduler reads it after that (`failed_slots`).
+        failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy. Workers only set marks
+            (`fail`), before they report a job; the scheduler, which hears of a job from all workers, takes
+            them (`take_failed`). So no worker erases what another has reported of a part that they share.
 
     Thread: any, as far as slots are not shared.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
-        self.path, self._fd = path, fd
-        self._map: mmap.mmap | None = mmap.mmap(fd, os.fstat(fd).st_size)
+        self.path, self._fd, self._num_bytes = path, fd, os.fstat(fd).st_size
+        self._map: mmap.mmap | None = mmap.mmap(fd, self._num_bytes)
         self._header = np.frombuffer(self._map, np.uint64, _PAGE // 8)
         self.num_slots, self.part_bytes, self.num_parts, self.num_members = (
             int(word) for word in self._header[_SLOTS:_HAS_FAILED]
         )
+        self._members = self._header[_FIRST_MEMBER : _FIRST_MEMBER + self.num_members]
         self.slot_stride, ledger, _ = _sizes(self.num_slots, self.num_parts, self.part_bytes)
+        self._slots_at = _PAGE + ledger
         shape, count = (self.num_parts, self.num_slots), self.num_parts * self.num_slots
         self.checksums = np.frombuffer(self._map, np.uint64, count, _PAGE).reshape(shape)
         self.failed = np.frombuffer(self._map, np.uint8, count, _PAGE + 8 * count).reshape(shape)
-        slots = np.frombuffer(self._map, np.uint8, self.num_slots * self.slot_stride, _PAGE + ledger)
+        slots = np.frombuffer(self._map, np.uint8, self.num_slots * self.slot_stride, self._slots_at)
         self._slots = slots.reshape(self.num_slots, self.slot_stride)
 
     @classmethod
@@ -89,8 +98,9 @@ class SharedPool:
 
         Raises `ConfigError` if the memory is not available, or another engine uses the pool; also if another
         user of the machine has taken the names of files that are ours.
-        Cost: making the pool allocates all of its memory at once (1 s for 5-10 GB), because memory that is
-        missing later would kill the process that touches it. Other engines that start do not wait for that.
+        Cost: a worker takes all the memory of its part at once (`first_touch.take`), because memory that is
+        missing later would kill the process that touches it. Neither the other members nor other engines
+        wait for that.
         """
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         with _locked(directory):
@@ -108,10 +118,11 @@ class SharedPool:
             except ConfigError:
                 pool.close()
                 raise
-            if pool._header[_FIRST_MEMBER : _FIRST_MEMBER + num_members].all():
-                pool.path.unlink()
-        if not found:
-            pool._allocate()
+        pool._take(member, is_maker=not found)
+        with _locked(directory):
+            pool._members[member] |= _IS_READY
+            if (pool._members & _IS_READY).all():
+                pool.path.unlink(missing_ok=True)
         return pool
 
     @classmethod
@@ -126,15 +137,40 @@ class SharedPool:
         os.pwrite(fd, header.tobytes(), 0)
         return cls(path, fd)
 
-    def _allocate(self) -> None:
-        """Reserve all of the memory."""
-        num_bytes = os.fstat(self._fd).st_size
+    def _take(self, member: int, is_maker: bool) -> None:
+        """Take the memory of this member's share, and of header and ledger if it makes the pool."""
+        num_workers, address = max(1, self.num_members - 1), address_of(self._header.view(np.uint8))
+        spans = _share(self, member)
+        if is_maker:
+            spans.insert(0, (0, self._slots_at))
+        # In a slot the parts of all workers lie side by side, and a huge page would put them on one node.
+        if self.num_parts == 1 or not first_touch.has_several_nodes():
+            first_touch.ask_for_huge_pages(address, self._num_bytes)
         try:
-            os.posix_fallocate(self._fd, 0, num_bytes)
-        except OSError as error:
+            first_touch.take(self._fd, address, spans, first_touch.num_threads(num_workers))
+        except (OSError, RuntimeError) as error:
+            self._members[member] |= _HAS_NO_MEMORY
             self.path.unlink(missing_ok=True)
             self.close()
-            raise ConfigError("ram", f"{num_bytes / 2**30:.2f} GiB", str(error)) from error
+            raise ConfigError("ram", f"{self._num_bytes / 2**30:.2f} GiB", str(error)) from error
+
+    def wait_for_workers(self, timeout_s: float) -> bool:
+        """Wait until every worker has its memory; False on time-out.
+
+        Before that, whoever touches the slots of others takes their memory for them, on the wrong node.
+
+        Raises: `ConfigError` if one of them could not have it.
+        """
+        until = time.monotonic() + timeout_s
+        workers = self._members[1:]
+        while not (workers & _IS_READY).all():
+            if (workers & _HAS_NO_MEMORY).any():
+                gib = self._num_bytes / 2**30
+                raise ConfigError("ram", f"{gib:.2f} GiB", "another worker could not have its part of it")
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOK_AGAIN_S)
+        return True
 
     @property
     def slots(self) -> Blocks:
@@ -168,18 +204,25 @@ class SharedPool:
             self.failed[part, slots] = 1
             self._header[_HAS_FAILED] = 1
 
-    def failed_slots(self, slots: npt.NDArray[np.int32]) -> Mask | None:
-        """Which slots have a part that a worker could not copy; None if no worker has ever failed."""
+    def take_failed(self, slots: npt.NDArray[np.int32]) -> Mask | None:
+        """Which slots have a part that a worker could not copy; None if no worker has ever failed.
+
+        Removes the marks that it tells of, and no other: the scheduler asks when a job of these slots has
+        ended in all workers. The mark of a job that it has dropped costs the next one in its slot the block.
+        """
         if not self._header[_HAS_FAILED]:
             return None
-        return np.asarray(self.failed[:, slots].any(axis=0), np.bool_)
+        marks = self.failed[:, slots]
+        parts, rows = marks.nonzero()
+        self.failed[parts, slots[rows]] = 0
+        return np.asarray(marks.any(axis=0), np.bool_)
 
     def close(self) -> None:
         """Release the memory; it is unmapped when the last view of it is gone. Idempotent."""
         if self._map is None:
             return
         memory, self._map = self._map, None
-        del self._header, self.checksums, self.failed, self._slots
+        del self._header, self._members, self.checksums, self.failed, self._slots
         with contextlib.suppress(BufferError):
             memory.close()
         os.close(self._fd)
@@ -194,7 +237,7 @@ class SharedPool:
             raise ConfigError(
                 "engine_id", self.path.name, "allowed: a name that no engine of another shape has"
             )
-        if self._header[_FIRST_MEMBER + member]:
+        if self._members[member]:
             raise ConfigError(
                 "engine_id", self.path.name, "allowed: a name that no other engine has; one is starting"
             )
@@ -206,7 +249,23 @@ class SharedPool:
                 f"a block of this worker is larger than {self.part_bytes} bytes, that of the first one; "
                 "pipeline stages of different size cannot share a pool",
             )
-        self._header[_FIRST_MEMBER + member] = os.getpid()
+        self._members[member] = os.getpid()
+
+
+def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
+    """The whole pages of slots that this member uses before others do, as bytes of the file."""
+    at, stride, part_bytes = pool._slots_at, pool.slot_stride, pool.part_bytes
+    num_workers = max(1, pool.num_members - 1)
+    if member == SCHEDULER and pool.num_members > 1:
+        return []
+    worker = max(0, member - 1)
+    if pool.num_parts != num_workers or num_workers == 1:
+        # All use all slots: each takes as many as the others.
+        first, last = (number * pool.num_slots // num_workers for number in (worker, worker + 1))
+        return [(at + first * stride, (last - first) * stride)]
+    # A page that two parts share goes to whoever comes first.
+    start, end = worker * part_bytes // _PAGE * _PAGE, _pages((worker + 1) * part_bytes)
+    return [(at + slot * stride + start, end - start) for slot in range(pool.num_slots)]
 
 
 def _sizes(num_slots: int, num_parts: int, part_bytes: int) -> tuple[int, int, int]:
@@ -229,8 +288,8 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
     """Refuse more memory than the machine has: the kernel would kill a process for it later."""
-    free = os.statvfs(directory)
-    here, everywhere = free.f_bavail * free.f_frsize, available_bytes()
+    free, promised = os.statvfs(directory), _promised_bytes(directory)
+    here, everywhere = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
     if num_bytes > here:
         more = "; in a container it is set by --shm-size, or shared with the host by --ipc=host"
         raise ConfigError(
@@ -240,6 +299,16 @@ def _check_memory(directory: Path, num_bytes: int) -> None:
         raise ConfigError(
             "ram", f"{num_bytes / 2**30:.2f} GiB", f"this machine can give {everywhere / 2**30:.2f} GiB"
         )
+
+
+def _promised_bytes(directory: Path) -> int:
+    """Memory that members of engines that start now are about to take."""
+    promised = 0
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            promised += max(0, status.st_size - 512 * status.st_blocks)
+    return promised
 
 
 @contextlib.contextmanager

@@ -29,6 +29,9 @@ from kvoffload.integrations.vllm.worker import KVOffloadWorker
 from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.options import open_tiers
 
+WORKERS_WAIT_S = 600.0
+"""How long a worker waits before it pins the pool: as long as half a TiB in 4 KiB pages takes."""
+
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
 """Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
 
@@ -150,4 +153,7 @@ def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> C
         return HostCopies(kv_caches, layout, pool.part(part))
     from kvoffload.integrations.vllm.cuda import DeviceCopies
 
+    # To pin the pool is to touch all of it, also the parts of the others.
+    if not pool.wait_for_workers(WORKERS_WAIT_S):
+        logger.warning("kvoffload: a worker still takes its memory: some of it may lie on the wrong node")
     return DeviceCopies(kv_caches, layout, pool, part)

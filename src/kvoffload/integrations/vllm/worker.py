@@ -141,7 +141,6 @@ class KVOffloadWorker(OffloadingWorker):
 
     def _end(self, job: _Job, result: TransferResult) -> None:
         if job.is_store:
-            self._pool.failed[self._part, job.slots.block_ids] = 0
             self._pool.fail(self._part, job.torn)
         job.result = result
 

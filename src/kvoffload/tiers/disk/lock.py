@@ -45,12 +45,16 @@ class DirectoryLock:
     Args:
         wait_s: how long to wait at most; 0 tries once.
 
+    Attributes:
+        is_of_parent: this process was forked from the one that has made it.
+
     Raises: `UnavailableError` with the owner's pid if it is locked, or for a directory that cannot be locked;
     `ConfigError` for a lock file that is a link: what it points to is not touched.
     Thread: any.
     """
 
     def __init__(self, directory: Path, log: RateLimitedLog, *, wait_s: float = LOCK_WAIT_S) -> None:
+        self.is_of_parent = False
         self._fds = [_open(directory, os.O_RDWR | os.O_CREAT)]
         _open_locks.add(self)
         status = os.fstat(self._fds[0])
@@ -116,6 +120,7 @@ class DirectoryLock:
 
     def _abandon(self) -> None:
         """Close the copies that a forked process has got: that unlocks nothing for the parent."""
+        self.is_of_parent = True
         while self._fds:
             os.close(self._fds.pop())
 

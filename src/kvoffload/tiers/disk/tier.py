@@ -180,6 +180,7 @@ class DiskTier(SecondaryTier):
         return _Request(self._manager.begin_request(request_id))
 
     def finish_request(self, request: object, path: Keys) -> None:
+        self._refuse_a_child()
         known = self._known(request)
         self._manager.finish_request(known.context, path)
         # From the last to the first, as the policy takes them: the head of a prefix ends as the most recent.
@@ -242,6 +243,7 @@ class DiskTier(SecondaryTier):
         return job, taken
 
     def finished(self) -> list[JobResult]:
+        self._refuse_a_child()
         while self._handed_back:
             chunk = self._handed_back.popleft()
             job: Job = chunk.owner
@@ -253,6 +255,7 @@ class DiskTier(SecondaryTier):
         return results
 
     def delete(self, keys: Keys) -> int:
+        self._refuse_a_child()
         slots = self._manager.ready_slots_of(keys)
         ready = slots >= 0
         if ready.any():
@@ -262,6 +265,7 @@ class DiskTier(SecondaryTier):
 
     def clear(self) -> None:
         """As `SecondaryTier.clear`, including blocks in flight; durable after a `drain`."""
+        self._refuse_a_child()
         self._committer.void(self._placement.next_generation)
         occupied = np.flatnonzero(self._placement.generation > 0).astype(np.int32)
         self._manager.reset()
@@ -271,6 +275,7 @@ class DiskTier(SecondaryTier):
     def drain(self, timeout_s: float) -> bool:
         """As `SecondaryTier.drain`. Deletions, accesses and `clear` are durable too; after a failure of the
         journal only `clear` is."""
+        self._refuse_a_child()
         return self._pipeline.drain(timeout_s)
 
     @property
@@ -321,6 +326,11 @@ class DiskTier(SecondaryTier):
         if self._closed or not self._lock.held:
             raise MisuseError("this disk tier is closed, or it was opened before this process was forked")
         return checked_rows(keys, pool, rows, self.block_bytes)
+
+    def _refuse_a_child(self) -> None:
+        """A process that was forked has none of the threads, and locks as they were held at that moment."""
+        if self._lock.is_of_parent:
+            raise MisuseError("this disk tier was opened before this process was forked: it is the parent's")
 
     def _known(self, request: object) -> _Request:
         if isinstance(request, _Request):

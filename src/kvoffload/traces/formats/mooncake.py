@@ -4,41 +4,48 @@ Owns the file format and its error messages. Does not know what a trace is used 
 
 A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens,
 "hash_ids": [id, ...]}``; other fields are ignored. Only full blocks count, so a request is its first
-``input_length // block_tokens`` ids. The format guarantees that an id identifies its prefix: an id always
-follows the same id. A line that breaks this is bad, because every number computed from it would be wrong.
+``input_length // block_tokens`` ids; one more, of a part of a block, may follow. The format guarantees that
+an id identifies its prefix: an id always follows the same id. A line that breaks any of this is bad, because
+every number computed from it would be wrong.
+
+What other writers do is read too: ids of any width, in decimal, hexadecimal or any other text (those that are
+no signed 64-bit number are numbered), and timestamps with a fraction, which are seconds.
 """
 
 from __future__ import annotations
 
+import codecs
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import TraceError
-from kvoffload.traces.compressed import DAMAGE, compressing, decompressing
+from kvoffload.traces.compressed import DAMAGE, STDIN, compressing, decompressing, opened
 from kvoffload.traces.format import TraceFormat
 from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
 _PROGRESS_LINES = 256
 _NO_PARENT = -1
 
 
 class _Line(msgspec.Struct):
-    timestamp: _Count
+    timestamp: _Count | _Seconds
     input_length: _Count
     output_length: _Count
-    hash_ids: list[int]
+    hash_ids: list[int | str]
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -71,6 +78,7 @@ class Mooncake(TraceFormat):
                     raise TraceError(f"{path}:{number}: {bad}") from None
                 requests.skipped_lines += 1
         try:
+            requests.check_ids()
             block_ids, refs = requests.chained()
         except _BadLineError as bad:
             if not skip_bad_lines:
@@ -81,7 +89,7 @@ class Mooncake(TraceFormat):
         if not requests.lengths:
             raise TraceError(f"{path}: no requests in it" + (f" ({skipped} bad lines)" if skipped else ""))
         return Trace(
-            name=path.name.split(".")[0],
+            name="stdin" if path == STDIN else path.name.split(".")[0],
             block_tokens=block_tokens,
             block_ids=block_ids,
             refs=refs,
@@ -119,28 +127,50 @@ class _Requests:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
         self.timestamps_ms, self.output_tokens = array("q"), array("q")
         self.skipped_lines = 0
+        self._number_of: dict[int | str, int] = {}
+        self._num_numbered = 0
+        # No block has fewer, nor more tokens than the lines so far allow.
+        self._fewest, self._most = 0.0, math.inf
 
     def add(self, number: int, text: bytes, block_tokens: int) -> None:
         """Append the request of one line, or raise `_BadLineError` and append nothing."""
         line = _parse(text)
-        blocks = line.input_length // block_tokens
-        if blocks > len(line.hash_ids):
+        blocks, num_ids = line.input_length // block_tokens, len(line.hash_ids)
+        if num_ids:
+            self._fewest = max(self._fewest, line.input_length / (num_ids + 1))
+            self._most = min(self._most, line.input_length / (num_ids - 1) if num_ids > 1 else math.inf)
+        if not blocks <= num_ids <= -(-line.input_length // block_tokens):
             raise _BadLineError(
-                f"field hash_ids: {len(line.hash_ids)} ids, but input_length {line.input_length} "
-                f"has {blocks} blocks of {block_tokens} tokens"
+                f"field hash_ids: {num_ids} ids, but input_length {line.input_length} "
+                f"has {blocks} blocks of {block_tokens} tokens{self._fitting()}"
             )
-        del line.hash_ids[blocks:]
+        ids: list[Any] = line.hash_ids[:blocks]
         try:
-            self.ids.fromlist(line.hash_ids)
-        except OverflowError:
-            wrong = next(i for i, value in enumerate(line.hash_ids) if not -(2**63) <= value < 2**63)
-            raise _BadLineError(
-                f"field hash_ids[{wrong}]: {line.hash_ids[wrong]} does not fit into 64 bits"
-            ) from None
+            self.ids.fromlist(ids)
+        except (OverflowError, TypeError):
+            self.ids.fromlist([self._numbered(one) for one in ids])
         self.lengths.append(blocks)
         self.line_numbers.append(number)
-        self.timestamps_ms.append(line.timestamp)
+        in_ms = line.timestamp if isinstance(line.timestamp, int) else round(1000 * line.timestamp)
+        self.timestamps_ms.append(in_ms)
         self.output_tokens.append(line.output_length)
+
+    def _fitting(self) -> str:
+        """The tokens of a block that would fit all lines so far: a power of two, if one does."""
+        powers = [1 << bit for bit in range(20) if self._fewest < 1 << bit < self._most]
+        return f"; --block-tokens {powers[-1]} would fit" if powers else ""
+
+    def _numbered(self, one: int | str) -> int:
+        """The number of an id that is none of 64 bits: -1, -2, ..., as they come."""
+        if isinstance(one, int) and -(2**63) <= one < 2**63:
+            return one
+        self._num_numbered += 1
+        return self._number_of.setdefault(one, -1 - len(self._number_of))
+
+    def check_ids(self) -> None:
+        """Raise `_BadLineError` if a number that was given to an id may be another id as well."""
+        if self._number_of and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered:
+            raise _BadLineError(" field hash_ids: negative ids beside ids that are no signed 64-bit numbers")
 
     def offsets(self) -> _Int64s:
         """The start of each request in `ids`, and the end of the last."""
@@ -224,9 +254,11 @@ def _lines(path: Path, progress: Callable[[float], None] | None) -> Iterator[tup
     """The lines that are not blank, numbered from 1. All failures of the file raise `TraceError`."""
     number = 0
     try:
-        with path.open("rb") as raw:
-            size = path.stat().st_size  # 0 for a pipe, whose size is unknown
+        with opened(path) as raw:
+            size = 0 if path == STDIN else path.stat().st_size  # 0 for a pipe, whose size is unknown
             for number, line in enumerate(decompressing(raw, path.suffix), 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if progress is not None and size > 0 and number % _PROGRESS_LINES == 0:
                     progress(raw.tell() / size)
                 if not line.isspace():

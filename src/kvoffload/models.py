@@ -1,0 +1,119 @@
+"""What the KV cache of a model takes: the bytes of one token, from the model's own configuration.
+
+With it a size such as ``64GiB`` is a number of blocks: a block has the bytes of its tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvoffload.config import nearest, parse_size
+from kvoffload.errors import ConfigError
+
+_KNOWN: dict[str, tuple[int, int, int]] = {
+    "meta-llama/llama-3.1-8b": (32, 8, 128),
+    "meta-llama/llama-3.1-70b": (80, 8, 128),
+    "meta-llama/llama-3.3-70b": (80, 8, 128),
+    "mistralai/mistral-7b-v0.3": (32, 8, 128),
+    "qwen/qwen2.5-7b": (28, 4, 128),
+    "qwen/qwen2.5-72b": (80, 8, 128),
+    "qwen/qwen3-8b": (36, 8, 128),
+    "qwen/qwen3-32b": (64, 8, 128),
+}
+"""Layers, KV heads and bytes of a head of some models with caches of 16 bits, without -Instruct."""
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugging Face cache or of: "
+
+
+def bytes_per_token(model: str) -> int:
+    """Bytes that one token takes in the KV caches of all layers and all ranks together.
+
+    Layers with attention count, those with a sliding window too: what is offloaded of a block is all of it.
+    Layers with a state of constant size (Mamba, linear attention) do not.
+
+    Args:
+        model: a ``config.json``, a directory with one, or a name: of a model in the local cache of Hugging
+            Face, or one of a few that are known.
+
+    Raises: `ConfigError` for the field ``model``.
+    """
+    place = Path(model)
+    if place.is_dir():
+        place = place / "config.json"
+    if not place.is_file():
+        name = model.lower().removesuffix("-instruct")
+        if name in _KNOWN:
+            layers, heads, head_size = _KNOWN[name]
+            return 2 * 2 * layers * heads * head_size
+        cached = _in_hub_cache(model)
+        if cached is None:
+            raise ConfigError("model", model, _ALLOWED + ", ".join(_KNOWN) + nearest(name, _KNOWN))
+        place = cached
+    try:
+        config: dict[str, Any] = msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError("model", model, f"{place} cannot be read ({error.strerror})") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError("model", model, f"{place} is no configuration of a model ({error})") from None
+    return _of_config(model, config)
+
+
+def block_bytes(model: str | None, token_bytes: str | None, block_tokens: int) -> int | None:
+    """Bytes of a block of so many tokens; None if neither model nor bytes of a token are given."""
+    if model is not None and token_bytes is not None:
+        raise ConfigError("bytes-per-token", token_bytes, "the model says it: give one of the two")
+    if model is not None:
+        return bytes_per_token(model) * block_tokens
+    if token_bytes is None:
+        return None
+    size = parse_size("bytes-per-token", token_bytes)
+    if size < 1:
+        raise ConfigError("bytes-per-token", token_bytes, "allowed: at least one byte")
+    return size * block_tokens
+
+
+def _of_config(model: str, config: Mapping[str, Any]) -> int:
+    text = config.get("text_config", config)
+
+    def number(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if isinstance(text.get(name), int) and text[name] > 0:
+                return int(text[name])
+        if default is None:
+            raise ConfigError("model", model, f"its configuration has no {names[0]}; give --bytes-per-token")
+        return default
+
+    dtype = text.get("torch_dtype") or text.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if dtype not in _DTYPE_BYTES:
+        raise ConfigError("model", model, f"its dtype {dtype!r} is not known; give --bytes-per-token")
+    layers = _attention_layers(text, number("num_hidden_layers", "n_layer", "num_layers"))
+    if "kv_lora_rank" in text:
+        # Latent attention (DeepSeek): one vector of all heads, and the part with positions.
+        values = number("kv_lora_rank") + number("qk_rope_head_dim")
+    else:
+        heads = number("num_attention_heads", "n_head")
+        size = number("head_dim", default=number("hidden_size", "n_embd") // heads)
+        values = 2 * size * number("num_key_value_heads", default=heads)
+    return layers * values * _DTYPE_BYTES[dtype]
+
+
+def _attention_layers(text: Mapping[str, Any], num_layers: int) -> int:
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(kinds, list):
+        return sum("attention" in kind and "linear" not in kind for kind in map(str, kinds))
+    pattern = text.get("hybrid_override_pattern")
+    return pattern.count("*") if isinstance(pattern, str) else num_layers
+
+
+def _in_hub_cache(model: str) -> Path | None:
+    """The configuration of a model that has been downloaded before."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    found = sorted(hub.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json"))
+    return found[-1] if found and "*" not in model else None
