@@ -144,3 +144,37 @@ def test_a_directory_that_is_none_of_ours(tmp_path: Path) -> None:
             run(verb, tmp_path)
         with pytest.raises(ConfigError, match="path"):
             run(verb, tmp_path / "nonesuch")
+
+
+def test_rm_deletes_slabs_lock_and_directory(filled: Path) -> None:
+    code, text = run("rm", filled, "--yes")
+    assert code == 0
+    assert text.startswith("1 slab of ")
+    assert text.endswith(f" in {filled}: deleted\n")
+    assert not filled.exists()
+
+
+def test_rm_leaves_what_is_not_its_own(filled: Path) -> None:
+    both = filled / "both"
+    for producer in ("one", "another"):
+        disk = Disk(both, 100, fingerprint=producer)
+        disk.write([1])
+        disk.tier.close()
+    (both / "notes.txt").write_text("mine")
+    first, second = slabs_in(both)
+    assert run("rm", first, "--yes")[0] == 0
+    assert slabs_in(both) == [second]
+    assert run("rm", both, "--yes")[0] == 0
+    assert [path.name for path in both.iterdir()] == ["notes.txt"]
+
+
+def test_rm_asks_and_does_not_touch_what_is_open(filled: Path) -> None:
+    result = CliRunner().invoke(command, ["rm", str(filled)], input="n\n")
+    assert (result.exit_code, len(slabs_in(filled))) == (1, 1)
+    disk = Disk(filled, 16, fingerprint="llama bf16 tp1")
+    with pytest.raises(ConfigError, match=str(os.getpid())):
+        run("rm", filled, "--yes")
+    disk.tier.close()
+    assert len(slabs_in(filled)) == 1
+    with pytest.raises(ConfigError, match="directory of a disk tier"):
+        run("rm", filled / "elsewhere", "--yes")

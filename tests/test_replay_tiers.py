@@ -199,6 +199,10 @@ def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in ("ram (lru, all, 60 blocks)", "disk", "written to disk", "mismatches caught by disk"):
         assert words in done.stdout, words
+    slab = tmp_path / "slab"
+    assert f"{slab} takes up to 1.6 MiB and stays; to be rid of it: kvoffload disk rm {slab}" in done.stderr
+    done = kvoffload(*arguments, "--tiers", f"disk:{slab}:400+simulated:5", "--format", "json", "--no-data")
+    assert "without data it has nothing to hold" in done.stderr
     done = kvoffload(*arguments, "--tier", f"disk:{tmp_path / 'slab'}:400", "--format", "json")
     tiers = json.loads(done.stdout)["tiers"]
     assert set(tiers[1]) == {

@@ -68,6 +68,9 @@ def test_info_as_json() -> None:
     assert list(found["reuse_time_s"]) == ["p10", "p25", "p50", "p75", "p90", "p99"]
     assert [row["capacity_percent"] for row in found["optimum"]] == [1, 2, 5, 10, 20, None]
     assert found["optimum"][-1]["prefix_hit_blocks"] == 48_494 - found["unique_blocks"]
+    for row in found["optimum"]:
+        assert 0 < row["lru_prefix_hit_ratio"] <= row["prefix_hit_ratio"]
+    assert found["optimum"][2]["lru_prefix_hit_ratio"] == pytest.approx(0.1336, abs=0.0001)
 
 
 def test_info_for_people(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvoffload.cli.vllm_config import vllm_config
-from kvoffload.errors import CombinedConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.options import parse_options
 
 HOME = "kvoffload.integrations.vllm"
@@ -65,10 +65,27 @@ def test_a_path_with_a_quote_survives_the_shell() -> None:
     assert "there is no file /it's not here.py" in str(done.exception)
 
 
-@pytest.mark.parametrize("bad", [["--ram", "x"], ["--ram", "1GiB", "--policy", "lruu"]])
-def test_what_is_wrong_is_not_printed(bad: list[str]) -> None:
-    done = CliRunner().invoke(vllm_config, bad)
-    assert isinstance(done.exception, CombinedConfigError)
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (["--ram", "x"], "cpu_bytes_to_use: 'x'"),
+        (["--policy", "lruu"], "did you mean lru?"),
+        (["--ram", "64"], "ram: '64' is not possible; allowed: a size such as 64GiB"),
+        (
+            ["--tier", "disk:relative/kv:1TiB"],
+            "tiers[0].path: 'relative/kv' is not possible; allowed: an abso",
+        ),
+        (
+            ["--tier", "disk:/kv:1TiB", "--tiers", "disk:/x/../kv:2TiB"],
+            "tiers[1].path: '/x/../kv' is not poss",
+        ),
+        (["--store", "on-device-eviction", "--blocks-per-chunk", "4"], "blocks_per_chunk: 4 is not possible"),
+    ],
+)
+def test_what_is_wrong_is_not_printed(bad: list[str], reason: str) -> None:
+    done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", *bad])
+    assert isinstance(done.exception, ConfigError)
+    assert reason in str(done.exception)
     assert not done.stdout
 
 

@@ -10,7 +10,7 @@ from kvoffload.structures.keys import Keys
 
 
 class AdmitAll(Admission):
-    """Admit every block, at no cost."""
+    """Every block may enter."""
 
     name = "all"
     good_for = "tiers whose writes are cheap; the default"

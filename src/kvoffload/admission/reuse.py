@@ -19,7 +19,9 @@ DEFAULT_TRACKER_SIZE = 64_000
 
 
 class ReuseAdmission(Admission):
-    """Admit a block once `store_threshold` requests have referred to it, including the storing one.
+    """A block may enter once N requests have referred to it.
+
+    Admit a block once `store_threshold` requests have referred to it, including the storing one.
 
     Counts are kept for the `max_tracker_size` keys that were referred to last. Within a request they are
     refreshed from the tail to the head, so a tail is forgotten before its head, and the parent of an admitted

@@ -15,7 +15,9 @@ THRESHOLD = 2
 
 
 class TinyLFUAdmission(Admission):
-    """Admit a block that two requests have referred to recently, including the storing one.
+    """A block may enter if two requests have referred to it lately.
+
+    Admit a block that two requests have referred to recently, including the storing one.
 
     "Recently" means within the last ten references for each block of the cache, with counts that age (see
     `structures.sketch`). The table of ``reuse:N`` has one size for all caches; the memory of this rule grows

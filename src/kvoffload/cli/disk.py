@@ -1,4 +1,4 @@
-"""``kvoffload disk``: what is in the directory of a disk tier, whether it is sound, and a shorter journal."""
+"""``kvoffload disk``: what is in the directory of a disk tier, whether it is sound, how to be rid of it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.inspection import Problem, SlabReport, find_slabs, opened
 from kvoffload.tiers.disk.inspection import compact as compact_slab
+from kvoffload.tiers.disk.inspection import delete as delete_slabs
 from kvoffload.tiers.disk.inspection import inspect as inspect_slabs
 from kvoffload.tiers.disk.inspection import verify as verify_slab
 
@@ -30,7 +31,7 @@ _format = click.option(
 
 @click.group()
 def disk() -> None:
-    """Look into the directory of a disk tier."""
+    """Look into the directory of a disk tier, or delete it."""
 
 
 @disk.command()
@@ -95,6 +96,23 @@ def compact(path: Path) -> None:
         click.echo(f"{place}: checkpoint of {len(found.contents):,} blocks written, the log is empty")
     if left_alone:
         sys.exit(1)
+
+
+@disk.command()
+@_path
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def rm(path: Path, yes: bool) -> None:
+    """Delete PATH, a slab or all slabs of a directory, with every block in it.
+
+    Not while a process has PATH open.
+    """
+    slabs = find_slabs(path)
+    size = _size(sum(slab.stat().st_size for slab in slabs))
+    what = f"{len(slabs):,} slab{'s' * (len(slabs) > 1)} of {size} in {slabs[0].parent}"
+    if not yes:
+        click.confirm(f"Delete {what}?", abort=True)
+    delete_slabs(slabs)
+    click.echo(f"{what}: deleted")
 
 
 @dataclass(frozen=True)

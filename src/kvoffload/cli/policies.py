@@ -10,28 +10,41 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.config import nearest
 from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
 from kvoffload.core.policy import DEFAULT_POLICY, FLAGSHIP, POLICIES
+from kvoffload.errors import ConfigError
 from kvoffload.plugins import Registry
 
 
 @click.command()
+@click.argument("name", required=False)
 @click.option(
     "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
 )
-def policies(form: str) -> None:
-    """List every eviction policy and admission rule: what it is, what it is good for, who published it.
+def policies(name: str | None, form: str) -> None:
+    """List every eviction policy and admission rule, a line each; or all about NAME: what it is good for, its
+    parameters, who published it.
 
     Policies of other installed packages are listed too; one that cannot be imported with its error.
     """
     listed = [_described("policy", POLICIES, name) for name in POLICIES.names()]
     listed += [_described("admission", ADMISSIONS, name) for name in ADMISSIONS.names()]
+    if name is not None:
+        known = [entry["name"] for entry in listed]
+        listed = [entry for entry in listed if entry["name"] == name]
+        if not listed:
+            raise ConfigError("name", name, f"allowed: {', '.join(known)}{nearest(name, known)}")
     if form == "json":
         click.echo(json.dumps(listed, indent=2))
         return
     console = Console()
+    if name is not None:
+        console.print(_details(listed[0]))
+        return
     console.print(_table("policies (which blocks leave)", "policy", listed))
     console.print(_table("admission rules (which blocks may enter)", "admission", listed))
+    console.print("[dim]kvoffload policies NAME says what it is good for, and its parameters.[/dim]")
 
 
 def _described(kind: str, registry: Registry[Any], name: str) -> dict[str, Any]:
@@ -54,16 +67,28 @@ def _described(kind: str, registry: Registry[Any], name: str) -> dict[str, Any]:
 
 
 def _table(title: str, kind: str, listed: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("name", no_wrap=True)
-    for heading in ("what it is", "good for", "parameters", "paper"):
-        table.add_column(heading)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
     for entry in listed:
-        if entry["kind"] != kind:
-            continue
-        marks = [mark for mark in ("default", "flagship") if entry[mark]]
-        name = entry["name"] + (f" ({', '.join(marks)})" if marks else "")
-        summary = f"cannot be imported: {entry['error']}" if "error" in entry else entry["summary"]
-        parameters = "\n".join(f"{one['name']}={one['default']}" for one in entry["parameters"])
-        table.add_row(name, summary, entry["good_for"], parameters, entry["paper"])
+        if entry["kind"] == kind:
+            marks = [mark for mark in ("default", "flagship") if entry[mark]]
+            table.add_row(entry["name"], " ".join((_summary(entry), *(f"({mark})" for mark in marks))))
     return table
+
+
+def _details(entry: dict[str, Any]) -> Table:
+    table = Table(title=entry["name"], title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    parameters = [f"{one['name']}={one['default']} ({one['allowed']})" for one in entry["parameters"]]
+    rows = (("what it does", _summary(entry)), ("good for", entry["good_for"]),
+            ("parameters", "\n".join(parameters)), ("published", entry["paper"]))  # fmt: skip
+    for heading, content in rows:
+        if content:
+            table.add_row(heading, content)
+    return table
+
+
+def _summary(entry: dict[str, Any]) -> str:
+    return f"cannot be imported: {entry['error']}" if "error" in entry else str(entry["summary"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +24,7 @@ from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
 from kvoffload.sweep.grid import device_blocks as device_cache
 from kvoffload.tiers.memory import available_bytes
-from kvoffload.tiers.options import parse_tier
+from kvoffload.tiers.options import TierOptions, parse_tiers
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 
@@ -46,7 +46,7 @@ from kvoffload.traces.trace import Trace
               help="Of an LRU device cache in front: 0 (none), as above, or 0.5x of the tier.")  # fmt: skip
 @click.option("--store", default=ON_COMPUTE, show_default=True, type=click.Choice(STORES),
               help="When a block is offered to the tier.")  # fmt: skip
-@click.option("--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
+@click.option("--tiers", "--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
               help="A tier behind RAM; with --no-data simulated:CAPACITY. May be repeated. "
               "Options follow: ,policy=NAME,admission=RULE.")  # fmt: skip
 @sized
@@ -103,7 +103,10 @@ def replay(
             "trace", trace, f"it must have a request of at least one block ({block_tokens} tokens)"
         )
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
-    behind = tuple(parse_tier("tier", text).in_blocks(size, loaded.unique_blocks) for text in tiers)
+    typed = [tier for text in tiers for tier in parse_tiers("tiers", text)]
+    behind = tuple(tier.in_blocks(size, loaded.unique_blocks) for tier in typed)
+    if not no_data:
+        _say_what_stays(behind, moved_bytes)
     on_device = device_cache(device_blocks, blocks, size, loaded.unique_blocks)
     config = ReplayConfig(blocks, policy, admission, on_device, store, behind)
     if output is not None:
@@ -127,6 +130,17 @@ def replay(
         click.echo(f"  Damage: {injection.kind}, seed {injection.seed}", err=True)
     if report.mismatches_served:
         raise SystemExit(1)
+
+
+def _say_what_stays(tiers: Iterable[TierOptions], moved_bytes: int) -> None:
+    """Before a disk is filled: how much it will hold, and that it stays."""
+    for tier in tiers:
+        for path in getattr(tier, "path", ()):
+            click.echo(
+                f"kvoffload: {path} takes up to {format_size(tier.num_blocks * moved_bytes)} and stays; "
+                f"to be rid of it: kvoffload disk rm {path}",
+                err=True,
+            )
 
 
 def _moved_bytes(text: str) -> int:

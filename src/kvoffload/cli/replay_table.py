@@ -68,20 +68,18 @@ def _work(report: ReplayReport) -> Table:
 
 def _verdict(report: ReplayReport) -> Text:
     saved = _percent(report.tokens_saved, report.tokens)
-    text = Text()
-    text.append(
-        f"  {saved} of the prefill work is saved: {report.tokens_saved:,} of {report.tokens:,} tokens"
-    )
-    text.append(" need not be computed.\n")
+    text = Text(no_wrap=True, overflow="ignore")
+    text.append(f"  {saved} of the prefill work is saved: ")
+    text.append(f"{report.tokens_saved:,} of {report.tokens:,} tokens.\n")
     text.append(f"  A cache without limit would save {report.infinite_hit_ratio:.1%}")
-    text.append(f", an optimal policy with this capacity {report.optimum_hit_ratio:.1%}.\n")
+    text.append(f", an optimal policy of this size {report.optimum_hit_ratio:.1%}.\n")
     if report.skipped_lines:
         text.append(f"  {report.skipped_lines:,} bad lines of the trace were left out.\n")
     text.append(f"  CPU time for deciding: {report.control_plane_s:.2f} s")
     if report.block_refs >= _ENOUGH_TO_MEASURE:
         text.append(f" ({report.control_plane_s * 1e6 / report.block_refs:.2f} us a reference)")
     if report.block_bytes:
-        text.append(f"; for moving and checking bytes {report.data_plane_s:.2f} s")
+        text.append(f"; for bytes: {report.data_plane_s:.2f} s")
     text.append(f".\n  Decisions: sha256 {report.decisions_sha256[:16]}\n")
     return text
 

@@ -19,6 +19,7 @@ from kvoffload.errors import SweepError
 from kvoffload.models import block_bytes
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, axis
+from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.sweep import Progress, Sweep
 from kvoffload.tiers.options import NO_TIERS
 
@@ -49,6 +50,9 @@ _REMEMBERED_S = 600
 @click.option("--block-tokens", default=512, show_default=True, type=click.IntRange(min=1),
               help="Tokens in a block of the traces.")  # fmt: skip
 @click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of traces out, and count them.")
+@click.option(
+    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
+)
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 def sweep(
     traces: tuple[str, ...],
@@ -69,6 +73,7 @@ def sweep(
     bytes_per_token: str | None,
     block_tokens: int,
     skip_bad_lines: bool,
+    form: str,
     quiet: bool,
 ) -> None:
     """Replay every TRACE through every combination, and say which differences mean something.
@@ -100,9 +105,12 @@ def sweep(
     except SweepError as error:
         click.echo(f"kvoffload: {error}{_how_to_go_on(run)}", err=True)
         sys.exit(1)
-    console = Console()
-    for table in tables(result.rows):
-        console.print(table)
+    if form == "json":
+        click.echo(as_json(result.rows), nl=False)
+    else:
+        console = Console()
+        for table in tables(result.rows):
+            console.print(table)
     if result.from_journal:
         click.echo(f"{result.from_journal:,} of {len(result.rows):,} rows had been finished before", err=True)
     if result.left_out:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import infinite, optimum
+from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate as generate_trace
 from kvoffload.traces.sources import load_trace
@@ -100,13 +101,15 @@ def info(trace_: str, block_tokens: int, skip_bad_lines: bool, form: str) -> Non
 
 
 def _best(loaded: Trace) -> list[dict[str, Any]]:
-    """The optimum at some capacities, the last one without a limit."""
+    """The optimum at some capacities, and LRU beside it; the last one without a limit."""
     rows = []
     for percent in (*_CAPACITIES_PERCENT, None):
         capacity = None if percent is None else loaded.unique_blocks * percent // 100
         result = infinite(loaded) if capacity is None else optimum(loaded, capacity)
+        lru = result if not capacity else Replay(loaded, ReplayConfig(capacity)).run()
         rows.append(
             {
+                "lru_prefix_hit_ratio": lru.prefix_hit_blocks / max(loaded.block_refs, 1),
                 "capacity_percent": percent,
                 "capacity_blocks": capacity,
                 "prefix_hit_blocks": result.prefix_hit_blocks,
@@ -151,8 +154,9 @@ def _number(value: float) -> str:
 
 
 def _best_table(best: list[dict[str, Any]]) -> Table:
-    table = Table(title="the best that any policy could reach", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("capacity", "blocks", "prefix-hit ratio", "blocks written"):
+    title = "prefix-hit ratio: the best that any policy could reach, and LRU"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("capacity", "blocks", "optimum", "lru", "written by the optimum"):
         table.add_column(heading, justify="right")
     for row in best:
         limited = row["capacity_percent"] is not None
@@ -160,6 +164,7 @@ def _best_table(best: list[dict[str, Any]]) -> Table:
             f"{row['capacity_percent']} %" if limited else "no limit",
             f"{row['capacity_blocks']:,}" if limited else "",
             f"{row['prefix_hit_ratio']:.4f}",
+            f"{row['lru_prefix_hit_ratio']:.4f}",
             f"{row['blocks_written']:,}",
         )
     return table

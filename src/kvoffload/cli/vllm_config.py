@@ -10,10 +10,13 @@ import click
 
 from kvoffload.cli.options import CONFIG, configured
 from kvoffload.core.plans import ON_DEVICE_EVICTION, STORES
+from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.options import VERIFY, VLLMS_NAMES, parse_options
 from kvoffload.options import OF_ENGINES, gathered
 
 _HOME = "kvoffload.integrations.vllm"
+_LEAST_RAM_BYTES = 2**20
+"""Less is a size without its unit."""
 
 
 @click.command("vllm-config")
@@ -23,7 +26,7 @@ _HOME = "kvoffload.integrations.vllm"
 @click.option("--admission", help="Which blocks may enter: all, reuse:2, ...  [default: all]")
 @click.option("--store", type=click.Choice(STORES), help="When blocks are stored.  [default: on-compute]")
 @click.option("--verify", type=click.Choice(VERIFY), help="Which blocks are verified.  [default: tiers]")
-@click.option("--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
+@click.option("--tiers", "--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
               help="A disk behind RAM; takes ,policy=NAME and ,admission=RULE.")  # fmt: skip
 @click.option("--all-tokens", is_flag=True, help="Store what was generated, too; vLLM leaves it out.")
 @click.option("--blocks-per-chunk", type=int, help="Engine blocks in one block of RAM.  [default: 1]")
@@ -61,7 +64,8 @@ def vllm_config(
     # Also what only the file or the environment says: the flag has all of it.
     beside = gathered({**extra, "config": click.get_current_context().meta[CONFIG]}, OF_ENGINES, VLLMS_NAMES)
     extra |= {name: value for name, value in beside.items() if name != "config"}
-    parse_options(extra)
+    if parse_options(extra).ram_bytes < _LEAST_RAM_BYTES:
+        raise ConfigError("ram", ram, "allowed: a size such as 64GiB")
     flag: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
     if connector or store == ON_DEVICE_EVICTION:
         flag = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": f"{_HOME}.connector"}

@@ -40,7 +40,9 @@ class State(Struct):
 
 
 class TwoQ(CompiledPolicy):
-    """The paper's full version: A1in, A1out and Am, for batches with pins.
+    """New blocks wait in a FIFO; those asked for again join an LRU.
+
+    The paper's full version: A1in, A1out and Am, for batches with pins.
 
     A new block enters A1in, first in, first out. A hit there does nothing: uses in quick succession count as
     one. While A1in holds more than Kin = 25 % of the blocks, its oldest leaves, and A1out

@@ -36,7 +36,9 @@ class State(Struct):
 
 
 class ARC(CompiledPolicy):
-    """The paper's algorithm, with all four cases and its bounds, for batches with pins.
+    """Balances recency and frequency by what it evicted too early.
+
+    The paper's algorithm, with all four cases and its bounds, for batches with pins.
 
     T1 holds blocks used by one request, T2 by more; B1 and B2 remember the keys of blocks that left them. A
     miss that B1 remembers raises the target size `p` of T1, a miss that B2 remembers lowers it, and the block

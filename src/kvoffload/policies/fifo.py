@@ -17,7 +17,9 @@ class State(Struct):
 
 
 class FIFO(CompiledPolicy):
-    """One queue in the order of the stores; nothing else moves a block. The simplest yardstick.
+    """The block stored first leaves first.
+
+    One queue in the order of the stores; nothing else moves a block. The simplest yardstick.
 
     Where the paper, which knows single pages, leaves a choice:
 

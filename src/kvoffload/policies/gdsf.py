@@ -39,7 +39,9 @@ class State(Struct):
 
 
 class GDSF(CompiledPolicy):
-    """A heap by H = L + frequency x cost / size, the least first; L is the H of the last victim.
+    """The least uses x cost / size leaves; what is old ages.
+
+    A heap by H = L + frequency x cost / size, the least first; L is the H of the last victim.
 
     All blocks have size 1. The cost of a block is that of computing it again::
 

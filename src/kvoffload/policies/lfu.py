@@ -26,7 +26,9 @@ class State(Struct):
 
 
 class LFU(CompiledPolicy):
-    """A list for each number of uses, most recent first; the victim is the last of the lowest one.
+    """The block used least often leaves; of several the oldest.
+
+    A list for each number of uses, most recent first; the victim is the last of the lowest one.
 
     If requests drew their blocks independently of each other and always with the same probabilities, the
     best victim would be the least probable block (Aho, Denning and Ullman); its count estimates that.

@@ -53,7 +53,9 @@ class State(Struct):
 
 
 class LIRS(CompiledPolicy):
-    """The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
+    """Blocks used at short intervals stay; others pass through.
+
+    The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
 
     S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and keys of HIR blocks
     that have left. A HIR block, resident or not, that is used while in S becomes LIR, and the coldest LIR

@@ -17,7 +17,9 @@ class State(Struct):
 
 
 class LRU(CompiledPolicy):
-    """One list, most recent first. The default, and the yardstick for every other policy.
+    """The block used longest ago leaves.
+
+    One list, most recent first. The default, and the yardstick for every other policy.
 
     A store counts as a use; the head of the stored blocks is the most recent. When a request finishes, its
     whole path moves to the front, its head first of all (see `EvictionPolicy.access`).

@@ -47,7 +47,9 @@ class State(Struct):
 
 
 class S3FIFO(CompiledPolicy):
-    """The paper's algorithm, for batches with pins, and with a limit to the search in one call.
+    """A small FIFO for new blocks, a main one for what was used again.
+
+    The paper's algorithm, for batches with pins, and with a limit to the search in one call.
 
     A new block joins the small queue S, or the main queue M if the ghost queue G remembers its key. The
     victim is taken from S if S has its share of the slots, else from M. At the cold end of S, a block with

@@ -38,7 +38,9 @@ class State(Struct):
 
 
 class SIEVE(CompiledPolicy):
-    """The paper's algorithm, for batches with pins, and with a limit to the search in one call.
+    """A hand goes along one FIFO and spares what was used.
+
+    The paper's algorithm, for batches with pins, and with a limit to the search in one call.
 
     A hit marks a block as visited, and moves nothing. A new block joins the queue at its head. To find a
     victim the hand moves from the oldest block towards the head, and from there to the oldest again; it

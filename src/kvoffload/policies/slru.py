@@ -28,7 +28,9 @@ class State(Struct):
 
 
 class SLRU(CompiledPolicy):
-    """Two LRU lists: blocks on probation, from which victims are taken, and blocks that have proven useful.
+    """New blocks are on probation; a second use protects them.
+
+    Two LRU lists: blocks on probation, from which victims are taken, and blocks that have proven useful.
 
     A new block is on probation. A hit makes it the most recent proven block; if there are now more proven
     blocks than their share, the least recent of them goes back to probation, as its most recent. The paper

@@ -51,7 +51,9 @@ class State(Struct):
 
 
 class WTinyLFU(CompiledPolicy):
-    """The paper's algorithm, with its 1 % window and its 80/20 main cache, for batches with pins.
+    """A small LRU; what leaves it must be more popular than a victim.
+
+    The paper's algorithm, with its 1 % window and its 80/20 main cache, for batches with pins.
 
     A new block enters the window. When the window is full its coldest block duels with the coldest of the
     main cache: the one that was seen less often recently leaves, or the one from the window if they are

@@ -25,7 +25,7 @@ class RowsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        writers = {".csv": _csv, ".json": _json, ".parquet": _parquet}
+        writers = {".csv": _csv, ".json": as_json, ".parquet": _parquet}
         if path.suffix not in writers:
             raise ConfigError("output", str(path), f"a file that ends in {', '.join(writers)}")
         if path.exists() and not path.is_file():
@@ -72,7 +72,7 @@ def _in_csv(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _json(rows: Sequence[msgspec.Struct]) -> bytes:
+def as_json(rows: Sequence[msgspec.Struct]) -> bytes:
     """One array of objects, one line a row."""
     return b"[\n" + b",\n".join(msgspec.json.encode(row) for row in rows) + b"\n]\n"
 

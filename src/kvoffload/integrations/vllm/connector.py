@@ -13,11 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
+from kvoffload.integrations.vllm.options import ONE_BY_ONE
 from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEvictionScheduler
 from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, checked_options
 from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
-
-_ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, as the GPU drops them"
 
 
 class KVOffloadConnector(OffloadingConnector):
@@ -46,8 +45,6 @@ class KVOffloadConnector(OffloadingConnector):
         extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")
         options = checked_options(extra_config)
         victim_mode = options.store == ON_DEVICE_EVICTION
-        if victim_mode and (options.blocks_per_chunk or 1) > 1:
-            raise ConfigError("blocks_per_chunk", options.blocks_per_chunk, _ONE_BY_ONE)
         if victim_mode and not vllm_config.cache_config.enable_prefix_caching:
             raise ConfigError(
                 "store", options.store, "allowed: only with vLLM's prefix caching: enable_prefix_caching"
@@ -60,7 +57,7 @@ class KVOffloadConnector(OffloadingConnector):
         if self.connector_scheduler is None:
             return
         if victim_mode and self.connector_scheduler.config.blocks_per_chunk > 1:
-            raise ConfigError("block_size", options.tokens_per_chunk, _ONE_BY_ONE)
+            raise ConfigError("block_size", options.tokens_per_chunk, ONE_BY_ONE)
         assert isinstance(self.connector_scheduler.manager, KVOffloadManager)
         scheduler_side = OnDeviceEvictionScheduler if victim_mode else KVOffloadScheduler
         self.connector_scheduler = scheduler_side.of(self.connector_scheduler)

@@ -8,6 +8,7 @@ not installed.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
@@ -16,7 +17,7 @@ import msgspec
 
 from kvoffload.config import Count, Positive, Size, convert, option_names, read_options
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
-from kvoffload.core.plans import ON_COMPUTE, StoreName
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, StoreName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.options import OF_ENGINES, gathered
@@ -68,6 +69,8 @@ class VLLMOptions:
     recompute_tokens_per_s: Positive | None = None
 
 
+ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, as the GPU drops them"
+
 VLLMS_NAMES = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "prompt_only"}
 """What vLLM calls options of ours."""
 
@@ -116,14 +119,24 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     options = read_options(
         VLLMOptions, given, WHERE, other_names=VLLMS_NAMES, also_known=_ALSO_KNOWN, problems=problems
     )
-    if problems := list(_wrong_in_engines(options.tiers)):
+    problems = list(_wrong_in_engines(options.tiers))
+    if options.store == ON_DEVICE_EVICTION and (options.blocks_per_chunk or 1) > 1:
+        problems.append(ConfigError("blocks_per_chunk", options.blocks_per_chunk, ONE_BY_ONE))
+    if problems:
         raise CombinedConfigError(WHERE, problems)
     return options
 
 
 def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
     """What a replay can have behind RAM, and an engine cannot."""
+    seen = set[str]()
     for number, tier in enumerate(tiers):
+        for path in getattr(tier, "path", ()):
+            if not os.path.isabs(path):
+                yield ConfigError(f"tiers[{number}].path", path, "allowed: an absolute path")
+            if (place := os.path.normpath(path)) in seen:
+                yield ConfigError(f"tiers[{number}].path", path, "allowed: a directory of one tier alone")
+            seen.add(place)
         if not tier.keeps_blocks:
             yield ConfigError(f"tiers[{number}]", str(tier), f"a {tier.name} tier keeps no blocks")
         try:

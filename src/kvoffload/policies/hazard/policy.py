@@ -97,7 +97,9 @@ class State(Struct):
 
 
 class Hazard(CompiledPolicy):
-    """Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new block below that.
+    """The block least likely to be hit, for its time, leaves.
+
+    Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new block below that.
 
     Blocks fall into 50 classes by how often and at what gaps they were used (`History`). The chance that a
     block of a class is used again, given its age, is learnt on-line from sampled keys of all traffic,

@@ -17,7 +17,7 @@ from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.directory import SLABS, slabs_in
 from kvoffload.tiers.disk.files import Files, aligned
 from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
+from kvoffload.tiers.disk.lock import LOCK_NAME, DirectoryLock, owner_of
 from kvoffload.tiers.disk.recovery import Found, recover
 from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Scratch, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -141,6 +141,26 @@ def opened(path: Path, files: Files | None = None, *, wait_s: float = 0.0) -> It
             yield slab, recover(slab, salvage=True)
     except OSError as error:
         raise UnavailableError("path", str(path), f"it cannot be read ({error.strerror})") from None
+    finally:
+        lock.release()
+
+
+def delete(slabs: list[Path]) -> None:
+    """Delete these slabs of one directory, which nobody has open; the directory too, if it is empty then.
+
+    Raises: `UnavailableError` if a process has it open, or it cannot be written.
+    """
+    directory = slabs[0].parent
+    lock = DirectoryLock(directory, RateLimitedLog("kvoffload.disk"), wait_s=0.0)
+    try:
+        for slab in slabs:
+            slab.unlink(missing_ok=True)
+        if not slabs_in(directory):
+            (directory / LOCK_NAME).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it has files of others
+                directory.rmdir()
+    except OSError as error:
+        raise UnavailableError("path", str(directory), f"it cannot be written ({error.strerror})") from None
     finally:
         lock.release()
 
