@@ -10,7 +10,7 @@ SOAK_SECONDS ?= 600
 SEED ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay test test-all test-checked test-vllm soak lint sizes format bench bench-vllm gpu-check vllm-env docs dist clean
+.PHONY: help install replay test test-all test-checked test-vllm soak lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -86,6 +86,9 @@ docs: $(VENV)/installed-docs  ## the documents as a site, in build/site; fails o
 
 dist: $(VENV)/installed-dist  ## wheel and sdist in dist/, tried in empty environments (ARGS="--torch 3.11", --upload)
 	$(BIN)/python bench/packages.py $(ARGS)
+
+image-check: $(VENV)/installed  ## an image with examples/Containerfile compiles nothing when it starts (after `make dist`; root)
+	$(BIN)/python bench/image_check.py dist/kvoffload-*.whl $(ARGS)
 
 clean:  ## remove environments and caches
 	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels

@@ -19,7 +19,7 @@ _SHOWN = re.compile(r"```\n\$ kvoffload (.*)\n((?:.*\n)*?)```")
 
 
 def numbers(text: str) -> str:
-    """The numbers of a text in their order; how they are laid out and worded is for people, and may change."""
+    """The numbers of a text in their order; layout and wording are for people, and may change."""
     return " ".join(["", *re.findall(r"\d[\d.,]*\d|\d", text), ""])
 
 
