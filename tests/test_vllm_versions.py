@@ -6,7 +6,6 @@ tests/vllm_signatures.json says what those are, and how it was made: bench/vllm_
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import sys
 from pathlib import Path
@@ -18,20 +17,18 @@ import pytest
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import plugin
 from kvoffload.integrations.vllm.versions import (
-    NEWEST,
-    OLDEST,
     SINCE_CONNECTOR,
+    SINCE_DEVICES,
     check_version,
     engine_facts,
     event,
+    facts_with_chunks,
     minor,
+    warn_of_seeds,
 )
+from vllm_forms import SIGNATURES, VERSIONS, forms, signature, versions_since
 
-ROOT = Path(__file__).resolve().parent.parent
-SIGNATURES: dict[str, dict[str, dict[str, list[str]]]] = json.loads(
-    (ROOT / "tests" / "vllm_signatures.json").read_text()
-)
-VERSIONS = [f"0.{number}" for number in range(OLDEST[1], NEWEST[1] + 1)]
+OUR_ROOM = Path(__file__).resolve().parent.parent / "src" / "kvoffload" / "integrations" / "vllm"
 
 OURS = {
     "OffloadingSpec": "KVOffloadSpec",
@@ -45,23 +42,13 @@ OURS = {
 def our_classes() -> dict[str, dict[str, ast.arguments]]:
     """Every class of our room, with the parameters of its methods; from the text, for vLLM is not here."""
     found = {}
-    for path in (ROOT / "src" / "kvoffload" / "integrations" / "vllm").glob("*.py"):
+    for path in OUR_ROOM.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 found[node.name] = {
                     method.name: method.args for method in node.body if isinstance(method, ast.FunctionDef)
                 }
     return found
-
-
-def forms(interface: str, version: str) -> dict[str, str]:
-    """Member -> its form in this version."""
-    return {
-        member: form
-        for member, of in SIGNATURES[interface].items()
-        for form, versions in of.items()
-        if version in versions
-    }
 
 
 def test_every_version_is_known() -> None:
@@ -114,13 +101,51 @@ BUILT_ON = {
 @pytest.mark.parametrize("interface", list(BUILT_ON))
 def test_what_the_connector_builds_on_is_the_same(interface: str) -> None:
     """Since the version from which on it is offered."""
-    oldest = VERSIONS.index(f"{SINCE_CONNECTOR[0]}.{SINCE_CONNECTOR[1]}")
-    first, *others = [forms(interface, version) for version in VERSIONS[oldest:]]
+    first, *others = [forms(interface, version) for version in versions_since(SINCE_CONNECTOR)]
     assert others
     for other in others:
         assert [other[member] for member in BUILT_ON[interface]] == [
             first[member] for member in BUILT_ON[interface]
         ]
+
+
+HANDLER = "SingleDirectionOffloadingHandler"
+HOST_REGISTER = "vllm.v1.kv_offload.cpu.host_register"
+OF_A_HANDLER = ("transfer_async", "get_finished", "wait", "shutdown")
+
+
+def calls_of_devices() -> list[tuple[str, ast.Call]]:
+    """Calls of vLLM in `cuda`: what is called, of which its own methods of the same name are no part."""
+    found = []
+    for node in ast.walk(ast.parse((OUR_ROOM / "cuda.py").read_text())):
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name) and called.id in (HANDLER, "host_register", "host_unregister"):
+                found.append((called.id, node))
+            elif isinstance(called, ast.Attribute) and called.attr in OF_A_HANDLER:
+                found.append((called.attr, node))
+    return found
+
+
+@pytest.mark.parametrize("version", versions_since(SINCE_DEVICES))
+def test_vllms_copies_on_devices_take_our_calls(version: str) -> None:
+    """And they are all that `cuda` needs of vLLM."""
+    handler, registering = forms(HANDLER, version), forms(HOST_REGISTER, version)
+    calls = calls_of_devices()
+    assert {name for name, _ in calls} == {HANDLER, *OF_A_HANDLER, *registering}
+    for name, call in calls:
+        of_a_class = name not in registering
+        form = (handler if of_a_class else registering)["__init__" if name == HANDLER else name]
+        by_name = {one.arg: one.value for one in call.keywords if one.arg is not None}
+        assert len(by_name) == len(call.keywords), "spelled out, so that it can be checked"
+        signature(form).bind(*["self"] * of_a_class, *call.args, **by_name)
+
+
+def test_devices_are_not_claimed_for_versions_that_do_not_take_our_calls() -> None:
+    """The version before lacks what pins the pool."""
+    before = VERSIONS[: VERSIONS.index(versions_since(SINCE_DEVICES)[0])]
+    assert before
+    assert not any(forms(HOST_REGISTER, version) for version in before)
 
 
 def test_versions() -> None:
@@ -173,6 +198,7 @@ def test_facts_since_0_26() -> None:
     assert engine_facts(SimpleNamespace(config=config)).replica == "replica-1"
     assert (facts.tokens_per_block, facts.blocks_per_chunk, facts.worker_block_bytes) == ((16, 32), 3, 4096)
     assert (facts.num_workers, facts.rank, facts.replicated, facts.enable_events) == (2, 1, False, True)
+    assert facts_with_chunks(SimpleNamespace(config=config), facts, 7) is facts, "vLLM has read it"
     config.replicated_layout = True
     assert engine_facts(SimpleNamespace(config=config)).replicated
 
@@ -199,6 +225,26 @@ def test_facts_of_0_25(stride: int, expected: int) -> None:
     facts = engine_facts(spec, "0.25.0")
     assert facts.identity["groups"] == [(16, ("l0", "l1"))]
     assert (facts.worker_block_bytes, facts.tokens_per_block, facts.blocks_per_chunk) == (expected, (16,), 2)
+    assert facts_with_chunks(spec, facts, None) is facts
+    facts = facts_with_chunks(spec, facts, 3)
+    assert (facts.blocks_per_chunk, facts.identity["blocks_per_chunk"]) == (3, 3)
+    assert spec.block_size_factor == 3, "its scheduler reads it there"
+
+
+def test_keys_that_no_other_process_has_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for version in ("0.29.0", "0.33.0", "dev"):
+        warn_of_seeds(version)
+    assert not caplog.records
+    warn_of_seeds("0.28.0")
+    assert "vLLM 0.28.0 seeds its keys anew" in caplog.text
+    assert "unless PYTHONHASHSEED is set" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    warn_of_seeds("0.28.0")
+    assert not caplog.records
 
 
 def test_events_name_their_medium() -> None:

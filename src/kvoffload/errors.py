@@ -36,6 +36,36 @@ class CombinedConfigError(ConfigError):
         self.args = ("\n  ".join([f"{where}:", *(str(problem) for problem in problems)]),)
 
 
+class Problems:
+    """Collects impossible options, so that a user hears of all of them at once::
+
+    problems = Problems("replay")
+    with problems:
+        size = parse_size("ram", ram)
+    with problems:
+        ...
+    problems.check()
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where, self._found = where, list[ConfigError]()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> bool:
+        if isinstance(error, CombinedConfigError):
+            self._found += error.problems
+        elif isinstance(error, ConfigError):
+            self._found.append(error)
+        return isinstance(error, ConfigError)
+
+    def check(self) -> None:
+        """Raise what was found: a `ConfigError`, or a `CombinedConfigError` of several."""
+        if self._found:
+            raise self._found[0] if len(self._found) == 1 else CombinedConfigError(self._where, self._found)
+
+
 class MisuseError(KVOffloadError, RuntimeError):
     """The caller broke the life-cycle (completed twice, loaded an absent block). Nothing has changed."""
 

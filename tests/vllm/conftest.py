@@ -114,14 +114,21 @@ class Engine:
         self, model: Path, offload: dict[str, Any] | None, *, connector: bool = False, **settings: Any
     ) -> None:
         import torch
+        from needs import VERSION
         from vllm import LLM
-        from vllm.triton_utils import dispatcher
+
+        from kvoffload.integrations.vllm.versions import SINCE_STEADY_KEYS
 
         assert torch.get_num_threads() == 1, "torch was imported before OMP_NUM_THREADS was set"
 
-        # vLLM looks at everything in every module, and stumbles over a library handle of llvmlite that says
-        # it has a `__dict__`. Only where numba was imported before the engine's worker, as in tests.
-        dispatcher.vars = lambda value: found if isinstance(found := value.__dict__, Mapping) else {}
+        if VERSION < SINCE_STEADY_KEYS:
+            os.environ["PYTHONHASHSEED"] = "0"  # servers get it, too
+        if VERSION >= (0, 31):
+            from vllm.triton_utils import dispatcher
+
+            # vLLM looks at everything in every module, and stumbles over a library handle of llvmlite that
+            # says it has a `__dict__`. Only where numba was imported before the engine's worker, as in tests.
+            dispatcher.vars = lambda value: found if isinstance(found := value.__dict__, Mapping) else {}
         transfer = None
         if offload is not None:
             transfer = {

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import PATIENCE_S, note_position
+from needs import POSITIONS, needs
+from traffic import PATIENCE_S, note_position, touch_path
 
 from kvoffload.core.policy import POLICIES
 from kvoffload.integrations.vllm.options import parse_options
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.testing.audit import audit
 
-base = pytest.importorskip(
-    "vllm.v1.kv_offload.base", reason="vllm is not installed here: `make test-vllm` builds an environment"
-)
+base = pytest.importorskip("vllm.v1.kv_offload.base")
 KVOffloadManager = pytest.importorskip("kvoffload.integrations.vllm.manager").KVOffloadManager
 
 HIT, MISS, PENDING, RETRY = (base.LookupResult[name] for name in ("HIT", "MISS", "HIT_PENDING", "RETRY"))
@@ -50,10 +49,11 @@ class World:
             parse_options({"ram": "1GiB"} | options), self.pool, enable_events=True
         )
         self.resident: set[bytes] = set()
+        self.paths: dict[str, list[bytes]] = {}
 
     def request(self, name: str, keys: list[bytes], groups: int = 1) -> Any:
         """A request as the connector makes it: it notes the keys of one group after the other."""
-        ctx = base.ReqContext(name)
+        ctx, self.paths[name] = base.ReqContext(name), keys
         per_group = len(keys) // groups
         for position, one in enumerate(keys):
             note_position(ctx, one, position % per_group + 1)
@@ -69,6 +69,7 @@ class World:
                 break
             wait = wait or found is not HIT
             hits += 1
+        touch_path(self.manager, ctx, self.paths.get(ctx.req_id, keys))
         return None if wait else hits
 
     def hits(self, ctx: Any, keys: list[bytes]) -> int:
@@ -85,6 +86,8 @@ class World:
         output = self.manager.prepare_store(keys, ctx)
         if output is not None:
             self.write(output)
+            if output.keys_to_store:
+                touch_path(self.manager, ctx, self.paths.get(ctx.req_id, keys))
         return output
 
     def write(self, output: Any) -> None:
@@ -182,6 +185,7 @@ def test_retries_count_once(world: Callable[..., World]) -> None:
     assert one.serve("again", [key(1)])[1] == [key(1)]
 
 
+@needs(*POSITIONS)
 def test_a_partial_store_keeps_the_head_of_every_group(world: Callable[..., World]) -> None:
     """vLLM offers one group after the other; what is stored comes back in its order."""
     one = world(4)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import CONNECTOR, needs
+from traffic import Expected, check_nothing_is_left, drive, random_prompts
 
-pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from kvoffload.testing.audit import audit
+
 # vLLM's warnings are not ours.
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-from traffic import Expected, check_nothing_is_left, drive, random_prompts  # noqa: E402
-
-from kvoffload.testing.audit import audit  # noqa: E402
+pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
 
 VICTIM = {"ram": "32MiB", "store": "on-device-eviction"}
 SMALL_STEPS = {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 48}
@@ -128,7 +127,6 @@ def test_two_kv_groups(start_engine: Callable[..., Any], hybrid: Path, on_hybrid
     [
         ({"blocks_per_chunk": 3}, {}, "one engine block"),
         ({}, {"enable_prefix_caching": False}, "prefix caching"),
-        ({}, {"connector": False}, "only with kv_connector: KVOffloadConnector"),
     ],
 )
 def test_what_cannot_be(

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traffic import note_position
+from needs import COUNTS_OF_OFFERS, ORDER, needs
+from traffic import note_position, touch_path
 
 from kvoffload import OffloadingManager
 from kvoffload.testing.audit import audit
 from kvoffload.traces.format import read_trace
 
-vllm_base = pytest.importorskip(
-    "vllm.v1.kv_offload.base", reason="vllm is not installed here: `make test-vllm` builds an environment"
-)
+vllm_base = pytest.importorskip("vllm.v1.kv_offload.base")
 vllm_manager = pytest.importorskip("vllm.v1.kv_offload.cpu.manager")
 
 KEY_BYTES = 36
@@ -41,12 +40,15 @@ class Theirs:
     def serve(self, request: str, keys: list[bytes]) -> tuple[int, list[bytes]]:
         ctx = self.begin(request, keys)
         hits = self.hits(keys, ctx)
+        touch_path(self.manager, ctx, keys)
         self.manager.prepare_load(keys[:hits], ctx)
         self.manager.complete_load(keys[:hits], ctx)
         output = self.manager.prepare_store(keys, ctx)
         stored = [] if output is None else output.keys_to_store
         if output is not None:
             self.evicted += output.evicted_keys
+            if stored:
+                touch_path(self.manager, ctx, keys)
             self.manager.complete_store(stored, ctx)
         self.manager.on_request_finished(ctx)
         return hits, stored
@@ -111,6 +113,7 @@ def random_paths(seed: int, count: int, longest: int) -> list[list[bytes]]:
     return paths
 
 
+@needs(*ORDER)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("threshold", [1, 2])
 def test_lru_decides_as_vllm_does(seed: int, threshold: int) -> None:
@@ -126,6 +129,7 @@ def test_lru_decides_as_vllm_does(seed: int, threshold: int) -> None:
     audit(ours.manager)
 
 
+@needs(*ORDER)
 @pytest.mark.trace
 @pytest.mark.parametrize(
     ("capacity", "threshold", "ratio", "written"),
@@ -155,6 +159,7 @@ def test_difference_head_first_partial_store() -> None:
     assert ours.serve("r", path) == (0, path[:4]), "as much of the head as there is room for"
 
 
+@needs(*COUNTS_OF_OFFERS)
 def test_difference_retries_count_once() -> None:
     theirs, ours = Theirs(4, "lru", 2), Ours(4, "lru", 2)
     one = [key(1)]
@@ -180,6 +185,7 @@ def test_difference_ghost_hits_enter_t2() -> None:
     assert key(2) not in {ours.manager.index.key_at(slot) for slot in t1}
 
 
+@needs(*ORDER)
 def test_difference_a_hit_refreshes_what_the_device_served() -> None:
     """Head on the device, tail here: vLLM's manager hears only of the tail and evicts the head."""
     head, tail, new = [key(1), key(2)], [key(3)], [key(9)]

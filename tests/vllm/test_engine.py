@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from needs import COUNTS_EVERY_STEP, needs
 from traffic import ANSWER_TOKENS, Expected, Recorder, check_nothing_is_left, conversations, damage, drive
 
 # vLLM's warnings are not ours.
@@ -90,6 +89,7 @@ def test_events_tell_what_ram_holds(engine: Any, on_llama: Expected, monkeypatch
     assert held == {maybe_convert_block_hash(key[:-4]) for key in resident}
 
 
+@needs(*COUNTS_EVERY_STEP)
 def test_metrics_under_vllms_own(engine: Any, on_llama: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``/metrics`` of a server would show of this process, once no request runs."""
     monkeypatch.setattr("kvoffload.integrations.vllm.manager.METRICS_INTERVAL_S", 1e9)

@@ -64,16 +64,20 @@ def test_a_damaged_block_is_computed_again(
 def engine_keys(engine: Any, prompt: list[int]) -> list[bytes]:
     """The keys of a prompt, by asking vLLM."""
     noted: list[bytes] = []
-    begin = engine.manager.core.begin_request
+    core, begin, touch = engine.manager.core, engine.manager.core.begin_request, engine.manager.core.touch
 
     def listen(request_id: str, keys: list[bytes]) -> Any:
         noted[:] = keys
         return begin(request_id, keys)
 
-    engine.manager.core.begin_request = listen
+    def listen_before_0_31(keys: list[bytes], ctx: Any) -> None:
+        noted[:] = keys
+        touch(keys, ctx)
+
+    core.begin_request, core.touch = listen, listen_before_0_31
     engine.tokens([prompt], 1)
     engine.drain()
-    del engine.manager.core.begin_request
+    del core.begin_request, core.touch
     engine.forget_device()
     return noted[: len(prompt) // 32]
 
@@ -115,3 +119,13 @@ def test_two_kv_groups(
     # offers blocks that are others' now, here and there, so it takes some rounds to see.
     for seed in (8, 9, 10, 12):
         stress(engine, on_hybrid, seed, resets=0.02)
+
+
+def test_what_the_gpu_drops_is_offered_by_our_connector_only(
+    start_engine: Callable[..., Any], llama: Path
+) -> None:
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    with pytest.raises(Exception, match="only with kv_connector: KVOffloadConnector"):
+        start_engine(llama, {"ram": "4MiB", "store": "on-device-eviction"})
+    ensure_kv_transfer_shutdown()

@@ -7,18 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-pytest.importorskip(
-    "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 says where hits came from, and takes filters"
-)
+from needs import FILTERS, NAMED_TIERS, SOURCES, needs
 from test_adapter import World, key
 from vllm.v1.kv_offload import base
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.vllm import spec
+from kvoffload.integrations.vllm import connector, spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
 from kvoffload.integrations.vllm.logs import join_vllm
 from kvoffload.integrations.vllm.metrics import COUNTERS, REASONS
@@ -73,32 +68,51 @@ def test_keys_of_any_length_where_vllm_notes_no_positions(tmp_path: Path, key_by
     one.pool.close()
 
 
-def test_where_a_hit_came_from_and_requests_that_leave_out_storage(tmp_path: Path) -> None:
+def with_a_tier(tmp_path: Path) -> World:
+    """A world whose tier has the blocks of the keys 1 and 2, and its RAM as well."""
     one = World(tmp_path, 16)
     tier = ScriptedTier(one.pool.slot_stride, immediate=True)
     one.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
     one.manager._build(36)
     del one.manager.on_schedule_end  # without tiers there is nothing to do
-    keys = [key(1), key(2)]
-    one.serve("stores", keys)
+    one.serve("stores", [key(1), key(2)])
     one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
     assert len(tier.blocks) == 2
-    in_ram = one.request("in ram", keys)
-    assert one.lookup(in_ram, keys) == 2
-    assert CacheHitSource(one.manager.get_load_source(keys[0], in_ram)) is CacheHitSource.HOST
-    one.manager.on_request_finished(in_ram)
-    OffloadingManager.reset(one.manager.core)
-    one.resident.clear()
-    refuses = one.request("refuses", keys)
-    refuses.load_tier_filter = base.TierFilter(matchers=(base.TierMatcher(medium=base.Medium.CPU),))
-    assert one.lookup(refuses, keys) == 0
-    from_tier = one.request("from tier", keys)
-    assert one.lookup(from_tier, keys) is None
+    return one
+
+
+def come_up(one: World, ctx: Any) -> int | None:
+    """Ask for the keys 1 and 2 until what is in the tier has come up."""
+    assert one.lookup(ctx, [key(1), key(2)]) is None
     for _ in range(4):
         one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
-        found = one.lookup(from_tier, keys)
-    assert found == 2
-    assert CacheHitSource(one.manager.get_load_source(keys[0], from_tier)) is CacheHitSource.DISK
+        found = one.lookup(ctx, [key(1), key(2)])
+    return found
+
+
+@needs(*SOURCES)
+def test_where_a_hit_came_from(tmp_path: Path) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    one = with_a_tier(tmp_path)
+    in_ram = one.request("in ram", [key(1), key(2)])
+    assert one.lookup(in_ram, [key(1), key(2)]) == 2
+    assert CacheHitSource(one.manager.get_load_source(key(1), in_ram)) is CacheHitSource.HOST
+    one.manager.on_request_finished(in_ram)
+    OffloadingManager.reset(one.manager.core)
+    from_tier = one.request("from tier", [key(1), key(2)])
+    assert come_up(one, from_tier) == 2
+    assert CacheHitSource(one.manager.get_load_source(key(1), from_tier)) is CacheHitSource.DISK
+
+
+@needs(*FILTERS)
+def test_requests_that_leave_out_storage(tmp_path: Path) -> None:
+    one = with_a_tier(tmp_path)
+    OffloadingManager.reset(one.manager.core)
+    refuses = one.request("refuses", [key(1), key(2)])
+    refuses.load_tier_filter = base.TierFilter(matchers=(base.TierMatcher(medium=base.Medium.CPU),))
+    assert one.lookup(refuses, [key(1), key(2)]) == 0
+    assert come_up(one, one.request("takes all", [key(1), key(2)])) == 2
 
 
 def test_a_load_that_failed_is_no_failure_of_what_comes_into_its_slot_next(tmp_path: Path) -> None:
@@ -153,6 +167,23 @@ def test_a_gpu_needs_a_version_that_can_pin_our_pool(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(spec, "vllm_version", "0.31.0")
     with pytest.raises(ConfigError, match=r"kvoffload with a GPU needs vLLM 0.32 to 0.33"):
         spec.KVOffloadSpec()
+
+
+def test_the_connector_needs_a_version_whose_scheduler_side_is_as_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connector, "vllm_version", "0.31.0")
+    with pytest.raises(ConfigError, match=r"KVOffloadConnector needs vLLM 0.32 to 0.33"):
+        KVOffloadConnector(None, None, None)
+
+
+@needs(*NAMED_TIERS)
+def test_a_disk_behind_vllms_ram_needs_a_version_that_can_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.integrations.vllm import secondary
+
+    monkeypatch.setattr(secondary, "vllm_version", "0.31.0")
+    with pytest.raises(ConfigError, match=r"KVOffloadDisk needs vLLM 0.32 to 0.33"):
+        secondary.KVOffloadDisk(None, memoryview(b""), "KVOffloadDisk")
 
 
 def test_a_reset_says_which_tiers_it_does_not_reach(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

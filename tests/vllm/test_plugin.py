@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
-pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-
+from needs import VERSION
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
@@ -16,5 +16,8 @@ from kvoffload.integrations.vllm.plugin import register
 def test_names_suffice() -> None:
     for _ in range(2):
         register()
-    assert OffloadingSpecFactory.get_spec_cls({"spec_name": "KVOffloadSpec"}) is KVOffloadSpec
+    config: Any = {"spec_name": "KVOffloadSpec"}
+    if VERSION < (0, 26):
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=config))
+    assert OffloadingSpecFactory.get_spec_cls(config) is KVOffloadSpec
     assert KVConnectorFactory.get_connector_class_by_name("KVOffloadConnector") is KVOffloadConnector

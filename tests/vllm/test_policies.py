@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import NAMED_POLICIES, ORDER, VERSION, lacks, needs
 
-vllm_base = pytest.importorskip(
-    "vllm.v1.kv_offload.base", reason="vllm is not installed here: `make test-vllm` builds an environment"
-)
+if reason := lacks(*NAMED_POLICIES):
+    pytest.skip(reason, allow_module_level=True)
+from test_differential import Ours, Theirs, key, random_paths
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
-from test_differential import Ours, Theirs, key, random_paths  # noqa: E402
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: E402
-from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory  # noqa: E402
-
-from kvoffload.core.policy import POLICIES  # noqa: E402
-from kvoffload.errors import ConfigError  # noqa: E402
-from kvoffload.integrations.vllm import policies  # noqa: E402
-from kvoffload.testing.audit import audit  # noqa: E402
-from kvoffload.traces.format import read_trace  # noqa: E402
+from kvoffload.core.policy import POLICIES
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm import policies
+from kvoffload.testing.audit import audit
+from kvoffload.traces.format import read_trace
 
 MODULE = "kvoffload.integrations.vllm.policies"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_policy.py"
@@ -47,10 +47,12 @@ def agree(inside: Any) -> None:
         ours.index.key_at(slot) for slot in range(ours.capacity_blocks) if ours.slots.ref_cnt[slot] >= -1
     }
     assert resident == set(policy.chunks)
-    assert ours.stats().evictable == inside.manager._num_evictable_cache_chunks == len(policy._evictable)
+    counted = vars(inside.manager)[f"_num_evictable_cache_{'chunks' if VERSION >= (0, 30) else 'blocks'}"]
+    assert ours.stats().evictable == counted == len(policy._evictable)
     assert not policy._expected
 
 
+@needs(*ORDER)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("threshold", [1, 2])
 def test_our_lru_decides_as_vllms(seed: int, threshold: int) -> None:
@@ -70,6 +72,7 @@ def _that_refuses_none(policy: str) -> str:
     return "hazard,write_cost=-1" if policy == "hazard" else policy
 
 
+@needs(*ORDER)
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_every_policy_decides_as_in_our_manager(policy: str) -> None:
     """Paths that fit: the manager around the policy makes no difference, unless the policy refuses."""
@@ -142,7 +145,7 @@ def test_a_smaller_offer_after_a_refusal_leaks_nothing() -> None:
 
 def test_what_vllm_does_not_insert_after_all_is_given_back() -> None:
     policy = policies.__getattr__("lru")(4)
-    ctx = vllm_base.ReqContext("r")
+    ctx = ReqContext("r")
     names = [key(number) for number in range(4)]
     assert [policy.get(one) for one in names] == [None] * 4
     policy.on_store_miss(names, ctx)
@@ -159,7 +162,7 @@ def test_calls_of_other_versions(version: str) -> None:
     """0.27 knows no misses and no ends of requests; 0.33 passes the request to `insert`."""
     policy = policies.__getattr__("arc")(2)
     for number in range(6):
-        one, ctx = key(number), vllm_base.ReqContext(str(number))
+        one, ctx = key(number), ReqContext(str(number))
         assert policy.get(one) is None
         if version == "0.33":
             policy.on_store_miss([one], ctx)
@@ -174,10 +177,31 @@ def test_calls_of_other_versions(version: str) -> None:
     audit(policy._manager)
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc", "2q"])
+def test_what_vllm_touches_again_and_again_is_one_use(policy: str) -> None:
+    """Before 0.31 its connector touches the whole path of a request when it looks up and when it stores."""
+    one = policies.__getattr__(policy)(4)
+    for number in range(3):
+        path, ctx = [key(2 * number), key(2 * number + 1)], ReqContext(str(number))
+        assert [one.get(name) for name in path] == [None, None]
+        one.touch(path, ctx)
+        for gone, _ in one.evict(2, set(path)) if number == 2 else ():
+            assert gone in {key(0), key(1)}
+        for name in path:
+            one.insert(name, name.hex())
+            one.mark_evictable(name)
+        one.touch(path, ctx)
+    assert one._manager is not None
+    audit(one._manager)
+    if policy == "arc":
+        t1, t2, _, _ = one._manager.policy.lists()  # type: ignore[attr-defined]
+        assert (len(t1), len(t2)) == (4, 0), "each was used once"
+
+
 @pytest.mark.trace
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_hit_ratios_on_a_real_trace(recorded_trace_path: Callable[[str], Path], policy: str) -> None:
-    """1,500 requests that fit into 1,000 blocks: not one hit is different.
+    """1,500 requests that fit into 1,000 blocks: not one hit is different, or one in a hundred before 0.31.
 
     Two things would be: a request that does not fit, of which vLLM stores nothing, and a policy that
     refuses, as hazard does in our manager and cannot here.
@@ -185,9 +209,13 @@ def test_hit_ratios_on_a_real_trace(recorded_trace_path: Callable[[str], Path], 
     trace = read_trace(recorded_trace_path("conversation_first60"))
     keys = [key(number) for number in range(trace.unique_blocks)]
     inside, ours = Inside(1_000, f"kvoffload-{policy}"), Ours(1_000, _that_refuses_none(policy))
+    hits = [0, 0]
     for row in range(1_500):
         path = [keys[code] for code in trace.refs[slice(*trace.offsets[row : row + 2])]]
-        assert inside.serve(str(row), path) == ours.serve(str(row), path), f"request {row}"
+        found, expected = inside.serve(str(row), path), ours.serve(str(row), path)
+        hits = [hits[0] + found[0], hits[1] + expected[0]]
+        assert found == expected or lacks(*ORDER), f"request {row}"
+    assert abs(hits[0] - hits[1]) <= hits[1] / 100
     agree(inside)
 
 

@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from needs import SECONDARY, lacks
 
-pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+if reason := lacks(*SECONDARY):
+    pytest.skip(reason, allow_module_level=True)
+
 from traffic import PATIENCE_S
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (

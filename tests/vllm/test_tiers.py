@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from needs import COUNTS_EVERY_STEP, lacks
 from prometheus_client import REGISTRY
 from traffic import PATIENCE_S, Expected
 
@@ -78,9 +77,10 @@ def test_the_second_life_answers_from_the_firsts_disk(lives: Any, first_life: Ex
     assert core.hit_blocks[1] >= 9
     assert core.tier_stats()[0].mismatches == 0
     first_life.check(engine, 1)
-    assert (tier_metric(engine, "hits_total") or 0) >= 9
-    assert tier_metric(engine, "ready") == 54
-    assert tier_metric(engine, "free") == tier_metric(engine, "capacity") - 54
+    if not lacks(*COUNTS_EVERY_STEP):
+        assert (tier_metric(engine, "hits_total") or 0) >= 9
+        assert tier_metric(engine, "ready") == 54
+        assert tier_metric(engine, "free") == tier_metric(engine, "capacity") - 54
     engine.drain()
     assert core.settle(PATIENCE_S)
     stats = core.stats()
@@ -103,7 +103,7 @@ def test_a_damaged_slab_changes_nothing_but_the_hit_rate(lives: Any, first_life:
     first_life.check(engine, SIX)
     damaged = 54 - tier.restored + engine.manager.core.tier_stats()[0].mismatches + tier.journal_damage
     assert damaged > 0
-    assert (tier_metric(engine, "mismatches_total") or 0) > 0
+    assert (tier_metric(engine, "mismatches_total") or 0) > 0 or lacks(*COUNTS_EVERY_STEP)
     assert engine.manager.core.hit_blocks[1] < 54
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from needs import DEVICES, needs
 
 from kvoffload.integrations.vllm.layout import Layout
 from kvoffload.integrations.vllm.pool import SharedPool
 
-base = pytest.importorskip(
-    "vllm.v1.kv_offload.base", reason="vllm is not installed here: `make test-vllm` builds an environment"
-)
+base = pytest.importorskip("vllm.v1.kv_offload.base")
 torch = pytest.importorskip("torch")
 worker = pytest.importorskip("kvoffload.integrations.vllm.worker")
 copies = pytest.importorskip("kvoffload.integrations.vllm.copies")
@@ -127,6 +126,7 @@ def test_what_is_stored_is_loaded(
     storing.shutdown()
 
 
+@needs(*DEVICES)
 @pytest.mark.parametrize("per_chunk", [1, 3])
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_vllms_copies_put_bytes_where_ours_do(

@@ -24,6 +24,12 @@ def note_position(ctx: Any, key: bytes, position: int) -> None:
         ctx.set_offload_key_position(key, position)
 
 
+def touch_path(manager: Any, ctx: Any, keys: list[bytes]) -> None:
+    """As vLLM's connector did before 0.31 after each lookup and store, with all keys of the request."""
+    if not hasattr(ctx, "set_offload_key_position"):
+        manager.touch(keys, ctx)
+
+
 def random_prompts(seed: int, count: int, length: int) -> list[list[int]]:
     """Prompts without a common prefix."""
     rng = random.Random(seed)
@@ -134,9 +140,11 @@ def drive(
 
     Args:
         tokens: of each answer.
-        aborts: share of the requests that are aborted, at a random time.
+        aborts: share of the requests that are aborted, at a random time. None where vLLM dies of it.
         resets: probability of a reset of our cache, at each step; of the engine's as well half of the time.
+            None where vLLM dies of it.
     """
+    from needs import MAY_ABORT, MAY_RESET
     from vllm import SamplingParams
 
     rng, outcome, llm = random.Random(seed), Outcome(), engine.llm.llm_engine
@@ -165,12 +173,12 @@ def drive(
                 outcome.finished += 1
                 if answer[: len(expected[number])] != expected[number]:
                     outcome.wrong.append((number, answer))
-        if running and rng.random() < aborts / 20:
+        if running and rng.random() < aborts / 20 and MAY_ABORT:
             victim = rng.choice(sorted(running))
             llm.abort_request([victim])
             del running[victim]
             outcome.aborted += 1
-        if rng.random() < resets:
+        if rng.random() < resets and MAY_RESET:
             outcome.resets += 1
             if rng.random() < 0.5 or not reset_engine(engine):
                 assert scheduler.reset_connector_cache()

@@ -16,16 +16,20 @@ from kvoffload.cli.options import configured, sized
 from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
 from kvoffload.config import parse_capacity, parse_size
+from kvoffload.core.admission import create_admission
 from kvoffload.core.plans import ON_COMPUTE, STORES
-from kvoffload.errors import ConfigError
+from kvoffload.core.policy import POLICIES
+from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
+from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
+from kvoffload.sweep.grid import ANY_TRACE
 from kvoffload.sweep.grid import device_blocks as device_cache
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.options import TierOptions, parse_tiers
-from kvoffload.traces.sources import load_trace
+from kvoffload.traces.sources import check_trace, load_trace
 from kvoffload.traces.trace import Trace
 
 
@@ -93,17 +97,37 @@ def replay(
     Blocks are stored, evicted, loaded and verified for real: their contents follow from their keys, so a
     wrong byte is always found. Exit code 1 if one was served.
     """
-    moved_bytes, size = _moved_bytes(block_bytes), models.block_bytes(model, bytes_per_token, block_tokens)
-    injection = parse_injection(inject, seed) if inject else None
-    if injection is not None and no_data:
-        raise ConfigError("inject", inject, "it needs bytes to damage: leave out --no-data")
+    # What can be known without the trace is said all at once, before it is read.
+    problems = Problems("replay")
+    with problems:
+        check_trace(trace)
+    with problems:
+        moved_bytes = _moved_bytes(block_bytes)
+    size = None
+    with problems:
+        size = models.block_bytes(model, bytes_per_token, block_tokens)
+    injection = None
+    with problems:
+        injection = parse_injection(inject, seed) if inject else None
+        if injection is not None and no_data:
+            raise ConfigError("inject", inject, "it needs bytes to damage: leave out --no-data")
+    with problems:
+        POLICIES.find(policy)
+    with problems:
+        create_admission(admission, KEY_BYTES, 1)
+    with problems:
+        parse_capacity("capacity", capacity, size, ANY_TRACE)
+    with problems:
+        device_cache(device_blocks, ANY_TRACE, size, ANY_TRACE)
+    with problems:
+        typed = [tier for text in tiers for tier in parse_tiers("tiers", text)]
+    problems.check()
     loaded = load_trace(trace, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
     if loaded.block_refs == 0:
         raise ConfigError(
             "trace", trace, f"it must have a request of at least one block ({block_tokens} tokens)"
         )
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
-    typed = [tier for text in tiers for tier in parse_tiers("tiers", text)]
     behind = tuple(tier.in_blocks(size, loaded.unique_blocks) for tier in typed)
     if not no_data:
         _say_what_stays(behind, moved_bytes)

@@ -18,7 +18,7 @@ from kvoffload.core.admission import create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES, EvictionPolicy
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.tiers.options import NO_TIERS, TierOptions, parse_tiers
@@ -32,7 +32,8 @@ _DEVICE_ALLOWED = (
     "allowed: 0 (none), a number of blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
     "part of the tier's capacity (0.5x)"
 )
-_ANY_TRACE = 2**30
+ANY_TRACE = 2**30
+"""Unique blocks to check sizes with while the trace is not known."""
 _A_FEW_BLOCKS = 64
 
 
@@ -102,25 +103,31 @@ class Grid:
         for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers"):
             if not getattr(self, axis):
                 raise ConfigError(axis, "", "at least one")
+        problems = Problems("sweep")
         for policy in self.policies:
-            POLICIES.find(policy)
+            with problems:
+                POLICIES.find(policy)
         for admission in self.admissions:
-            create_admission(admission, KEY_BYTES, 1)
+            with problems:
+                create_admission(admission, KEY_BYTES, 1)
+        for store in self.stores:
+            with problems:
+                if store not in STORES:
+                    raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
+        # Whether it can be understood is known before a trace is read.
+        with problems:
+            self._sizes(ANY_TRACE)
+        problems.check()
         for policy in self.policies:
             self._needs_one([why_not(policy, admission) for admission in self.admissions])
         for admission in self.admissions:
             self._needs_one([why_not(policy, admission) for policy in self.policies])
-        for store in self.stores:
-            if store not in STORES:
-                raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
-        # Whether it can be understood is known before a trace is read.
-        self._sizes(_ANY_TRACE)
         for tiers in self.tiers:
             for typed in parse_tiers("tiers", tiers):
                 if typed.keeps_blocks:
                     allowed = f"a sweep has no blocks to keep; allowed: simulated:{typed.capacity}"
                     raise ConfigError("tiers", tiers, allowed)
-            for tier in _tier_options(tiers, self.block_bytes, _ANY_TRACE):
+            for tier in _tier_options(tiers, self.block_bytes, ANY_TRACE):
                 if reason := why_not(tier.policy, tier.admission):
                     raise ConfigError("tiers", tiers, reason.args[0])
 

@@ -18,6 +18,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar, TypeAlias
@@ -33,7 +34,8 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import PolicyError
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.testing.audit import audit, state_of
-from kvoffload.testing.machine import manager_machine
+from kvoffload.testing.call_limit import CallLimit
+from kvoffload.testing.machine import ManagerMachine, manager_machine
 from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
@@ -57,6 +59,7 @@ class PolicyConformance:
         admissions: rules that it is tested with, ``all`` first.
         max_examples: examples that Hypothesis tries in each check.
         remembers_blocks: number of fresh blocks after which the state of a policy of 16 blocks does not grow.
+        call_cpu_s: CPU time that one call of a policy in Python may take.
     """
 
     policy: ClassVar[Any]
@@ -64,6 +67,16 @@ class PolicyConformance:
     admissions: ClassVar[tuple[str, ...]] = ("all", "reuse:2")
     max_examples: ClassVar[int] = 20
     remembers_blocks: ClassVar[int] = 4_000
+    call_cpu_s: ClassVar[float] = 10.0
+
+    def setup_method(self) -> None:
+        """Called by pytest before each check: calls of policies get a limit."""
+        self._limit = CallLimit(self.call_cpu_s)
+        self._limit.begin()
+
+    def teardown_method(self) -> None:
+        """Called by pytest after each check."""
+        self._limit.end()
 
     # ---- what it is
 
@@ -99,7 +112,7 @@ class PolicyConformance:
                 max_examples=max(1, max_examples),
                 step_count=30,
             )
-            run_state_machine_as_test(machine, settings=machine.TestCase.settings)
+            _run_machine(machine)
 
     def test_protection(self) -> None:
         """Only blocks that may leave do: none that is pinned, in flight, or of the storing request."""
@@ -198,7 +211,7 @@ class PolicyConformance:
                     manager.finish_request(ctx)
                 if number % 8 == 0:
                     manager.discard(keys[3:])
-            sizes.append(len(pickle.dumps(state_of(manager.policy))))
+            sizes.append(len(pickle.dumps(state_of(manager.policy))) + _size_of_class(type(manager.policy)))
         audit(manager)
         # Unbounded state is three times as large at the end; larger numbers may take a few bytes more.
         assert sizes[-1] <= 1.5 * sizes[0] + 256, (
@@ -282,7 +295,38 @@ def _hex(keys: Sequence[bytes]) -> list[str]:
 
 def _compare(what: str, one: OffloadingManager, other: OffloadingManager, script: list[Step]) -> None:
     for number, (left, right) in enumerate(zip(play(one, script), play(other, script), strict=True)):
-        assert left == right, f"{what}: step {number} {script[number]}: {left[:2]}, not {right[:2]}"
+        assert left == right, (
+            f"{what}: step {number} {_short(script[number])}: {_short(left[:2])}, not {_short(right[:2])}"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]} ..."
+
+
+def _run_machine(machine: type[ManagerMachine]) -> None:
+    """Run a state machine. Of a failure the steps come first, and what is wrong last."""
+    try:
+        run_state_machine_as_test(machine, settings=machine.TestCase.settings)
+    except Exception as error:
+        checks = [f"state.{check.function.__name__}()" for check in machine().invariants]
+        lines = "\n".join(getattr(error, "__notes__", ())).splitlines()
+        steps = [line for line in lines if line.strip() not in checks]
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        raise AssertionError("\n".join([*steps, f"{kind}{error}"])) from None
+
+
+def _size_of_class(policy: type) -> int:
+    """Bytes of what a policy keeps in attributes of its class, where all of its instances share it."""
+    held = [
+        value
+        for cls in policy.__mro__
+        if cls.__module__ not in ("builtins", "abc", EvictionPolicy.__module__)
+        for name, value in vars(cls).items()
+        if isinstance(value, (dict, list, set, bytearray, deque)) and not name.startswith("__")
+    ]
+    return sum(len(pickle.dumps(list(map(repr, value)))) for value in held)
 
 
 def _check_protection(manager: OffloadingManager, roles: list[str], touched: list[int], offered: int) -> None:

@@ -27,7 +27,7 @@ class TieringCounts:
     not_worth: int = 0
     """Found in a tier, but expected to take longer to read than to compute."""
     not_offered: int = 0
-    """Not offered to a tier: too much of RAM was pinned for writes, or the tier did not answer."""
+    """Left RAM before a tier could take them: it writes slower than blocks come, or did not answer."""
     gave_up: int = 0
     """Requests that waited as long as they may."""
 
@@ -45,6 +45,7 @@ class TierLane:
 
     Attributes:
         num_writing: blocks that are being written.
+        waiting: blocks of RAM that are offered when the tier has written others, in that order.
         num_refused: blocks of jobs that the tier did not begin, because it raised an exception.
     """
 
@@ -54,6 +55,7 @@ class TierLane:
         self.speed = ReadSpeed()
         self._next_probe = 0.0
         self.num_writing = self.num_refused = 0
+        self.waiting: dict[bytes, None] = {}
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
         """Whether its oldest job is so late that it gets no more jobs."""

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,9 @@ class TieredManager(OffloadingManager):
 
     **Cascade.** A block is offered to every tier when its store is complete, and again when a request that
     used it finishes while it is in RAM; each tier's own admission rule decides. It is pinned in RAM while it
-    is written. A tier that is busy drops the offer; no request waits for a write. Blocks reach the tiers only
-    through RAM: a block that RAM's admission rule refuses reaches none of them, and RAM's policy refuses
-    nothing unless its ``write_cost`` is set.
+    is written. What a busy tier cannot take waits for its turn, and is lost to it if it leaves RAM before; no
+    request waits for a write. Blocks reach the tiers only through RAM: a block that RAM's admission rule
+    refuses reaches none of them, and RAM's policy refuses nothing unless its ``write_cost`` is set.
 
     **Promote.** When a request asks for a prefix that continues in a tier, room is reserved for as much of it
     as fits, and its blocks are read and verified; meanwhile the answer is RETRY. Blocks that arrive are HIT
@@ -221,6 +222,9 @@ class TieredManager(OffloadingManager):
             if lane.jobs:
                 for result in lane.tier.finished():
                     self._take_in(number, lane, lane.jobs.pop(result.job), result.ok, result.seconds)
+        for row, lane in enumerate(self._lanes):
+            if lane.waiting:
+                self._offer_waiting(row, lane)
         asking, self._asking = self._asking, {}
         for ctx, request in asking.items():
             wanted, request.wanted = request.wanted, []
@@ -231,16 +235,31 @@ class TieredManager(OffloadingManager):
     @property
     def has_jobs(self) -> bool:
         """Whether a tier has a job, or is about to get one."""
-        return bool(self._asking) or any(lane.jobs for lane in self._lanes)
+        return bool(self._asking) or any(lane.jobs or lane.waiting for lane in self._lanes)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no job is under way; False on time-out. For tests, replays and shutdown."""
         until = time.monotonic() + timeout_s
         while self.poll():
-            for lane in self._lanes:
-                if not lane.tier.drain(max(0.0, until - time.monotonic())):
-                    return False
+            if not self._drain(until):
+                return False
         return True
+
+    def flush(self, timeout_s: float) -> bool:
+        """Write all that RAM has to every tier that lacks it and admits it; False on time-out.
+
+        For the end of a process whose blocks are wanted again, and before a machine is taken down.
+        """
+        until = time.monotonic() + timeout_s
+        keys = self.index.keys_at(self.slots.ready())
+        for lane in self._lanes:
+            lane.waiting.update(dict.fromkeys(keys.take(~lane.tier.contains(keys))))
+        return self.settle(timeout_s) and self._drain(until)
+
+    def _drain(self, until: float) -> bool:
+        """Whether all tiers are done by then; every one is asked, even if one hangs."""
+        drained = [lane.tier.drain(max(0.0, until - time.monotonic())) for lane in self._lanes]
+        return all(drained)
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """As `OffloadingManager.reset`; tiers forget everything as well.
@@ -253,12 +272,10 @@ class TieredManager(OffloadingManager):
         super().reset(drop_in_flight=nothing_runs)
         self._promoting.clear()
         for lane in self._lanes:
+            lane.waiting.clear()
             lane.tier.clear()
         if drop_in_flight:
-            until = time.monotonic() + self.deadline_s
-            # Every tier is asked, even if one hangs.
-            for lane in self._lanes:
-                lane.tier.drain(max(0.0, until - time.monotonic()))
+            self._drain(time.monotonic() + self.deadline_s)
         self._asking.clear()
         for ctx, request in [*self._requests.items()]:
             request.came_from.clear()
@@ -395,13 +412,17 @@ class TieredManager(OffloadingManager):
         super().complete_store(lost, success=False)
 
     def _cascade(self, row: int, keys: Keys, request: TierWait | None) -> None:
-        """Offer ready blocks to a tier; those that it takes stay pinned until they are written."""
+        """Offer ready blocks to a tier; those that it takes stay pinned until they are written. Those for
+        which it has no time now wait."""
         lane = self._lanes[row]
-        room = self._max_in_flight - lane.num_writing
-        if lane.is_stalled(self._clock(), self.deadline_s):
-            room = 0
-        self.counts.not_offered += max(0, len(keys) - room)
-        if room <= 0 or len(keys) == 0:
+        room = self._room_for_writes(lane)
+        if len(keys) > room:
+            lane.waiting.update(dict.fromkeys(keys[room:]))
+            num_lost = max(0, len(lane.waiting) - self.capacity_blocks)
+            for key in [*islice(lane.waiting, num_lost)]:
+                del lane.waiting[key]
+            self._not_offered(lane, num_lost)
+        if room == 0 or len(keys) == 0:
             return
         offered = self.pin(keys[:room])
         # A tier takes its own checksum of the bytes that it gets: damaged bytes must not get a valid one.
@@ -422,6 +443,31 @@ class TieredManager(OffloadingManager):
             return
         lane.jobs[job] = Job(kept, self._clock())
         lane.num_writing += len(kept.keys)
+
+    def _room_for_writes(self, lane: TierLane) -> int:
+        if lane.is_stalled(self._clock(), self.deadline_s):
+            return 0
+        return max(0, self._max_in_flight - lane.num_writing)
+
+    def _offer_waiting(self, row: int, lane: TierLane) -> None:
+        """Offer the blocks that have waited the longest, if they are still here."""
+        while lane.waiting and (room := self._room_for_writes(lane)):
+            keys = self.pack([*islice(lane.waiting, room)])
+            for key in keys:
+                del lane.waiting[key]
+            here = self.ready_slots_of(keys) >= 0
+            self._not_offered(lane, len(keys) - int(np.count_nonzero(here)))
+            self._cascade(row, keys.take(here), None)
+
+    def _not_offered(self, lane: TierLane, num_blocks: int) -> None:
+        if num_blocks:
+            self.counts.not_offered += num_blocks
+            self._log.warn(
+                f"waiting {id(lane)}",
+                "tier %s: %d blocks left RAM before it could take them: it writes slower than blocks come",
+                lane.tier.name,
+                num_blocks,
+            )
 
     def _end(self, ctx: RequestContext, request: TierWait) -> None:
         """If the request has finished and its stores have ended, report to the tiers what it used."""

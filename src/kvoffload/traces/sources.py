@@ -30,10 +30,15 @@ def load_trace(
     """
     if str(name_or_path) in BUILTIN:
         return generate(builtin(str(name_or_path), block_tokens=block_tokens))
-    if Path(name_or_path) != STDIN and not Path(name_or_path).exists():
-        name = str(name_or_path)
-        what = "there is no such file; allowed: a file, - (standard input), or one of: "
-        raise ConfigError("trace", name, what + ", ".join(BUILTIN) + nearest(name, BUILTIN))
+    check_trace(name_or_path)
     return read_trace(
         name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, progress=progress
     )
+
+
+def check_trace(name_or_path: str | Path) -> None:
+    """Raise `ConfigError` if there is neither such a built-in workload nor such a file."""
+    name = str(name_or_path)
+    if name not in BUILTIN and Path(name) != STDIN and not Path(name).exists():
+        what = "there is no such file; allowed: a file, - (standard input), or one of: "
+        raise ConfigError("trace", name, what + ", ".join(BUILTIN) + nearest(name, BUILTIN))

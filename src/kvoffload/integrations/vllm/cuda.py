@@ -1,7 +1,7 @@
 """Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
 
 The only module for devices. Owns the pinning of the pool and its views for vLLM's copies; vLLM owns how bytes
-cross the bus (``vllm/v1/kv_offload/cpu/gpu_worker.py``), reviewed against 0.32.
+cross the bus (``vllm/v1/kv_offload/cpu/gpu_worker.py``), reviewed against 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -50,15 +50,20 @@ class DeviceCopies:
 
     def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
         self._check(slots)
-        self._storing.transfer_async(job, engine, slots)
+        _begun(self._storing.transfer_async(job, engine, slots))
 
     def load(self, job: int, engine: Any, slots: SlotsSpec) -> None:
         self._check(slots)
-        self._loading.transfer_async(job, slots, engine)
+        _begun(self._loading.transfer_async(job, slots, engine))
 
     def finished(self) -> list[Copied]:
         return [
-            Copied(result.job_id, result.transfer_size or 0, result.transfer_time or 0.0)
+            Copied(
+                result.job_id,
+                result.transfer_size or 0,
+                result.transfer_time or 0.0,
+                None if result.success else OSError("the transfer has failed"),
+            )
             for handler in (self._storing, self._loading)
             for result in handler.get_finished()
         ]
@@ -68,17 +73,27 @@ class DeviceCopies:
         self._loading.wait(jobs)
 
     def close(self) -> None:
-        self._storing.shutdown()
-        self._loading.shutdown()
-        for address in self._pinned:
-            host_unregister(address)
-        self._pinned = []
+        # All of it, also if a direction fails: memory that stays pinned stays the driver's.
+        try:
+            self._storing.shutdown()
+        finally:
+            try:
+                self._loading.shutdown()
+            finally:
+                for address in self._pinned:
+                    host_unregister(address)
+                self._pinned = []
 
     def _check(self, slots: SlotsSpec) -> None:
         """Raise for slots outside the pool: the kernels compute addresses without a check."""
         rows = slots.block_ids
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self._num_slots:
             raise ValueError(f"slots {rows.tolist()} of a pool of {self._num_slots}")
+
+
+def _begun(success: bool) -> None:
+    if not success:
+        raise OSError("vLLM has refused the transfer")
 
 
 def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[int]) -> list[Any]:

@@ -54,6 +54,7 @@ GAUGES = {
 }
 POLICY = "policy_state"
 NOT_PROMOTED = "not_promoted_blocks"
+NOT_OFFERED = "not_offered_blocks"
 NOT_PROMOTED_REASONS = {
     "no_room": "RAM had no room for them",
     "not_worth": "reading was expected to take longer than computing",
@@ -95,6 +96,9 @@ def definitions() -> dict[str, Any]:
     made[PREFIX + NOT_PROMOTED] = OffloadingCounterMetadata(
         documentation=f"Blocks found in a tier and not loaded from it, by reason ({why}).",
         labelnames=("reason",),
+    )
+    made[PREFIX + NOT_OFFERED] = OffloadingCounterMetadata(
+        documentation="Blocks that left RAM before a tier could take them: it writes slower than blocks come."
     )
     for name, text in NATIVE_GAUGES.items():
         made[NATIVE_PREFIX + name] = OffloadingGaugeMetadata(documentation=text)
@@ -172,6 +176,10 @@ class Metrics:
     ) -> None:
         """The same for each tier behind RAM, from its name and its counters since it was opened."""
         begins, self._has_begun_tiers = not self._has_begun_tiers, True
+        not_offered = promotions.not_offered - self._not_promoted_before[NOT_OFFERED]
+        self._not_promoted_before[NOT_OFFERED] += not_offered
+        if begins or not_offered:
+            taken.increase_counter(PREFIX + NOT_OFFERED, not_offered)
         for reason in NOT_PROMOTED_REASONS:
             since = getattr(promotions, reason) - self._not_promoted_before[reason]
             self._not_promoted_before[reason] += since

@@ -146,7 +146,9 @@ class VLLMPolicy(CachePolicy):
     def touch(self, keys: Iterable[bytes], req_context: Any = None) -> None:
         touched = list(keys)
         if touched:
-            self._manager_for(touched[0]).touch(touched)
+            self._current = self._request(req_context, touched)
+            self._current.missed.update(key for key in touched if key not in self.chunks)
+            self._manager_for(touched[0]).touch(touched, self._current.ctx)
 
     def on_request_finished(
         self,

@@ -24,7 +24,13 @@ from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions, parse_optio
 from kvoffload.integrations.vllm.patches import name_failed_loads
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.tiers import tier_owner
-from kvoffload.integrations.vllm.versions import SINCE_DEVICES, check_version, engine_facts
+from kvoffload.integrations.vllm.versions import (
+    SINCE_DEVICES,
+    check_version,
+    engine_facts,
+    facts_with_chunks,
+    warn_of_seeds,
+)
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
 from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.options import open_tiers
@@ -68,6 +74,7 @@ class KVOffloadSpec(OffloadingSpec):
         super().__init__(*config)
         self.facts = engine_facts(self, vllm_version)
         self.options = checked_options(self.facts.extra_config)
+        self.facts = facts_with_chunks(self, self.facts, self.options.blocks_per_chunk)
         if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
             raise ConfigError(
                 "store", self.options.store, "allowed: only with kv_connector: KVOffloadConnector"
@@ -83,6 +90,8 @@ class KVOffloadSpec(OffloadingSpec):
         """The scheduler's side."""
         if self._manager is None:
             facts = self.facts
+            if self.options.tiers:
+                warn_of_seeds(vllm_version)
             pool = self._attach(SCHEDULER, facts.worker_block_bytes * facts.blocks_per_chunk)
             tokens = min(facts.tokens_per_block) * facts.blocks_per_chunk
             self._manager = KVOffloadManager(

@@ -9,6 +9,7 @@ specification learns about its engine, and how an event names its medium.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +19,16 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.logs import logger
 
 OLDEST, NEWEST = (0, 25), (0, 33)
-"""The minor versions whose interfaces we know. The tests run with 0.32."""
+"""The minor versions whose interfaces we know; docs/vllm.md says which of them have been run."""
 SINCE_CONNECTOR = (0, 32)
 """Since then the scheduler side of vLLM's connector is as `KVOffloadConnector` needs it."""
 SINCE_SECONDARY = (0, 32)
 """Since then vLLM's tiers are told about congestion, and tell which keys of a job have arrived."""
 SINCE_DEVICES = (0, 32)
 """Since then vLLM has the module that pins the pool, and its copies take the arguments that ours give."""
+
+SINCE_STEADY_KEYS = (0, 29)
+"""Since then equal tokens have equal keys in every process, with hashes of the SHA family."""
 
 _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _PARALLEL_0_25 = (
@@ -97,6 +101,29 @@ def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
         },
         replica=_replica(config.parallel, "data_parallel_index"),
     )
+
+
+def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | None) -> EngineFacts:
+    """The facts with chunks of as many blocks as the user wants.
+
+    Since 0.26 vLLM reads that option itself. 0.25 knows only ``block_size``, in tokens; what it makes of that
+    is an attribute of the specification.
+    """
+    if blocks_per_chunk is None or getattr(spec, "config", None) is not None:
+        return facts
+    spec.block_size_factor = blocks_per_chunk
+    return _facts_of_0_25(spec, facts.identity["vllm"])
+
+
+def warn_of_seeds(version: str) -> None:
+    """Say so, if blocks that outlive this process have keys that no other process will ask for."""
+    found = minor(version)
+    if found is not None and found < SINCE_STEADY_KEYS and os.getenv("PYTHONHASHSEED") is None:
+        logger.warning(
+            "kvoffload: vLLM %s seeds its keys anew in each process: what is in tiers behind RAM is not "
+            "found again after a restart, unless PYTHONHASHSEED is set",
+            version,
+        )
 
 
 def _facts_of_0_25(spec: Any, vllm_version: str) -> EngineFacts:
