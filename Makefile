@@ -86,7 +86,7 @@ $(VENV)/installed-%: $(VENV)/installed
 	touch $@
 
 docs: $(VENV)/installed-docs  ## the documents as a site, in build/site; fails on a dead link or a public name without an entry
-	$(BIN)/python bench/site.py
+	$(BIN)/python bench/docs_site.py
 
 dist: $(VENV)/installed-dist  ## wheel and sdist in dist/, tried in empty environments (ARGS="--torch 3.11", --upload)
 	$(BIN)/python bench/packages.py $(ARGS)

@@ -4,7 +4,7 @@ Two things that belong together. mkdocs calls the functions ``on_...`` (`mkdocs.
 page, the other documents of the root are pages, and a source file that a document links to becomes one. As a
 script it builds the site, strictly, and looks for every public name in it. Knows nothing of what pages say.
 
-    python bench/site.py        # make docs
+    python bench/docs_site.py        # make docs
 """
 
 from __future__ import annotations
