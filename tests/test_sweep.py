@@ -547,6 +547,8 @@ def test_a_worker_that_is_killed_ends_the_sweep(
         (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is not possible; with a scheduler"),
         (["--resamples", "0"], "resamples: 0 is not possible; at least 1"),
         (["--seed", "-1"], "seed: -1 is not possible; 0 to 2**64 - 1"),
+        (["chat", "agent", "chat"], "traces: 'chat' is not possible; it is given twice"),
+        (["-"], "traces: '-' is not possible; allowed: files and names"),
         (["--bytes-per-token", "0"], "bytes-per-token: '0' is not possible; allowed: at least one byte"),
         (["--capacities", "5%,4GiB"],
          "capacities: '4GiB' is not possible; a size needs the bytes of a token"),

@@ -15,7 +15,7 @@ from rich.progress import Progress as ProgressBar
 from kvoffload.cli.options import configured, sized
 from kvoffload.cli.sweep_tables import tables
 from kvoffload.core.plans import ON_COMPUTE, STORES
-from kvoffload.errors import SweepError
+from kvoffload.errors import ConfigError, SweepError
 from kvoffload.models import block_bytes
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, axis
@@ -83,6 +83,10 @@ def sweep(
     interrupted continues where it stopped when the same command is run again. Exit code 1 if a row is better
     than the optimum, or a replay failed.
     """
+    if twice := [name for name in dict.fromkeys(traces) if traces.count(name) > 1]:
+        raise ConfigError("traces", twice[0], "it is given twice")
+    if "-" in traces:
+        raise ConfigError("traces", "-", "allowed: files and names; each process of a sweep reads its trace")
     grid = Grid(
         axis("policies", policies),
         axis("admissions", admissions),
