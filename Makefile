@@ -11,7 +11,7 @@ SEED ?=
 VERSIONS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay test test-all test-checked test-vllm test-vllm-versions soak lint sizes format bench bench-vllm gpu-check vllm-env clean
+.PHONY: help install replay test test-all test-checked test-vllm test-vllm-versions soak lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -80,6 +80,19 @@ soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an ho
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
 		$(BIN)/python -m pytest --capture=no tests/test_tiered_disk_machine.py tests/test_disk_crash.py
 	SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
+
+$(VENV)/installed-%: $(VENV)/installed
+	$(BIN)/pip install --quiet --group $*
+	touch $@
+
+docs: $(VENV)/installed-docs  ## the documents as a site, in build/site; fails on a dead link or a public name without an entry
+	$(BIN)/python bench/docs_site.py
+
+dist: $(VENV)/installed-dist  ## wheel and sdist in dist/, tried in empty environments (ARGS="--torch 3.11", --upload)
+	$(BIN)/python bench/packages.py $(ARGS)
+
+image-check: $(VENV)/installed  ## an image with examples/Containerfile compiles nothing when it starts (after `make dist`; root)
+	$(BIN)/python bench/image_check.py dist/kvoffload-*.whl $(ARGS)
 
 clean:  ## remove environments and caches
 	rm -rf $(VENV) $(VLLM_VENV) .venv-versions .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels

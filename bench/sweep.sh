@@ -30,9 +30,11 @@ sweep victim $chat $agents --capacities $capacities --device-blocks 0.25x,0.5x,1
     --stores on-device-eviction --policies lru,hazard
 sweep policies $chat --capacities $capacities --policies $everyone
 sweep rules $chat --capacities $capacities --policies lru,hazard --admissions $rules
+sweep gate $chat $agents --capacities $capacities --device-blocks 1x --policies lru --admissions all,tinylfu
 sweep dial $chat --capacities $capacities --policies lru,$dial
 sweep agents $agents --capacities 1%,5% --policies $everyone
 sweep agents_rules $agents --capacities 1%,5% --policies lru,hazard --admissions $rules
+sweep agents_gate $agents --capacities 2% --policies lru --admissions all,tinylfu
 sweep agents_dial $agents --capacities 1%,5% --policies lru,$dial
 
 # One header, and each combination once: the first twelve columns say which it is, thirteen where a policy has a parameter.

@@ -203,3 +203,13 @@ def test_a_mistake_has_no_traceback() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvoffload: trace: '/no/such/file' is not possible; ")
     assert done.stderr.count("\n") == 1
+
+
+def test_warm_needs_nothing_optional() -> None:
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'distributed', 'dask', 'pyarrow', 'vllm'));"
+        "from kvoffload.cli.main import main; sys.argv = ['kvoffload', 'warm']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "kernels are ready" in done.stdout

@@ -52,6 +52,13 @@ def test_names_modules_and_classes() -> None:
     assert POLICIES.find("lru") is POLICIES.find("kvoffload.policies.lru:LRU") is POLICIES.find(LRU) is LRU
 
 
+def test_an_alias_of_a_type_is_no_class(tmp_path: Path) -> None:
+    """To `isinstance` on Python 3.10 it is one."""
+    (tmp_path / "aliased.py").write_text(POLICY + "\nKeys = list[int]\n")
+    assert "subclass" in refused(f"{tmp_path / 'aliased.py'}:Keys")
+    assert POLICIES.find(f"{tmp_path / 'aliased.py'}:Mine").name == "mine"
+
+
 def test_a_class_in_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = POLICIES.find(f"{file}:Mine")
     assert found.name == "mine"

@@ -11,7 +11,7 @@ import typing
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeGuard, TypeVar
 
 from kvoffload.config import convert, nearest, possible_values
 from kvoffload.errors import ConfigError
@@ -165,15 +165,20 @@ class Registry(Generic[T]):
         return [
             found
             for found in vars(module).values()
-            if isinstance(found, type)
+            if _is_class(found)
             and issubclass(found, self._base)
             and f"{found.__module__}.".startswith(f"{module.__name__}.")
         ]
 
     def _check(self, name: object, found: object) -> type[T]:
-        if not (isinstance(found, type) and issubclass(found, self._base)):
+        if not (_is_class(found) and issubclass(found, self._base)):
             raise ConfigError(self.field, name, f"it must be a subclass of {self._base.__name__}")
         return found
+
+
+def _is_class(found: object) -> TypeGuard[type[Any]]:
+    """Whether it is a class. To `isinstance` on Python 3.10, ``list[int]`` is one as well."""
+    return issubclass(type(found), type)
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -11,8 +11,8 @@ import click
 import kvoffload
 from kvoffload.structures.jit import compile_all
 
-_NOT_OURS_ALONE = ("kvoffload.integrations", "kvoffload.testing", "kvoffload.cli")
-"""What has no kernels of its own, and may need what is not installed."""
+_WITHOUT_KERNELS = ("kvoffload.integrations", "kvoffload.testing", "kvoffload.cli")
+"""What has no kernels of its own, and takes long to import."""
 
 
 @click.command()
@@ -24,7 +24,13 @@ def warm() -> None:
     """
     started = time.monotonic()
     for module in pkgutil.walk_packages(kvoffload.__path__, "kvoffload.", onerror=lambda name: None):
-        if not module.name.startswith(_NOT_OURS_ALONE):
+        if module.name.startswith(_WITHOUT_KERNELS):
+            continue
+        try:
             importlib.import_module(module.name)
+        except ModuleNotFoundError as missing:
+            # torch, Dask and pyarrow are optional, and without them nothing of that module runs.
+            if str(missing.name).startswith("kvoffload"):
+                raise
     count = compile_all()
     click.echo(f"{count} kernels are ready, after {time.monotonic() - started:.0f} s")

@@ -1,0 +1,254 @@
+"""Builds the wheel and the sdist, looks into both, and installs the wheel into empty environments.
+
+Owns what a release must be: what is in it, what its page on PyPI shows, and what works in an environment
+that has nothing else. Knows nothing of how the package works but its commands. `make dist` runs it with the
+group `dist` of pyproject.toml; the files stay in dist/.
+
+    python bench/packages.py [--pythons 3.10,3.13] [--replay 3.10] [--torch 3.11] [--upload]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
+BESIDE_THE_CODE = (
+    "README.md",
+    "CITATION.cff",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "tests/conftest.py",
+    "Makefile",
+)
+LIMIT_S = 900
+TRACE = "".join(
+    f'{{"timestamp":{n},"input_length":2048,"output_length":9,"hash_ids":[0,1,{n % 3 + 2},{9 + n % 15}]}}\n'
+    for n in range(60)
+)
+EVERY_NAME = (
+    "import kvoffload, sys; [getattr(kvoffload, name) for name in kvoffload.__all__];"
+    "print(len(kvoffload.__all__), 'names,', 'with torch' if 'torch' in sys.modules else 'without torch')"
+)
+WITH_TORCH = (
+    "import numpy, torch, kvoffload; tier = kvoffload.MemoryTier(4, 256);"
+    "cache = torch.arange(1024, dtype=torch.uint8).reshape(4, 256); kept = cache.clone();"
+    "keys = kvoffload.Keys.pack([bytes([n]) * 32 for n in range(4)], key_bytes=32);"
+    "slots = numpy.arange(4, dtype=numpy.int32); tier.write(keys, slots, cache, slots); cache.zero_();"
+    "assert tier.read(keys, slots, cache, slots).all() and cache.equal(kept); tier.close();"
+    "print('tensors are kept')"
+)
+
+
+class Unfit(SystemExit):
+    """The package is not fit to be released; the text says why."""
+
+
+def main() -> None:
+    arguments = parsed()
+    started = time.monotonic()
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="kvoffload-packages-") as name:
+        folder = Path(name)
+        wheel, sdist = built(ROOT, ROOT / "dist")
+        look_into_wheel(wheel)
+        look_into_sdist(sdist, wheel, folder)
+        look_at_page(wheel, sdist)
+        look_at_citation(wheel)
+        if arguments.upload:
+            ready_to_upload(wheel)
+        for version in arguments.pythons:
+            python = interpreter(version)
+            if python is None:
+                say(f"Python {version} is not here: not tried")
+                continue
+            smoke(python, version, wheel, folder, replay=version in arguments.replay)
+            if version in arguments.torch:
+                smoke(python, version, wheel, folder, torch=True)
+    say(f"fit for release, after {time.monotonic() - started:.0f} s")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default, told in (
+        ("--pythons", ",".join(SUPPORTED), "which are tried"),
+        (
+            "--replay",
+            ",".join(SUPPORTED),
+            "of those: where a trace is replayed; kernels compile for 20 s in each",
+        ),
+        ("--torch", "", "of those: where it is tried with torch, too"),
+    ):
+        parser.add_argument(name, default=default, type=lambda text: [one for one in text.split(",") if one],
+                            help=f"{told}  [default: {default or 'none'}]")  # fmt: skip
+    parser.add_argument("--upload", action="store_true", help="refuse what may not go to PyPI yet")
+    return parser.parse_args()
+
+
+def built(source: Path, output: Path) -> tuple[Path, Path]:
+    """Wheel and sdist of a tree; the wheel is made from the sdist, as users' tools do it."""
+    run(sys.executable, "-m", "build", "--outdir", str(output), str(source))
+    (wheel,), (sdist,) = output.glob("*.whl"), output.glob("*.tar.gz")
+    say("built " + " and ".join(f"{one.name} ({one.stat().st_size >> 10} KiB)" for one in (wheel, sdist)))
+    return wheel, sdist
+
+
+def look_into_wheel(wheel: Path) -> None:
+    """Every file of the package, its licence, and nothing else."""
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        beside = {name.partition("/")[2] for name in archive.namelist() if ".dist-info/" in name}
+    tracked = run("git", "ls-files", "src", cwd=ROOT).split()
+    wanted = {name.removeprefix("src/") for name in tracked}
+    if held != wanted:
+        raise Unfit(f"the wheel lacks {sorted(wanted - held)}, and has {sorted(held - wanted)} too much")
+    if "kvoffload/py.typed" not in held or "licenses/LICENSE" not in beside:
+        raise Unfit("the wheel lacks py.typed or its licence")
+    say(f"the wheel has the {len(held)} files of the package, py.typed among them, no tests")
+
+
+def look_into_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
+    """It builds, unpacked elsewhere, into the same wheel, byte by byte."""
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        if sys.version_info >= (3, 12):
+            archive.extractall(folder / "sdist", filter="data")
+        else:
+            archive.extractall(folder / "sdist")
+    missing = [name for name in BESIDE_THE_CODE if name not in names]
+    if missing:
+        raise Unfit(f"the sdist lacks {missing}")
+    (unpacked,) = (folder / "sdist").iterdir()
+    again, _ = built(unpacked, folder / "again")
+    if again.read_bytes() != wheel.read_bytes():
+        raise Unfit("the sdist builds into another wheel")
+    say("the sdist builds into the same wheel, byte by byte")
+
+
+def look_at_page(wheel: Path, sdist: Path) -> None:
+    """What PyPI shows: it renders, and no link in it leads nowhere."""
+    from readme_renderer import markdown
+
+    run(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist))
+    page = markdown.render(str(metadata(wheel).get_payload()))
+    if page is None:
+        raise Unfit("the long description does not render")
+    known = ("http", *(f"#{anchor}" for anchor in re.findall(r'id="([^"]*)"', page)))
+    relative = [link for link in re.findall(r'(?:href|src)="([^"]*)"', page) if not link.startswith(known)]
+    if relative:
+        raise Unfit(f"links of the long description that lead nowhere on PyPI: {relative}")
+    say("the long description renders, and no link in it leads nowhere")
+
+
+def look_at_citation(wheel: Path) -> None:
+    """CITATION.cff follows its schema, and cites this version."""
+    from cffconvert import Citation
+
+    text = (ROOT / "CITATION.cff").read_text()
+    Citation(text).validate()
+    if f"\nversion: {metadata(wheel)['Version']}\n" not in text:
+        raise Unfit(f"CITATION.cff cites another version than {metadata(wheel)['Version']}")
+    say("CITATION.cff is valid")
+
+
+def metadata(wheel: Path) -> Message:
+    """The package's metadata; the body is the long description."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def ready_to_upload(wheel: Path) -> None:
+    """What only people can decide is there: an address, a version that is in the change log."""
+    data = metadata(wheel)
+    missing = []
+    if not data.get_all("Project-URL"):
+        missing.append("[project.urls] in pyproject.toml is empty: where is the repository?")
+    if f"## {data['Version']} (unreleased)" in (ROOT / "CHANGELOG.md").read_text():
+        missing.append(f"CHANGELOG.md calls {data['Version']} unreleased")
+    if missing:
+        raise Unfit("not ready for PyPI: " + "; ".join(missing))
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of that version: on the path, or one of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))]
+    for candidate in filter(None, found):
+        asked = [candidate, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]
+        answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if answer.stdout.strip() == version:
+            return candidate
+    return None
+
+
+def smoke(
+    python: str, version: str, wheel: Path, folder: Path, *, replay: bool = False, torch: bool = False
+) -> None:
+    """Install the wheel into an empty environment; run what a newcomer runs first."""
+    started = time.monotonic()
+    home = folder / f"env-{version}{'-torch' if torch else ''}"
+    run(python, "-m", "venv", str(home))
+    run(str(home / "bin/pip"), "install", "--quiet", f"{wheel}[torch]" if torch else str(wheel), cwd=folder)
+    run(str(home / "bin/pip"), "check", cwd=folder)
+    own = str(home / "bin/kvoffload")
+    told = run(own, "--version", cwd=folder)
+    if str(metadata(wheel)["Version"]) not in told:
+        raise Unfit(f"--version says {told!r}")
+    for command in (
+        ("--help",),
+        ("policies",),
+        ("vllm-config", "--ram", "1GiB"),
+        ("trace", "info", "trace.jsonl"),
+    ):
+        (folder / "trace.jsonl").write_text(TRACE)
+        run(own, *command, cwd=folder)
+    names = run(str(home / "bin/python"), "-I", "-c", EVERY_NAME, cwd=folder).strip()
+    if torch:
+        names += ", " + run(str(home / "bin/python"), "-I", "-c", WITH_TORCH, cwd=folder).strip()
+    if replay:
+        (folder / "trace.jsonl").write_text(TRACE)
+        told = run(own, "replay", "trace.jsonl", "--capacity", "6", "--quiet", cwd=folder)
+        if not re.search(r"mismatches served +0", told):
+            raise Unfit(f"the replay says: {told}")
+        names += ", a replay"
+    shutil.rmtree(home)
+    say(f"Python {version}: installs, starts ({names}), {time.monotonic() - started:.0f} s")
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    """What a command prints. It sees nothing of this checkout or of this environment."""
+    outside = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
+    outside = {
+        name: value for name, value in outside.items() if not name.startswith(("KVOFFLOAD_", "NUMBA_"))
+    }
+    done = subprocess.run(
+        command, cwd=cwd, env=outside, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    if done.returncode:
+        raise Unfit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def say(text: str) -> None:
+    print(f"packages: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
