@@ -541,6 +541,84 @@ def test_a_tier_slower_than_computing_is_left_alone_but_tried_now_and_then() -> 
     assert not rig.tier.jobs
 
 
+def end_reads(rig: Rig, seconds: float, tier: int = 0, *, failing: bool = False) -> None:
+    for job in rig.tiers[tier].jobs:
+        job.seconds = seconds
+        job.fail = {*job.keys} if failing else set()
+    rig.end_all()
+
+
+def test_a_read_that_fails_is_not_learnt_as_a_fast_one() -> None:
+    rig = Rig(capacity=8, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
+    rig.below("abcdef")
+    assert rig.ask("ab", rig.begin()) == (0, RETRY)
+    end_reads(rig, 2.0)  # slow: a second a block
+    assert rig.ask("cd", rig.begin()) == (0, RETRY), "the probe"
+    end_reads(rig, 0.0001, failing=True)
+    assert rig.ask("ef", rig.begin()) == (0, MISS)
+    assert rig.manager.counts.not_worth == 2
+
+
+def test_a_tier_whose_reads_bring_nothing_is_left_alone_for_a_while() -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.below("abcdef")
+    for letter in "abc":
+        assert rig.ask(letter, rig.begin()) == (0, RETRY)
+        end_reads(rig, 0.001, failing=True)
+    assert rig.ask("d", rig.begin()) == (0, MISS)
+    rig.clock.now += 11
+    assert rig.ask("d", rig.begin()) == (0, RETRY), "tried again"
+    end_reads(rig, 0.001, failing=True)
+    assert rig.ask("e", rig.begin()) == (0, MISS), "and left alone at once"
+    rig.clock.now += 11
+    assert rig.ask("e", rig.begin()) == (0, RETRY)
+    end_reads(rig, 0.001)
+    assert rig.ask("f", rig.begin()) == (0, RETRY), "one that arrived is enough"
+
+
+def test_a_read_is_cut_where_it_still_pays() -> None:
+    rig = Rig(capacity=16, tiers=2, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
+    rig.below("xyabcdef")
+    rig.below("zwgh", tier=1)
+    for letters, tier, seconds in (("xy", 0, 0.02), ("zw", 1, 4.0)):
+        assert rig.ask(letters, rig.begin()) == (0, RETRY)
+        end_reads(rig, seconds, tier)
+    ctx = rig.begin()
+    assert rig.ask("abcdefgh", ctx) == (0, RETRY)
+    assert [[text(job.keys) for job in tier.jobs] for tier in rig.tiers] == [["abcdef"], []]
+    assert rig.manager.counts.not_worth == 2
+    rig.end_all()
+    assert rig.ask("abcdefgh", ctx) == (6, MISS)
+
+
+def test_what_is_here_already_makes_no_read_worth_it() -> None:
+    rig = Rig(capacity=16, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
+    rig.below("xyz")
+    for letter in "xy":  # two seconds a block: nothing is known yet, and the probe
+        assert rig.ask(letter, rig.begin()) == (0, RETRY)
+        end_reads(rig, 2.0)
+    rig.tier.takes = False
+    rig.store("abcdefgh")
+    assert rig.ask("abcdefghz", rig.begin()) == (8, MISS)
+
+
+def test_of_two_tiers_that_have_a_block_the_faster_is_asked_and_then_the_other() -> None:
+    rig = Rig(capacity=8, tiers=2, immediate=False, recompute_s_per_block=100.0, deadline_s=100.0)
+    rig.below("xabc")
+    rig.below("yabc", tier=1)
+    for letter, tier, seconds in (("x", 0, 2.0), ("y", 1, 0.01)):
+        assert rig.ask(letter, rig.begin()) == (0, RETRY)
+        end_reads(rig, seconds, tier)
+    ctx = rig.begin()
+    assert rig.ask("abc", ctx) == (0, RETRY)
+    assert [[text(job.keys) for job in tier.jobs] for tier in rig.tiers] == [[], ["abc"]]
+    end_reads(rig, 0.01, 1, failing=True)
+    assert rig.ask("abc", ctx) == (0, RETRY), "a second try, where they are as well"
+    assert [[text(job.keys) for job in tier.jobs] for tier in rig.tiers] == [["abc"], []]
+    end_reads(rig, 2.0, 0)
+    assert rig.ask("abc", ctx)[0] == 3
+
+
 def test_a_slow_tier_is_left_alone_for_one_block_too_and_a_fast_one_behind_it_is_not() -> None:
     rig = Rig(capacity=8, tiers=2, immediate=False, recompute_s_per_block=0.1, deadline_s=100.0)
     rig.below("abcdef")

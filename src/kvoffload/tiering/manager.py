@@ -6,7 +6,6 @@ RAM (the manager's policy does) nor what a tier keeps (its own policy and admiss
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,11 +18,11 @@ import numpy.typing as npt
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import Job, TieringCounts, TierLane
 from kvoffload.tiering.wait import TierWait
+from kvoffload.tiering.worth import num_worth_reading, soonest
 from kvoffload.tiers.base import NO_JOB, Mask, Memory, SecondaryTier, TierStats
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
@@ -44,11 +43,14 @@ class TieredManager(OffloadingManager):
     from then on; those that cannot be read are MISS. Requests that want the same blocks wait for the same
     read. Neither RAM's admission rule nor its policy can refuse a promoted block.
 
-    **Do no harm.** A read that is expected to take longer than computing the blocks is not begun, except for
-    one every 10 s, to learn whether that still holds. A request that has waited longer than computing would
-    have taken, or longer than `deadline_s`, gets MISS instead of RETRY from then on. A tier whose oldest job
-    is late by four deadlines gets no more jobs until it answers. One that raises an exception instead of
-    beginning a job has failed at its blocks: reads are MISS, and the next batch is offered again.
+    **Do no harm.** A read that is expected to take longer than computing the blocks is cut where it still
+    pays, or not begun, except for one every 10 s, to learn whether that still holds. Of several tiers that
+    have a block the one that is expected to bring it first is asked; while the time to compute is unknown,
+    the first of them. One whose last three reads brought nothing is left alone for 10 s. A request that has
+    waited longer than computing would have taken, or longer than `deadline_s`, gets MISS instead of RETRY
+    from then on. A tier whose oldest job is late by four deadlines gets no more jobs until it answers. One
+    that raises an exception instead of beginning a job has failed at its blocks: reads are MISS, and the
+    next batch is offered again.
 
     Args:
         capacity_blocks, and all keywords that are not below: as for `OffloadingManager`.
@@ -303,11 +305,12 @@ class TieredManager(OffloadingManager):
     # ---- inside
 
     def _below(self, keys: Keys, request: TierWait) -> tuple[list[Mask], Mask]:
-        """Which blocks each tier has, and which are in any tier; a stalled tier counts as empty."""
-        found = []
+        """Which blocks each tier has, and which are in any tier; one that is stalled or failing counts as
+        empty."""
+        found, now = [], self._clock()
         for lane, record in zip(self._lanes, request.records, strict=True):
-            is_stalled = lane.is_stalled(self._clock(), self.deadline_s)
-            found.append(np.zeros(len(keys), np.bool_) if is_stalled else lane.tier.contains(keys, record))
+            is_silent = lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
+            found.append(np.zeros(len(keys), np.bool_) if is_silent else lane.tier.contains(keys, record))
         return found, np.logical_or.reduce(found)
 
     def _promote(self, keys: Keys, ctx: RequestContext, request: TierWait) -> None:
@@ -325,11 +328,15 @@ class TieredManager(OffloadingManager):
         if len(wanted) == 0:
             return
         missing = keys.take(wanted)
-        come_from = np.array([mask[wanted] for mask in in_tiers]).argmax(axis=0)
-        if not self._is_worth(come_from, length * (self.recompute_s_per_block or math.inf)):
-            self.counts.not_worth += len(wanted)
-            request.given_up.update(missing)
-            return
+        compute_s = self.recompute_s_per_block
+        come_from = soonest(self._lanes, np.array([mask[wanted] for mask in in_tiers]), compute_s)
+        num_worth = num_worth_reading(self._lanes, come_from, wanted, length, compute_s, self._clock())
+        if num_worth < len(wanted):
+            self.counts.not_worth += len(wanted) - num_worth
+            request.given_up.update(missing[num_worth:])
+            missing, come_from = missing[:num_worth], come_from[:num_worth]
+            if num_worth == 0:
+                return
         room = self._max_in_flight - self._num_reading
         if self._num_reading == 0:
             # Nobody else waits: a prefix is worth most as a whole, and half of RAM stays free.
@@ -363,6 +370,7 @@ class TieredManager(OffloadingManager):
             super().complete_store(part, success=False)
             return
         lane.jobs[job] = Job(part, self._clock())
+        lane.num_reading += len(part.keys)
         self._promoting.update(dict.fromkeys(part.keys, number + 1))
 
     def _refused(self, lane: TierLane, num_blocks: int, done: str, error: Exception) -> None:
@@ -371,15 +379,6 @@ class TieredManager(OffloadingManager):
         text = "tier %s: %d blocks were not %s: %s: %s"
         kind, name = f"{done} {id(lane)}", type(error).__name__
         self._log.warn(kind, text, lane.tier.name, num_blocks, done, name, error)
-
-    def _is_worth(self, come_from: SlotArray, compute_s: float) -> bool:
-        """Whether to read these blocks takes less time than to compute what they make reachable."""
-        counts = np.bincount(come_from, minlength=len(self._lanes)).tolist()
-        now = self._clock()
-        return all(
-            count == 0 or lane.is_worth(count, compute_s, now)
-            for lane, count in zip(self._lanes, counts, strict=True)
-        )
 
     def _wait(self, keys: Sequence[bytes], request: TierWait) -> LookupResult:
         """RETRY, or MISS once the request has waited long enough for these blocks."""
@@ -400,7 +399,7 @@ class TieredManager(OffloadingManager):
             self.unpin(plan)
             return
         self._num_reading -= len(plan.keys)
-        lane.speed.learn(len(plan.keys), seconds)
+        lane.has_read(len(plan.keys), int(np.count_nonzero(ok)), seconds, self._clock())
         for key in plan.keys:
             self._promoting.pop(key, None)
         read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])

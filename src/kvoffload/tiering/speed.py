@@ -5,6 +5,8 @@ Knows neither blocks nor tiers.
 
 from __future__ import annotations
 
+from typing import Any
+
 _MEMORY = 0.95
 """The weight that the past keeps after each read: about the last 20 reads count."""
 
@@ -27,10 +29,10 @@ class ReadSpeed:
         self._blocks_squared = _MEMORY * self._blocks_squared + num_blocks * num_blocks
         self._product = _MEMORY * self._product + num_blocks * seconds
 
-    def seconds_for(self, num_blocks: int) -> float:
-        """How long a read of `num_blocks` will take; 0.0 while nothing is known. Cost: O(1)."""
+    def seconds_for(self, num_blocks: Any) -> Any:
+        """How long a read of `num_blocks`, a number or an array, will take; 0 while nothing is known."""
         if self._blocks == 0.0:
-            return 0.0
+            return 0.0 * num_blocks
         spread = self._weight * self._blocks_squared - self._blocks * self._blocks
         slope = 0.0
         if spread > 1e-9 * self._weight * self._blocks_squared:
