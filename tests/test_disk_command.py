@@ -146,12 +146,12 @@ def test_a_directory_that_is_none_of_ours(tmp_path: Path) -> None:
             run(verb, tmp_path / "nonesuch")
 
 
-def test_rm_deletes_slabs_lock_and_directory(filled: Path) -> None:
+def test_rm_deletes_slabs_and_leaves_the_lock(filled: Path) -> None:
     code, text = run("rm", filled, "--yes")
     assert code == 0
     assert text.startswith("1 slab of ")
     assert text.endswith(f" in {filled}: deleted\n")
-    assert not filled.exists()
+    assert [path.name for path in filled.iterdir()] == ["kvoffload.lock"], "somebody may wait for it"
 
 
 def test_rm_leaves_what_is_not_its_own(filled: Path) -> None:
@@ -165,7 +165,19 @@ def test_rm_leaves_what_is_not_its_own(filled: Path) -> None:
     assert run("rm", first, "--yes")[0] == 0
     assert slabs_in(both) == [second]
     assert run("rm", both, "--yes")[0] == 0
-    assert [path.name for path in both.iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in both.iterdir()) == ["kvoffload.lock", "notes.txt"]
+
+
+def test_rm_deletes_nothing_but_slabs(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("years")
+    link = tmp_path / "kvoffload-1.slab"
+    link.symlink_to(thesis)
+    for path in (thesis, link):
+        with pytest.raises(ConfigError, match="allowed: a file kvoffload"):
+            run("rm", path, "--yes")
+    assert thesis.read_text() == "years"
+    assert not (tmp_path / "kvoffload.lock").exists()
 
 
 def test_rm_asks_and_does_not_touch_what_is_open(filled: Path) -> None:

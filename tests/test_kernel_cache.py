@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import kvoffload
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.structures import kernel_cache
 
 PACKAGE = Path(kvoffload.__file__).parent
 REPLAY = """
@@ -96,6 +99,62 @@ def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path, package: P
 def test_kernels_of_other_sources_are_not_used(tmp_path: Path, package: Path) -> None:
     kept = str(tmp_path / "given")
     run_read_only(package, ONE_KERNEL, NUMBA_CACHE_DIR=kept)
-    (package / "structures" / "lists.py").touch()
+    with (package / "structures" / "lists.py").open("a") as source:
+        source.write("# another version\n")
     run_read_only(package, ONE_KERNEL, NUMBA_CACHE_DIR=kept)
     assert len(list(Path(kept).glob("kvoffload-*"))) == 2
+
+
+def test_old_kernels_of_the_package_are_not_taken_for_new_sources(tmp_path: Path, package: Path) -> None:
+    with (package / "structures" / "lists.py").open("a") as source:
+        source.write("# another version\n")
+    done = run_read_only(package, ONE_KERNEL, HOME=str(tmp_path / "home"))
+    assert done.returncode == 0, done.stderr
+    assert "compiling" in done.stderr
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of kernels, which is this user's."""
+    monkeypatch.setattr(kernel_cache, "_digest_of_sources", lambda: "0123456789abcdef")
+    monkeypatch.setattr(kernel_cache, "_config", SimpleNamespace(CACHE_DIR=str(tmp_path)))
+    monkeypatch.setattr(kernel_cache, "_STAMP", tmp_path / "no.stamp")
+    return tmp_path / "kvoffload-0123456789abcdef"
+
+
+def chosen() -> str:
+    assert kernel_cache.prepare()
+    return kernel_cache._config.CACHE_DIR  # type: ignore[no-any-return]
+
+
+def test_a_directory_that_others_can_write_is_not_trusted(place: Path) -> None:
+    assert chosen() == str(place)
+    kernel_cache._config.CACHE_DIR = str(place.parent)
+    place.chmod(0o777)
+    assert chosen() != str(place)
+
+
+def test_a_directory_in_it_that_is_a_link_or_of_others_is_not_trusted(place: Path) -> None:
+    (place / "structures_0").mkdir(parents=True)
+    (place / "structures_0").chmod(0o770)
+    assert chosen() != str(place)
+
+
+def test_a_home_in_which_anybody_can_put_something_in_its_place_is_not_trusted(place: Path) -> None:
+    place.parent.chmod(0o777)
+    assert chosen() != str(place)
+    kernel_cache._config.CACHE_DIR = str(place.parent)
+    place.parent.chmod(0o1777)
+    assert chosen() == str(place), "as in /tmp"
+
+
+def test_a_kernel_that_is_cut_off_is_compiled_again(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    run = [sys.executable, "-c", ONE_KERNEL]
+    subprocess.run(run, env=environment, check=True, capture_output=True)
+    indexes = list(tmp_path.rglob("*.nbi"))
+    assert indexes
+    for index in indexes:
+        index.write_bytes(index.read_bytes()[:10])
+    subprocess.run(run, env=environment, check=True, capture_output=True)
+    assert all(index.stat().st_size > 10 for index in indexes)

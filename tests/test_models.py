@@ -27,7 +27,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "names of GPT-2": (
         {"n_layer": 12, "n_head": 12, "n_embd": 768, "torch_dtype": "float32"},
-        12 * 2 * 768 * 4,
+        12 * 2 * 768 * 2,
     ),
     "latent attention": (
         {
@@ -48,7 +48,28 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
         {**LLAMA_8B, "layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8},
         32 * 1024,
     ),
-    "Jamba": ({**LLAMA_8B, "layers_block_type": ["mamba"] * 28 + ["attention"] * 4}, 16 * 1024),
+    "one KV head (Falcon)": (
+        {"num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544, "multi_query": True},
+        8192,
+    ),
+    "groups (ChatGLM)": (
+        {
+            "num_layers": 40,
+            "num_attention_heads": 32,
+            "hidden_size": 4096,
+            "kv_channels": 128,
+            "multi_query_group_num": 2,
+            "torch_dtype": "float16",
+        },
+        40960,
+    ),
+    "hybrid layers (Zamba2)": ({**LLAMA_8B, "layers_block_type": ["mamba", "hybrid"] * 16}, 64 * 1024),
+    "no text_config": ({**LLAMA_8B, "text_config": None}, 128 * 1024),
+    "dtype outside": (
+        {"text_config": {**LLAMA_8B, "torch_dtype": None}, "dtype": "float8_e4m3fn"},
+        64 * 1024,
+    ),
+    "layers_block_type": ({**LLAMA_8B, "layers_block_type": ["mamba"] * 28 + ["attention"] * 4}, 16 * 1024),
     "Nemotron-H": ({**LLAMA_8B, "hybrid_override_pattern": "M-M*-M*-"}, 8 * 1024),
     "text of a model that sees": (
         {"text_config": LLAMA_8B, "vision_config": {"num_hidden_layers": 9}},
@@ -56,7 +77,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "newer name of the dtype": (
         {**{k: v for k, v in LLAMA_8B.items() if k != "torch_dtype"}, "dtype": "float32"},
-        256 * 1024,
+        128 * 1024,
     ),
 }
 
@@ -84,6 +105,10 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{", "is no configuration of a model"),
         ("{}", "its configuration has no num_hidden_layers; give --bytes-per-token"),
         (json.dumps({**LLAMA_8B, "torch_dtype": "int4"}), "its dtype 'int4' is not known"),
+        (json.dumps({**LLAMA_8B, "torch_dtype": ["x"]}), "is not known"),
+        (json.dumps({**LLAMA_8B, "attn_layer_period": 8}), "stands in attn_layer_period; give"),
+        (json.dumps({**LLAMA_8B, "full_attention_interval": 4}), "stands in full_attention_interval; give"),
+        (json.dumps({**LLAMA_8B, "layer_types": ["mamba"] * 9}), "it has no layer with attention"),
     ],
 )
 def test_what_cannot_be_understood_is_said(tmp_path: Path, content: str, reason: str) -> None:

@@ -95,7 +95,7 @@ BAD_LINES = {
     "negative": (line([1], timestamp=-1), "field timestamp: expected int >= 0"),
     "text for a time": (line([1], timestamp="1.5"), "field timestamp: expected int | float, got str"),
     "null": (line([1], input_length="x"), "field input_length: expected int, got str"),
-    "huge": (line([1], timestamp=2**63), "field timestamp: expected int <= 9223372036854775807"),
+    "huge": (line([1], timestamp=2**63), "field timestamp: expected int <= 9007199254740992"),
     "ids no list": ('{"timestamp":0,"input_length":1,"output_length":0,"hash_ids":5}',
                     "field hash_ids: expected array, got int"),
     "id of wrong type": (line([1, 2, 3, 4.5]), "field hash_ids[3]: expected int | str, got float"),
@@ -153,13 +153,14 @@ def test_ids_of_any_kind_are_told_apart(chat: Callable[..., Path]) -> None:
 
 def test_numbered_ids_and_negative_ones_do_not_mix(chat: Callable[..., Path]) -> None:
     path = chat(line([5, 2**63]), line([6, -1]))
-    with pytest.raises(TraceError, match="negative ids beside ids that are no signed 64-bit numbers"):
-        read_trace(path)
+    for skip in (False, True):
+        with pytest.raises(TraceError, match="negative ids beside ids that are no 64-bit numbers"):
+            read_trace(path, skip_bad_lines=skip)
 
 
 def test_times_with_a_fraction_are_seconds(chat: Callable[..., Path]) -> None:
     trace = read_trace(chat(line([1], timestamp=0.0), line([2], timestamp=61.1144), line([3], timestamp=62)))
-    assert trace.timestamps_ms.tolist() == [0, 61_114, 62]
+    assert trace.timestamps_ms.tolist() == [0, 61_114, 62_000], "all of them"
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(chat: Callable[..., Path]) -> None:

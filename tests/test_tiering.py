@@ -247,6 +247,49 @@ def test_flush_writes_what_ram_has_and_the_tier_lacks() -> None:
     assert not rig.manager.has_jobs
 
 
+def test_what_the_queue_of_a_tier_cannot_take_waits_as_well() -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.tier.room = 2
+    rig.store("abcdef")
+    for expected in ("ab", "cd", "ef"):
+        assert [text(job.keys) for job in rig.tier.jobs] == [expected]
+        rig.end_all()
+    assert set(rig.tier.blocks) == {*keys("abcdef")}
+
+
+def test_flush_says_when_a_tier_lost_some_of_it() -> None:
+    rig = Rig(capacity=8)
+    rig.store("abcd")
+    assert rig.manager.flush(1.0)
+    rig.tier.blocks.clear()
+    rig.tier.submit_write = raises  # type: ignore[method-assign]
+    assert not rig.manager.flush(1.0)
+
+
+def raises(*_: Any) -> Any:
+    raise OSError("the medium is gone")
+
+
+@pytest.mark.parametrize("drop_in_flight", [False, True])
+def test_what_waits_is_forgotten_by_a_reset_and_not_written_before_it(drop_in_flight: bool) -> None:
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
+    rig.store("abcdef")
+    (job,) = rig.tier.jobs
+    rig.tier.drain = lambda timeout_s: rig.tier.end(job) or True if rig.tier.jobs else True  # type: ignore[method-assign,func-returns-value]
+    rig.manager.reset(drop_in_flight=drop_in_flight)
+    rig.end_all()
+    assert rig.manager.stats().free == 8
+    assert not rig.tier.jobs
+    assert rig.tier.blocks == {}
+
+
+def test_close_writes_nothing_that_waits() -> None:
+    rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
+    rig.store("abcdef")
+    rig.manager.close(timeout_s=0.0)
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+
+
 def test_flush_has_an_end() -> None:
     rig = Rig(capacity=8, immediate=False)
     rig.store("ab")

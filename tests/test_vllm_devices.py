@@ -89,6 +89,15 @@ class World:
         self.pool.close()
 
 
+@pytest.fixture(autouse=True)
+def _lines_go_where_they_went() -> Iterator[None]:
+    """A specification lets the library's log lines join vLLM's, for good."""
+    library = logging.getLogger("kvoffload")
+    before = [*library.handlers]
+    yield
+    library.handlers[:] = before
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
     made: list[World] = []

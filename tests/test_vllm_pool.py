@@ -25,7 +25,7 @@ from kvoffload.core.plans import LookupResult
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import first_touch
 from kvoffload.integrations.vllm import pool as pool_module
-from kvoffload.integrations.vllm.pool import SHARED_MEMORY, SharedPool
+from kvoffload.integrations.vllm.pool import SHARED_MEMORY, SharedPool, _promised_bytes
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import key_digests
@@ -450,3 +450,12 @@ def test_a_verifier_is_closed_when_the_check_under_way_has_ended() -> None:
     may_end.set()
     closing.join(HANGS_S)
     assert not closing.is_alive()
+
+
+def test_a_file_of_another_user_promises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kvoffload-dead-1"
+    with path.open("wb") as file:
+        file.truncate(10 * 2**40)
+    assert _promised_bytes(tmp_path) == 10 * 2**40
+    monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
+    assert _promised_bytes(tmp_path) == 0

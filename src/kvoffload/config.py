@@ -29,10 +29,10 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
     "PIB": 2**50,
-    "K": 2**10,
-    "M": 2**20,
-    "G": 2**30,
-    "T": 2**40,
+    **dict.fromkeys(("K", "KI"), 2**10),
+    **dict.fromkeys(("M", "MI"), 2**20),
+    **dict.fromkeys(("G", "GI"), 2**30),
+    **dict.fromkeys(("T", "TI"), 2**40),
 }
 _MOST_BLOCKS = 2**30
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")

@@ -27,15 +27,18 @@ _KNOWN: dict[str, tuple[int, int, int]] = {
 }
 """Layers, KV heads and bytes of a head of some models with caches of 16 bits, without -Instruct."""
 
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_HYBRID = {"attn_layer_period", "attn_type_list", "full_attention_interval", "attn_layer_indices"}
+"""Options of models in which only some layers have attention, each in a way of its own."""
 _ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugging Face cache or of: "
 
 
 def bytes_per_token(model: str) -> int:
     """Bytes that one token takes in the KV caches of all layers and all ranks together.
 
-    Layers with attention count, those with a sliding window too: what is offloaded of a block is all of it.
-    Layers with a state of constant size (Mamba, linear attention) do not.
+    Caches have 16 bits for a model of 32, as with vLLM's ``auto``. Layers with attention count, those with
+    a sliding window too: what is offloaded of a block is all of it. Layers with a state of constant size
+    (Mamba, linear attention) do not.
 
     Args:
         model: a ``config.json``, a directory with one, or a name: of a model in the local cache of Hugging
@@ -79,7 +82,8 @@ def block_bytes(model: str | None, token_bytes: str | None, block_tokens: int) -
 
 
 def _of_config(model: str, config: Mapping[str, Any]) -> int:
-    text = config.get("text_config", config)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
 
     def number(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -89,26 +93,39 @@ def _of_config(model: str, config: Mapping[str, Any]) -> int:
             raise ConfigError("model", model, f"its configuration has no {names[0]}; give --bytes-per-token")
         return default
 
-    dtype = text.get("torch_dtype") or text.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    named = [at.get(name) for at in (text, config) for name in ("torch_dtype", "dtype")]
+    dtype = next((str(one) for one in named if one), "bfloat16")
     if dtype not in _DTYPE_BYTES:
         raise ConfigError("model", model, f"its dtype {dtype!r} is not known; give --bytes-per-token")
-    layers = _attention_layers(text, number("num_hidden_layers", "n_layer", "num_layers"))
+    layers = _attention_layers(model, text, number("num_hidden_layers", "n_layer", "num_layers"))
     if "kv_lora_rank" in text:
         # Latent attention (DeepSeek): one vector of all heads, and the part with positions.
         values = number("kv_lora_rank") + number("qk_rope_head_dim")
     else:
         heads = number("num_attention_heads", "n_head")
-        size = number("head_dim", default=number("hidden_size", "n_embd") // heads)
-        values = 2 * size * number("num_key_value_heads", default=heads)
+        size = number("head_dim", "kv_channels", default=number("hidden_size", "n_embd") // heads)
+        shared = 1 if text.get("multi_query") is True and not text.get("new_decoder_architecture") else heads
+        values = (
+            2 * size * number("num_key_value_heads", "num_kv_heads", "multi_query_group_num", default=shared)
+        )
+    if layers * values < 1:
+        raise ConfigError("model", model, "it has no layer with attention; give --bytes-per-token")
     return layers * values * _DTYPE_BYTES[dtype]
 
 
-def _attention_layers(text: Mapping[str, Any], num_layers: int) -> int:
+def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> int:
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(kinds, list):
-        return sum("attention" in kind and "linear" not in kind for kind in map(str, kinds))
+        # A "hybrid" layer has both, side by side or one after the other.
+        names = [str(kind) for kind in kinds]
+        return sum(("attention" in kind or kind == "hybrid") and "linear" not in kind for kind in names)
     pattern = text.get("hybrid_override_pattern")
-    return pattern.count("*") if isinstance(pattern, str) else num_layers
+    if isinstance(pattern, str):
+        return pattern.count("*")
+    if unclear := sorted(_HYBRID & set(text)):
+        why = f"which of its layers have attention stands in {unclear[0]}; give --bytes-per-token"
+        raise ConfigError("model", model, why)
+    return num_layers
 
 
 def _in_hub_cache(model: str) -> Path | None:

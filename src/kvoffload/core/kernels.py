@@ -334,6 +334,17 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
 
 
 @inline
+def _has_hole(new: Entering) -> bool:
+    """Whether a block is refused of a prefix, and one after it taken: that could not be reached. Its slot is
+    then found to be wrong."""
+    if new.one_prefix:
+        for i in range(new.num_given + 1, new.count):
+            if new.slots[i] != REFUSED and new.slots[i - 1] == REFUSED:
+                return True
+    return False
+
+
+@inline
 def _leave_out_refused(path: Path, new: Entering) -> None:
     """Blocks that the policy refuses do not enter. Of `rows`, those of dropped blocks come before theirs."""
     slots, rows, refused = new.slots, new.rows, path.used.slots
@@ -433,7 +444,7 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
     if new.count > 0 and cache.replace != 0:
         _give(cache, path, new)
         call_4(cache.replace, cache.policy, new, cache, path)
-    if new.count > 0 and not new.admitted:
+    if new.count > 0 and not new.admitted and not _has_hole(new):
         _leave_out_refused(path, new)
     wrong = _first_wrong_victim(cache, path, new)
     if wrong >= 0:
@@ -457,7 +468,7 @@ def prepare_store(
         stored = _offer(cache, path, batch, new, step == KEEP)
         if stored < 0 or step == OFFER:
             return stored
-        if not cache.follows_device:
+        if not cache.follows_device and step != KEEP:
             _observe(cache, path)
         new.num_dropped = 0 if step == KEEP else new.num_missing - stored
         new.one_prefix, new.admitted = not cache.follows_device, admitted

@@ -8,6 +8,7 @@ instead of compiling silently.
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -82,7 +83,12 @@ class Kernel:
     def made(self) -> Any:
         """The machine code."""
         if self._made is None:
-            self._made = self._make(self.function)
+            try:
+                self._made = self._make(self.function)
+            except (EOFError, pickle.UnpicklingError):
+                # What was kept of it is not whole.
+                kernel_cache.forget(self.function)
+                self._made = self._make(self.function)
             home = vars(sys.modules[self.function.__module__])
             if home.get(self.function.__name__) is self and not hasattr(self._made, "address"):
                 home[self.function.__name__] = self._made

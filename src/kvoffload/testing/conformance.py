@@ -326,7 +326,7 @@ def _size_of_class(policy: type) -> int:
         for name, value in vars(cls).items()
         if isinstance(value, (dict, list, set, bytearray, deque)) and not name.startswith("__")
     ]
-    return sum(len(pickle.dumps(list(map(repr, value)))) for value in held)
+    return sum(len(repr(value)) for value in held)
 
 
 def _check_protection(manager: OffloadingManager, roles: list[str], touched: list[int], offered: int) -> None:

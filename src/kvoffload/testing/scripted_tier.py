@@ -5,6 +5,7 @@ Keeps blocks in a dictionary: no policy, no capacity, no medium.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,6 +38,7 @@ class ScriptedTier(SecondaryTier):
         jobs: jobs that have not ended; `end` ends one. With `immediate` they end when they are submitted.
         durable: the blocks that would survive a crash: those at the end of the last `drain`.
         takes: whether writes are accepted; False for a busy tier.
+        room: blocks that it queues for writing; of more it drops the rest.
         used: the path that each finished request used.
     """
 
@@ -50,6 +52,7 @@ class ScriptedTier(SecondaryTier):
         self.durable: dict[bytes, bytes] = {}
         self.jobs: list[ScriptedJob] = []
         self.takes = True
+        self.room = sys.maxsize
         self.used: list[list[bytes]] = []
         self.open_requests: list[object] = []
         self.closed = False
@@ -79,11 +82,17 @@ class ScriptedTier(SecondaryTier):
         assert request is None or request in self.open_requests, "a request that was finished, or never begun"
         rows = np.asarray(rows, np.int64)
         taken = ~self.contains(keys) & self.takes
+        taken &= np.cumsum(taken) <= self.queue_room
         if not taken.any():
             return NO_JOB, taken
         return self._submit(
             ScriptedJob(self._next, keys.take(taken), pool, rows[taken], is_read=False)
         ), taken
+
+    @property
+    def queue_room(self) -> int:
+        """How many more blocks it queues for writing."""
+        return self.room - sum(len(job.keys) for job in self.jobs if not job.is_read)
 
     def end(self, job: ScriptedJob) -> None:
         """Run a job. A block that fails is forgotten, and its destination is filled with noise."""

@@ -248,15 +248,19 @@ class TieredManager(OffloadingManager):
         return True
 
     def flush(self, timeout_s: float) -> bool:
-        """Write all that RAM has to every tier that lacks it and admits it; False on time-out.
+        """Write all that RAM has to every tier that lacks it and admits it; False on time-out, or if a tier
+        failed at or dropped some of it.
 
         For the end of a process whose blocks are wanted again, and before a machine is taken down.
         """
-        until = time.monotonic() + timeout_s
+        until, num_lost = time.monotonic() + timeout_s, self._num_lost()
         keys = self.index.keys_at(self.slots.ready())
         for lane in self._lanes:
             lane.waiting.update(dict.fromkeys(keys.take(~lane.tier.contains(keys))))
-        return self.settle(timeout_s) and self._drain(until)
+        return self.settle(timeout_s) and self._drain(until) and self._num_lost() == num_lost
+
+    def _num_lost(self) -> int:
+        return self.counts.not_offered + sum(stats.failed + stats.dropped for stats in self.tier_stats())
 
     def _drain(self, until: float) -> bool:
         """Whether all tiers are done by then; every one is asked, even if one hangs."""
@@ -270,11 +274,13 @@ class TieredManager(OffloadingManager):
         cannot vouch for those. If one still runs then, slots in flight stay reserved. In any case it then
         waits, at most as long again, until the tiers would not remember their blocks even after a crash.
         """
+        self._asking.clear()
+        for lane in self._lanes:
+            lane.waiting.clear()
         nothing_runs = drop_in_flight and self.settle(self.deadline_s)
         super().reset(drop_in_flight=nothing_runs)
         self._promoting.clear()
         for lane in self._lanes:
-            lane.waiting.clear()
             lane.tier.clear()
         if drop_in_flight:
             self._drain(time.monotonic() + self.deadline_s)
@@ -297,7 +303,10 @@ class TieredManager(OffloadingManager):
         return [replace(stats, failed=stats.failed + num_refused) for stats, num_refused in counted]
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let jobs end, for at most `timeout_s`, and close the tiers."""
+        """Let jobs end, for at most `timeout_s`, and close the tiers. What waits for its turn is not written:
+        `flush` before does that."""
+        for lane in self._lanes:
+            lane.waiting.clear()
         self.settle(timeout_s)
         for lane in self._lanes:
             lane.tier.close()
@@ -446,7 +455,7 @@ class TieredManager(OffloadingManager):
     def _room_for_writes(self, lane: TierLane) -> int:
         if lane.is_stalled(self._clock(), self.deadline_s):
             return 0
-        return max(0, self._max_in_flight - lane.num_writing)
+        return max(0, min(self._max_in_flight - lane.num_writing, lane.tier.queue_room))
 
     def _offer_waiting(self, row: int, lane: TierLane) -> None:
         """Offer the blocks that have waited the longest, if they are still here."""
@@ -455,7 +464,7 @@ class TieredManager(OffloadingManager):
             for key in keys:
                 del lane.waiting[key]
             here = self.ready_slots_of(keys) >= 0
-            self._not_offered(lane, len(keys) - int(np.count_nonzero(here)))
+            self._not_offered(lane, int(np.count_nonzero(~here & ~lane.tier.contains(keys))))
             self._cascade(row, keys.take(here), None)
 
     def _not_offered(self, lane: TierLane, num_blocks: int) -> None:

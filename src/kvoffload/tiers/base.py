@@ -5,6 +5,7 @@ Does not know media or devices.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -98,6 +99,12 @@ class SecondaryTier(Protocol):
         `NO_JOB`. The result has one row for each block taken.
         """
         ...
+
+    @property
+    def queue_room(self) -> int:
+        """How many more blocks it can queue for writing now: of more it drops the rest. While there is none
+        a job is under way."""
+        return sys.maxsize
 
     def finished(self) -> list[JobResult]:
         """Jobs that have ended since the last call."""

@@ -73,6 +73,10 @@ class BudgetedTier(SecondaryTier):
         taken[:num_offered] = head
         return job, taken
 
+    @property
+    def queue_room(self) -> int:
+        return self._tier.queue_room
+
     def stats(self) -> TierStats:
         stats = self._tier.stats()
         budgets = [self._left_bytes(), stats.write_budget_bytes]

@@ -172,6 +172,10 @@ class StripedTier(SecondaryTier):
         drained = [tier.drain(max(0.0, deadline - time.monotonic())) for tier in self._tiers]
         return all(drained)
 
+    @property
+    def queue_room(self) -> int:
+        return min(tier.queue_room for tier in self._tiers)
+
     def stats(self) -> TierStats:
         """As `SecondaryTier.stats`, summed. There is no write budget if a tier has none."""
         counts = [vars(tier.stats()) for tier in self._tiers]

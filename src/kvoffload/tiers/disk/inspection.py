@@ -17,7 +17,7 @@ from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.directory import SLABS, slabs_in
 from kvoffload.tiers.disk.files import Files, aligned
 from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.lock import LOCK_NAME, DirectoryLock, owner_of
+from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
 from kvoffload.tiers.disk.recovery import Found, recover
 from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Scratch, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -146,19 +146,20 @@ def opened(path: Path, files: Files | None = None, *, wait_s: float = 0.0) -> It
 
 
 def delete(slabs: list[Path]) -> None:
-    """Delete these slabs of one directory, which nobody has open; the directory too, if it is empty then.
+    """Delete these slabs of one directory, which nobody has open. The file of the lock stays, as somebody may
+    wait for it.
 
-    Raises: `UnavailableError` if a process has it open, or it cannot be written.
+    Raises: `ConfigError` for what is no slab by its name, or a link; nothing is deleted then.
+    `UnavailableError` if a process has the directory open, or it cannot be written.
     """
+    for slab in slabs:
+        if not slab.match(SLABS) or slab.is_symlink():
+            raise ConfigError("path", str(slab), f"allowed: a file {SLABS}, or a directory with some")
     directory = slabs[0].parent
     lock = DirectoryLock(directory, RateLimitedLog("kvoffload.disk"), wait_s=0.0)
     try:
         for slab in slabs:
             slab.unlink(missing_ok=True)
-        if not slabs_in(directory):
-            (directory / LOCK_NAME).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it has files of others
-                directory.rmdir()
     except OSError as error:
         raise UnavailableError("path", str(directory), f"it cannot be written ({error.strerror})") from None
     finally:

@@ -6,6 +6,7 @@ Decides and never waits: threads move blocks and commit, and `finished` collects
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -241,6 +242,11 @@ class DiskTier(SecondaryTier):
         self._num_queued += count
         job = self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[plan.rows])
         return job, taken
+
+    @property
+    def queue_room(self) -> int:
+        """As `SecondaryTier.queue_room`; no limit while it accepts no writes, because it drops them."""
+        return max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else sys.maxsize
 
     def finished(self) -> list[JobResult]:
         self._refuse_a_child()

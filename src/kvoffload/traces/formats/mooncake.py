@@ -9,7 +9,7 @@ an id identifies its prefix: an id always follows the same id. A line that break
 every number computed from it would be wrong.
 
 What other writers do is read too: ids of any width, in decimal, hexadecimal or any other text (those that are
-no signed 64-bit number are numbered), and timestamps with a fraction, which are seconds.
+no signed 64-bit number are numbered), and times in seconds: if one is written with a fraction, all are.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvoffload.traces.trace import Trace
 
 _Int64s = npt.NDArray[np.int64]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Time = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
 _PROGRESS_LINES = 256
@@ -42,7 +43,7 @@ _NO_PARENT = -1
 
 
 class _Line(msgspec.Struct):
-    timestamp: _Count | _Seconds
+    timestamp: _Time | _Seconds
     input_length: _Count
     output_length: _Count
     hash_ids: list[int | str]
@@ -77,8 +78,9 @@ class Mooncake(TraceFormat):
                 if not skip_bad_lines:
                     raise TraceError(f"{path}:{number}: {bad}") from None
                 requests.skipped_lines += 1
+        if requests.has_unclear_ids:
+            raise TraceError(f"{path}: field hash_ids: negative ids beside ids that are no 64-bit numbers")
         try:
-            requests.check_ids()
             block_ids, refs = requests.chained()
         except _BadLineError as bad:
             if not skip_bad_lines:
@@ -94,7 +96,7 @@ class Mooncake(TraceFormat):
             block_ids=block_ids,
             refs=refs,
             offsets=requests.offsets(),
-            timestamps_ms=_int64s(requests.timestamps_ms),
+            timestamps_ms=requests.in_ms(),
             output_tokens=_int64s(requests.output_tokens),
             skipped_lines=skipped,
         )
@@ -125,7 +127,8 @@ class _Requests:
 
     def __init__(self) -> None:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
-        self.timestamps_ms, self.output_tokens = array("q"), array("q")
+        self.timestamps, self.output_tokens = array("d"), array("q")
+        self._are_seconds = False
         self.skipped_lines = 0
         self._number_of: dict[int | str, int] = {}
         self._num_numbered = 0
@@ -151,8 +154,8 @@ class _Requests:
             self.ids.fromlist([self._numbered(one) for one in ids])
         self.lengths.append(blocks)
         self.line_numbers.append(number)
-        in_ms = line.timestamp if isinstance(line.timestamp, int) else round(1000 * line.timestamp)
-        self.timestamps_ms.append(in_ms)
+        self._are_seconds |= isinstance(line.timestamp, float)
+        self.timestamps.append(line.timestamp)
         self.output_tokens.append(line.output_length)
 
     def _fitting(self) -> str:
@@ -167,10 +170,15 @@ class _Requests:
         self._num_numbered += 1
         return self._number_of.setdefault(one, -1 - len(self._number_of))
 
-    def check_ids(self) -> None:
-        """Raise `_BadLineError` if a number that was given to an id may be another id as well."""
-        if self._number_of and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered:
-            raise _BadLineError(" field hash_ids: negative ids beside ids that are no signed 64-bit numbers")
+    @property
+    def has_unclear_ids(self) -> bool:
+        """Whether a number that was given to an id may be another id as well."""
+        return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
+
+    def in_ms(self) -> _Int64s:
+        """The times. If one is written with a fraction all of them are seconds."""
+        times = np.array(self.timestamps, np.float64)
+        return np.round(1000.0 * times if self._are_seconds else times).astype(np.int64)
 
     def offsets(self) -> _Int64s:
         """The start of each request in `ids`, and the end of the last."""
@@ -214,7 +222,7 @@ class _Requests:
         One by one, because a request that is left out must not define chains.
         """
         kept, parents = _Requests(), dict[int, int | None]()
-        kept.skipped_lines = self.skipped_lines
+        kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):
             ids = self.ids[start:end]
             chain = dict(zip(ids, (None, *ids[:-1]), strict=True)) if ids else {}
@@ -223,7 +231,7 @@ class _Requests:
                 continue
             parents.update(chain)
             kept.ids.extend(ids)
-            for name in ("lengths", "line_numbers", "timestamps_ms", "output_tokens"):
+            for name in ("lengths", "line_numbers", "timestamps", "output_tokens"):
                 getattr(kept, name).append(getattr(self, name)[request])
         return kept
 
