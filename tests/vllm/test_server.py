@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from traffic import ANSWER_TOKENS, PATIENCE_S, Expected
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+TYPED = "vllm serve MODEL "
 FOUR = 4
 """Prompts of nine whole blocks each; the engine has room for two of them."""
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 32 * 4
@@ -104,8 +106,13 @@ def living(group: int) -> list[str]:
 
 
 @contextmanager
-def running(model: Path, log: Path, *, workers: int = 1, **options: Any) -> Iterator[tuple[Server, Any]]:
-    """A server with our offloading, until the block ends; then everything of it is killed."""
+def running(
+    model: Path, log: Path, *, workers: int = 1, line: str = "", **options: Any
+) -> Iterator[tuple[Server, Any]]:
+    """A server with our offloading, until the block ends; then everything of it is killed.
+
+    `line` is what a user types instead: ``vllm serve MODEL`` and our flag.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -133,11 +140,17 @@ def running(model: Path, log: Path, *, workers: int = 1, **options: Any) -> Iter
         "--max-num-seqs": 4,
         "--tensor-parallel-size": workers,
         "--prefix-caching-hash-algo": "sha256_cbor",
-        "--kv-transfer-config": json.dumps(transfer),
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [str(part) for pair in settings.items() for part in pair]
+    if line:
+        # The CPU build has no `vllm serve`.
+        assert line.startswith(TYPED), line
+        command = ["bash", "-c", f"exec {shlex.join(command)} {line.removeprefix(TYPED)}"]
+    else:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
     environment = os.environ | {
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
@@ -218,3 +231,17 @@ def test_two_workers_share_each_block(llama: Path, on_llama: Expected, tmp_path:
         assert metrics["vllm:kvoffload_hit_blocks_total"] > 0
         assert metrics.get("vllm:kvoffload_verification_failures_total", 0) == 0
     assert not ours_in_shared_memory(tmp_path)
+
+
+def test_the_line_of_the_readme_is_what_a_shell_takes(
+    llama: Path, on_llama: Expected, tmp_path: Path
+) -> None:
+    """As it stands there, but for the model, and for a size that every machine has."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = (line for line in readme.splitlines() if line.startswith(TYPED))
+    assert "--ram 64GiB" in line
+    prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]
+    with running(llama, tmp_path / "server.log", line=line.replace("64GiB", "16MiB")) as (server, _):
+        for _ in range(3):
+            assert [server.stream(prompt) for prompt in prompts] == answers
+        server.serve_until("vllm:kvoffload_hit_blocks_total", 1, prompts)
