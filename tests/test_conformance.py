@@ -298,6 +298,7 @@ class NeverReturns(NaiveLRU):
             pass
 
 
+@pytest.mark.usefixtures("_without_shrinking")
 def test_an_endless_loop_is_named() -> None:
     suite = type("Suite", (PolicyConformance,), {"policy": NeverReturns, "call_cpu_s": 0.2})()
     suite.setup_method()
@@ -312,6 +313,7 @@ def test_an_endless_loop_is_named() -> None:
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
+@pytest.mark.usefixtures("_without_shrinking")
 def test_a_failure_ends_with_what_is_wrong() -> None:
     suite = type("Suite", (PolicyConformance,), {"policy": EvictsAnyone, "max_examples": 400})()
     with pytest.raises(AssertionError) as failure:
