@@ -100,6 +100,8 @@ def _prefetch(index: Index, path: Path, count: int, row: int) -> None:
 def lookup(cache: Cache, path: Path, batch: KeyBatch) -> int:
     """Length of the leading run of ready blocks; its complement (``~n``) if a block in flight ends it."""
     count = see(path, batch)
+    if path.observed == 0 and count >= 0:
+        path.on_device = path.positions[0] if count > 0 else path.length
     for row in range(count):
         _prefetch(cache.index, path, count, row)
         slot = _slot_of(cache, path, path.positions[row])
@@ -230,13 +232,18 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 
 
 @kernel
-def finish(cache: Cache, path: Path) -> int:
-    """As `touch`, for the whole path."""
+def finish(cache: Cache, path: Path, is_touched: bool) -> int:
+    """A request has ended. As `touch` for the whole path, unless that `is_touched`."""
     path.used.count = 0
-    for position in range(path.length):
+    for position in range(0 if is_touched else path.length):
         _use(cache, path, position, True)
     _observe(cache, path)
-    return _tell(cache, path)
+    num_untold = _tell(cache, path)
+    if cache.finished != 0:
+        for position in range(path.length):
+            path.found[position] = _slot_of(cache, path, position)
+        call_2(cache.finished, cache.policy, path)
+    return num_untold
 
 
 @kernel

@@ -32,6 +32,7 @@ from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
+from kvoffload.hints import NO_HINTS, Hints, Labels
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
@@ -123,13 +124,16 @@ class OffloadingManager:
         mode = OnDeviceEviction if self._follows_device else OnCompute
         self.store_mode = mode(self.policy, self.admission, self._state)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._labels = Labels()
         self._epoch = 0
         self._void_before = 0
         compile_all()
 
     # ---- requests
 
-    def begin_request(self, request_id: str, keys: Sequence[bytes] = ()) -> RequestContext:
+    def begin_request(
+        self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
+    ) -> RequestContext:
         """Open the record of one inference request; pass it to every call made for that request.
 
         Args:
@@ -137,27 +141,36 @@ class OffloadingManager:
             keys: the request's whole prefix, if it is known. Give it if the device serves the head and only
                 the rest is looked up here: a hit then refreshes the whole path from the root, and all of it
                 is protected while the request stores.
+            hints: what is known of it now.
         """
-        if not keys:
-            return RequestContext(request_id, self.key_bytes, self)
         ctx = RequestContext(request_id, self.key_bytes, self, room_for(len(keys)))
-        ctx.see(keys)
+        if keys:
+            ctx.see(keys)
+        if hints is not NO_HINTS:
+            ctx.tell(hints, self._labels.number(hints))
         return ctx
 
-    def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
+    def finish_request(
+        self, ctx: RequestContext, path: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
+    ) -> None:
         """Commit what the request used: its whole path at once. Transfers may still be in flight.
 
         `path` is the whole path in prefix order; give it if the calls for this request came in another order.
+        `hints` is what is known of the request now that it has ended, besides what was when it began.
 
         Blocks that the request has already touched, or stored itself, are not accessed a second time; they
         only take their place in the order of the path.
         """
         if ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
             ctx = self._context(ctx)
+        if hints is not NO_HINTS:
+            hints = ctx.hints.updated(hints)
+            ctx.tell(hints, self._labels.number(hints))
         if path:
             self._use(path, ctx, whole_path=True)
-        else:
-            self._tell(ctx, kernels.finish(self._cache, ctx.memory))
+        self._tell(ctx, kernels.finish(self._cache, ctx.memory, bool(path)))
+        if not self.store_mode.asks_nobody:
+            self.store_mode.finished(ctx)
         if self.admission is not None and ctx.num_observations > 1:
             # Counted in parts, the last part is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())

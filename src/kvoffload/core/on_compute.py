@@ -38,6 +38,7 @@ class OnCompute:
     def __init__(self, policy: EvictionPolicy, admission: Admission | None, cache: Cache) -> None:
         self.policy, self.admission, self.cache = policy, admission, cache
         self._policy_observes = type(policy).observe is not EvictionPolicy.observe
+        self._hears_of_ends = type(policy).finished is not EvictionPolicy.finished
         self.asks_nobody = False
         self.bind()
 
@@ -47,6 +48,7 @@ class OnCompute:
         if not isinstance(policy, CompiledPolicy):
             return
         cache.policy, cache.observe = policy.state.address, policy.address_of("observe")
+        cache.finished = policy.address_of("finished")
         if policy.is_compiled and not self._policy_observes:
             cache.access, cache.remove = policy.address_of("access"), policy.address_of("remove")
             cache.replace = policy.address_of("replace")
@@ -72,6 +74,13 @@ class OnCompute:
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
         """Tell a policy in Python that a request used these blocks."""
         self.policy.access(slots, reused)
+
+    def finished(self, ctx: RequestContext) -> None:
+        """Tell a policy in Python that a request has ended."""
+        if self._hears_of_ends:
+            slots = np.empty(ctx.length, np.int32)
+            kernels.resolve(self.cache.memory, ctx.memory, np.arange(ctx.length, dtype=np.int32), slots)
+            self.policy.finished(ctx.keys(), slots, ctx.hints)
 
     # ---- stores
 

@@ -15,6 +15,7 @@ from kvoffload.core.request import Path, Used, used_blocks
 from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import REFUSED as REFUSED
 from kvoffload.core.state import Cache, Entering, entering
+from kvoffload.hints import Hints
 from kvoffload.plugins import Registry
 from kvoffload.structures.index import Index
 from kvoffload.structures.jit import BoolArray, Kernel, by_address, kernel
@@ -112,6 +113,18 @@ class EvictionPolicy(ABC):
             start: number of blocks of the path in earlier calls.
         """
 
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:  # noqa: B027  (most ignore it)
+        """A request has ended, and this is what the engine knows of it: for policies that learn what such
+        labels are worth, or count ages from the end of a request.
+
+        Called once a request, after its last `access`.
+
+        Args:
+            path: the request's keys, in prefix order.
+            slots: shape ``(len(path),)``, int32; the slot of each, or -1.
+            hints: never to be obeyed blindly: they may be wrong, or lies.
+        """
+
     @abstractmethod
     def reset(self) -> None:
         """Forget everything, including adaptive state and ghosts."""
@@ -189,12 +202,14 @@ class CompiledPolicy(EvictionPolicy):
     The functions are given with ``@MyPolicy.compiled``, and are called as the methods of the same names::
 
         observe(own: State, path: Path)  # if it learns from all traffic
+        finished(own: State, path: Path)  # if it learns from how requests end
         access(own: State, used: Used)
         replace(own: State, new: Entering, cache: Cache, path: Path)
         remove(own: State, used: Used)
 
     `State` is a `Struct` of the policy's own, the class of its `state`. `observe` finds the blocks that are
-    new to it on the path, from ``path.observed`` on, and their slots in ``path.found``. `replace` asks
+    new to it on the path, from ``path.observed`` on, and their slots in ``path.found``; `finished` the whole
+    path, and what is known of the request as a number, ``path.label``. `replace` asks
     `state.evictable` which blocks may leave. A function that does what another policy's does is inherited
     with the class.
 

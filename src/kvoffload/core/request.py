@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.batches import WRONG_KEY, KeyBatch, is_key_at, key_at, num_keys, pack_key
 from kvoffload.structures.index import ABSENT, Index, bucket_of, fill_bucket, hash_row, position_in, remove
 from kvoffload.structures.jit import BoolArray, I32Array, U64Matrix, inline, kernel
@@ -49,6 +50,8 @@ class Path(Struct):
         used: for the blocks that the batch at hand uses.
         length: number of keys on the path; observed: of its leading part, which a compiled policy has
         observed. found: int32: where the blocks are that it has not yet observed, or ABSENT.
+        on_device: number of blocks at its head that the device has, as far as lookups tell.
+        label: what the engine knows of the request (`hints.Labels`).
     """
 
     index: Index
@@ -58,6 +61,8 @@ class Path(Struct):
     found: I32Array
     length: int
     observed: int
+    on_device: int
+    label: int
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
@@ -76,6 +81,7 @@ def _blank_used(bits: int) -> bytes:
 
 
 _LENGTH = 8 * Path.fields["length"].at
+_LABEL = 8 * Path.fields["label"].at
 _INDEX, _USED = Path.fields["index"].at, Path.fields["used"].at
 
 
@@ -90,11 +96,13 @@ class RequestContext:
         unpacked_keys: single keys that were looked up and are not yet on the path.
         observed: length of the leading part of the path that policy and admission rule have observed;
             num_observations: in how many parts they observed it.
+        hints: what the engine knows of it.
         owner: the manager. The records of one manager are wrong in another.
     """
 
     __slots__ = (
         "finished",
+        "hints",
         "key_bytes",
         "memory",
         "num_observations",
@@ -110,6 +118,7 @@ class RequestContext:
     ) -> None:
         self.request_id, self.key_bytes, self.owner = request_id, key_bytes, owner
         self.finished = False
+        self.hints = NO_HINTS
         self.observed = self.num_observations = 0
         self.room = room
         self.memory: Any = bytearray(_blank_path(room, key_bytes))
@@ -117,6 +126,11 @@ class RequestContext:
 
     def __repr__(self) -> str:
         return f"RequestContext({self.request_id!r}, {self.length} blocks{', finished' * self.finished})"
+
+    def tell(self, hints: Hints, label: int) -> None:
+        """What the engine has come to know of it, and its number."""
+        self.hints = hints
+        self.memory[_LABEL : _LABEL + 8] = label.to_bytes(8, "little")
 
     @property
     def length(self) -> int:
@@ -266,3 +280,4 @@ def _enlarge(path: Path, larger: Path) -> None:
         for column in range(path.records.shape[1]):
             larger.records[position, column] = path.records[position, column]
     larger.length, larger.observed = path.length, path.observed
+    larger.on_device, larger.label = path.on_device, path.label

@@ -28,8 +28,8 @@ class Cache(Struct):
     Attributes:
         index: key -> slot; slots: the state of each.
         duplicates: one list of the slots whose block the device holds as well; only if `follows_device`.
-        policy: address of the policy's state; observe, access, replace, remove: of its functions. 0 if the
-            manager calls the policy in Python.
+        policy: address of the policy's state; observe, finished, access, replace, remove: of its functions.
+            0 if the manager calls the policy in Python.
         follows_device: 1 in a victim tier.
         stored, ...: as in `ManagerStats`.
     """
@@ -39,6 +39,7 @@ class Cache(Struct):
     duplicates: Lists
     policy: int
     observe: int
+    finished: int
     access: int
     replace: int
     remove: int

@@ -19,6 +19,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
+from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import Job, TieringCounts, TierLane
 from kvoffload.tiering.wait import TierWait
@@ -116,15 +117,19 @@ class TieredManager(OffloadingManager):
 
     # ---- requests
 
-    def begin_request(self, request_id: str, keys: Sequence[bytes] = ()) -> RequestContext:
+    def begin_request(
+        self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
+    ) -> RequestContext:
         """As `OffloadingManager.begin_request`."""
-        ctx = super().begin_request(request_id, keys)
+        ctx = super().begin_request(request_id, keys, hints=hints)
         self._requests[ctx] = TierWait([lane.tier.begin_request(request_id) for lane in self._lanes])
         return ctx
 
-    def finish_request(self, ctx: RequestContext, path: Sequence[bytes] = ()) -> None:
+    def finish_request(
+        self, ctx: RequestContext, path: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
+    ) -> None:
         """As `OffloadingManager.finish_request`. Tiers learn of the request when its stores are complete."""
-        super().finish_request(ctx, path)
+        super().finish_request(ctx, path, hints=hints)
         request = self._requests.get(ctx)
         if request is not None:
             request.finished = True

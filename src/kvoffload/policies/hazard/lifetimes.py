@@ -26,7 +26,8 @@ class Lifetimes(Struct):
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
     age reaches, and as reused in the bucket in which it is used; a future that is not yet known counts as
     neither (the actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence fades with a half-life.
-    The estimate of a class is shrunk towards that of all classes with its use count, and that towards all.
+    The estimate of a class is shrunk towards that of the classes that differ in their label only, that towards
+    all with its use count, and that towards all.
 
     `worth` is the Gittins index of a block at the start of an age: the maximum, over all times for which it
     may be kept, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
@@ -34,7 +35,8 @@ class Lifetimes(Struct):
     A request is observed by `let_age`, and then `live_on` for each of its blocks, from the last to the first.
 
     Args:
-        num_classes: number of classes; `group_size` neighbouring classes have one use count.
+        num_classes: number of classes; `group_size` neighbouring classes have one use count, and `num_labels`
+            neighbours among them differ in their label only.
         capacity_blocks: of the cache; it determines how many keys are sampled.
         sample_capacity: keys in the sample.
         half_life: references after which evidence counts half; raised to four times the capacity if less.
@@ -61,6 +63,8 @@ class Lifetimes(Struct):
     worth: F64Matrix
     sampled_one_in: int
     group_size: int
+    num_labels: int
+    has_labels: int
     half_life: float
     half: float
     evaluated: int
@@ -70,6 +74,7 @@ class Lifetimes(Struct):
         self,
         num_classes: int,
         group_size: int,
+        num_labels: int,
         capacity_blocks: int,
         key_bytes: int,
         sample_capacity: int,
@@ -90,6 +95,7 @@ class Lifetimes(Struct):
             worth=np.zeros(shape, np.float64),
             sampled_one_in=sampled_one_in,
             group_size=group_size,
+            num_labels=num_labels,
             half_life=max(half_life, 4 * capacity_blocks),
             half=0.5,
         )
@@ -100,6 +106,7 @@ class Lifetimes(Struct):
         self.sample.clear()
         self.reused.fill(0.0)
         self.exposed.fill(0.0)
+        self.has_labels = 0
         self.evaluated = 0
         self.evaluate(0)
 
@@ -133,9 +140,10 @@ def _forget_oldest(lifetimes: Lifetimes) -> None:
 
 @inline
 def live_on(
-    lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int
+    lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int, asked: bool
 ) -> None:
-    """The block ``path[row]``, whose hash is `h`, is used, and has this class now."""
+    """The block ``path[row]``, whose hash is `h`, is used, and has this class now. If it was not `asked` for,
+    because the device has it, its life so far ended without a hit, and without counting as one."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
     sample, links, class_of = lifetimes.sample, lifetimes.sample.lists.links, lifetimes.class_of
@@ -147,30 +155,52 @@ def live_on(
         key = remember(sample, youngest, path, row, h)
     else:
         age = bucket_of_age(lifetimes.bounds, now - lifetimes.last[key])
-        lifetimes.reused[class_of[key], age] += 1.0
+        lifetimes.reused[class_of[key], age] += asked
         move_to_head(links, youngest, key)
     class_of[key], lifetimes.last[key] = block_class, now
     lifetimes.exposed[block_class, 0] += 1.0
 
 
 @inline
+def live_again(
+    lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int
+) -> None:
+    """The request that used the block ``path[row]`` has ended: its age is counted from now, in this class."""
+    if h & np.uint64(lifetimes.sampled_one_in - 1):
+        return
+    key = find(lifetimes.sample.index, path, row, h)
+    if key != ABSENT:
+        move_to_head(lifetimes.sample.lists.links, lifetimes.sample.lists.num_positions, key)
+        lifetimes.class_of[key], lifetimes.last[key] = block_class, now
+        lifetimes.exposed[block_class, 0] += 1.0
+
+
+@inline
 def _estimate(lifetimes: Lifetimes, age: int) -> None:
-    """The chance of a reuse in a bucket of ages, for each class."""
+    """The chance of a reuse in a bucket of ages, for each class: that of its parent, as far as it has no
+    evidence of its own."""
     reused, exposed, hazard = lifetimes.reused, lifetimes.exposed, lifetimes.hazard
-    num_classes, group_size = reused.shape[0], lifetimes.group_size
+    num_classes, num_labels, group_size = reused.shape[0], lifetimes.num_labels, lifetimes.group_size
     all_reused, all_exposed = 0.5, 1.5
     for block_class in range(num_classes):
         all_reused += reused[block_class, age]
         all_exposed += exposed[block_class, age]
     for group in range(0, num_classes, group_size):
-        group_reused = _PRIOR_WEIGHT * (all_reused / all_exposed)
-        group_exposed = _PRIOR_WEIGHT
+        group_reused, group_exposed = _PRIOR_WEIGHT * (all_reused / all_exposed), _PRIOR_WEIGHT
         for block_class in range(group, group + group_size):
             group_reused += reused[block_class, age]
             group_exposed += exposed[block_class, age]
-        for block_class in range(group, group + group_size):
-            likely = reused[block_class, age] + _PRIOR_WEIGHT * (group_reused / group_exposed)
-            hazard[block_class, age] = min(likely / (exposed[block_class, age] + _PRIOR_WEIGHT), 1.0)
+        for parent in range(group, group + group_size, num_labels):
+            some_reused, some_exposed = _PRIOR_WEIGHT * (group_reused / group_exposed), _PRIOR_WEIGHT
+            for block_class in range(parent, parent + num_labels):
+                some_reused += reused[block_class, age]
+                some_exposed += exposed[block_class, age]
+            likely = min(some_reused / some_exposed, 1.0)
+            for block_class in range(parent, parent + num_labels):
+                hazard[block_class, age] = likely
+                if exposed[block_class, 0] > 0.0 and lifetimes.has_labels:
+                    own = reused[block_class, age] + _PRIOR_WEIGHT * likely
+                    hazard[block_class, age] = min(own / (exposed[block_class, age] + _PRIOR_WEIGHT), 1.0)
 
 
 @inline
@@ -204,8 +234,13 @@ def evaluate(lifetimes: Lifetimes, now: int) -> None:
     for age in range(NUM_AGES):
         _estimate(lifetimes, age)
     for block_class in range(worth.shape[0]):
-        for age in range(NUM_AGES):
-            worth[block_class, age] = _gittins_index(lifetimes, block_class, age)
+        label = block_class % lifetimes.num_labels
+        if label == 0 or exposed[block_class, 0] > 0.0:
+            for age in range(NUM_AGES):
+                worth[block_class, age] = _gittins_index(lifetimes, block_class, age)
+        else:
+            for age in range(NUM_AGES):
+                worth[block_class, age] = worth[block_class - label, age]
     # At first each request changes the estimates much.
     lifetimes.evaluated = now
     lifetimes.next_evaluation = now + min(max(now // 8, 64), 16384)

@@ -13,37 +13,41 @@ import numpy as np
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import HASH, Path, Used
 from kvoffload.core.state import REFUSED, Cache, Entering, coldest_evictable, evictable
+from kvoffload.hints import NUM_LABELS
 from kvoffload.policies.hazard.age_buckets import at_age
 from kvoffload.policies.hazard.history import (
     NUM_CLASSES,
     NUM_GAP_CLASSES,
     History,
     begin_path,
+    class_at,
     classify,
+    end_use,
     use_key,
 )
-from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_on
+from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_again, live_on
 from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
-from kvoffload.policies.hazard.shadow import (
-    OWN_HITS,
-    SAMPLED,
-    SHADOW_HITS,
-    ShadowLRU,
-    compare,
-    end_path,
-    take_in,
-)
-from kvoffload.structures.index import ABSENT, Index
+from kvoffload.policies.hazard.shadow import compare, end_path, enter_shadow, shrink_to_capacity
+from kvoffload.structures.index import ABSENT, Index, find, hash_row
 from kvoffload.structures.jit import F64Array, I32Array, I64Array, inline, kernel
 from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
 from kvoffload.structures.structs import Struct
 
-_VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
 """A write cost below -1: then every new block is worth enough."""
 _TOLERATED_LEAD = 0.005
 _MAX_LRU_WINDOWS = 16
 _NO_RUN = -1
+
+
+def tunables():
+    import os
+
+    t = np.zeros(32)
+    for i, x in enumerate(os.environ.get("TUNE", ".0015,.0008,.01").split(",")):
+        if x:
+            t[i] = float(x)
+    return t
 
 
 class State(Struct):
@@ -71,7 +75,6 @@ class State(Struct):
 
     history: History
     lifetimes: Lifetimes
-    shadow: ShadowLRU
     lists: Lists
     runs: PathRuns
     last: I64Array
@@ -79,21 +82,21 @@ class State(Struct):
     scores: F64Array
     classes: I32Array
     entered: I32Array
+    active: I32Array
+    is_active: I32Array
+    num_active: int
+    last_path: int
     run: int
     run_time: int
     threshold: float
     write_cost: float
-    victim_write_cost: float
     warm_up: float
     references: int
     now: int
     is_victim_tier: int
-    oldest_victim: int
-    lru_windows: int
-    next_duel: int
-    duel_window: int
-    next_lru_windows: int
-    lead: float
+    oldest_victim: float
+    lru_decides: int
+    tune: F64Array
 
 
 class Hazard(CompiledPolicy):
@@ -149,15 +152,20 @@ class Hazard(CompiledPolicy):
         super().__init__(index)
         capacity = self.capacity_blocks
         self.history = History(
-            max(self.history_capacity, 2 * capacity), index.key_bytes, max(1, capacity // 4)
+            max(self.history_capacity, 2 * capacity), index.key_bytes, max(1, capacity // 4), capacity
         )
         self.lifetimes = Lifetimes(
-            NUM_CLASSES, NUM_GAP_CLASSES, capacity, index.key_bytes, self.sample_capacity, self.half_life
+            NUM_CLASSES,
+            NUM_GAP_CLASSES * NUM_LABELS,
+            NUM_LABELS,
+            capacity,
+            index.key_bytes,
+            self.sample_capacity,
+            self.half_life,
         )
         self.state = State(
             history=self.history,
             lifetimes=self.lifetimes,
-            shadow=ShadowLRU(capacity, index.key_bytes),
             lists=Lists(capacity, NUM_CLASSES),
             runs=PathRuns(capacity),
             last=np.zeros(capacity, np.int64),
@@ -165,26 +173,28 @@ class Hazard(CompiledPolicy):
             scores=np.zeros(NUM_CLASSES, np.float64),
             classes=np.zeros(capacity, np.int32),
             entered=np.full(capacity, ABSENT, np.int32),
+            active=np.zeros(NUM_CLASSES, np.int32),
+            is_active=np.zeros(NUM_CLASSES, np.int32),
             write_cost=0.0 if self.write_cost is None else self.write_cost,
-            victim_write_cost=_VICTIM_WRITE_COST if self.write_cost is None else self.write_cost,
             warm_up=self.warm_up,
-            duel_window=max(min(self.duel_window, 20 * capacity), capacity),
+            tune=tunables(),
         )
         self._start()
 
     def _start(self) -> None:
         state = self.state
-        state.references = state.now = state.is_victim_tier = state.oldest_victim = 0
-        state.lru_windows = state.next_duel = 0
-        state.lead, state.next_lru_windows = 0.0, 1
+        state.references = state.now = state.is_victim_tier = 0
+        state.lru_decides, state.oldest_victim = 0, 0.0
 
     def reset(self) -> None:
         state = self.state
         self.history.clear()
         self.lifetimes.clear()
-        for part in (state.lists, state.runs, state.shadow):
+        for part in (state.lists, state.runs):
             part.clear()
         state.entered.fill(ABSENT)
+        state.is_active.fill(0)
+        state.num_active = 0
         self._start()
 
     @property
@@ -195,7 +205,7 @@ class Hazard(CompiledPolicy):
     def stats(self) -> dict[str, float]:
         return {
             "is_lru": float(self.is_lru),
-            "shadow_lead": self.state.lead,
+            "shadow_lead": self.history.shadow.lead,
             "history_keys": self.history.keys.lists.size(0),
             "references": self.state.references,
         }
@@ -208,50 +218,86 @@ class Hazard(CompiledPolicy):
 
 
 @inline
-def _end_duel_window(own: State) -> None:
-    """End a window of the duel: decide whether LRU decides in the next ones."""
-    counts = own.shadow.counts
-    own.lead = 0.5 * own.lead + 0.5 * (counts[SHADOW_HITS] - counts[OWN_HITS]) / max(1, counts[SAMPLED])
-    counts[SAMPLED] = counts[OWN_HITS] = counts[SHADOW_HITS] = 0
-    own.next_duel = own.references + own.duel_window
-    if own.lru_windows > 0:
-        own.lru_windows -= 1
-        own.lead = 0.0
-    elif own.lead > _TOLERATED_LEAD:
-        own.lru_windows = own.next_lru_windows
-        own.next_lru_windows = min(2 * own.next_lru_windows, _MAX_LRU_WINDOWS)
-    elif own.lead < 0 and own.next_lru_windows > 1:
-        own.next_lru_windows -= 1
+def _keep_promise(own: State) -> None:
+    """Let LRU decide once it would have served too much more, until that is little beside all traffic."""
+    shadow, references = own.history.shadow, own.references
+    shadow.lead = max(shadow.lead, -own.tune[2] * references)
+    if shadow.lead > own.tune[0] * references:
+        own.lru_decides = 1
+    elif shadow.lead <= own.tune[1] * references:
+        own.lru_decides = 0
+
+
+@inline
+def _list(own: State, block_class: int, slot: int) -> None:
+    """The block in `slot` is the most recent of its class."""
+    links, sentinel = own.lists.links, own.lists.num_positions + block_class
+    if own.is_active[block_class] == 0:
+        own.is_active[block_class] = 1
+        own.active[own.num_active] = block_class
+        own.num_active += 1
+        own.cursors[block_class], own.scores[block_class] = sentinel, np.inf
+    if links[slot, LIST] == UNLISTED:
+        push_head(links, sentinel, slot)
+    else:
+        move_to_head(links, sentinel, slot)
 
 
 @Hazard.compiled
 def observe(own: State, path: Path) -> None:
     links, last, now, start = own.lists.links, own.last, own.references, path.observed
-    keys = path.index.keys[: path.length]
+    history, keys = own.history, path.index.keys[: path.length]
     own.now = now
     let_age(own.lifetimes, now)
-    begin_path(own.history, keys, start, now)
+    begin_path(history, keys, start, path.label, now)
+    own.lifetimes.has_labels |= path.label
     for row in range(path.length - 1, start - 1, -1):
-        h, slot = path.records[row, HASH], path.found[row]
-        block_class = use_key(own.history, keys, row, h, now)
-        live_on(own.lifetimes, keys, row, h, block_class, now)
+        h, slot, asked = path.records[row, HASH], path.found[row], row >= path.on_device
+        place = use_key(history, keys, row, h, now)
+        block_class = class_at(history, place)
+        live_on(own.lifetimes, keys, row, h, block_class, now, asked)
         is_held = slot >= 0 and links[slot, LIST] != UNLISTED
         if is_held:
-            move_to_head(links, own.lists.num_positions + block_class, slot)
+            _list(own, block_class, slot)
             last[slot] = now
-        compare(own.shadow, keys, row, h, is_held, own.is_victim_tier)
-    end_path(own.shadow, keys, start, own.is_victim_tier)
+        if place != ABSENT:
+            compare(history.shadow, place, is_held, asked, own.is_victim_tier)
+    end_path(history.shadow)
     own.references += path.length - start
+    own.last_path = np.int64(path.records[0, HASH])
     if now >= own.lifetimes.next_evaluation:
         evaluate(own.lifetimes, now)
-    if own.references >= own.next_duel:
-        _end_duel_window(own)
+    _keep_promise(own)
+
+
+@Hazard.compiled
+def finished(own: State, path: Path) -> None:
+    """Ages count from the end of a request, and from then on its label is known."""
+    history, links, keys, now = own.history, own.lists.links, path.index.keys[: path.length], own.references
+    # Nobody has come since it began.
+    if path.length == 0 or (path.label == 0 and own.last_path == np.int64(path.records[0, HASH])):
+        return
+    own.now = now
+    own.lifetimes.has_labels |= path.label
+    let_age(own.lifetimes, now)
+    for row in range(path.length - 1, -1, -1):
+        h, slot = path.records[row, HASH], path.found[row]
+        place = end_use(history, keys, row, h, path.label, now)
+        if place == ABSENT:
+            continue
+        block_class = class_at(history, place)
+        live_again(own.lifetimes, keys, row, h, block_class, now)
+        if slot >= 0 and links[slot, LIST] != UNLISTED:
+            _list(own, block_class, slot)
+            own.last[slot] = now
+        if not own.is_victim_tier and history.shadow.blocks.links[place, LIST] != UNLISTED:
+            enter_shadow(history.shadow, place)
 
 
 @inline
 def _is_lru(own: State) -> bool:
     oldest = own.oldest_victim
-    return oldest == 0 or own.references < own.warm_up * oldest or own.lru_windows > 0
+    return oldest == 0 or own.references < own.warm_up * oldest or own.lru_decides != 0
 
 
 @kernel
@@ -288,7 +334,7 @@ def remove(own: State, used: Used) -> None:
 @inline
 def _worth(own: State, block_class: int, last: int) -> float:
     """What a block of this class is worth now, if it was used last then."""
-    return at_age(own.lifetimes.worth, own.lifetimes.bounds, block_class, own.now - last)
+    return at_age(own.lifetimes.worth, own.lifetimes.bounds, block_class, max(own.now - last, 0))
 
 
 @inline
@@ -308,22 +354,37 @@ def _find_candidate(own: State, cache: Cache, path: Path, block_class: int, slot
 
 @inline
 def _find_candidates(own: State, cache: Cache, path: Path) -> None:
-    links, capacity = own.lists.links, own.lists.num_positions
-    for block_class in range(NUM_CLASSES):
-        _find_candidate(own, cache, path, block_class, links[capacity + block_class, PREV])
+    links, capacity, active, i = own.lists.links, own.lists.num_positions, own.active, 0
+    while i < own.num_active:
+        block_class = active[i]
+        if links[capacity + block_class, LIST] == 0:
+            own.num_active -= 1
+            active[i], own.is_active[block_class] = active[own.num_active], 0
+        else:
+            _find_candidate(own, cache, path, block_class, links[capacity + block_class, PREV])
+            i += 1
 
 
 @inline
 def _lowest(own: State) -> int:
     """The class whose candidate is worth least, of equals the one that was used longest ago; ABSENT if no
     class has one."""
-    scores, cursors, last, lowest = own.scores, own.cursors, own.last, 0
-    for each in range(1, NUM_CLASSES):
-        if scores[each] > scores[lowest] or cursors[each] >= last.shape[0]:
+    scores, cursors, last, lowest, score, time = (
+        own.scores,
+        own.cursors,
+        own.last,
+        ABSENT,
+        np.inf,
+        np.int64(0),
+    )
+    for i in range(own.num_active):
+        each = own.active[i]
+        if scores[each] > score or cursors[each] >= last.shape[0]:
             continue
-        if scores[each] < scores[lowest] or last[cursors[each]] < last[cursors[lowest]]:
-            lowest = each
-    return lowest if cursors[lowest] < last.shape[0] else ABSENT
+        used = last[cursors[each]]
+        if scores[each] < score or used < time or (used == time and each < lowest):
+            lowest, score, time = each, scores[each], used
+    return np.int64(lowest)
 
 
 @inline
@@ -364,7 +425,7 @@ def _enter(own: State, slot: int) -> None:
     last = own.last[slot]
     if own.run == _NO_RUN or last != own.run_time or own.runs.runs[own.run, LENGTH] == 0:
         own.run, own.run_time = new_run(own.runs), last
-    push_head(own.lists.links, own.lists.num_positions + own.classes[slot], slot)
+    _list(own, own.classes[slot], slot)
     join(own.runs, own.run, slot)
 
 
@@ -386,7 +447,9 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
         if oldest == sentinel:
             return
         slot, oldest = oldest, order[oldest, PREV]
-        own.oldest_victim = max(own.oldest_victim, own.now - own.last[slot])
+        # What was seen long ago is forgotten in a few turns of the cache: LRU may not lock itself in.
+        own.oldest_victim *= 1.0 - 1.0 / own.last.shape[0]
+        own.oldest_victim = max(own.oldest_victim, np.float64(own.now - own.last[slot]))
         unlink(own.lists.links, slot)
         leave(own.runs, slot)
         block_class, last = classify(own.history, new.keys, i, own.now)
@@ -442,10 +505,21 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
 
 
 @inline
+def _shadow_takes_in(own: State, new: Entering) -> None:
+    """A victim tier's blocks come when the device drops them, and the first of a batch is the most recent."""
+    history = own.history
+    for row in range(new.count - 1, -1, -1):
+        place = find(history.keys.index, new.keys, row, hash_row(new.keys, row))
+        if place != ABSENT:
+            enter_shadow(history.shadow, place)
+    shrink_to_capacity(history.shadow)
+
+
+@inline
 def _threshold(own: State, new: Entering) -> float:
     if new.admitted:
         return 1.0 + _NO_REFUSAL
-    return 1.0 + (own.write_cost if new.one_prefix else own.victim_write_cost)
+    return 1.0 + own.write_cost
 
 
 @Hazard.compiled
@@ -453,7 +527,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     own.is_victim_tier, own.run = not new.one_prefix, _NO_RUN
     own.threshold = _threshold(own, new)
     if own.is_victim_tier:
-        take_in(own.shadow, new.keys, 0, new.count)
+        _shadow_takes_in(own, new)
     for i in range(new.num_given):
         block_class, last = classify(own.history, new.keys, i, own.now)
         _assign(own, new.slots[i], block_class, last)
