@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvoffload.hints import NUM_LABELS
 from kvoffload.policies.hazard import history, lifetimes, policy, shadow
 from kvoffload.policies.hazard.history import History
 from kvoffload.policies.hazard.lifetimes import Lifetimes
@@ -20,34 +21,38 @@ def _helper(function):  # type: ignore[no-untyped-def]
 
 @_helper
 def _remember(of: History, path: ReadU64Matrix, start: int, now: int, classes: I32Array) -> None:
-    history.begin_path(of, path, start, now)
+    history.begin_path(of, path, start, 0, now)
     for row in range(path.shape[0] - 1, start - 1, -1):
-        classes[row - start] = history.use_key(of, path, row, hash_row(path, row), now)
+        place = history.use_key(of, path, row, hash_row(path, row), now)
+        classes[row - start] = history.class_at(of, place) // NUM_LABELS
 
 
 @_helper
 def _classify(of: History, batch: ReadU64Matrix, now: int, classes: I32Array, last: I64Array) -> None:
     for row in range(batch.shape[0]):
-        classes[row], last[row] = history.classify(of, batch, row, now)
+        block_class, last[row] = history.classify(of, batch, row, now)
+        classes[row] = block_class // NUM_LABELS
 
 
 @_helper
-def _live(of: Lifetimes, path: ReadU64Matrix, now: int, classes: ReadI32Array) -> None:
+def _live(of: Lifetimes, path: ReadU64Matrix, now: int, classes: ReadI32Array, on_device: int) -> None:
     lifetimes.let_age(of, now)
     for row in range(path.shape[0] - 1, -1, -1):
-        lifetimes.live_on(of, path, row, hash_row(path, row), classes[row], now)
+        lifetimes.live_on(of, path, row, hash_row(path, row), classes[row], now, row >= on_device)
 
 
 @_helper
-def _compare(of: ShadowLRU, path: ReadU64Matrix, held: BoolArray, is_victim_tier: bool) -> None:
-    for row in range(path.shape[0] - 1, -1, -1):
-        shadow.compare(of, path, row, hash_row(path, row), held[row], is_victim_tier)
-    shadow.end_path(of, path, 0, is_victim_tier)
+def _compare(of: ShadowLRU, positions: ReadI32Array, held: BoolArray, on_device: int, victim: bool) -> None:
+    for row in range(positions.shape[0] - 1, -1, -1):
+        shadow.compare(of, positions[row], held[row], row >= on_device, victim)
+    shadow.end_path(of)
 
 
 @_helper
-def _take_in(of: ShadowLRU, batch: ReadU64Matrix) -> None:
-    shadow.take_in(of, batch, 0, batch.shape[0])
+def _take_in(of: ShadowLRU, positions: ReadI32Array) -> None:
+    for row in range(positions.shape[0] - 1, -1, -1):
+        shadow.enter_shadow(of, positions[row])
+    shadow.shrink_to_capacity(of)
 
 
 def remember(of: History, path: Keys, now: int, start: int = 0) -> list[int]:
@@ -64,23 +69,31 @@ def classify(of: History, keys: Keys, now: int) -> list[tuple[int, int]]:
     return list(zip(classes.tolist(), last.tolist(), strict=True))
 
 
-def live(of: Lifetimes, path: Keys, now: int, block_class: int = 0) -> None:
+def live(of: Lifetimes, path: Keys, now: int, block_class: int = 0, on_device: int = 0) -> None:
     """A request uses blocks that have this class, and what follows from it where that is due."""
-    _live(of.memory, path.words, now, np.full(len(path), block_class, np.int32))
+    _live(of.memory, path.words, now, np.full(len(path), block_class, np.int32), on_device)
     if now >= of.next_evaluation:
         of.evaluate(now)
 
 
-def compare(of: ShadowLRU, path: Keys, held: BoolArray, is_victim_tier: bool = False) -> None:
-    """A request uses these blocks; `held` are those that the owner has."""
-    _compare(of.memory, path.words, held, is_victim_tier)
+def compare(
+    of: ShadowLRU, positions: list[int], held: list[bool], on_device: int = 0, is_victim_tier: bool = False
+) -> None:
+    """A request uses the keys at these positions; `held` are those that the owner has."""
+    of_keys = np.array(positions, np.int32)
+    _compare(of.memory, of_keys, np.array(held, np.bool_), on_device, is_victim_tier)
 
 
-def take_in(of: ShadowLRU, keys: Keys) -> None:
-    """The device drops these blocks."""
-    _take_in(of.memory, keys.words)
+def take_in(of: ShadowLRU, positions: list[int]) -> None:
+    """The device drops the blocks of these keys."""
+    _take_in(of.memory, np.array(positions, np.int32))
 
 
 @_helper
-def end_duel_window(own: State) -> None:
-    policy._end_duel_window(own)
+def _keep_promise(own: State) -> None:
+    policy._keep_promise(own)
+
+
+def keep_promise(own: State) -> None:
+    """Decide whether LRU decides."""
+    _keep_promise(own.memory)

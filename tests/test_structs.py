@@ -241,7 +241,7 @@ def test_what_a_subclass_writes_in_python_is_called() -> None:
     class Listening(LRU):
         """LRU that hears of everything."""
 
-        def observe(self, path: Keys, slots: SlotArray, start: int) -> None:
+        def observe(self, path: Keys, slots: SlotArray, start: int, on_device: int) -> None:
             calls.append("observe")
 
     for policy, expected in ((Watched, ["replace", "access"]), (Listening, ["observe"])):

@@ -32,15 +32,11 @@ class Hints:
 
     def updated(self, later: Hints) -> Hints:
         """With what is known later, as far as it says anything."""
-        said = {name: value for name, value in _parts(later).items() if value != getattr(NO_HINTS, name)}
-        return replace(self, **said) if said else self
+        said = {name: getattr(later, name) for name in self.__slots__}
+        return replace(self, **{name: x for name, x in said.items() if x != getattr(NO_HINTS, name)})
 
 
 NO_HINTS = Hints()
-
-
-def _parts(hints: Hints) -> dict[str, object]:
-    return {name: getattr(hints, name) for name in Hints.__slots__}
 
 
 class Labels:

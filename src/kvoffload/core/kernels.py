@@ -100,8 +100,8 @@ def _prefetch(index: Index, path: Path, count: int, row: int) -> None:
 def lookup(cache: Cache, path: Path, batch: KeyBatch) -> int:
     """Length of the leading run of ready blocks; its complement (``~n``) if a block in flight ends it."""
     count = see(path, batch)
-    if path.observed == 0 and count >= 0:
-        path.on_device = path.positions[0] if count > 0 else path.length
+    if path.was_asked == 0 and count >= 0:
+        path.was_asked, path.on_device = 1, path.positions[0] if count > 0 else path.length
     for row in range(count):
         _prefetch(cache.index, path, count, row)
         slot = _slot_of(cache, path, path.positions[row])

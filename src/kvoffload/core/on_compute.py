@@ -13,7 +13,7 @@ import numpy as np
 from kvoffload.core import kernels
 from kvoffload.core.admission import Admission
 from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
-from kvoffload.core.request import RequestContext
+from kvoffload.core.request import Path, RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import REFUSED, Cache, Entering
 from kvoffload.errors import PolicyError
@@ -67,7 +67,7 @@ class OnCompute:
         if self._policy_observes:
             slots = np.empty(stop - start, np.int32)
             kernels.resolve(self.cache.memory, ctx.memory, np.arange(start, stop, dtype=np.int32), slots)
-            self.policy.observe(ctx.keys(), slots, start)
+            self.policy.observe(ctx.keys(), slots, start, Path.over(ctx.memory).on_device)
         if self.admission is not None:
             self.admission.count(ctx.keys()[start:])
 

@@ -102,7 +102,9 @@ class EvictionPolicy(ABC):
         """These blocks left without being chosen as victims: a store failed, a block was damaged, or, in a
         victim tier, the device holds the block again."""
 
-    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:  # noqa: B027  (most ignore it)
+    def observe(  # noqa: B027  (most ignore it)
+        self, path: Keys, slots: SlotArray, start: int, on_device: int
+    ) -> None:
         """A request refers to these blocks, resident or not: for policies that learn from all traffic.
 
         Called once a request, before its first `access` or `replace`, and again when the request has grown.
@@ -111,6 +113,8 @@ class EvictionPolicy(ABC):
             path: the request's keys so far, in prefix order.
             slots: shape ``(len(path) - start,)``, int32; the slot of each block from `start` on, or -1.
             start: number of blocks of the path in earlier calls.
+            on_device: number of blocks at the head of the path that the device has: this tier is not asked
+                for them, as far as lookups tell.
         """
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:  # noqa: B027  (most ignore it)

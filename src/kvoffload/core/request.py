@@ -50,7 +50,8 @@ class Path(Struct):
         used: for the blocks that the batch at hand uses.
         length: number of keys on the path; observed: of its leading part, which a compiled policy has
         observed. found: int32: where the blocks are that it has not yet observed, or ABSENT.
-        on_device: number of blocks at its head that the device has, as far as lookups tell.
+        on_device: number of blocks at its head that the device has: those before the first lookup; was_asked:
+            1 after that.
         label: what the engine knows of the request (`hints.Labels`).
     """
 
@@ -62,6 +63,7 @@ class Path(Struct):
     length: int
     observed: int
     on_device: int
+    was_asked: int
     label: int
 
 
@@ -280,4 +282,4 @@ def _enlarge(path: Path, larger: Path) -> None:
         for column in range(path.records.shape[1]):
             larger.records[position, column] = path.records[position, column]
     larger.length, larger.observed = path.length, path.observed
-    larger.on_device, larger.label = path.on_device, path.label
+    larger.on_device, larger.was_asked, larger.label = path.on_device, path.was_asked, path.label

@@ -23,9 +23,10 @@ _UNKNOWN = -1.0
 class History(Struct):
     """The keys used last: how often each was used, and its typical gap between two uses.
 
-    A key's *class* is what its past predicts: how often it was used (1, 2, 3-4, 5-9, 10 and more), in
-    octaves, its typical gap, and the label of the request that used it last (`hints.Labels`). A new block takes the gap of the block before it on its path, because its
-    request is a turn of the same session. Times are numbers of block references so far.
+    A key's *class* is what its past predicts: how often it was used (1, 2, 3-4, 5-9, 10 and more), its
+    typical gap in octaves, and the label of the request that used it last (`hints.Labels`). A new block takes
+    the gap of the block before it on its path, because its request is a turn of the same session. Times are
+    numbers of block references so far.
 
     A request is observed by `begin_path`, and then `use_key` for each of its blocks, from the last to the
     first: so a path is forgotten from its tail.
@@ -140,8 +141,8 @@ def begin_path(history: History, path: U64Matrix, start: int, label: int, now: i
 
 @inline
 def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int) -> int:
-    """The request uses the next block, ``path[row]``, whose hash is `h`; returns its position, ABSENT if there
-    is no room for it."""
+    """The request uses the next block, ``path[row]``, whose hash is `h`; returns its position, or ABSENT if
+    there is no room for it."""
     if row >= history.end:
         return np.int64(ABSENT)
     keys, links = history.keys, history.keys.lists.links

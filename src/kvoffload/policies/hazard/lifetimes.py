@@ -18,6 +18,8 @@ from kvoffload.structures.structs import Struct
 
 _PRIOR_WEIGHT = 50.0
 """Number of observed keys that weigh as much as the estimate of the larger group."""
+_LABEL_PRIOR_WEIGHT = 500.0
+"""The same for classes that differ in their label: what is told may be wrong, so it has to prove more."""
 
 
 class Lifetimes(Struct):
@@ -26,8 +28,8 @@ class Lifetimes(Struct):
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
     age reaches, and as reused in the bucket in which it is used; a future that is not yet known counts as
     neither (the actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence fades with a half-life.
-    The estimate of a class is shrunk towards that of the classes that differ in their label only, that towards
-    all with its use count, and that towards all.
+    The estimate of a class is shrunk towards that of the classes that differ in their label only, that
+    towards all with its use count, and that towards all.
 
     `worth` is the Gittins index of a block at the start of an age: the maximum, over all times for which it
     may be kept, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
@@ -168,9 +170,14 @@ def live_again(
     """The request that used the block ``path[row]`` has ended: its age is counted from now, in this class."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
+    links, youngest = lifetimes.sample.lists.links, lifetimes.sample.lists.num_positions
     key = find(lifetimes.sample.index, path, row, h)
     if key != ABSENT:
-        move_to_head(lifetimes.sample.lists.links, lifetimes.sample.lists.num_positions, key)
+        # While the request ran nobody could come back: that time is no evidence.
+        for age in range(links[key, LIST] - youngest + 1):
+            exposed = lifetimes.exposed[lifetimes.class_of[key], age]
+            lifetimes.exposed[lifetimes.class_of[key], age] = max(exposed - 1.0, 0.0)
+        move_to_head(links, youngest, key)
         lifetimes.class_of[key], lifetimes.last[key] = block_class, now
         lifetimes.exposed[block_class, 0] += 1.0
 
@@ -199,8 +206,10 @@ def _estimate(lifetimes: Lifetimes, age: int) -> None:
             for block_class in range(parent, parent + num_labels):
                 hazard[block_class, age] = likely
                 if exposed[block_class, 0] > 0.0 and lifetimes.has_labels:
-                    own = reused[block_class, age] + _PRIOR_WEIGHT * likely
-                    hazard[block_class, age] = min(own / (exposed[block_class, age] + _PRIOR_WEIGHT), 1.0)
+                    own = reused[block_class, age] + _LABEL_PRIOR_WEIGHT * likely
+                    hazard[block_class, age] = min(
+                        own / (exposed[block_class, age] + _LABEL_PRIOR_WEIGHT), 1.0
+                    )
 
 
 @inline

@@ -33,21 +33,17 @@ from kvoffload.structures.jit import F64Array, I32Array, I64Array, inline, kerne
 from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
 from kvoffload.structures.structs import Struct
 
+_VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
 """A write cost below -1: then every new block is worth enough."""
-_TOLERATED_LEAD = 0.005
-_MAX_LRU_WINDOWS = 16
+_TOLERATED, _FORGIVEN = 0.5, 0.25
+"""Shares of the promise: by how much LRU may lead before it decides, because to become LRU again costs hits
+too; and how little that has to be of all references until it decides no more."""
+_CREDIT = 0.01
+"""How much of an own lead counts, as a share of all references."""
+_VICTIM_TURNS = 3
+"""Times `warm_up`: a victim tier that is LRU again has what LRU has only when the device has dropped it."""
 _NO_RUN = -1
-
-
-def tunables():
-    import os
-
-    t = np.zeros(32)
-    for i, x in enumerate(os.environ.get("TUNE", ".0015,.0008,.01").split(",")):
-        if x:
-            t[i] = float(x)
-    return t
 
 
 class State(Struct):
@@ -58,19 +54,19 @@ class State(Struct):
         last: of each slot: when its block was used last; classes: the class that it entered with.
         cursors: of each class: the candidate, its coldest block that may leave, or the list's sentinel;
             scores: what that is worth. They are valid within one call of `replace`.
+        active: the first `num_active` are the classes that have blocks, and perhaps others; is_active: of
+            each class whether it is there.
         entered: of each slot: row of the batch whose block has just entered it; ABSENT between calls.
         run, run_time: the run that new blocks of the batch join if they were last used at that time.
         threshold: how many times the worth of the candidate a new block must be worth; below 0: none is
             refused.
         write_cost, victim_write_cost: that of blocks of a prefix, and of blocks that come one by one.
-        warm_up: as in `Hazard`.
+        warm_up, promise: as in `Hazard`.
         references: block references observed so far, the clock; now: its value when the last request began.
         is_victim_tier: 1 if the blocks of the last store came one by one.
-        oldest_victim: the highest age at which LRU has evicted.
-        lru_windows: for how many more windows of the duel LRU decides; next_lru_windows: for how many it will
-            when it wins the next time.
-        next_duel: when the present window ends; duel_window: its length.
-        lead: by how much the shadow hits more, as a moving average.
+        oldest_victim: the highest age at which LRU has evicted lately.
+        lru_decides: 1 while the promise needs it.
+        last_path: hash of the first key of the path that was observed last.
     """
 
     history: History
@@ -90,13 +86,14 @@ class State(Struct):
     run_time: int
     threshold: float
     write_cost: float
+    victim_write_cost: float
     warm_up: float
+    promise: float
     references: int
     now: int
     is_victim_tier: int
     oldest_victim: float
     lru_decides: int
-    tune: F64Array
 
 
 class Hazard(CompiledPolicy):
@@ -104,7 +101,7 @@ class Hazard(CompiledPolicy):
 
     Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new block below that.
 
-    Blocks fall into 50 classes by how often and at what gaps they were used (`History`). The chance that a
+    Blocks fall into classes by how often and at what gaps they were used (`History`). The chance that a
     block of a class is used again, given its age, is learnt on-line from sampled keys of all traffic,
     resident or not (`Lifetimes`); from it follows each block's worth, a Gittins index. Each class is an LRU
     list, so its last block is its candidate. The candidate of lowest worth determines a request; of what is
@@ -114,16 +111,22 @@ class Hazard(CompiledPolicy):
     Two guards keep it from being much worse than LRU:
 
     - Until it has observed three times the age at which LRU evicts, it *is* LRU: it does not yet know the
-      ages that matter.
-    - A shadow LRU (`ShadowLRU`) runs beside it. If the shadow hits 0.5 points more, LRU decides for a while,
-      and for longer each time (set duelling: Qureshi et al., ISCA 2007).
+      ages that matter. In a victim tier at least nine times the capacity.
+    - An exact shadow of LRU (`ShadowLRU`) counts what each request would have been served. Once that leads by
+      half of the `promise`, LRU decides, until that lead is little beside the traffic that followed: so each
+      attempt has to wait for as much traffic again. (Set duelling, Qureshi et al., ISCA 2007, with the whole
+      cache as the sample.)
+
+    Where a device serves the head of a request, this tier was not asked for it: that is no hit to hope for.
+    Ages count from the end of a request, if the engine says when that is (`finished`), and its label is then
+    part of the class of its blocks.
 
     `write_cost` trades hits for writes: a new block must be worth ``1 + write_cost`` times the block that
     leaves. By default 0, and -0.2 in a victim tier, where writes stay in the host.
 
-    Time is counted in block references. Cost per block: three index probes and a scan of 50 classes for a
-    victim. Memory: 56 bytes a slot, 52 bytes and the key for each of 65,536 keys of history (or twice the
-    capacity, if that is more), and 3 MB.
+    Time is counted in block references. Cost per block: three index probes, and a scan of the classes that
+    have blocks (at most 50 without labels) for a victim. Memory: 56 bytes a slot, 84 bytes and the key for
+    each of 65,536 keys of history (or twice the capacity, if that is more), and 4 MB.
 
     Its parameters are read when it is made.
 
@@ -131,17 +134,17 @@ class Hazard(CompiledPolicy):
         write_cost: see above.
         history_capacity: keys of history, if that is more than twice the capacity.
         sample_capacity, half_life: as in `Lifetimes`.
-        duel_window: references between two decisions of the duel; limited to at most twenty times and at
-            least once the capacity.
         warm_up: it is LRU until this many times the age at which LRU evicts have passed.
+        promise: by how much its hit ratio may be below LRU's, in any run of requests that are short beside
+            the run (of 100,000 references, say); 1 switches the guard off.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
     history_capacity: Annotated[int, msgspec.Meta(ge=1)] = 1 << 16
     sample_capacity: Annotated[int, msgspec.Meta(ge=1)] = 1 << 15
     half_life: Annotated[int, msgspec.Meta(ge=1)] = 200_000
-    duel_window: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     warm_up: Annotated[int, msgspec.Meta(ge=1)] = 3
+    promise: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.003
 
     name = "hazard"
     good_for = "caches smaller than the live working set: more hits than LRU for a fraction of its writes"
@@ -176,8 +179,9 @@ class Hazard(CompiledPolicy):
             active=np.zeros(NUM_CLASSES, np.int32),
             is_active=np.zeros(NUM_CLASSES, np.int32),
             write_cost=0.0 if self.write_cost is None else self.write_cost,
+            victim_write_cost=_VICTIM_WRITE_COST if self.write_cost is None else self.write_cost,
             warm_up=self.warm_up,
-            tune=tunables(),
+            promise=self.promise,
         )
         self._start()
 
@@ -221,10 +225,10 @@ class Hazard(CompiledPolicy):
 def _keep_promise(own: State) -> None:
     """Let LRU decide once it would have served too much more, until that is little beside all traffic."""
     shadow, references = own.history.shadow, own.references
-    shadow.lead = max(shadow.lead, -own.tune[2] * references)
-    if shadow.lead > own.tune[0] * references:
+    shadow.lead = max(shadow.lead, -_CREDIT * references)
+    if shadow.lead > _TOLERATED * own.promise * references:
         own.lru_decides = 1
-    elif shadow.lead <= own.tune[1] * references:
+    elif shadow.lead <= _FORGIVEN * own.promise * references:
         own.lru_decides = 0
 
 
@@ -296,8 +300,10 @@ def finished(own: State, path: Path) -> None:
 
 @inline
 def _is_lru(own: State) -> bool:
-    oldest = own.oldest_victim
-    return oldest == 0 or own.references < own.warm_up * oldest or own.lru_decides != 0
+    known = own.warm_up * own.oldest_victim
+    if own.is_victim_tier:
+        known = max(known, _VICTIM_TURNS * own.warm_up * own.last.shape[0])
+    return own.oldest_victim == 0 or own.references < known or own.lru_decides != 0
 
 
 @kernel
@@ -519,7 +525,7 @@ def _shadow_takes_in(own: State, new: Entering) -> None:
 def _threshold(own: State, new: Entering) -> float:
     if new.admitted:
         return 1.0 + _NO_REFUSAL
-    return 1.0 + own.write_cost
+    return 1.0 + (own.write_cost if new.one_prefix else own.victim_write_cost)
 
 
 @Hazard.compiled

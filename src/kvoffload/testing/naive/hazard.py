@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
-from itertools import islice
+from itertools import takewhile
 
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import REFUSED
 from kvoffload.errors import PolicyError
+from kvoffload.hints import NUM_LABELS, Hints, Labels
 from kvoffload.policies.hazard import history, lifetimes
 from kvoffload.policies.hazard import policy as hazard
 from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds
@@ -31,6 +33,7 @@ class Known:
     count: int
     gap: float
     last: int
+    label: int
 
 
 @dataclass
@@ -60,6 +63,7 @@ class NaiveHazard(EvictionPolicy):
         blocks: slot to block; `lru`: slots, the coldest first; `classes`: the same for each class.
         history: key to what is known of it, the most recent first.
         sample: key to its line in the life table, the oldest first.
+        labels: numbers of labels, as the manager gives them.
         shadow: the twin of the shadow LRU.
     """
 
@@ -68,16 +72,18 @@ class NaiveHazard(EvictionPolicy):
     history_capacity = Hazard.history_capacity
     sample_capacity = Hazard.sample_capacity
     half_life = Hazard.half_life
-    duel_window = Hazard.duel_window
     warm_up = Hazard.warm_up
+    promise = Hazard.promise
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
         self.bounds: list[int] = age_bounds().tolist()
         self.gap_unit = max(1, self.capacity_blocks // 4)
+        self.max_keys = max(self.history_capacity, 2 * self.capacity_blocks)
         self.sampled_one_in = 4
         while self.sample_capacity * self.sampled_one_in < 3 * self.capacity_blocks:
             self.sampled_one_in *= 2
+        self.labels = Labels()
         self.reset()
 
     def reset(self) -> None:
@@ -86,80 +92,112 @@ class NaiveHazard(EvictionPolicy):
         self.classes: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
         self.history: dict[bytes, Known] = {}
         self.sample: dict[bytes, Sampled] = {}
-        self.reused = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
-        self.exposed = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
+        # Of classes without evidence there is no row.
+        self.reused: dict[int, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
+        self.exposed: dict[int, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
         self.shadow = NaiveShadow(self.capacity_blocks)
-        self.oldest_victim = 0
-        self.now = self.references = self.next_duel = self.num_runs = 0
+        self.oldest_victim = 0.0
+        self.now = self.references = self.num_runs = 0
         self.is_victim_tier = False
-        self.lead, self.lru_windows, self.next_lru_windows = 0.0, 0, 1
+        self.lru_decides = self.has_labels = False
+        self.last_path = b""
         self.evaluated = 0
         self._evaluate()
 
     # ---- what a request teaches
 
-    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:
+    def observe(self, path: Keys, slots: SlotArray, start: int, on_device: int) -> None:
         self.now = self.references
-        keys = list(path)
-        classes = self._remember(keys, start)
-        self._live_on(keys[start:], classes)
-        held = []
-        for slot, block_class in [*zip(slots.tolist(), classes, strict=True)][::-1]:
-            block = self.blocks.get(slot)
-            if block is not None:
-                self.classes[block.block_class].remove(slot)
-                self.classes[block_class].append(slot)
-                block.block_class, block.last = block_class, self.now
-            held.append(block is not None)
-        self.shadow.observe(keys[start:], held[::-1], self.is_victim_tier)
+        keys, in_lru, held = list(path), [], []
+        self._begin(keys, start)
+        self._age()
+        for row in reversed(range(start, len(keys))):
+            key, slot = keys[row], int(slots[row - start])
+            is_asked, is_held = row >= on_device, slot in self.blocks
+            known = self._use(key) if row - start < self.max_keys else Known(1, self.inherited, 0, 0)
+            self._live_on(key, _class_of(known), is_asked)
+            self._reclass(slot, _class_of(known))
+            if row - start < self.max_keys:
+                if is_asked:
+                    in_lru.append(key in self.shadow.keys)
+                    held.append(is_held)
+                self.shadow.forget([key])
+        self.shadow.judge(in_lru[::-1], held[::-1])
+        if not self.is_victim_tier:
+            self.shadow.store(keys[start : start + self.max_keys])
+        if self.now >= self.next_evaluation:
+            self._evaluate()
         self.references += len(slots)
-        if self.references >= self.next_duel:
-            self._end_duel_window()
+        self.last_path = keys[0]
+        self._keep_promise()
 
-    def _end_duel_window(self) -> None:
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        label, keys = self.labels.number(hints), list(path)
+        if not keys or (label == 0 and keys[0] == self.last_path):
+            return
+        self.now = self.references
+        self.has_labels |= label > 0
+        self._age()
+        for key, slot in [*zip(keys, slots.tolist(), strict=True)][::-1]:
+            known = self.history.get(key)
+            if known is None:
+                continue
+            known.last, known.label = self.now, label
+            if key in self.sample:
+                line = self.sample[key]
+                row = self.exposed[line.block_class]
+                row[: line.age + 1] = [max(count - 1.0, 0.0) for count in row[: line.age + 1]]
+                self._sample(key, _class_of(known))
+            self._reclass(slot, _class_of(known))
+        if not self.is_victim_tier:
+            self.shadow.store([key for key in keys if key in self.shadow.keys])
+
+    def _reclass(self, slot: int, block_class: int) -> None:
+        """A block here, if it is one, is used."""
+        block = self.blocks.get(slot)
+        if block is not None:
+            self.classes[block.block_class].remove(slot)
+            self.classes[block_class].append(slot)
+            block.block_class, block.last = block_class, self.now
+
+    def _keep_promise(self) -> None:
         shadow = self.shadow
-        self.lead = 0.5 * self.lead + 0.5 * (shadow.shadow_hits - shadow.own_hits) / max(1, shadow.sampled)
-        shadow.sampled = shadow.own_hits = shadow.shadow_hits = 0
-        window = max(min(self.duel_window, 20 * self.capacity_blocks), self.capacity_blocks)
-        self.next_duel = self.references + window
-        if self.lru_windows > 0:
-            self.lru_windows -= 1
-            self.lead = 0.0
-        elif self.lead > hazard._TOLERATED_LEAD:
-            self.lru_windows = self.next_lru_windows
-            self.next_lru_windows = min(2 * self.next_lru_windows, hazard._MAX_LRU_WINDOWS)
-        elif self.lead < 0 and self.next_lru_windows > 1:
-            self.next_lru_windows -= 1
+        shadow.lead = max(shadow.lead, -hazard._CREDIT * self.references)
+        if shadow.lead > hazard._TOLERATED * self.promise * self.references:
+            self.lru_decides = True
+        elif shadow.lead <= hazard._FORGIVEN * self.promise * self.references:
+            self.lru_decides = False
 
     @property
     def is_lru(self) -> bool:
         """Whether LRU decides at the moment."""
-        oldest = self.oldest_victim
-        return oldest == 0 or self.references < self.warm_up * oldest or self.lru_windows > 0
+        known = self.warm_up * self.oldest_victim
+        if self.is_victim_tier:
+            known = max(known, hazard._VICTIM_TURNS * self.warm_up * self.capacity_blocks)
+        return self.oldest_victim == 0 or self.references < known or self.lru_decides
 
     # ---- the history
 
-    def _remember(self, path: list[bytes], start: int) -> list[int]:
-        """The request uses the blocks of `path` from `start` on; the class of each."""
-        max_keys = max(self.history_capacity, 2 * self.capacity_blocks)
-        keys = path[start : start + max_keys]
-        known = self.history
-        new = [row for row, key in enumerate(keys) if key not in known]
-        leading = new[0] if new else len(keys)
-        inherited = -1.0
-        if leading > 0:
-            inherited = self._gap_now(known[keys[leading - 1]])
-        elif start > 0 and path[start - 1] in known:
-            inherited = known[path[start - 1]].gap
-        used = {}
-        for key in keys:
-            if key in known:
-                used[key] = Known(known[key].count + 1, self._gap_now(known[key]), self.now)
-            else:
-                used[key] = Known(1, inherited, self.now)
-        self.history = dict(islice({**used, **known, **used}.items(), max_keys))
-        classes = [_class_of(known.count, known.gap) for known in used.values()]
-        return classes + [_class_of(1, inherited)] * (len(path) - start - len(keys))
+    def _begin(self, path: list[bytes], start: int) -> None:
+        """A request is about to use the blocks of `path` from `start` on: the gap that new ones take."""
+        keys = path[start : start + self.max_keys]
+        leading = [*takewhile(self.history.__contains__, keys)]
+        self.inherited = -1.0
+        if leading:
+            self.inherited = self._gap_now(self.history[leading[-1]])
+        elif start > 0 and path[start - 1] in self.history:
+            self.inherited = self.history[path[start - 1]].gap
+
+    def _use(self, key: bytes) -> Known:
+        known = self.history.pop(key, None)
+        if known is None:
+            known = Known(1, self.inherited, self.now, 0)
+            if len(self.history) == self.max_keys:
+                self.shadow.forget([self.history.popitem()[0]])
+        else:
+            known = Known(known.count + 1, self._gap_now(known), self.now, 0)
+        self.history = {key: known, **self.history}
+        return known
 
     def _gap_now(self, known: Known) -> float:
         """The moving average of the gaps of a key that is used now."""
@@ -170,49 +208,71 @@ class NaiveHazard(EvictionPolicy):
 
     # ---- the life table
 
-    def _live_on(self, keys: list[bytes], classes: list[int]) -> None:
+    def _live_on(self, key: bytes, block_class: int, is_asked: bool) -> None:
+        if hash_of(key) % self.sampled_one_in:
+            return
+        known = self.sample.get(key)
+        if known is not None:
+            self.reused[known.block_class][known.age] += is_asked
+        elif len(self.sample) == self.sample_capacity:
+            del self.sample[next(iter(self.sample))]
+        self._sample(key, block_class)
+
+    def _age(self) -> None:
         for line in self.sample.values():
             while line.age < NUM_AGES - 1 and line.last + self.bounds[line.age + 1] <= self.now:
                 line.age += 1
                 self.exposed[line.block_class][line.age] += 1.0
-        for key, block_class in [*zip(keys, classes, strict=True)][::-1]:
-            if hash_of(key) % self.sampled_one_in:
-                continue
-            known = self.sample.pop(key, None)
-            if known is not None:
-                self.reused[known.block_class][known.age] += 1.0
-            elif len(self.sample) == self.sample_capacity:
-                del self.sample[next(iter(self.sample))]
-            self.sample[key] = Sampled(block_class, self.now)
-            self.exposed[block_class][0] += 1.0
-        if self.now >= self.next_evaluation:
-            self._evaluate()
+
+    def _sample(self, key: bytes, block_class: int) -> None:
+        """A life begins now."""
+        self.sample.pop(key, None)
+        self.sample[key] = Sampled(block_class, self.now)
+        self.exposed[block_class][0] += 1.0
 
     def _evaluate(self) -> None:
         """Evaluate the life table: the chance of a reuse in each class and bucket of ages."""
         half_life = max(self.half_life, 4 * self.capacity_blocks)
         faded = math.pow(0.5, (self.now - self.evaluated) / half_life)
-        self.reused = [[count * faded for count in row] for row in self.reused]
-        self.exposed = [[count * faded for count in row] for row in self.exposed]
-        self.chances = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
+        for table in (self.reused, self.exposed):
+            for row in table.values():
+                row[:] = [count * faded for count in row]
+        self.evidence = {
+            each: (list(self.reused[each]), list(self.exposed[each])) for each in sorted(self.exposed)
+        }
+        self.chances: dict[tuple[int, int], float] = {}
         self.worths: dict[tuple[int, int], float] = {}
-        prior = lifetimes._PRIOR_WEIGHT
-        for age in range(NUM_AGES):
-            all_reused, all_exposed = 0.5, 1.5
-            for each in range(NUM_CLASSES):
-                all_reused += self.reused[each][age]
-                all_exposed += self.exposed[each][age]
-            for group in range(0, NUM_CLASSES, NUM_GAP_CLASSES):
-                members = range(group, group + NUM_GAP_CLASSES)
-                group_reused, group_exposed = prior * (all_reused / all_exposed), prior
-                for each in members:
-                    group_reused += self.reused[each][age]
-                    group_exposed += self.exposed[each][age]
-                for each in members:
-                    likely = self.reused[each][age] + prior * (group_reused / group_exposed)
-                    self.chances[each][age] = min(likely / (self.exposed[each][age] + prior), 1.0)
+        self.had_labels = self.has_labels
         self.evaluated = self.now
         self.next_evaluation = self.now + min(max(self.now // 8, 64), 16384)
+
+    def _pooled(self, members: range, age: int, prior: float, usual: float) -> tuple[float, float]:
+        """Evidence of some classes, and that of a larger group as a prior."""
+        reused, exposed = prior * usual, prior
+        for each, rows in self.evidence.items():
+            if each in members:
+                reused += rows[0][age]
+                exposed += rows[1][age]
+        return reused, exposed
+
+    def chance(self, block_class: int, age: int) -> float:
+        """The chance of a reuse in a bucket of ages, for a class, as of the last evaluation."""
+        if (block_class, age) not in self.chances:
+            prior, size = lifetimes._PRIOR_WEIGHT, NUM_GAP_CLASSES * NUM_LABELS
+            reused, exposed = 0.5, 1.5
+            for rows in self.evidence.values():
+                reused += rows[0][age]
+                exposed += rows[1][age]
+            for width in (size, NUM_LABELS):
+                first = block_class // width * width
+                reused, exposed = self._pooled(range(first, first + width), age, prior, reused / exposed)
+            likely = min(reused / exposed, 1.0)
+            rows = self.evidence.get(block_class, ([], []))
+            if rows[1] and rows[1][0] > 0.0 and self.had_labels:
+                prior = lifetimes._LABEL_PRIOR_WEIGHT
+                likely = min((rows[0][age] + prior * likely) / (rows[1][age] + prior), 1.0)
+            self.chances[block_class, age] = likely
+        return self.chances[block_class, age]
 
     def worth(self, block_class: int, age: int) -> float:
         """The Gittins index of a class at the start of a bucket: the best, over all times to stop."""
@@ -220,7 +280,7 @@ class NaiveHazard(EvictionPolicy):
             alive, hits, slot_time = 1.0, 0.0, 0.0
             best_hits, best_time = 0.0, 1.0
             for until in range(age, NUM_AGES):
-                reuse = self.chances[block_class][until]
+                reuse = self.chance(block_class, until)
                 hits += alive * reuse
                 slot_time += alive * (1.0 - 0.5 * reuse) * (self.bounds[until + 1] - self.bounds[until])
                 alive *= 1.0 - reuse
@@ -233,7 +293,7 @@ class NaiveHazard(EvictionPolicy):
 
     def worth_of(self, block: Block) -> float:
         """The worth of a block now: linear between the starts of two buckets."""
-        age = self.now - block.last
+        age = max(self.now - block.last, 0)
         bucket = max(b for b in range(NUM_AGES) if self.bounds[b] <= age)
         if bucket == NUM_AGES - 1:
             return self.worth(block.block_class, bucket)
@@ -255,7 +315,7 @@ class NaiveHazard(EvictionPolicy):
         self.is_victim_tier = not protected.one_prefix
         arriving = [self._arrival(key) for key in keys]
         if self.is_victim_tier:
-            self.shadow.store(list(keys))
+            self.shadow.store([key for key in keys if key in self.history])
         if self.is_lru:
             waiting = self._replace_as_lru(arriving, slots, num_free, protected)
         elif protected.one_prefix or protected.admitted:
@@ -271,6 +331,7 @@ class NaiveHazard(EvictionPolicy):
         rows = range(num_free, len(arriving))
         for row in rows if protected.one_prefix or protected.admitted else reversed(rows):
             slot = self._coldest(self.lru, protected)
+            self.oldest_victim *= 1.0 - 1.0 / self.capacity_blocks
             self.oldest_victim = max(self.oldest_victim, self.now - self.blocks[slot].last)
             self._drop(slot)
             slots[row] = slot
@@ -337,7 +398,7 @@ class NaiveHazard(EvictionPolicy):
     def stats(self) -> dict[str, float]:
         return {
             "is_lru": float(self.is_lru),
-            "shadow_lead": self.lead,
+            "shadow_lead": self.shadow.lead,
             "history_keys": len(self.history),
             "references": self.references,
         }
@@ -351,7 +412,7 @@ class NaiveHazard(EvictionPolicy):
         known = self.history.get(key)
         if known is None:
             return Block(0, self.now)
-        return Block(_class_of(known.count, known.gap), known.last)
+        return Block(_class_of(known), known.last)
 
     def _coldest(self, slots: list[int], protected: Protected) -> int:
         slot = first_unprotected(slots, protected)
@@ -391,7 +452,7 @@ def _octaves(x: int) -> float:
     return octave + (x / (1 << octave) - 1.0)
 
 
-def _class_of(count: int, gap: float) -> int:
-    by_count = sum(count >= least for least in (2, 3, 5, 10))
-    by_gap = 0 if gap < 0.0 else min(1 + int(gap), NUM_GAP_CLASSES - 1)
-    return by_count * NUM_GAP_CLASSES + by_gap
+def _class_of(known: Known) -> int:
+    by_count = sum(known.count >= least for least in (2, 3, 5, 10))
+    by_gap = 0 if known.gap < 0.0 else min(1 + int(known.gap), NUM_GAP_CLASSES - 1)
+    return (by_count * NUM_GAP_CLASSES + by_gap) * NUM_LABELS + known.label

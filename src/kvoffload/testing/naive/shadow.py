@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from kvoffload.policies.hazard import shadow
-
 _WORD = (1 << 64) - 1
 
 
@@ -13,48 +11,27 @@ class NaiveShadow:
     """Twin of `policies.hazard.shadow.ShadowLRU`: a list of keys, the coldest first.
 
     Attributes:
-        sampled, own_hits, shadow_hits: what is counted.
+        lead: blocks that LRU has served more than the owner.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
-        self.one_in = shadow.SAMPLED_ONE_IN if capacity_blocks >= shadow.SMALL_CAPACITY else 1
-        self.capacity = max(1, capacity_blocks // self.one_in)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
+        self.capacity = capacity_blocks
         self.keys: list[bytes] = []
-        self.sampled = self.own_hits = self.shadow_hits = 0
+        self.lead = 0.0
 
-    def observe(self, keys: list[bytes], held: list[bool], is_victim_tier: bool) -> None:
-        """A request uses these blocks; `held` are those that the owner has."""
-        rows = [row for row, key in enumerate(keys) if self._is_sampled(key)]
-        self.sampled += len(rows)
-        if self.one_in == 1:
-            self.own_hits += len([*takewhile(bool, held)])
-            self.shadow_hits += len([*takewhile(self.keys.__contains__, keys)])
-        else:
-            self.own_hits += sum(held[row] for row in rows)
-            self.shadow_hits += sum(keys[row] in self.keys for row in rows)
-        hits = [keys[row] for row in rows if keys[row] in self.keys]
-        for key in reversed(hits):
-            self.keys.remove(key)
-            if not is_victim_tier:
-                self.keys.append(key)
-        if not is_victim_tier and len(hits) < len(rows):
-            self.store(keys)
+    def judge(self, in_lru: list[bool], held: list[bool]) -> None:
+        """Which of the blocks that a request has asked for LRU had, and which the owner."""
+        self.lead += len([*takewhile(bool, in_lru)]) - len([*takewhile(bool, held)])
 
     def store(self, keys: list[bytes]) -> None:
         """These blocks become the most recent, the first most of all."""
-        for key in filter(self._is_sampled, reversed(keys[: self.one_in * self.capacity])):
-            if key in self.keys:
-                self.keys.remove(key)
-            elif len(self.keys) == self.capacity:
-                del self.keys[0]
-            self.keys.append(key)
+        self.forget(keys)
+        self.keys += keys[::-1]
+        del self.keys[: max(0, len(self.keys) - self.capacity)]
 
-    def _is_sampled(self, key: bytes) -> bool:
-        return (hash_of(key) >> 8) % self.one_in == 0
+    def forget(self, keys: list[bytes]) -> None:
+        """These blocks are not in it any more, if they were."""
+        self.keys = [key for key in self.keys if key not in keys]
 
 
 def hash_of(key: bytes) -> int:
