@@ -56,7 +56,18 @@ MAY_IMPORT = {
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *("hints", "options", "tiering", "tiers", "transfer", "core", "structures", "config", "errors", "_version"),
+        *(
+            "hints",
+            "options",
+            "tiering",
+            "tiers",
+            "transfer",
+            "core",
+            "structures",
+            "config",
+            "errors",
+            "_version",
+        ),
     },
     "cli": {
         "integrations",
