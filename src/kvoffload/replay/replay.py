@@ -172,6 +172,9 @@ class Replay:
                 self._store(request, dropped, self._keys.of_blocks(dropped), None)
         else:
             self._store(request, codes, keys, ctx)
+        if self._ends.are_late:
+            # As engines do: what a running request uses must not wait for its end to be recent.
+            self.manager.touch(keys, ctx)
         self._device_hits += on_device
         self._tier_hits += from_tier
         self.hits_per_request[request] = on_device + from_tier

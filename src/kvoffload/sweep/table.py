@@ -139,7 +139,9 @@ def rows_of(
     for number, point in enumerate(points):
         trace, report, draw = traces[point.trace], measured[number].report, draws[point.trace]
         interval = draw.ratio(sums[number])
-        versus = draw.difference(sums[number], sums[best[_group(point)]])
+        leader = best[_group(point)]
+        versus = draw.difference(sums[number], sums[leader])
+        has_most = report.prefix_hit_blocks == measured[leader].report.prefix_hit_blocks
         row = Row(
             trace=trace.name,
             trace_sha256=trace.source.digest,
@@ -176,11 +178,7 @@ def rows_of(
             gap_closed=None,
             writes_vs_lru=None,
             # Where nothing is known of chance, only equals are equal.
-            among_best=(
-                versus.high >= 0
-                if versus
-                else report.prefix_hit_blocks == measured[best[_group(point)]].report.prefix_hit_blocks
-            ),
+            among_best=versus.high >= 0 if versus else has_most,
             decisions_sha256=report.decisions_sha256,
             seed=seed,
             resamples=resamples,
