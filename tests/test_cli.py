@@ -55,6 +55,19 @@ def test_reports_go_to_files(trace_file: Path, tmp_path: Path) -> None:
     assert summed.stdout.split()[0] == digest
 
 
+def test_an_assumed_speed_is_said(trace_file: Path) -> None:
+    speed = ("--decode-tokens-per-s", "62.5")
+    done = kvoffload("replay", trace_file, *SMALL, *speed)
+    assert "Requests end when 62.5 tokens/s have generated their answers: assumed." in done.stdout
+    usual, late = (
+        json.loads(kvoffload("replay", trace_file, *SMALL, *options, "--format", "json").stdout)
+        for options in ((), speed)
+    )
+    assert (usual["decode_tokens_per_s"], late["decode_tokens_per_s"]) == (0.0, 62.5)
+    assert usual["decisions_sha256"] != late["decisions_sha256"]
+    assert "Requests end" not in kvoffload("replay", trace_file, *SMALL).stdout
+
+
 def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
     arguments = ("--capacity", "100%", "--inject", "bitflip:0.05", "--seed", "3", "--format", "json")
     done = kvoffload("replay", trace_file, "--block-bytes", "4KiB", *arguments)
@@ -110,6 +123,9 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
                                     "one of bitflip, swap, zero, torn, PROBABILITY in 0..1"),
         (["--inject", "zero:1", "--no-data"], "inject: 'zero:1' is not possible; it needs bytes to damage: "
                                               "leave out --no-data"),
+        (["--decode-tokens-per-s", "-1"],
+         "decode-tokens-per-s: -1.0 is not possible; allowed: tokens per second, or 0: requests end when "
+         "served"),
         (["--no-data", "--output", "/no/such/dir/x"], "output: '/no/such/dir/x' is not possible; a file that "
                                                       "can be written (No such file or directory)"),
     ],

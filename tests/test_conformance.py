@@ -16,6 +16,7 @@ from helpers_of_kernels import ref_cnt_of
 from kvoffload.core.policy import POLICIES
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
+from kvoffload.hints import Hints
 from kvoffload.policies.lru import LRU
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
@@ -246,6 +247,27 @@ class HasNoName(NaiveLRU):
     name = ""
 
 
+class TrustsEveryWord(NaiveLRU):
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        if hints.finish_reason:
+            self.worth = {"stop": 0, "length": 0, "abort": 0, "tool_calls": 1}[hints.finish_reason]
+
+
+class ForgetsThatABlockMayBeAbsent(NaiveLRU):
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        for slot in slots.tolist():
+            self.hit(slot)
+
+
+class CountsTenants(NaiveLRU):
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.requests_of: dict[str, int] = {}
+
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        self.requests_of[hints.tenant] = self.requests_of.get(hints.tenant, 0) + 1
+
+
 FAULTS: list[tuple[type[Any], str, str]] = [
     (EvictsAnyone, "test_protection", "named slot .* are \\["),
     (EvictsItsOwnRequest, "test_protection", "named slot .*'of the storing request'"),
@@ -269,6 +291,9 @@ FAULTS: list[tuple[type[Any], str, str]] = [
     (AgesWhenAsked, "test_asking_changes_nothing", r"stats\(\) changed the policy"),
     (SortsWhenAsked, "test_asking_changes_nothing", r"order\(\) changed the policy"),
     (CountsItsOwnStore, "test_it_decides_as_its_twin", "the twin: step"),
+    (TrustsEveryWord, "test_it_takes_any_hints", "^'"),
+    (ForgetsThatABlockMayBeAbsent, "test_it_takes_any_hints", "not in list"),
+    (CountsTenants, "test_memory_is_bounded", "grows for ever"),
     (HasNoName, "test_it_is_found_and_says_its_name", "is empty"),
 ]
 

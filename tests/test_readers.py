@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import json
@@ -18,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError, TraceError
+from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.traces import formats
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
-from kvoffload.traces.trace import Trace
+from kvoffload.traces.trace import Trace, TraceHints
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 SUFFIXES = ["", ".gz", ".xz", ".zst"]
@@ -108,6 +110,15 @@ BAD_LINES = {
     "other parent": (line([9, 11]),
                      "field hash_ids[1]: id 11 follows id 9 here, but follows id 10 in line 1"),
     "no parent": (line([11]), "field hash_ids[0]: id 11 comes first here, but follows id 10 in line 1"),
+    "reason no text": (line([1], finish_reason=3), "field finish_reason: expected str | null, got int"),
+    "over no bool": (line([1], session_over="yes"), "field session_over: expected bool | null, got str"),
+    "priority no int": (line([1], priority=1.5), "field priority: expected int | null, got float"),
+    "priority a bool": (line([1], priority=True), "field priority: expected int | null, got bool"),
+    "priority too large": (line([1], priority=2**63), "field priority: expected int <= 9223372036854775807"),
+    "negative life": (line([1], time_to_live_s=-1.0), "field time_to_live_s: expected float >= 0.0"),
+    "life no number": (line([1], time_to_live_s="1 h"),
+                       "field time_to_live_s: expected float | null, got str"),
+    "tenant no text": (line([1], tenant=["a"]), "field tenant: expected str | null, got array"),
     "new parent": (line([9, 10]), "field hash_ids[1]: id 10 follows id 9 here, but comes first in line 1"),
 }  # fmt: skip
 
@@ -261,6 +272,74 @@ def test_what_is_written_is_read_and_its_bytes_repeat(tmp_path: Path, suffix: st
     assert again.name == "agent"
     assert np.array_equal(again.block_ids, trace.block_ids)
     assert_equal(again, trace)
+
+
+def test_what_was_known_of_requests_is_read(chat: Callable[..., Path]) -> None:
+    known = {
+        "finish_reason": "stop",
+        "session_over": True,
+        "priority": -3,
+        "time_to_live_s": 60,
+        "tenant": "a",
+    }
+    nothing = dict.fromkeys(known)
+    trace = read_trace(
+        chat(line([1], **known), line([1, 2], session=7), line([3], **nothing), line([1], **known))
+    )
+    hints = Hints("stop", True, -3, 60.0, "a")
+    assert trace.hints is not None
+    assert trace.hints.different == (hints, NO_HINTS)
+    assert trace.hints.numbers.dtype == np.int32
+    assert trace.hints.numbers.tolist() == [0, 1, 1, 0]
+    assert [trace.hints_of(request) for request in range(4)] == [hints, NO_HINTS, NO_HINTS, hints]
+
+
+def test_a_file_of_which_nothing_is_known_has_no_hints(chat: Callable[..., Path], tmp_path: Path) -> None:
+    trace = read_trace(
+        chat(line([1], session=3), line([1], finish_reason="", session_over=False, priority=0))
+    )
+    assert trace.hints is None
+    assert trace.hints_of(1) is NO_HINTS
+    write_trace(trace, tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_text() == (
+        '{"timestamp":0,"input_length":512,"output_length":7,"hash_ids":[1]}\n' * 2
+    )
+
+
+def test_hints_of_skipped_lines_are_skipped(chat: Callable[..., Path]) -> None:
+    lines = [line([1, 2], tenant="a"), "{", line([9, 2], tenant="b"), line([1], tenant="c"), line([4])]
+    trace = read_trace(chat(*lines), skip_bad_lines=True)
+    assert trace.hints is not None
+    assert trace.hints.different == (Hints(tenant="a"), Hints(tenant="c"), NO_HINTS)
+    assert trace.hints.numbers.tolist() == [0, 1, 2]
+
+
+@given(
+    st.lists(
+        st.builds(
+            Hints,
+            st.text(max_size=3),
+            st.booleans(),
+            st.integers(-(2**63), 2**63 - 1),
+            st.none() | st.floats(0, allow_infinity=False),
+            st.text(max_size=3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_hints_that_are_written_are_read(
+    tmp_path_factory: pytest.TempPathFactory, hints: list[Hints]
+) -> None:
+    trace = generate(builtin("chat", sessions=6))
+    said = [hints[i % len(hints)] for i in range(trace.requests)]
+    trace = dataclasses.replace(trace, hints=TraceHints.of(said))
+    path = tmp_path_factory.mktemp("hints") / "trace.jsonl"
+    write_trace(trace, path)
+    again = read_trace(path)
+    assert_equal(again, trace)
+    assert [again.hints_of(i) for i in range(trace.requests)] == said
+    assert (again.hints is None) == all(one == NO_HINTS for one in said)
 
 
 @given(

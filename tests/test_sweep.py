@@ -23,6 +23,7 @@ import pytest
 from command import kvoffload
 from hangs import HANGS_S
 from kvoffload.errors import ConfigError, SweepError, TraceError
+from kvoffload.hints import Hints
 from kvoffload.policies.lru import LRU
 from kvoffload.replay.optimum import optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
@@ -38,6 +39,7 @@ from kvoffload.sweep.task import Failure, Measurement, Task
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import TraceHints
 from kvoffload.traces.workloads import builtin
 
 SMALL = Grid(("lru", "arc"), ("all", "reuse:2"), ("2%", "5%"), ("0", "0.5x"))
@@ -358,11 +360,37 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     trace = load_trace(chat)
     write_trace(dataclasses.replace(trace, timestamps_ms=trace.timestamps_ms + 1), changed)
     assert finished_rows(str(changed)) == 0
+    hints = TraceHints.of(Hints("stop") for _ in range(trace.requests))
+    write_trace(dataclasses.replace(trace, hints=hints), changed)
+    assert finished_rows(str(changed)) == 0
     larger_blocks = dataclasses.replace(trace, block_tokens=1024)
     write_trace(larger_blocks, changed)
     assert finished_rows(str(changed), block_tokens=1024) == 0
     monkeypatch.setattr("kvoffload.sweep.sweep.code_digest", lambda policy: f"other code of {policy}")
     assert finished_rows(chat) == 0
+
+
+def test_rows_of_another_speed_do_not_mix(chat: str, tmp_path: Path, replays: list[Task]) -> None:
+    output = tmp_path / "out.csv"
+    interrupted(chat, output, 6)
+    late = dataclasses.replace(SMALL, decode_tokens_per_s=50)
+    replays.clear()
+    result = Sweep([chat], late, jobs=1, output=output).run()
+    assert (result.from_journal, len(replays)) == (0, 16)
+    assert {row.decode_tokens_per_s for row in result.rows} == {50.0}
+    assert all(task.config.decode_tokens_per_s == 50 for task in replays)
+    row = result.rows[0]
+    trace = load_trace(chat)
+    config = ReplayConfig(row.capacity_blocks, row.policy, row.admission, decode_tokens_per_s=50)
+    assert row.decisions_sha256 == Replay(trace, config).run().decisions_sha256
+    assert row.decisions_sha256 != Sweep([chat], SMALL, jobs=1).run().rows[0].decisions_sha256
+
+
+def test_an_assumed_speed_is_said(chat: str) -> None:
+    axes = ("--policies", "lru", "--capacities", "5%", "--jobs", "1")
+    said = "Requests end when 50 tokens/s have generated their answers: assumed"
+    assert said in kvoffload("sweep", chat, *axes, "--decode-tokens-per-s", "50").stdout
+    assert "Requests end" not in kvoffload("sweep", chat, *axes).stdout
 
 
 def test_the_code_of_a_policy_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,6 +571,7 @@ def test_a_worker_that_is_killed_ends_the_sweep(
                                     "part of the tier's capacity (0.5x)"),
         (["--capacities", "3", "--device-blocks", "0.25x"],
          "device-blocks: '0.25x' is not possible; it is no block of a tier of 3; allowed: 0 (none)"),
+        (["--decode-tokens-per-s", "nan"], "decode-tokens-per-s: nan is not possible; allowed: tokens per"),
         (["--jobs", "0"], "jobs: 0 is not possible; at least 1"),
         (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is not possible; with a scheduler"),
         (["--resamples", "0"], "resamples: 0 is not possible; at least 1"),

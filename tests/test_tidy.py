@@ -56,18 +56,8 @@ MAY_IMPORT = {
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *(
-            "hints",
-            "options",
-            "tiering",
-            "tiers",
-            "transfer",
-            "core",
-            "structures",
-            "config",
-            "errors",
-            "_version",
-        ),
+        *("hints", "options", "tiering", "tiers", "transfer"),
+        *("core", "structures", "config", "errors", "_version"),
     },
     "cli": {
         "integrations",

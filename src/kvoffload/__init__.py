@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvoffload.core.policy import BlockwisePolicy, EvictionPolicy
     from kvoffload.core.request import RequestContext
     from kvoffload.errors import ConfigError, KVOffloadError, MisuseError, PolicyError, TraceError
+    from kvoffload.hints import Hints
     from kvoffload.replay.optimum import optimum
     from kvoffload.replay.replay import Replay, ReplayConfig
     from kvoffload.replay.report import ReplayReport
@@ -49,6 +50,7 @@ _HOME = {
     "ConfigError": "errors",
     "DiskTier": "tiers.disk",
     "EvictionPolicy": "core.policy",
+    "Hints": "hints",
     "KVOffloadError": "errors",
     "Keys": "structures.keys",
     "LoadPlan": "core.plans",
@@ -87,6 +89,7 @@ __all__ = [
     "ConfigError",
     "DiskTier",
     "EvictionPolicy",
+    "Hints",
     "KVOffloadError",
     "Keys",
     "LoadPlan",

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 NUM_COARSE, NUM_LABELS = 8, 16
+_SHORTEST_S, _LONGEST_S = 1e-3, 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,27 @@ class Hints:
     time_to_live_s: float | None = None
     tenant: str = ""
 
+    @property
+    def at_begin(self) -> Hints:
+        """The part that is known when the request begins."""
+        return self if self is NO_HINTS else replace(self, finish_reason="", session_over=False)
+
+    @property
+    def at_end(self) -> Hints:
+        """The part that only its end tells."""
+        return self if self is NO_HINTS else Hints(self.finish_reason, self.session_over)
+
     def updated(self, later: Hints) -> Hints:
         """With what is known later, as far as it says anything."""
-        said = {name: getattr(later, name) for name in self.__slots__}
-        return replace(self, **{name: x for name, x in said.items() if x != getattr(NO_HINTS, name)})
+        said = {name: value for name, value in _parts(later).items() if value != getattr(NO_HINTS, name)}
+        return replace(self, **said) if said else self
 
 
 NO_HINTS = Hints()
+
+
+def _parts(hints: Hints) -> dict[str, Any]:
+    return {name: getattr(hints, name) for name in Hints.__slots__}
 
 
 class Labels:
@@ -63,7 +79,8 @@ class Labels:
 
     def _number(self, hints: Hints) -> int:
         coarse = (hints.finish_reason, hints.session_over)
-        octave = None if hints.time_to_live_s is None else round(math.log2(max(hints.time_to_live_s, 1e-3)))
+        seconds = hints.time_to_live_s
+        octave = None if seconds is None else round(math.log2(min(max(_SHORTEST_S, seconds), _LONGEST_S)))
         rest = (hints.priority, octave, hints.tenant)
         number = 0
         if coarse != ("", False):

@@ -59,3 +59,11 @@ def sized(function: F) -> F:
     ):  # fmt: skip
         function = option(function)
     return function
+
+
+def decoding(function: F) -> F:
+    """Give a command ``--decode-tokens-per-s``: when requests of a replay end (`replay.ends`)."""
+    return click.option(
+        "--decode-tokens-per-s", type=float, default=0.0, metavar="X",
+        help="Requests end when they have generated their answers at this speed; without it, at once.",
+    )(function)  # fmt: skip

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvoffload import models
-from kvoffload.cli.options import configured, sized
+from kvoffload.cli.options import configured, decoding, sized
 from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
 from kvoffload.config import parse_capacity, parse_size
@@ -21,6 +21,7 @@ from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.data import DataPlane
+from kvoffload.replay.ends import check_decode_speed
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
@@ -53,6 +54,7 @@ from kvoffload.traces.trace import Trace
 @click.option("--tiers", "--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
               help="A tier behind RAM; with --no-data simulated:CAPACITY. May be repeated. "
               "Options follow: ,policy=NAME,admission=RULE.")  # fmt: skip
+@decoding
 @sized
 @click.option("--block-bytes", default="64KiB", show_default=True,
               help="Moved and checked for each block, in place of its bytes; a multiple of 8.")  # fmt: skip
@@ -78,6 +80,7 @@ def replay(
     device_blocks: str,
     store: str,
     tiers: tuple[str, ...],
+    decode_tokens_per_s: float,
     model: str | None,
     bytes_per_token: str | None,
     block_bytes: str,
@@ -121,6 +124,8 @@ def replay(
         device_cache(device_blocks, ANY_TRACE, size, ANY_TRACE)
     with problems:
         typed = [tier for text in tiers for tier in parse_tiers("tiers", text)]
+    with problems:
+        check_decode_speed(decode_tokens_per_s)
     problems.check()
     loaded = load_trace(trace, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
     if loaded.block_refs == 0:
@@ -132,7 +137,7 @@ def replay(
     if not no_data:
         _say_what_stays(behind, moved_bytes)
     on_device = device_cache(device_blocks, blocks, size, loaded.unique_blocks)
-    config = ReplayConfig(blocks, policy, admission, on_device, store, behind)
+    config = ReplayConfig(blocks, policy, admission, on_device, store, behind, decode_tokens_per_s)
     if output is not None:
         _write("output", output, b"")  # A file that cannot be written is known before the work is done.
     with contextlib.ExitStack() as stack:

@@ -73,6 +73,8 @@ def _verdict(report: ReplayReport) -> Text:
     text.append(f"{report.tokens_saved:,} of {report.tokens:,} tokens.\n")
     text.append(f"  A cache without limit would save {report.infinite_hit_ratio:.1%}")
     text.append(f", an optimal policy of this size {report.optimum_hit_ratio:.1%}.\n")
+    if report.decode_tokens_per_s:
+        text.append(f"  {assumption(report.decode_tokens_per_s)}.\n")
     if report.skipped_lines:
         text.append(f"  {report.skipped_lines:,} bad lines of the trace were left out.\n")
     text.append(f"  CPU time for deciding: {report.control_plane_s:.2f} s")
@@ -82,6 +84,11 @@ def _verdict(report: ReplayReport) -> Text:
         text.append(f"; for bytes: {report.data_plane_s:.2f} s")
     text.append(f".\n  Decisions: sha256 {report.decisions_sha256[:16]}\n")
     return text
+
+
+def assumption(decode_tokens_per_s: float) -> str:
+    """What a report says of ends that no trace has."""
+    return f"Requests end when {decode_tokens_per_s:,g} tokens/s have generated their answers: assumed"
 
 
 def size(num_bytes: int) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from kvoffload.cli.options import configured, sized
+from kvoffload.cli.options import configured, decoding, sized
 from kvoffload.cli.sweep_tables import tables
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError, SweepError
@@ -38,6 +38,7 @@ _REMEMBERED_S = 600
 @click.option("--stores", default=ON_COMPUTE, show_default=True, help=f"When to store: {', '.join(STORES)}.")
 @click.option("--tiers", default=NO_TIERS, show_default=True, metavar="CAPACITY[,policy=NAME]",
               help="Behind RAM: 10%, 10%,policy=hazard; one behind another with +.")  # fmt: skip
+@decoding
 @click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
 @click.option("--output", type=click.Path(path_type=Path),
@@ -62,6 +63,7 @@ def sweep(
     device_blocks: str,
     stores: str,
     tiers: str,
+    decode_tokens_per_s: float,
     jobs: int | None,
     scheduler: str | None,
     output: Path | None,
@@ -95,6 +97,7 @@ def sweep(
         axis("stores", stores),
         block_bytes(model, bytes_per_token, block_tokens),
         axis("tiers", tiers),
+        decode_tokens_per_s,
     )
     run = Sweep(
         traces, grid, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, output=output, force=force,

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvoffload.cli.replay_table import assumption
 from kvoffload.sweep.table import Row
 
 _CORRELATED = 0.35
@@ -56,6 +57,8 @@ def _table(rows: list[Row], several_stores: bool, several_tiers: bool) -> Render
     note = "  * the best at this capacity"
     if first.ci_low is not None:
         note += f", or not told apart from it (paired bootstrap, 95%, seed {first.seed})"
+    if first.decode_tokens_per_s:
+        note += f"\n  {assumption(first.decode_tokens_per_s)}"
     correlations = [
         row.diff_correlation for row in rows if row.diff_vs_lru and row.diff_correlation is not None
     ]

@@ -233,13 +233,16 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 
 @kernel
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
-    """A request has ended. As `touch` for the whole path, unless that `is_touched`."""
+    """A request has ended. As `touch` for the whole path, unless that `is_touched`.
+
+    A compiled policy hears of the end, after the uses: not now if the manager has yet to tell it of those.
+    """
     path.used.count = 0
     for position in range(0 if is_touched else path.length):
         _use(cache, path, position, True)
     _observe(cache, path)
     num_untold = _tell(cache, path)
-    if cache.finished != 0:
+    if cache.finished != 0 and num_untold == 0:
         for position in range(path.length):
             path.found[position] = _slot_of(cache, path, position)
         call_2(cache.finished, cache.policy, path)

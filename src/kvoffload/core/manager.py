@@ -17,9 +17,11 @@ from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admiss
 from kvoffload.core.on_compute import OnCompute
 from kvoffload.core.on_device_eviction import OnDeviceEviction
 from kvoffload.core.plans import (
+    ALL_READY,
     ON_COMPUTE,
     ON_DEVICE_EVICTION,
     STORES,
+    THEN_MISS,
     LoadPlan,
     LookupResult,
     ManagerStats,
@@ -31,7 +33,7 @@ from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
-from kvoffload.errors import ConfigError, MisuseError, PolicyError
+from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.hints import NO_HINTS, Hints, Labels
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.jit import compile_all
@@ -41,11 +43,6 @@ from kvoffload.structures.lists import Lists
 _NO_ROWS = np.empty(0, np.int32)
 _COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
 """Fields of both `Cache` and `ManagerStats`."""
-_ALL_READY, _THEN_MISS = (
-    tuple(PrefixLookup(count, result) for count in range(65))
-    for result in (LookupResult.HIT, LookupResult.MISS)
-)
-"""What `lookup` mostly answers, made ahead: to make it takes as long as to find it."""
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """Indexed by what `kernels.state_of_key` returns."""
 
@@ -100,10 +97,8 @@ class OffloadingManager:
     ) -> None:
         capacity_blocks = _check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
         key_bytes = _check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
-        self.capacity_blocks = capacity_blocks
-        self.key_bytes = key_bytes
-        self.medium = medium
-        self.block_size = block_size
+        self.capacity_blocks, self.key_bytes = capacity_blocks, key_bytes
+        self.medium, self.block_size = medium, block_size
         self.index = Index(capacity_blocks, key_bytes).populate()
         self.policy = POLICIES.find(policy)(self.index)
         self.admission = create_admission(admission, key_bytes, capacity_blocks)
@@ -168,9 +163,10 @@ class OffloadingManager:
             ctx.tell(hints, self._labels.number(hints))
         if path:
             self._use(path, ctx, whole_path=True)
-        self._tell(ctx, kernels.finish(self._cache, ctx.memory, bool(path)))
+        untold = kernels.finish(self._cache, ctx.memory, bool(path))
+        self._tell(ctx, untold)
         if not self.store_mode.asks_nobody:
-            self.store_mode.finished(ctx)
+            self.store_mode.finished(ctx, untold)
         if self.admission is not None and ctx.num_observations > 1:
             # Counted in parts, the last part is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())
@@ -198,7 +194,7 @@ class OffloadingManager:
             ctx.make_room(keys, ready)
         if ready < 0:
             return PrefixLookup(~ready, LookupResult.HIT_PENDING)
-        usual = _ALL_READY if ready == len(keys) else _THEN_MISS
+        usual = ALL_READY if ready == len(keys) else THEN_MISS
         return usual[ready] if ready < len(usual) else PrefixLookup(ready, usual[0].stopped_by)
 
     def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
@@ -327,7 +323,7 @@ class OffloadingManager:
         if stored < 0:
             if stored == kernels.NO_ROOM:
                 return None
-            self._raise_wrong_victim(plan, kernels.FIRST_WRONG - stored)
+            raise self.store_mode.wrong_victim(plan, kernels.FIRST_WRONG - stored)
         made = StorePlan(ctx, plan, stored, self._epoch)
         if self._events is not None and made.num_evicted:
             self._emit(made.evicted, removed=True)
@@ -404,9 +400,8 @@ class OffloadingManager:
     def counters(self) -> ManagerStats:
         """As `stats`, without the policy's part: for those who ask often. Cost: 3 us."""
         state, slots = self._state, self.slots
-        stats = ManagerStats(
-            capacity=self.capacity_blocks, **{name: getattr(state, name) for name in _COUNTERS}
-        )
+        counts = {name: getattr(state, name) for name in _COUNTERS}
+        stats = ManagerStats(capacity=self.capacity_blocks, **counts)
         stats.free, stats.writing, stats.ready = slots.num_free, slots.num_writing, slots.num_ready
         stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
         stats.duplicates = state.duplicates.size(0)
@@ -481,14 +476,6 @@ class OffloadingManager:
         slots = np.empty(len(positions), np.int32)
         kernels.resolve(self._cache, ctx.memory, positions, slots)
         return slots
-
-    def _raise_wrong_victim(self, plan: bytearray, row: int) -> None:
-        new = Entering.over(plan)
-        key = new.keys[row].tobytes()[: self.key_bytes]
-        raise PolicyError(
-            f"policy {self.policy.name!r} named slot {new.slots[row]} as the victim for key {key.hex()}: "
-            f"it is protected, not in its order, or was named before"
-        )
 
     def _discard(self, batch: Keys, slots: SlotArray) -> int:
         found = kernels.discard(self._cache, batch.words, slots)

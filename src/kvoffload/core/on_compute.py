@@ -38,7 +38,7 @@ class OnCompute:
     def __init__(self, policy: EvictionPolicy, admission: Admission | None, cache: Cache) -> None:
         self.policy, self.admission, self.cache = policy, admission, cache
         self._policy_observes = type(policy).observe is not EvictionPolicy.observe
-        self._hears_of_ends = type(policy).finished is not EvictionPolicy.finished
+        self._policy_hears_of_ends = type(policy).finished is not EvictionPolicy.finished
         self.asks_nobody = False
         self.bind()
 
@@ -48,11 +48,11 @@ class OnCompute:
         if not isinstance(policy, CompiledPolicy):
             return
         cache.policy, cache.observe = policy.state.address, policy.address_of("observe")
-        cache.finished = policy.address_of("finished")
+        cache.finished = 0 if self._policy_hears_of_ends else policy.address_of("finished")
         if policy.is_compiled and not self._policy_observes:
             cache.access, cache.remove = policy.address_of("access"), policy.address_of("remove")
             cache.replace = policy.address_of("replace")
-            self.asks_nobody = self.admission is None
+            self.asks_nobody = self.admission is None and not self._policy_hears_of_ends
 
     # ---- requests
 
@@ -75,9 +75,14 @@ class OnCompute:
         """Tell a policy in Python that a request used these blocks."""
         self.policy.access(slots, reused)
 
-    def finished(self, ctx: RequestContext) -> None:
-        """Tell a policy in Python that a request has ended."""
-        if self._hears_of_ends:
+    def finished(self, ctx: RequestContext, num_used: int) -> None:
+        """Tell a policy that a request has ended, if it is in Python.
+
+        A compiled one is told by the kernel, but not before it has been told in Python of `num_used` blocks.
+        """
+        if num_used:
+            kernels.finish(self.cache.memory, ctx.memory, True)
+        if self._policy_hears_of_ends:
             slots = np.empty(ctx.length, np.int32)
             kernels.resolve(self.cache.memory, ctx.memory, np.arange(ctx.length, dtype=np.int32), slots)
             self.policy.finished(ctx.keys(), slots, ctx.hints)
@@ -134,6 +139,15 @@ class OnCompute:
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
         """Tell a policy in Python that the device has dropped blocks that are still here."""
+
+    def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
+        """What is wrong with the slot that the policy named for this row of a plan."""
+        new = Entering.over(plan)
+        key = new.keys[row].tobytes()[: self.policy.index.key_bytes]
+        return PolicyError(
+            f"policy {self.policy.name!r} named slot {new.slots[row]} as the victim for key {key.hex()}: "
+            f"it is protected, not in its order, or was named before"
+        )
 
     # ---- forgetting
 

@@ -49,6 +49,13 @@ class PrefixLookup(NamedTuple):
     stopped_by: LookupResult
 
 
+ALL_READY, THEN_MISS = (
+    tuple(PrefixLookup(count, result) for count in range(65))
+    for result in (LookupResult.HIT, LookupResult.MISS)
+)
+"""What `lookup` mostly answers, made ahead: to make it takes as long as to find it."""
+
+
 class _Plan:
     """What every plan has: the request that it was made for, memory for the manager's kernels, and an end."""
 

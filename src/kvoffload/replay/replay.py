@@ -2,14 +2,16 @@
 
 One request at a time, in file order. The counting rules are those of the golden numbers: a request hits
 the leading run of its blocks that the device holds, then the run that follows in the tier; then what it
-misses is stored, in prefix order; then its whole path becomes the most recent, the head first.
+misses is stored, in prefix order; then its whole path becomes the most recent, the head first: at once, or
+when it has generated its answer (`replay.ends`). What the trace knows of a request (`Hints`) is told with its
+begin and its end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -24,6 +26,7 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
+from kvoffload.replay.ends import End, EndsAtOnce, EndsWhenGenerated, check_decode_speed
 from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.report import ReplayReport, TierReport
@@ -47,6 +50,8 @@ class ReplayConfig:
         store: when a block is offered to the tier: ``on-compute`` or ``on-device-eviction``.
         tiers: behind RAM, from the fastest to the slowest; their capacities are numbers of blocks
             (`TierOptions.in_blocks`).
+        decode_tokens_per_s: at which speed each request generates its answer, and so when it ends: assumed,
+            as no trace says it. 0: it ends as soon as it is served. On the device all requests end at once.
     """
 
     capacity_blocks: int
@@ -55,6 +60,7 @@ class ReplayConfig:
     device_blocks: int = 0
     store: str = ON_COMPUTE
     tiers: tuple[TierOptions, ...] = ()
+    decode_tokens_per_s: float = 0.0
 
     @property
     def offload_blocks(self) -> int:
@@ -89,6 +95,8 @@ class Replay:
     ) -> None:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
+        tokens_per_s = check_decode_speed(config.decode_tokens_per_s)
+        self._ends = EndsWhenGenerated(trace, tokens_per_s) if tokens_per_s else EndsAtOnce()
         self._keys = TraceKeys(trace)
         self._offsets: list[int] = trace.offsets.tolist()
         self._is_victim_tier = config.store == ON_DEVICE_EVICTION
@@ -136,14 +144,16 @@ class Replay:
                 self._serve(request)
                 if (request + 1) % step == 0:
                     progress(request + 1)
+            self._end(self._ends.rest())
             progress(self._trace.requests)
             return self._report()
 
     def _serve(self, request: int) -> None:
+        self._end(self._ends.due(request))
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
-        ctx = self.manager.begin_request(str(request), keys)
+        ctx = self.manager.begin_request(str(request), keys, hints=self._trace.hints_of(request).at_begin)
         device_ctx = None
         on_device = 0
         if self._device is not None:
@@ -162,12 +172,27 @@ class Replay:
                 self._store(request, dropped, self._keys.of_blocks(dropped), None)
         else:
             self._store(request, codes, keys, ctx)
-        self.manager.finish_request(ctx)
-        if self._tiered is not None:
-            self._settle(self._tiered)
+        if self._ends.are_late:
+            # As engines do: what a running request uses must not wait for its end to be recent.
+            self.manager.touch(keys, ctx)
         self._device_hits += on_device
         self._tier_hits += from_tier
         self.hits_per_request[request] = on_device + from_tier
+        self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
+        self._end(self._ends.served(request, ctx))
+
+    def _end(self, ends: Iterable[End]) -> None:
+        """Requests end, in this order."""
+        start, bytes_before = time.thread_time(), self._bytes_cpu_s()
+        for request, ctx in ends:
+            self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
+            if self._ends.are_late and self._is_victim_tier and self._device is not None:
+                # The manager takes it that the device has what the request used. That of the replay may have
+                # dropped some of it meanwhile, which an engine's does not do before the end.
+                keys = ctx.keys()
+                self.manager.keep(keys.take(~self._device.contains(keys)))
+        if self._tiered is not None:
+            self._settle(self._tiered)
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
 
     def _store_on_device(
@@ -325,6 +350,7 @@ class Replay:
             decisions_sha256=self._log.hexdigest(),
             version=__version__,
             policy_state=stats.policy,
+            decode_tokens_per_s=float(config.decode_tokens_per_s),
             tiers=self._tier_reports(),
         )
 

@@ -57,6 +57,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
             the time for which tiers behind RAM were waited for.
         decisions_sha256: digest of the decision log.
         version: of kvoffload.
+        decode_tokens_per_s: the speed at which requests were assumed to generate their answers; 0: they ended
+            as soon as they were served.
         policy_state: what the policy says of itself at the end.
         tiers: RAM and what is behind it, top to bottom; their `hit_blocks` add up to `offload_hit_blocks`.
     """
@@ -96,6 +98,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     data_plane_s: float
     decisions_sha256: str
     version: str
+    decode_tokens_per_s: float
     policy_state: dict[str, float]
     tiers: list[TierReport]
 

@@ -19,6 +19,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
+from kvoffload.replay.ends import check_decode_speed
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.tiers.options import NO_TIERS, TierOptions, parse_tiers
@@ -45,6 +46,7 @@ class Point:
         trace: position among the traces of the sweep.
         capacity, device: sizes as the user typed them; the same in blocks beside them.
         tiers: what is behind RAM, as typed; tier_options: the same, in blocks.
+        decode_tokens_per_s: as in `ReplayConfig`.
     """
 
     trace: int
@@ -57,6 +59,7 @@ class Point:
     device_blocks: int
     tiers: str = NO_TIERS
     tier_options: tuple[TierOptions, ...] = ()
+    decode_tokens_per_s: float = 0.0
 
     def config(self) -> ReplayConfig:
         """What is replayed."""
@@ -67,6 +70,7 @@ class Point:
             self.device_blocks,
             self.store,
             self.tier_options,
+            self.decode_tokens_per_s,
         )
 
     def __str__(self) -> str:
@@ -89,6 +93,7 @@ class Grid:
         tiers: what is behind RAM: ``none``, ``10%``, ``10%,policy=hazard``; several behind one another with
             a ``+``. Tiers keep account of blocks, as in production, and keep none.
         block_bytes: what a size is divided by; None if there are none among the capacities.
+        decode_tokens_per_s: no axis: that of all replays (`ReplayConfig`).
     """
 
     policies: tuple[str, ...]
@@ -98,6 +103,7 @@ class Grid:
     stores: tuple[str, ...] = (ON_COMPUTE,)
     block_bytes: int | None = None
     tiers: tuple[str, ...] = (NO_TIERS,)
+    decode_tokens_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers"):
@@ -114,6 +120,8 @@ class Grid:
             with problems:
                 if store not in STORES:
                     raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
+        with problems:
+            check_decode_speed(self.decode_tokens_per_s)
         # Whether it can be understood is known before a trace is read.
         with problems:
             self._sizes(ANY_TRACE)
@@ -160,6 +168,7 @@ class Grid:
                             device_blocks,
                             tiers,
                             _tier_options(tiers, self.block_bytes, unique_blocks),
+                            float(self.decode_tokens_per_s),
                         )
                     )
         return points, left_out
@@ -216,6 +225,9 @@ def content_digest(trace: Trace) -> str:
     for array in arrays:
         digest.update(f"\n{array.dtype} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).data)
+    if trace.hints is not None:
+        digest.update(f"\nhints {trace.hints.different!r}\n".encode())
+        digest.update(np.ascontiguousarray(trace.hints.numbers).data)
     return digest.hexdigest()
 
 

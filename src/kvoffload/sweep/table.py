@@ -31,6 +31,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         capacity, capacity_blocks: of the RAM tier, as typed and in blocks.
         device, device_blocks: of the device cache in front of it, as typed and in blocks.
         tiers, tier_blocks: what is behind RAM, as typed, and how many blocks that holds.
+        decode_tokens_per_s: the speed at which requests were assumed to generate their answers; 0: they ended
+            as soon as they were served.
         prefix_hit_ratio: references served by device and tier together, along the prefix.
         ci_low, ci_high, ci_correlation: its confidence interval, and whether that holds
             (`bootstrap.Interval`); null for fewer requests than `FEWEST_WINDOWS`.
@@ -67,6 +69,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int
     tiers: str
     tier_blocks: int
+    decode_tokens_per_s: float
     prefix_hit_ratio: float
     ci_low: float | None
     ci_high: float | None
@@ -136,7 +139,9 @@ def rows_of(
     for number, point in enumerate(points):
         trace, report, draw = traces[point.trace], measured[number].report, draws[point.trace]
         interval = draw.ratio(sums[number])
-        versus = draw.difference(sums[number], sums[best[_group(point)]])
+        leader = best[_group(point)]
+        versus = draw.difference(sums[number], sums[leader])
+        has_most = report.prefix_hit_blocks == measured[leader].report.prefix_hit_blocks
         row = Row(
             trace=trace.name,
             trace_sha256=trace.source.digest,
@@ -152,6 +157,7 @@ def rows_of(
             device_blocks=point.device_blocks,
             tiers=point.tiers,
             tier_blocks=sum(tier.num_blocks for tier in point.tier_options),
+            decode_tokens_per_s=report.decode_tokens_per_s,
             prefix_hit_ratio=report.prefix_hit_ratio,
             ci_low=interval.low if interval else None,
             ci_high=interval.high if interval else None,
@@ -172,11 +178,7 @@ def rows_of(
             gap_closed=None,
             writes_vs_lru=None,
             # Where nothing is known of chance, only equals are equal.
-            among_best=(
-                versus.high >= 0
-                if versus
-                else report.prefix_hit_blocks == measured[best[_group(point)]].report.prefix_hit_blocks
-            ),
+            among_best=versus.high >= 0 if versus else has_most,
             decisions_sha256=report.decisions_sha256,
             seed=seed,
             resamples=resamples,

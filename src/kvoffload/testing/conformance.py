@@ -32,11 +32,12 @@ from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import PolicyError
+from kvoffload.hints import Hints
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.testing.audit import audit, state_of
 from kvoffload.testing.call_limit import CallLimit
 from kvoffload.testing.machine import ManagerMachine, manager_machine
-from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
+from kvoffload.testing.scripts import Step, key_of, known_of_requests, play, random_script, scripts
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
@@ -128,6 +129,18 @@ class PolicyConformance:
 
         check()
 
+    def test_it_takes_any_hints(self) -> None:
+        """Whatever an engine says of requests, when they begin and when they end, nothing breaks."""
+
+        @settings(max_examples=self.max_examples, deadline=None)
+        @given(scripts(), st.lists(known_of_requests, min_size=1, max_size=20), st.sampled_from([1, 3, 8]))
+        def check(script: list[Step], hints: list[Hints], capacity: int) -> None:
+            manager = _manager(self.policy, capacity)
+            play(manager, script, hints=hints)
+            audit(manager)
+
+        check()
+
     def test_every_block_can_leave(self) -> None:
         """The only block that may leave is found, whatever happened before: the policy loses none."""
         for seed in SEEDS:
@@ -196,7 +209,7 @@ class PolicyConformance:
     # ---- how much it remembers
 
     def test_memory_is_bounded(self) -> None:
-        """A long scan, with hits, failures and damage in it, does not make the policy grow for ever."""
+        """A long scan, with hits, failures, damage and new words, does not make the policy grow for ever."""
         capacity_blocks, sizes = 16, []
         manager = _manager(self.policy, capacity_blocks)
         for stretch in range(3):
@@ -204,7 +217,8 @@ class PolicyConformance:
                 first = stretch * self.remembers_blocks + number
                 keys = [(first + i).to_bytes(_KEY_BYTES, "big") for i in range(4)]
                 for _ in range(2):  # the second request hits
-                    ctx = manager.begin_request("scan", keys)
+                    hints = Hints(f"reason {first}", tenant=f"tenant {first}")
+                    ctx = manager.begin_request("scan", keys, hints=hints)
                     plan = manager.prepare_store(keys, ctx)
                     assert plan is not None
                     manager.complete_store(plan, success=number % 48 != 0)
@@ -247,7 +261,8 @@ class PolicyConformance:
 
 def decisions(policy: PolicyLike, seed: int) -> list[Any]:
     """The decisions, `stats` and `order` of a policy on `random_script`, step by step."""
-    return play(_manager(policy, 6), random_script(seed, num_steps=250), _reported)
+    said = (Hints("tool_calls"), Hints("stop", tenant="me"), Hints(priority=1))
+    return play(_manager(policy, 6), random_script(seed, num_steps=250), _reported, said)
 
 
 def digest(log: Sequence[Any]) -> str:

@@ -33,9 +33,10 @@ from kvoffload.core.plans import ON_COMPUTE, LoadPlan, LookupResult, ManagerStat
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import MisuseError
+from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, duplicate_slots, snapshot
-from kvoffload.testing.scripts import colliding_keys
+from kvoffload.testing.scripts import colliding_keys, known_of_requests
 
 NUM_KEYS = 16
 WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT
@@ -98,20 +99,20 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ---- requests
 
-    @rule(target=requests, numbers=batches)
-    def begin(self, numbers: list[int]) -> Request:
+    @rule(target=requests, numbers=batches, hints=known_of_requests)
+    def begin(self, numbers: list[int], hints: Hints = NO_HINTS) -> Request:
         keys = self._keys(numbers)
-        return Request(self.manager.begin_request("test", keys), dict.fromkeys(keys))
+        return Request(self.manager.begin_request("test", keys, hints=hints), dict.fromkeys(keys))
 
     @rule(target=requests)
     def nameless(self) -> Request:
         """Each call without a context is a request of its own."""
         return Request(None)
 
-    @rule(request=consumes(requests))
-    def finish(self, request: Request) -> None:
+    @rule(request=consumes(requests), hints=known_of_requests)
+    def finish(self, request: Request, hints: Hints = NO_HINTS) -> None:
         if request.ctx is not None:
-            self.manager.finish_request(request.ctx)
+            self.manager.finish_request(request.ctx, hints=hints)
             self._held_by_device([*request.path])
             self._refused_as_misuse(lambda: self.manager.finish_request(request.ctx))  # type: ignore[arg-type]
             self._refused_as_misuse(lambda: self.manager.touch(self.universe, request.ctx))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import cycle
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -17,10 +18,21 @@ from hypothesis import strategies as st
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.request import RequestContext
+from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
 
 T = TypeVar("T")
+
+known_of_requests = st.builds(
+    Hints,
+    finish_reason=st.sampled_from(["", "stop", "tool_calls"]) | st.text(max_size=3),
+    session_over=st.booleans(),
+    priority=st.integers(),
+    time_to_live_s=st.none() | st.floats(),
+    tenant=st.sampled_from(["", "me"]) | st.text(max_size=3),
+)
+"""Anything that an engine may say of a request, nonsense too."""
 
 Step: TypeAlias = tuple[str, int, list[int]]
 """Name of a step; number of a request or job; numbers of keys."""
@@ -59,8 +71,13 @@ def play(
     manager: OffloadingManager,
     script: Sequence[Step],
     after_step: Callable[[OffloadingManager], Any] = lambda manager: None,
+    hints: Sequence[Hints] = (NO_HINTS,),
 ) -> list[Any]:
-    """Play a script; returns every decision in order, with the result of `after_step`."""
+    """Play a script; returns every decision in order, with the result of `after_step`.
+
+    Requests begin and end with these `hints`, in turn.
+    """
+    said = cycle(hints)
     contexts: dict[int, RequestContext] = {}
     stores: list[StorePlan] = []
     loads: list[LoadPlan] = []
@@ -68,7 +85,7 @@ def play(
     for action, number, key_numbers in script:
         keys = [key_of(n, manager.key_bytes) for n in key_numbers]
         if number not in contexts:
-            contexts[number] = manager.begin_request(f"request {number}")
+            contexts[number] = manager.begin_request(f"request {number}", hints=next(said))
         ctx = contexts[number]
         decision: Any = None
         if action == "store":
@@ -90,7 +107,7 @@ def play(
         elif action == "discard":
             decision = manager.discard(keys[:1])
         elif action == "finish":
-            manager.finish_request(contexts.pop(number))
+            manager.finish_request(contexts.pop(number), hints=next(said))
         log.append((action, decision, after_step(manager)))
     return log
 

@@ -5,10 +5,35 @@ Owns only the in-memory form. `traces.format` reads files, `traces.sessions` mak
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from kvoffload.hints import NO_HINTS, Hints
+
+
+@dataclass(frozen=True)
+class TraceHints:
+    """What was known of each request, `NO_HINTS` for most.
+
+    Attributes:
+        different: the different hints, in order of first appearance.
+        numbers: shape ``(requests,)``, int32; where each request's are among them.
+    """
+
+    different: tuple[Hints, ...]
+    numbers: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, hints: Iterable[Hints]) -> TraceHints | None:
+        """Those of all requests, in order; None if nothing is known of any."""
+        number_of: dict[Hints, int] = {}
+        numbers = [number_of.setdefault(one, len(number_of)) for one in hints]
+        if not number_of.keys() - {NO_HINTS}:
+            return None
+        return cls(tuple(number_of), np.array(numbers, np.int32))
 
 
 @dataclass(frozen=True)
@@ -28,6 +53,7 @@ class Trace:
         timestamps_ms: shape ``(requests,)``, int64; arrival.
         output_tokens: shape ``(requests,)``, int64; tokens generated.
         skipped_lines: bad lines that were left out on request.
+        hints: what was known of the requests besides; None if nothing was.
     """
 
     name: str
@@ -38,6 +64,7 @@ class Trace:
     timestamps_ms: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
     skipped_lines: int = 0
+    hints: TraceHints | None = None
 
     @property
     def requests(self) -> int:
@@ -58,3 +85,7 @@ class Trace:
     def longest_request(self) -> int:
         """Blocks of the longest request; 0 for an empty trace."""
         return int(np.diff(self.offsets).max(initial=0))
+
+    def hints_of(self, request: int) -> Hints:
+        """What was known of a request."""
+        return NO_HINTS if self.hints is None else self.hints.different[self.hints.numbers[request]]

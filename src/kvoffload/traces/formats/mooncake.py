@@ -3,10 +3,11 @@
 Owns the file format and its error messages. Does not know what a trace is used for.
 
 A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens,
-"hash_ids": [id, ...]}``; other fields are ignored. Only full blocks count, so a request is its first
-``input_length // block_tokens`` ids; one more, of a part of a block, may follow. The format guarantees that
-an id identifies its prefix: an id always follows the same id. A line that breaks any of this is bad, because
-every number computed from it would be wrong.
+"hash_ids": [id, ...]}``. What was known of it besides (`Hints`) may follow: `finish_reason`, `session_over`,
+`priority`, `time_to_live_s`, `tenant`; null is as good as nothing. Other fields are ignored. Only full blocks
+count, so a request is its first ``input_length // block_tokens`` ids; one more, of a part of a block, may
+follow. The format guarantees that an id identifies its prefix: an id always follows the same id. A line that
+breaks any of this is bad, because every number computed from it would be wrong.
 
 What other writers do is read too: ids of any width, in decimal, hexadecimal or any other text (those that are
 no signed 64-bit number are numbered), and times in seconds: if one is written with a fraction, all are.
@@ -29,11 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import TraceError
+from kvoffload.hints import Hints
 from kvoffload.traces.compressed import DAMAGE, STDIN, compressing, decompressing, opened
 from kvoffload.traces.format import TraceFormat
-from kvoffload.traces.trace import Trace
+from kvoffload.traces.trace import Trace, TraceHints
 
 _Int64s = npt.NDArray[np.int64]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Time = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
@@ -42,11 +45,26 @@ _PROGRESS_LINES = 256
 _NO_PARENT = -1
 
 
-class _Line(msgspec.Struct):
+class _Line(msgspec.Struct, omit_defaults=True):
     timestamp: _Time | _Seconds
     input_length: _Count
     output_length: _Count
     hash_ids: list[int | str]
+    finish_reason: str | None = None
+    session_over: bool | None = None
+    priority: _Int64 | None = None
+    time_to_live_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    tenant: str | None = None
+
+    @property
+    def hints(self) -> Hints:
+        return Hints(
+            self.finish_reason or "",
+            self.session_over or False,
+            self.priority or 0,
+            self.time_to_live_s,
+            self.tenant or "",
+        )
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -99,6 +117,7 @@ class Mooncake(TraceFormat):
             timestamps_ms=requests.in_ms(),
             output_tokens=_int64s(requests.output_tokens),
             skipped_lines=skipped,
+            hints=TraceHints.of(requests.hints),
         )
 
 
@@ -113,11 +132,17 @@ def write_trace(trace: Trace, path: str | Path) -> None:
         file = stack.enter_context(compressing(stack.enter_context(path.open("wb")), path.suffix))
         for request in range(trace.requests):
             codes = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
+            hints = trace.hints_of(request)
             line = _Line(
                 timestamp=int(trace.timestamps_ms[request]),
                 input_length=len(codes) * trace.block_tokens,
                 output_length=int(trace.output_tokens[request]),
                 hash_ids=trace.block_ids[codes].tolist(),
+                finish_reason=hints.finish_reason or None,
+                session_over=hints.session_over or None,
+                priority=hints.priority or None,
+                time_to_live_s=hints.time_to_live_s,
+                tenant=hints.tenant or None,
             )
             file.write(encode(line) + b"\n")
 
@@ -128,6 +153,7 @@ class _Requests:
     def __init__(self) -> None:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
         self.timestamps, self.output_tokens = array("d"), array("q")
+        self.hints: list[Hints] = []
         self._are_seconds = False
         self.skipped_lines = 0
         self._number_of: dict[int | str, int] = {}
@@ -157,6 +183,7 @@ class _Requests:
         self._are_seconds |= isinstance(line.timestamp, float)
         self.timestamps.append(line.timestamp)
         self.output_tokens.append(line.output_length)
+        self.hints.append(line.hints)
 
     def _fitting(self) -> str:
         """The tokens of a block that would fit all lines so far: a power of two, if one does."""
@@ -231,7 +258,7 @@ class _Requests:
                 continue
             parents.update(chain)
             kept.ids.extend(ids)
-            for name in ("lengths", "line_numbers", "timestamps", "output_tokens"):
+            for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "hints"):
                 getattr(kept, name).append(getattr(self, name)[request])
         return kept
 
