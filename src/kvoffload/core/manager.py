@@ -29,6 +29,7 @@ from kvoffload.core.plans import (
 )
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
+from kvoffload.core.returning import known_keys
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
 from kvoffload.errors import ConfigError, MisuseError, PolicyError
@@ -117,6 +118,7 @@ class OffloadingManager:
             index=self.index,
             slots=self.slots,
             duplicates=Lists(capacity_blocks if self._follows_device else 0, 1),
+            known=known_keys(self.index, self._follows_device and not self.policy.observes()),
             follows_device=self._follows_device,
         )
         self._cache = self._state.memory

@@ -63,6 +63,11 @@ class EvictionPolicy(ABC):
         A policy that orders by recency goes from the last to the first, so that the head of a prefix ends as
         the most recent block and a prefix is lost from its tail.
 
+        In a victim tier no use is told when it happens, since the device then holds the block. It is told here
+        when the device has dropped blocks and `replace` has taken them in: all blocks of the offer, in its
+        order, and `reused` is True for those that *return*: that were used again while they were not in the
+        policy's order. Not to a policy that `observes`: it knows.
+
         Args:
             slots: shape ``(n,)``, int32.
             reused: shape ``(n,)``, bool. True where this is the request's one access of the block. False
@@ -111,6 +116,11 @@ class EvictionPolicy(ABC):
             slots: shape ``(len(path) - start,)``, int32; the slot of each block from `start` on, or -1.
             start: number of blocks of the path in earlier calls.
         """
+
+    @classmethod
+    def observes(cls) -> bool:
+        """Whether it learns from all traffic, and so knows its blocks also while it does not order them."""
+        return cls.observe is not EvictionPolicy.observe
 
     @abstractmethod
     def reset(self) -> None:
@@ -223,6 +233,10 @@ class CompiledPolicy(EvictionPolicy):
     def address_of(cls, name: str) -> int:
         """Where a function is; 0 if there is none."""
         return cls.functions[name].address if name in cls.functions else 0
+
+    @classmethod
+    def observes(cls) -> bool:
+        return super().observes() or cls.address_of("observe") != 0
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _call_used(self.address_of("access"), self.state.memory, used_blocks(slots, reused))
