@@ -63,10 +63,10 @@ class EvictionPolicy(ABC):
         A policy that orders by recency goes from the last to the first, so that the head of a prefix ends as
         the most recent block and a prefix is lost from its tail.
 
-        In a victim tier no use is told when it happens, since the device then holds the block. It is told here
-        when the device has dropped blocks and `replace` has taken them in: all blocks of the offer, in its
-        order, and `reused` is True for those that *return*: that were used again while they were not in the
-        policy's order. Not to a policy that `observes`: it knows.
+        In a victim tier no use is told when it happens: the device then holds the block. It is told here when
+        the device has dropped blocks and `replace` has taken them in: all blocks of the offer, in its order,
+        and `reused` is True for those that *return*, which were used again while they were not in the order.
+        Not to a policy that `observes`: it knows.
 
         Args:
             slots: shape ``(n,)``, int32.

@@ -1,8 +1,9 @@
 """What a victim tier remembers of a block while no policy orders it: whether it was used again.
 
-A policy forgets a block that the device holds as well, and the block would be as new when the device drops it.
-So the tier itself remembers the keys that requests used, in two lists: of blocks used once, and of blocks used
-again, by another request or as a hit from this tier. Decides nothing: the policy is told when a block returns.
+A policy forgets a block that the device holds as well, and the block would be as new when the device drops
+it. So the tier itself remembers the keys that requests used, in two lists: of blocks used once, and of blocks
+used again, by another request or as a hit from this tier. Decides nothing: the policy is told when a block
+returns.
 """
 
 from __future__ import annotations
