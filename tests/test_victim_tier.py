@@ -480,13 +480,14 @@ def test_the_policy_is_told_what_the_naive_model_says(acts: list[tuple[str, str]
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 def test_a_policy_that_counts_no_uses_decides_as_if_it_were_not_told(small_chat: Trace, policy: str) -> None:
     found = POLICY_NAMES.find(policy)
-    untold = type("Untold", (found,), {"observes": classmethod(lambda cls: True)})
+    told = type("Told", (found,), {"counts_uses": True})
+    assert (found.is_told_of_returns(), told.is_told_of_returns()) == (False, True)
     blocks = small_chat.unique_blocks // 20
     digests = [
         Replay(small_chat, ReplayConfig(blocks, one, "all", blocks, ON_DEVICE_EVICTION))
         .run()
         .decisions_sha256
-        for one in (found, untold)
+        for one in (found, told)
     ]
     assert digests[0] == digests[1]
 

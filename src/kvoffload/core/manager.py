@@ -118,7 +118,7 @@ class OffloadingManager:
             index=self.index,
             slots=self.slots,
             duplicates=Lists(capacity_blocks if self._follows_device else 0, 1),
-            known=known_keys(self.index, self._follows_device and not self.policy.observes()),
+            known=known_keys(self.index, self._follows_device and self.policy.is_told_of_returns()),
             follows_device=self._follows_device,
         )
         self._cache = self._state.memory

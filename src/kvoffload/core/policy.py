@@ -39,6 +39,7 @@ class EvictionPolicy(ABC):
             `replace` until it returns.
         capacity_blocks: number of slots.
         refuses: whether `replace` may refuse new blocks.
+        counts_uses: whether `reused` makes a difference to it. If not, a victim tier saves itself the work.
         write_cost: for a policy that weighs blocks: by which fraction a new block must be worth more than the
             block that would leave, to be worth its write. None: the policy's own choice.
 
@@ -48,6 +49,7 @@ class EvictionPolicy(ABC):
 
     name: ClassVar[str]
     refuses: ClassVar[bool] = False
+    counts_uses: ClassVar[bool] = True
     write_cost: float | None = None
     good_for: ClassVar[str] = ""
     paper: ClassVar[str] = ""
@@ -66,7 +68,7 @@ class EvictionPolicy(ABC):
         In a victim tier no use is told when it happens: the device then holds the block. It is told here when
         the device has dropped blocks and `replace` has taken them in: all blocks of the offer, in its order,
         and `reused` is True for those that *return*, which were used again while they were not in the order.
-        Not to a policy that `observes`: it knows.
+        Not to a policy that `observes`, which knows, nor to one to which uses do not count.
 
         Args:
             slots: shape ``(n,)``, int32.
@@ -119,8 +121,13 @@ class EvictionPolicy(ABC):
 
     @classmethod
     def observes(cls) -> bool:
-        """Whether it learns from all traffic, and so knows its blocks also while it does not order them."""
+        """Whether it learns from all traffic, and so knows blocks also while it does not order them."""
         return cls.observe is not EvictionPolicy.observe
+
+    @classmethod
+    def is_told_of_returns(cls) -> bool:
+        """Whether a victim tier tells it which blocks return (see `access`)."""
+        return cls.counts_uses and not cls.observes()
 
     @abstractmethod
     def reset(self) -> None:

@@ -30,7 +30,7 @@ class Cache(Struct):
         index: key -> slot; slots: the state of each.
         duplicates: one list of the slots whose block the device holds as well; only if `follows_device`.
         known: keys that requests used, of blocks that the policy does not order (`returning`). Of no keys if
-            the policy observes all traffic itself, and if not `follows_device`.
+            the policy is not told of them, and if not `follows_device`.
         policy: address of the policy's state; observe, access, replace, remove: of its functions. 0 if the
             manager calls the policy in Python.
         follows_device: 1 in a victim tier.
