@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_DEVICE_EVICTION
-from kvoffload.core.policy import REFUSED
+from kvoffload.core.policy import POLICIES as POLICY_NAMES
+from kvoffload.core.policy import REFUSED, EvictionPolicy
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, PolicyError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
-from kvoffload.testing.audit import audit, snapshot
+from kvoffload.testing.audit import audit, duplicate_slots, snapshot
 from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.testing.scripts import long_lists
 from kvoffload.traces.format import read_trace
@@ -294,6 +296,200 @@ def test_events_tell_of_duplicates_that_leave_and_not_of_kept_ones(manager: Offl
     store(manager, "c")
     store(manager, "xy")
     assert readable(manager) == "-a-b+x+y"
+
+
+# ---- blocks that return
+
+
+class Told(NaiveLRU):
+    """LRU that notes what it is told of."""
+
+    name = "told"
+
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
+        self.told = [*self._told(), (letters_at_index(self, slots), reused.tolist())]
+        super().access(slots, reused)
+
+    def _told(self) -> list[tuple[str, list[bool]]]:
+        return getattr(self, "told", [])
+
+    def take_told(self) -> list[tuple[str, list[bool]]]:
+        told, self.told = self._told(), []
+        return told
+
+
+class Observing(Told):
+    """A policy that learns from all traffic."""
+
+    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:
+        """It need not be told."""
+
+
+def letters_at_index(policy: EvictionPolicy, slots: SlotArray) -> str:
+    return text(policy.index.keys_at(slots))
+
+
+def told_by(manager: OffloadingManager, letters: str) -> list[tuple[str, list[bool]]]:
+    """What the policy is told when the device drops blocks."""
+    store(manager, letters)
+    policy: Any = manager.policy
+    told: list[tuple[str, list[bool]]] = policy.take_told()
+    return told
+
+
+def test_a_block_that_the_device_served_returns_used_again() -> None:
+    manager = victim_tier(Told)
+    use_on_device(manager, "abc")
+    use_on_device(manager, "b")
+    assert told_by(manager, "abc") == [("abc", [False, True, False])]
+
+
+def test_a_block_that_was_hit_here_returns_used_again() -> None:
+    manager = victim_tier(Told)
+    assert told_by(manager, "abcd") == []
+    read(manager, "ab")
+    assert told_by(manager, "b") == [("b", [True])], "kept"
+    assert told_by(manager, "xyz") == [], "b, in the order, and new blocks that were used once"
+    assert told_by(manager, "a") == [("a", [True])], "it gave up its slot"
+
+
+def test_kept_and_new_blocks_are_told_in_one_order() -> None:
+    manager = victim_tier(Told)
+    store(manager, "ab")
+    read(manager, "a")
+    use_on_device(manager, "xy")
+    use_on_device(manager, "y")
+    assert told_by(manager, "xay") == [("xay", [False, True, True])]
+
+
+def test_what_one_request_does_is_one_use() -> None:
+    manager = victim_tier(Told)
+    request = manager.begin_request("r", keys("a"))
+    manager.touch(keys("a"), request)
+    manager.touch(keys("a"), request)
+    manager.finish_request(request)
+    assert told_by(manager, "a") == []
+
+
+def test_what_returned_once_is_not_told_again_without_a_use() -> None:
+    manager = victim_tier(Told, 2)
+    use_on_device(manager, "a")
+    use_on_device(manager, "a")
+    assert told_by(manager, "a") == [("a", [True])]
+    store(manager, "xy")
+    assert states(manager, "a") == [MISS]
+    assert told_by(manager, "a") == [], "it was computed once since it left"
+
+
+def test_blocks_of_the_policy_that_observes_are_not_told() -> None:
+    manager = victim_tier(Observing)
+    use_on_device(manager, "a")
+    use_on_device(manager, "a")
+    assert told_by(manager, "a") == []
+    assert (manager.store_mode.cache.known.lists.num_positions, POLICY_NAMES.find("hazard").observes()) == (
+        0,
+        True,
+    )
+
+
+def test_a_refused_block_stays_known() -> None:
+    manager = victim_tier(admission="reuse:2", policy=Told)
+    manager.complete_load(load(manager, ""))
+    use_on_device(manager, "a")
+    assert len(store(manager, "a").keys) == 0
+    use_on_device(manager, "a")
+    assert told_by(manager, "a") == [("a", [True])]
+
+
+def test_reset_forgets_who_was_used() -> None:
+    manager = victim_tier(Told)
+    use_on_device(manager, "aab")
+    use_on_device(manager, "a")
+    manager.reset()
+    assert told_by(manager, "ab") == []
+
+
+class NaiveKnown:
+    """The naive model: two bounded lists of keys, the coldest first."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.once: list[bytes] = []
+        self.again: list[bytes] = []
+
+    def note(self, key: bytes, again: bool) -> None:
+        if key in self.once + self.again:
+            again = True
+            (self.once if key in self.once else self.again).remove(key)
+        home = self.again if again else self.once
+        home.append(key)
+        del home[: -self.room]
+
+    def take_out(self, key: bytes) -> bool:
+        was_again = key in self.again
+        if key in self.once + self.again:
+            (self.again if was_again else self.once).remove(key)
+        return was_again
+
+
+_LETTERS = st.integers(0, 11).flatmap(
+    lambda first: st.integers(1, 5).map(lambda n: "abcdefghijklmnop"[first : first + n])
+)
+_ACTS = st.tuples(
+    st.sampled_from(["use", "use", "use and load", "drop", "fail", "abandon", "keep"]), _LETTERS
+)
+
+
+@given(long_lists(_ACTS, 40), st.integers(1, 6))
+def test_the_policy_is_told_what_the_naive_model_says(acts: list[tuple[str, str]], capacity: int) -> None:
+    manager, model = victim_tier(Told, capacity), NaiveKnown(capacity)
+    policy: Any = manager.policy
+    for act, letters in acts:
+        here = dict(zip(letters, manager.contains(keys(letters)).tolist(), strict=True))
+        duplicates = letters_at(manager, duplicate_slots(manager) or [])
+        if act in ("use", "use and load", "abandon"):
+            request = manager.begin_request("r", keys(letters))
+            if act != "use":
+                ready = manager.lookup(keys(letters), request).num_ready
+                manager.complete_load(load(manager, letters[:ready], request))
+                for letter in letters[:ready]:
+                    model.note(letter.encode(), again=True)
+            if act != "abandon":
+                manager.finish_request(request)
+                for letter in letters:
+                    model.note(letter.encode(), here[letter])
+            assert policy.take_told() == []
+        elif act == "keep":
+            manager.keep(keys(letters))
+            enters = [letter for letter in letters if letter in duplicates]
+            flags = [model.take_out(letter.encode()) for letter in enters]
+            assert policy.take_told() == ([("".join(enters), flags)] if any(flags) else [])
+        else:
+            plan = manager.prepare_store(keys(letters))
+            assert plan is not None
+            enters = [key for key in letters if key in duplicates or key.encode() in list(plan.keys)]
+            flags = [model.take_out(letter.encode()) for letter in enters]
+            both = 0 < len(plan.keys) < len(enters)
+            assert policy.take_told() == ([("".join(enters), flags)] if any(flags) or both else [])
+            manager.complete_store(plan, success=act == "drop")
+        audit(manager)
+    known = manager.store_mode.cache.known
+    assert [known.members(number)[::-1] for number in (0, 1)] == [model.once, model.again]
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_a_policy_that_counts_no_uses_decides_as_if_it_were_not_told(small_chat: Trace, policy: str) -> None:
+    found = POLICY_NAMES.find(policy)
+    told = type("Told", (found,), {"counts_uses": True})
+    assert (found.is_told_of_returns(), told.is_told_of_returns()) == (False, True)
+    blocks = small_chat.unique_blocks // 20
+    digests = [
+        Replay(small_chat, ReplayConfig(blocks, one, "all", blocks, ON_DEVICE_EVICTION))
+        .run()
+        .decisions_sha256
+        for one in (found, told)
+    ]
+    assert digests[0] == digests[1]
 
 
 # ---- admission

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvoffload.core.duplicates import give_up, hold, is_duplicate, take_back
 from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, see
+from kvoffload.core.returning import note_use, take_out
 from kvoffload.core.slots import WRITING, give_back
 from kvoffload.core.state import REFUSED, Cache, Entering, Pinned, evictable
 from kvoffload.structures.batches import KeyBatch, OneKey
@@ -178,6 +179,8 @@ def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
         return
     records[position, FLAGS] |= np.uint64(ACCESSED)
     slot = _slot_of(cache, path, position)
+    if first:
+        note_use(cache.known, path.index.keys, position, records[position, HASH], slot != ABSENT)
     if slot != ABSENT:
         used.slots[used.count] = slot
         used.reused[used.count] = first
@@ -254,7 +257,9 @@ def loaded(cache: Cache, path: Path, load: Pinned) -> int:
     """In a victim tier: the device holds the blocks of a load. Returns as `touch`."""
     path.used.count = load.count
     for row in range(load.count):
-        path.used.slots[row] = load.slots[row]
+        slot = load.slots[row]
+        path.used.slots[row] = slot
+        note_use(cache.known, cache.index.keys, slot, hash_row(cache.index.keys, slot), True)
     return _tell(cache, path)
 
 
@@ -410,40 +415,44 @@ def _enter(cache: Cache, path: Path, new: Entering) -> None:
 
 
 @inline
-def _collect_kept(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
+def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
     """In a victim tier: the offered blocks that are still here, as duplicates, are kept.
 
-    Collects in ``path.used`` kept and stored blocks, in the order of the offer, if there are both.
+    Collects in ``path.used`` kept and stored blocks, in the order of the offer, and which of them were used
+    again; none if the policy need not be told, since they are all kept or all stored and used once.
     """
-    used, entered = path.used, 0
+    used, records, positions, entered = path.used, path.records, path.positions, 0
+    is_told = False
     used.count = kept.count = 0
     for row in range(new.num_offered):
-        slot = _slot_of(cache, path, path.positions[row])
+        slot = _slot_of(cache, path, positions[row])
         is_new = entered < new.count and new.rows[entered] == row
         is_kept = slot != ABSENT and is_duplicate(cache, slot)
         entered += is_new
         if is_kept:
             take_back(cache, slot, kept)
         if is_kept or is_new:
+            was_used_again = take_out(
+                cache.known, path.index.keys, positions[row], records[positions[row], HASH]
+            )
+            is_told = is_told or was_used_again
             used.slots[used.count] = slot
-            used.reused[used.count] = False
+            used.reused[used.count] = was_used_again
             used.count += 1
-    if kept.count == 0 or new.count == 0:
+    if not is_told and (kept.count == 0 or new.count == 0):
         used.count = 0
     kept.num_given = kept.count
     cache.kept += kept.count
 
 
 @inline
-def _keep(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
-    """`_collect_kept`, and tell the policy. If it is in Python it has to be told yet."""
-    if new.num_missing == new.num_offered:
-        kept.count = 0
+def _return(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
+    """`_collect_returning`, and tell the policy. If it is in Python it has to be told yet."""
+    _collect_returning(cache, path, new, kept)
+    if cache.replace == 0:
         return
-    _collect_kept(cache, path, new, kept)
-    if cache.replace == 0 or kept.count == 0:
-        return
-    call_4(cache.replace, cache.policy, kept, cache, path)
+    if kept.count > 0:
+        call_4(cache.replace, cache.policy, kept, cache, path)
     if path.used.count > 0:
         call_2(cache.access, cache.policy, path.used)
 
@@ -461,7 +470,7 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
         return FIRST_WRONG - wrong
     _enter(cache, path, new)
     if cache.follows_device:
-        _keep(cache, path, new, kept)
+        _return(cache, path, new, kept)
     return new.count
 
 

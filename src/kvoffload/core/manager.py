@@ -31,6 +31,7 @@ from kvoffload.core.plans import (
 )
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
+from kvoffload.core.returning import known_keys
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
 from kvoffload.errors import ConfigError, MisuseError
@@ -113,6 +114,7 @@ class OffloadingManager:
             index=self.index,
             slots=self.slots,
             duplicates=Lists(capacity_blocks if self._follows_device else 0, 1),
+            known=known_keys(self.index, self._follows_device and self.policy.is_told_of_returns()),
             follows_device=self._follows_device,
         )
         self._cache = self._state.memory

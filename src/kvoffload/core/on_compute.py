@@ -158,5 +158,6 @@ class OnCompute:
     def reset(self) -> None:
         """Forget everything."""
         self.cache.duplicates.clear()
+        self.cache.known.clear()
         self.policy.reset()
         self.bind()

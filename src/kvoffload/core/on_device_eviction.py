@@ -1,6 +1,7 @@
 """A victim tier: it stores what the device drops, and its policy orders what the tier alone holds.
 
-To the policy a block leaves when the device holds it again, and enters when the device drops it.
+To the policy a block leaves when the device holds it again, and enters when the device drops it. It is then
+told whether the block was used again meanwhile.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class OnDeviceEviction(OnCompute):
         return int(np.count_nonzero(allowed))
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        if kept.count == 0 or self.cache.replace:
+        if self.cache.replace:
             return
-        self.policy.replace_in(kept, self.cache.memory, ctx.memory)
+        if kept.count:
+            self.policy.replace_in(kept, self.cache.memory, ctx.memory)
         if in_order := Path.over(ctx.memory).used.count:
             self.policy.access(*ctx.used(in_order))
 

@@ -40,6 +40,7 @@ class EvictionPolicy(ABC):
             `replace` until it returns.
         capacity_blocks: number of slots.
         refuses: whether `replace` may refuse new blocks.
+        counts_uses: whether `reused` makes a difference to it. If not, a victim tier saves itself the work.
         write_cost: for a policy that weighs blocks: by which fraction a new block must be worth more than the
             block that would leave, to be worth its write. None: the policy's own choice.
 
@@ -49,6 +50,7 @@ class EvictionPolicy(ABC):
 
     name: ClassVar[str]
     refuses: ClassVar[bool] = False
+    counts_uses: ClassVar[bool] = True
     write_cost: float | None = None
     good_for: ClassVar[str] = ""
     paper: ClassVar[str] = ""
@@ -63,6 +65,11 @@ class EvictionPolicy(ABC):
 
         A policy that orders by recency goes from the last to the first, so that the head of a prefix ends as
         the most recent block and a prefix is lost from its tail.
+
+        In a victim tier no use is told when it happens: the device then holds the block. It is told here when
+        the device has dropped blocks and `replace` has taken them in: all blocks of the offer, in its order,
+        and `reused` is True for those that *return*, which were used again while they were not in the order.
+        Not to a policy that `observes`, which knows, nor to one to which uses do not count.
 
         Args:
             slots: shape ``(n,)``, int32.
@@ -128,6 +135,16 @@ class EvictionPolicy(ABC):
             slots: shape ``(len(path),)``, int32; the slot of each, or -1.
             hints: never to be obeyed blindly: they may be wrong, or lies.
         """
+
+    @classmethod
+    def observes(cls) -> bool:
+        """Whether it learns from all traffic, and so knows blocks also while it does not order them."""
+        return cls.observe is not EvictionPolicy.observe
+
+    @classmethod
+    def is_told_of_returns(cls) -> bool:
+        """Whether a victim tier tells it which blocks return (see `access`)."""
+        return cls.counts_uses and not cls.observes()
 
     @abstractmethod
     def reset(self) -> None:
@@ -242,6 +259,10 @@ class CompiledPolicy(EvictionPolicy):
     def address_of(cls, name: str) -> int:
         """Where a function is; 0 if there is none."""
         return cls.functions[name].address if name in cls.functions else 0
+
+    @classmethod
+    def observes(cls) -> bool:
+        return super().observes() or cls.address_of("observe") != 0
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         _call_used(self.address_of("access"), self.state.memory, used_blocks(slots, reused))

@@ -14,6 +14,7 @@ from kvoffload.core.request import Path
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
 from kvoffload.structures.jit import I32Array, I32Matrix, U64Matrix, inline
+from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.keys import Keys, words_per_key
 from kvoffload.structures.lists import PREV, Lists
 from kvoffload.structures.structs import Struct
@@ -28,6 +29,8 @@ class Cache(Struct):
     Attributes:
         index: key -> slot; slots: the state of each.
         duplicates: one list of the slots whose block the device holds as well; only if `follows_device`.
+        known: keys that requests used, of blocks that the policy does not order (`returning`). Of no keys if
+            the policy is not told of them, and if not `follows_device`.
         policy: address of the policy's state; observe, finished, access, replace, remove: of its functions.
             0 if the manager calls the policy in Python.
         follows_device: 1 in a victim tier.
@@ -37,6 +40,7 @@ class Cache(Struct):
     index: Index
     slots: Slots
     duplicates: Lists
+    known: KeyLists
     policy: int
     observe: int
     finished: int

@@ -30,6 +30,7 @@ class State(Struct):
         max_a1in: Kin; A1in may be larger when it need not provide a victim.
         new_a1in: blocks of the batch at hand that will join A1in. They join after its last victim was chosen;
             until then they count here, and those for Am have their slots marked (`push_marked`).
+        is_victim_tier: there a use is told of a block that returns, at once.
     """
 
     lists: Lists
@@ -37,6 +38,7 @@ class State(Struct):
     arriving: BoolArray
     max_a1in: int
     new_a1in: int
+    is_victim_tier: int
 
 
 class TwoQ(CompiledPolicy):
@@ -56,7 +58,8 @@ class TwoQ(CompiledPolicy):
     - A block gets its final place in A1in when the request that stored it finishes, so that a path that was
       stored in parts is lost from its tail, too. In Am a request's own store is no second access, but the
       block moves to the front with its path.
-    - The key of a returning block is removed from A1out before a victim leaves for it.
+    - In a victim tier a block that returns used again joins Am: it was new when it came for the first time.
+    - The key of a block that A1out remembers is removed from A1out before a victim leaves for it.
     - If the list that should provide the victim is empty or all its blocks are protected, the victim is
       taken from the other one; blocks that leave A1in are remembered, those that leave Am are not, in any
       case.
@@ -105,11 +108,12 @@ class TwoQ(CompiledPolicy):
 
 @TwoQ.compiled
 def access(own: State, used: Used) -> None:
-    """A hit moves a block to the front of Am; in A1in only the end of the storing request moves it."""
+    """A hit moves a block to the front of Am; in A1in only the end of the storing request moves it, and in a
+    victim tier that it returns."""
     links, arriving, am = own.lists.links, own.arriving, own.lists.num_positions + AM
     for i in range(used.count - 1, -1, -1):
         slot = used.slots[i]
-        if links[slot, LIST] == am:
+        if links[slot, LIST] == am or (own.is_victim_tier and used.reused[i]):
             move_to_head(links, am, slot)
         elif arriving[slot] and not used.reused[i]:
             arriving[slot] = False
@@ -142,7 +146,7 @@ def _evict(own: State, cache: Cache, path: Path) -> int:
 @TwoQ.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, slots, c = own.lists.links, new.slots, own.lists.num_positions
-    own.new_a1in = 0
+    own.new_a1in, own.is_victim_tier = 0, not new.one_prefix
     prefetch_exchange(new, cache, own.lists, A1IN if _a1in_provides(own) else AM, own.a1out, A1OUT)
     rewind(own.lists)
     for i in range(new.count):

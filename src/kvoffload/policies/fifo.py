@@ -33,6 +33,7 @@ class FIFO(CompiledPolicy):
     """
 
     name = "fifo"
+    counts_uses = False
     good_for = "nothing in particular: a yardstick that shows what recency is worth"
     paper = (
         "Belady, A study of replacement algorithms for a virtual-storage computer, "

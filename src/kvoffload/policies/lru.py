@@ -28,6 +28,7 @@ class LRU(CompiledPolicy):
     """
 
     name = "lru"
+    counts_uses = False
     good_for = "caches that hold the live working set; the yardstick"
     paper = "Mattson et al., Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970"
 

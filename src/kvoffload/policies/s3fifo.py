@@ -18,7 +18,7 @@ from kvoffload.core.state import Cache, Entering, victim_of_either
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.jit import U8Array, inline
 from kvoffload.structures.keylists import KeyLists
-from kvoffload.structures.lists import LIST, Lists, carry, push_marked, rewind, take, unlink_all
+from kvoffload.structures.lists import LIST, Lists, carry, move_to_head, push_marked, rewind, take, unlink_all
 from kvoffload.structures.structs import Struct
 
 SMALL, MAIN = 0, 1
@@ -35,6 +35,7 @@ class State(Struct):
         new_small: blocks of the batch at hand that will join S. They join after its last victim was chosen;
             until then they count here, and those for M have their slots marked (`push_marked`).
         num_spared: blocks that this call has spared.
+        is_victim_tier: there a use is told of a block that returns, at once.
     """
 
     queues: Lists
@@ -44,6 +45,7 @@ class State(Struct):
     patience: int
     new_small: int
     num_spared: int
+    is_victim_tier: int
 
 
 class S3FIFO(CompiledPolicy):
@@ -69,6 +71,8 @@ class S3FIFO(CompiledPolicy):
       block from M; here this victim still comes from S, and the next one from M, since S is then short.
     - A batch is processed block by block as far as counts and ghosts are concerned. The blocks join their
       queues together, after the last victim, the head of the prefix last, so that it outlives its tail.
+    - In a victim tier a block that returns used again joins M: to leave and return is more than two uses. To
+      count it as a use is nothing to S, which asks for two, and costs 15 points with agents.
     - A request's own store is no use of the block, and a finished path does not change the order.
     - Protected blocks are skipped, and keep their place and count. If all blocks of one queue are protected,
       the victim is taken from the other; from M it leaves no ghost.
@@ -123,7 +127,12 @@ class S3FIFO(CompiledPolicy):
 
 @S3FIFO.compiled
 def access(own: State, used: Used) -> None:
-    counts = own.counts
+    counts, links, c = own.counts, own.queues.links, own.queues.num_positions
+    if own.is_victim_tier:
+        for i in range(used.count - 1, -1, -1):
+            if used.reused[i]:
+                move_to_head(links, c + MAIN, used.slots[i])
+        return
     for i in range(used.count):
         if used.reused[i] and counts[used.slots[i]] < MAX_COUNT:
             counts[used.slots[i]] += 1
@@ -173,6 +182,7 @@ def _evict(own: State, cache: Cache, path: Path, queue: int) -> int:
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     slots, c = new.slots, own.queues.num_positions
     own.new_small = own.num_spared = 0
+    own.is_victim_tier = not new.one_prefix
     prefetch_exchange(new, cache, own.queues, _provider(own), own.ghosts, GHOSTS)
     rewind(own.queues)
     for i in range(new.count):

@@ -39,6 +39,7 @@ class State(Struct):
         index: the manager's, for the keys of the blocks.
         num_entering: blocks of the batch at hand so far. They join the window after its last victim was
             chosen; until then they count here.
+        is_victim_tier: there a use is told of a block that returns, at once.
     """
 
     index: Index
@@ -48,6 +49,7 @@ class State(Struct):
     max_main: int
     max_protected: int
     num_entering: int
+    is_victim_tier: int
 
 
 class WTinyLFU(CompiledPolicy):
@@ -75,6 +77,8 @@ class WTinyLFU(CompiledPolicy):
       the coldest block on probation that may leave, then the coldest protected one.
     - While slots are free no block leaves, and the coldest block of a window that is too large enters the
       main cache, if that has room, without a duel; once for every free slot, after the batch has entered.
+    - In a victim tier a block that returns used again enters the main cache without a duel, on probation. The
+      sketch counts its store, as of any block, and no more.
     - A request's own store is no second use: when it finishes, the block moves to the front of the list
       that it is in, with the rest of its path, and the sketch counts nothing.
     - A miss counts in the sketch when the block is stored; a refused block changes nothing.
@@ -141,7 +145,9 @@ def access(own: State, used: Used) -> None:
     for i in range(used.count - 1, -1, -1):
         slot = used.slots[i]
         home = links[slot, LIST]
-        if used.reused[i]:
+        if used.reused[i] and own.is_victim_tier:
+            home = probation
+        elif used.reused[i]:
             add(own.sketch, hash_row(keys, slot))
             if home == probation:
                 home = protected
@@ -229,6 +235,7 @@ def _fill_main(own: State, num_free: int) -> None:
 
 @WTinyLFU.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    own.is_victim_tier = not new.one_prefix
     _prefetch_duels(own, new)
     rewind(own.lists)
     for i in range(new.count):

@@ -189,6 +189,7 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
     duplicates = set(duplicate_slots(manager) or ())
     if manager.store_mode.follows_device:
         _audit_lists("the duplicates", manager.store_mode.cache.duplicates)
+        _audit_key_lists("what the tier knows of blocks", manager.store_mode.cache.known)
     ready = {slot for slot in resident if manager.slots.ref_cnt[slot] >= 0}
     assert duplicates <= ready, f"duplicates that are not here, or not ready: {duplicates - ready}"
     listed = policy.order()

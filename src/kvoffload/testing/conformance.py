@@ -28,12 +28,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES, LoadPlan, StorePlan
 from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.core.request import RequestContext
+from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
 from kvoffload.hints import Hints
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.structures.jit import BoolArray
 from kvoffload.testing.audit import audit, state_of
 from kvoffload.testing.call_limit import CallLimit
 from kvoffload.testing.machine import ManagerMachine, manager_machine
@@ -161,6 +163,48 @@ class PolicyConformance:
         for seed in SEEDS:
             _check_asking(_full_manager(self.policy, 6, seed), seed)
 
+    # ---- as a victim tier
+
+    def test_life_as_a_victim_tier(self) -> None:
+        """As `test_life_cycle`, where blocks leave the order when the device holds them, and return."""
+        _run_machine(
+            manager_machine(
+                self.policy,
+                store=ON_DEVICE_EVICTION,
+                capacity_blocks=4,
+                max_examples=max(1, self.max_examples // 2),
+                step_count=30,
+            )
+        )
+
+    def test_it_is_told_of_blocks_that_return(self) -> None:
+        """Of blocks that the device drops, `access` says which were used again, and of no others.
+
+        A policy that observes all traffic, or to which uses do not count, is told of none.
+        """
+        found = POLICIES.find(self.policy)
+        told: list[tuple[bytes, bool]] = []
+
+        class Listening(found):  # type: ignore[misc, valid-type]
+            def access(self, slots: SlotArray, reused: BoolArray) -> None:
+                told.extend(zip(self.index.keys_at(slots), reused.tolist(), strict=True))
+                super().access(slots, reused)
+
+        manager = _manager(Listening, 8, ON_DEVICE_EVICTION)
+        once, twice, hit, other = (key_of(number, _KEY_BYTES) for number in range(4))
+        for path in ([once, twice], [twice]):  # the second is served by the device
+            manager.finish_request(manager.begin_request("computes", path))
+        _drop(manager, [once, twice, hit])
+        reads = manager.begin_request("reads", [hit])
+        manager.complete_load(manager.prepare_load([hit], reads))
+        manager.finish_request(reads)
+        _drop(manager, [hit, other])
+        _drop(manager, [once, twice, hit, other])
+        reused = [key for key, is_reuse in told if is_reuse]
+        expected = [twice, hit] if found.is_told_of_returns() else []
+        assert reused == expected, f"told that these were used again: {_hex(reused)}, not {_hex(expected)}"
+        audit(manager)
+
     # ---- what it does again
 
     def test_it_decides_the_same_again(self) -> None:
@@ -197,9 +241,10 @@ class PolicyConformance:
             return
 
         @settings(max_examples=self.max_examples * 2, deadline=None)
-        @given(scripts(), st.sampled_from([1, 3, 5, 8]))
-        def check(script: list[Step], capacity: int) -> None:
-            _compare("the twin", _manager(self.policy, capacity), _manager(self.twin, capacity), script)
+        @given(scripts(), st.sampled_from([1, 3, 5, 8]), st.sampled_from(STORES))
+        def check(script: list[Step], capacity: int, store: str) -> None:
+            policy, twin = (_manager(one, capacity, store) for one in (self.policy, self.twin))
+            _compare("the twin", policy, twin, script)
 
         check()
         for seed in SEEDS:
@@ -277,8 +322,15 @@ def workload(name: str) -> Trace:
     return generate(builtin(name, sessions=sessions, block_tokens=1024))
 
 
-def _manager(policy: PolicyLike, capacity_blocks: int) -> OffloadingManager:
-    return OffloadingManager(capacity_blocks, key_bytes=_KEY_BYTES, policy=policy)
+def _manager(policy: PolicyLike, capacity_blocks: int, store: str = ON_COMPUTE) -> OffloadingManager:
+    return OffloadingManager(capacity_blocks, key_bytes=_KEY_BYTES, policy=policy, store=store)
+
+
+def _drop(manager: OffloadingManager, keys: list[bytes]) -> None:
+    """The device drops blocks."""
+    plan = manager.prepare_store(keys)
+    assert plan is not None, f"no room for {_hex(keys)}"
+    manager.complete_store(plan)
 
 
 def _full_manager(policy: PolicyLike, capacity_blocks: int, seed: int) -> OffloadingManager:

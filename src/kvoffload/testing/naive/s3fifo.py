@@ -37,13 +37,18 @@ class NaiveS3FIFO(BlockwisePolicy):
         self.ghosts: list[bytes] = []
         self.counts: dict[int, int] = {}
         self._spares = 0
+        self.is_victim_tier = False
         self._joins_main: dict[bytes, bool] = {}
 
     def hit(self, slot: int) -> None:
+        if self.is_victim_tier:
+            self.main[slot] = (self.small if slot in self.small else self.main).pop(slot)
+            return
         self.counts[slot] = min(self.counts[slot] + 1, MAX_COUNT)
 
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         """Each block chooses its queue when its turn comes; they join together, the head last."""
+        self.is_victim_tier = not protected.one_prefix
         self._spares = self.patience
         self._joins_main.clear()
         for row, key in enumerate(keys):

@@ -33,19 +33,24 @@ class NaiveTwoQ(BlockwisePolicy):
         self.am: dict[int, bytes] = {}
         self.a1out: list[bytes] = []
         self.arriving: set[int] = set()
-        self._enters_am = False
+        self._enters_am = self.is_victim_tier = False
 
     def hit(self, slot: int) -> None:
-        if slot in self.am:
+        if self.is_victim_tier and slot in self.a1in:
+            self.am[slot] = self.a1in.pop(slot)
+            self.arriving.discard(slot)
+        elif slot in self.am:
             self.am[slot] = self.am.pop(slot)
 
     def refresh(self, slot: int) -> None:
-        self.hit(slot)
+        if slot in self.am:
+            self.hit(slot)
         if slot in self.arriving:
             self.arriving.remove(slot)
             self.a1in[slot] = self.a1in.pop(slot)
 
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        self.is_victim_tier = not protected.one_prefix
         super().replace(keys, slots, num_free, protected)
         # Ordering the batch was not the end of its request.
         self.arriving.update(slot for slot in slots.tolist() if slot in self.a1in)

@@ -34,10 +34,13 @@ class NaiveWTinyLFU(BlockwisePolicy):
         self.probation: dict[int, bytes] = {}
         self.protected: dict[int, bytes] = {}
         self.sketch.clear()
-        self._counted = False
+        self._counted = self.is_victim_tier = False
 
     def hit(self, slot: int) -> None:
         home = self._home(slot)
+        if self.is_victim_tier:
+            self.probation[slot] = home.pop(slot)
+            return
         self.sketch.add(home[slot])
         if home is self.probation:
             self.protected[slot] = home.pop(slot)
@@ -52,6 +55,7 @@ class NaiveWTinyLFU(BlockwisePolicy):
         home[slot] = home.pop(slot)
 
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        self.is_victim_tier = not protected.one_prefix
         super().replace(keys, slots, num_free, protected)
         for _ in range(num_free):
             if len(self.window) > self.max_window and self._main_has_room():
