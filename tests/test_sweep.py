@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,9 +21,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
 from command import kvoffload
 from hangs import HANGS_S
+from kvoffload.cli.sweep_tables import tables
 from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.policies.lru import LRU
 from kvoffload.replay.optimum import optimum
@@ -268,6 +272,7 @@ def test_sizes_that_are_the_same_are_replayed_once(chat: str, replays: list[Task
     rows = Sweep([chat], Grid(("lru", "arc"), capacities=("10%", tenth)), jobs=1).run().rows
     assert len(replays) == 2
     assert [row.capacity for row in rows] == ["10%", "10%", tenth, tenth]
+    assert [row.bytes_written for row in rows] == [None] * 4, "nobody has said what a token takes"
     assert [row.decisions_sha256 for row in rows[:2]] == [row.decisions_sha256 for row in rows[2:]]
 
 
@@ -610,14 +615,79 @@ def test_the_tables(chat: str) -> None:
         .run()
         .rows
     )
-    assert "small-chat, no device cache" in printed
-    assert "small-chat, behind a device cache of 20 blocks: prefix-hit" in printed
+    columns = "prefix-hit ratio, writes per reference, share of the gap from lru to the optimum\n"
+    for device in ("no device cache", "behind a device cache of 20 blocks"):
+        assert f"small-chat, {device}\n{columns}" in printed
     for row in rows:
         mark = "*" if row.among_best else " "
-        assert f"{row.prefix_hit_ratio:.4f}{mark} {row.writes_per_ref:.3f}" in printed
+        gap = "" if row.gap_closed is None else f" {row.gap_closed:.0%}".replace("-0%", "0%")
+        cell = f"{row.prefix_hit_ratio:.4f}{mark} {row.writes_per_ref:.3f}{gap}"
+        assert cell in re.sub(r" +(-?\d+%)", r" \1", printed)
+    assert any(row.gap_closed for row in rows)
+    assert "-0%" not in printed
     assert any(row.among_best for row in rows)
     assert not all(row.among_best for row in rows)
     assert f"{rows[0].optimum_hit_ratio:.4f}" in printed
+
+
+def test_what_was_written_is_in_bytes_where_they_are_known(chat: str) -> None:
+    done = kvoffload("sweep", chat, "--capacities", "5%", "--bytes-per-token", "128KiB", "--jobs", "1")
+    rows = Sweep([chat], Grid(("lru", "arc"), block_bytes=2**26), jobs=1).run().rows
+    assert "\nprefix-hit ratio, bytes written, share of the gap" in done.stdout
+    for row in rows:
+        assert row.bytes_written == row.blocks_written * 2**26
+        assert f"{row.prefix_hit_ratio:.4f}* {row.bytes_written / 2**30:.1f} GiB" in done.stdout
+
+
+def test_without_lru_no_gap_is_shown(chat: str) -> None:
+    done = kvoffload("sweep", chat, "--policies", "arc,slru", "--capacities", "5%", "--jobs", "1")
+    assert "\nprefix-hit ratio, writes per reference\n" in done.stdout
+    assert "gap" not in done.stdout
+
+
+def test_a_share_that_rounds_to_nothing_has_no_sign(chat: str) -> None:
+    (row,) = Sweep([chat], Grid(("lru",)), jobs=1).run().rows
+    console = Console(file=io.StringIO(), width=100)
+    console.print(*tables([msgspec.structs.replace(row, gap_closed=-0.002)]))
+    assert f"{row.writes_per_ref:.3f} 0%" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_sizes_that_do_not_fit_side_by_side_stand_below(
+    chat: str, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    typed = [f"{percent}%" for percent in (5, 10, 15, 20, 25, 30, 35)]
+    rows = Sweep([chat], Grid(("lru", "arc"), capacities=tuple(typed)), jobs=1).run().rows
+    console = Console(file=io.StringIO(), width=width)
+    for table in tables(rows, width):
+        console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= min(width, 100)
+    # Whole, and in the order of the sizes.
+    assert [word for line in lines for word in line.split() if word in typed] == typed
+    for policy in ("lru", "arc"):
+        shown_here = [line for line in lines if line.split()[:1] == [policy]]
+        cells = [cell for line in shown_here for cell in re.findall(r"0\.\d{4}[* ] \d\.\d{3} +-?\d+%", line)]
+        of_policy = [row for row in rows if row.policy == policy]
+        assert [float(cell[:6]) for cell in cells] == [round(row.prefix_hit_ratio, 4) for row in of_policy]
+        assert 1 < len(shown_here) < len(typed)
+
+
+def test_the_words_are_on_screen_and_in_every_output(chat: str, tmp_path: Path) -> None:
+    axes = ("--policies", "lru,arc,slru", "--capacities", "3%,5%", "--jobs", "1")
+    found = Sweep([chat], Grid(("lru", "arc", "slru"), capacities=("3%", "5%")), jobs=1).run()
+    lines = [one.line for one in found.verdicts]
+    assert [line[:7] for line in lines] == ["at 3%: ", "at 5%: "]
+    printed = " ".join(kvoffload("sweep", chat, *axes).stdout.split())
+    assert f"small-chat, no device cache, in words {lines[0]} {lines[1]}" in printed
+    rows = json.loads(kvoffload("sweep", chat, *axes, "--format", "json").stdout)
+    best = [max((row for row in rows if row["capacity"] == typed), key=lambda row: row["prefix_hit_ratio"])
+            for typed in ("3%", "5%")]  # fmt: skip
+    assert [row["verdict"] for row in best] == lines
+    assert [row["verdict"] for row in rows if row not in best] == [None] * 4
+    assert kvoffload("sweep", chat, *axes, "--output", tmp_path / "out.csv").returncode == 0
+    with (tmp_path / "out.csv").open() as file:
+        assert [row["verdict"] for row in csv.DictReader(file) if row["verdict"]] == lines
 
 
 def test_better_than_the_optimum_is_an_error(

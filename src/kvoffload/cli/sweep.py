@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from kvoffload.cli.options import configured, sized
-from kvoffload.cli.sweep_tables import tables
+from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError, SweepError
 from kvoffload.models import block_bytes
@@ -113,8 +113,8 @@ def sweep(
         click.echo(as_json(result.rows), nl=False)
     else:
         console = Console()
-        for table in tables(result.rows):
-            console.print(table)
+        for part in (*tables(result.rows, console.width), *words(result.verdicts)):
+            console.print(part)
     if result.from_journal:
         click.echo(f"{result.from_journal:,} of {len(result.rows):,} rows had been finished before", err=True)
     if result.left_out:
