@@ -25,6 +25,7 @@ from rich.console import Console
 
 from command import kvoffload
 from hangs import HANGS_S
+from kvoffload.cli.sweep_progress import shown
 from kvoffload.cli.sweep_tables import tables
 from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.policies.lru import LRU
@@ -36,7 +37,7 @@ from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.sweep.grid import Grid
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.outputs import RowsFile
-from kvoffload.sweep.sweep import Sweep
+from kvoffload.sweep.sweep import Progress, Sweep
 from kvoffload.sweep.table import Row, _baselines
 from kvoffload.sweep.task import Failure, Measurement, Task
 from kvoffload.traces.formats.mooncake import write_trace
@@ -452,7 +453,8 @@ def held(chat: str, tmp_path: Path) -> Iterator[Held]:
         "if __name__ == '__main__':\n"
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n    main()"
     )
-    command = [sys.executable, "-c", call, "sweep", *arguments, "--output", output, "--jobs", "2"]
+    # On a slow machine there would be lines of progress.
+    command = [sys.executable, "-c", call, "sweep", *arguments, "--output", output, "--jobs", "2", "--quiet"]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -490,7 +492,7 @@ def test_kill_9_in_the_middle(held: Held, tmp_path: Path) -> None:
     assert not held.output.exists()
     (tmp_path / "open").touch()
     done = kvoffload("sweep", *held.arguments, "--output", held.output, "--jobs", "1")
-    assert (done.returncode, done.stderr) == (0, "6 of 8 rows had been finished before\n")
+    assert (done.returncode, done.stderr) == (0, "kvoffload: resuming, 6 of 8 done\n")
     whole = tmp_path / "whole.csv"
     assert kvoffload("sweep", *held.arguments, "--output", whole, "--jobs", "1").returncode == 0
     assert held.output.read_bytes() == whole.read_bytes()
@@ -688,6 +690,74 @@ def test_the_words_are_on_screen_and_in_every_output(chat: str, tmp_path: Path) 
     assert kvoffload("sweep", chat, *axes, "--output", tmp_path / "out.csv").returncode == 0
     with (tmp_path / "out.csv").open() as file:
         assert [row["verdict"] for row in csv.DictReader(file) if row["verdict"]] == lines
+
+
+# ---- how far it is
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def said(steps: list[tuple[float, Progress]], *, quiet: bool = False, is_terminal: bool = False) -> list[str]:
+    """The lines that a sweep leaves on stderr, if these are the seconds at which it was so far."""
+    clock = Clock()
+    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, no_color=True)
+    with shown(quiet, console, clock) as on_progress:
+        clock.now_s += 500  # reading traces
+        began_s = clock.now_s
+        for seconds, progress in steps:
+            clock.now_s = began_s + seconds
+            on_progress(progress)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line for line in re.sub(r"\x1b\[[\d?;]*[a-zA-Z]", "", text).splitlines() if line.startswith("kv")]
+
+
+def steps(seconds_each: float, rows: int = 20) -> list[tuple[float, Progress]]:
+    return [
+        (number * seconds_each, Progress(number, rows, 100 * number, 100 * rows))
+        for number in range(rows + 1)
+    ]
+
+
+def test_without_a_terminal_there_is_a_line_for_each_tenth() -> None:
+    assert said(steps(40)) == [
+        f"kvoffload: {rows} of 20 rows, {5 * rows}%, about {left} left"
+        for rows, left in zip(
+            range(2, 20, 2),
+            ["12 min", "11 min", "9 min", "8 min", "7 min", "5 min", "4 min", "3 min", "80 s"],
+            strict=True,
+        )
+    ]
+
+
+def test_lines_are_half_a_minute_apart() -> None:
+    lines = said(steps(4))
+    assert [line.split()[1] for line in lines] == ["8", "16"]
+    assert said(steps(1)) == [], "a short sweep says nothing"
+
+
+def test_lines_tell_of_references_not_of_rows() -> None:
+    done_at = [(0, 0), (60, 20), (100, 500), (9000, 1000)]
+    uneven = [(seconds, Progress(rows, 3, refs, 1000)) for rows, (seconds, refs) in enumerate(done_at)]
+    assert said(uneven) == ["kvoffload: 2 of 3 rows, 50%, about 2 min left"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_sweep_that_goes_on_says_so(is_terminal: bool) -> None:
+    begun = [(0.0, Progress(20, 48, 0, 2800)), (1.0, Progress(21, 48, 100, 2800))]
+    assert said(begun, is_terminal=is_terminal) == ["kvoffload: resuming, 20 of 48 done"]
+    assert said(steps(1), is_terminal=is_terminal) == []
+
+
+def test_quiet_is_quiet() -> None:
+    assert said([(0.0, Progress(20, 48, 0, 2800)), *steps(40)], quiet=True) == []
 
 
 def test_better_than_the_optimum_is_an_error(
