@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,9 +21,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
 from command import kvoffload
 from hangs import HANGS_S
+from kvoffload.cli.sweep_progress import shown
+from kvoffload.cli.sweep_tables import tables
 from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.hints import Hints
 from kvoffload.policies.lru import LRU
@@ -33,7 +38,7 @@ from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.sweep.grid import Grid
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.outputs import RowsFile
-from kvoffload.sweep.sweep import Sweep
+from kvoffload.sweep.sweep import Progress, Sweep
 from kvoffload.sweep.table import Row, _baselines
 from kvoffload.sweep.task import Failure, Measurement, Task
 from kvoffload.traces.formats.mooncake import write_trace
@@ -270,6 +275,7 @@ def test_sizes_that_are_the_same_are_replayed_once(chat: str, replays: list[Task
     rows = Sweep([chat], Grid(("lru", "arc"), capacities=("10%", tenth)), jobs=1).run().rows
     assert len(replays) == 2
     assert [row.capacity for row in rows] == ["10%", "10%", tenth, tenth]
+    assert [row.bytes_written for row in rows] == [None] * 4, "nobody has said what a token takes"
     assert [row.decisions_sha256 for row in rows[:2]] == [row.decisions_sha256 for row in rows[2:]]
 
 
@@ -475,7 +481,8 @@ def held(chat: str, tmp_path: Path) -> Iterator[Held]:
         "if __name__ == '__main__':\n"
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n    main()"
     )
-    command = [sys.executable, "-c", call, "sweep", *arguments, "--output", output, "--jobs", "2"]
+    # On a slow machine there would be lines of progress.
+    command = [sys.executable, "-c", call, "sweep", *arguments, "--output", output, "--jobs", "2", "--quiet"]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -513,7 +520,7 @@ def test_kill_9_in_the_middle(held: Held, tmp_path: Path) -> None:
     assert not held.output.exists()
     (tmp_path / "open").touch()
     done = kvoffload("sweep", *held.arguments, "--output", held.output, "--jobs", "1")
-    assert (done.returncode, done.stderr) == (0, "6 of 8 rows had been finished before\n")
+    assert (done.returncode, done.stderr) == (0, "kvoffload: resuming, 6 of 8 done\n")
     whole = tmp_path / "whole.csv"
     assert kvoffload("sweep", *held.arguments, "--output", whole, "--jobs", "1").returncode == 0
     assert held.output.read_bytes() == whole.read_bytes()
@@ -639,14 +646,147 @@ def test_the_tables(chat: str) -> None:
         .run()
         .rows
     )
-    assert "small-chat, no device cache" in printed
-    assert "small-chat, behind a device cache of 20 blocks: prefix-hit" in printed
+    columns = "prefix-hit ratio, writes per reference, share of the gap from lru to the optimum\n"
+    for device in ("no device cache", "behind a device cache of 20 blocks"):
+        assert f"small-chat, {device}\n{columns}" in printed
     for row in rows:
         mark = "*" if row.among_best else " "
-        assert f"{row.prefix_hit_ratio:.4f}{mark} {row.writes_per_ref:.3f}" in printed
+        gap = "" if row.gap_closed is None else f" {row.gap_closed:.0%}".replace("-0%", "0%")
+        cell = f"{row.prefix_hit_ratio:.4f}{mark} {row.writes_per_ref:.3f}{gap}"
+        assert cell in re.sub(r" +(-?\d+%)", r" \1", printed)
+    assert any(row.gap_closed for row in rows)
+    assert "-0%" not in printed
     assert any(row.among_best for row in rows)
     assert not all(row.among_best for row in rows)
     assert f"{rows[0].optimum_hit_ratio:.4f}" in printed
+
+
+def test_what_was_written_is_in_bytes_where_they_are_known(chat: str) -> None:
+    done = kvoffload("sweep", chat, "--capacities", "5%", "--bytes-per-token", "128KiB", "--jobs", "1")
+    rows = Sweep([chat], Grid(("lru", "arc"), block_bytes=2**26), jobs=1).run().rows
+    assert "\nprefix-hit ratio, bytes written, share of the gap" in done.stdout
+    for row in rows:
+        assert row.bytes_written == row.blocks_written * 2**26
+        assert f"{row.prefix_hit_ratio:.4f}* {row.bytes_written / 2**30:.1f} GiB" in done.stdout
+
+
+def test_without_lru_no_gap_is_shown(chat: str) -> None:
+    done = kvoffload("sweep", chat, "--policies", "arc,slru", "--capacities", "5%", "--jobs", "1")
+    assert "\nprefix-hit ratio, writes per reference\n" in done.stdout
+    assert "gap" not in done.stdout
+
+
+def test_a_share_that_rounds_to_nothing_has_no_sign(chat: str) -> None:
+    (row,) = Sweep([chat], Grid(("lru",)), jobs=1).run().rows
+    console = Console(file=io.StringIO(), width=100)
+    console.print(*tables([msgspec.structs.replace(row, gap_closed=-0.002)]))
+    assert f"{row.writes_per_ref:.3f} 0%" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_sizes_that_do_not_fit_side_by_side_stand_below(
+    chat: str, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    typed = [f"{percent}%" for percent in (5, 10, 15, 20, 25, 30, 35)]
+    rows = Sweep([chat], Grid(("lru", "arc"), capacities=tuple(typed)), jobs=1).run().rows
+    console = Console(file=io.StringIO(), width=width)
+    for table in tables(rows, width):
+        console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= min(width, 100)
+    # Whole, and in the order of the sizes.
+    assert [word for line in lines for word in line.split() if word in typed] == typed
+    for policy in ("lru", "arc"):
+        shown_here = [line for line in lines if line.split()[:1] == [policy]]
+        cells = [cell for line in shown_here for cell in re.findall(r"0\.\d{4}[* ] \d\.\d{3} +-?\d+%", line)]
+        of_policy = [row for row in rows if row.policy == policy]
+        assert [float(cell[:6]) for cell in cells] == [round(row.prefix_hit_ratio, 4) for row in of_policy]
+        assert 1 < len(shown_here) < len(typed)
+
+
+def test_the_words_are_on_screen_and_in_every_output(chat: str, tmp_path: Path) -> None:
+    axes = ("--policies", "lru,arc,slru", "--capacities", "3%,5%", "--jobs", "1")
+    found = Sweep([chat], Grid(("lru", "arc", "slru"), capacities=("3%", "5%")), jobs=1).run()
+    lines = [one.line for one in found.verdicts]
+    assert [line[:7] for line in lines] == ["at 3%: ", "at 5%: "]
+    printed = " ".join(kvoffload("sweep", chat, *axes).stdout.split())
+    assert f"small-chat, no device cache, in words {lines[0]} {lines[1]}" in printed
+    rows = json.loads(kvoffload("sweep", chat, *axes, "--format", "json").stdout)
+    best = [max((row for row in rows if row["capacity"] == typed), key=lambda row: row["prefix_hit_ratio"])
+            for typed in ("3%", "5%")]  # fmt: skip
+    assert [row["verdict"] for row in best] == lines
+    assert [row["verdict"] for row in rows if row not in best] == [None] * 4
+    assert kvoffload("sweep", chat, *axes, "--output", tmp_path / "out.csv").returncode == 0
+    with (tmp_path / "out.csv").open() as file:
+        assert [row["verdict"] for row in csv.DictReader(file) if row["verdict"]] == lines
+
+
+# ---- how far it is
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def said(steps: list[tuple[float, Progress]], *, quiet: bool = False, is_terminal: bool = False) -> list[str]:
+    """The lines that a sweep leaves on stderr, if these are the seconds at which it was so far."""
+    clock = Clock()
+    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, no_color=True)
+    with shown(quiet, console, clock) as on_progress:
+        clock.now_s += 500  # reading traces
+        began_s = clock.now_s
+        for seconds, progress in steps:
+            clock.now_s = began_s + seconds
+            on_progress(progress)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line for line in re.sub(r"\x1b\[[\d?;]*[a-zA-Z]", "", text).splitlines() if line.startswith("kv")]
+
+
+def steps(seconds_each: float, rows: int = 20) -> list[tuple[float, Progress]]:
+    return [
+        (number * seconds_each, Progress(number, rows, 100 * number, 100 * rows))
+        for number in range(rows + 1)
+    ]
+
+
+def test_without_a_terminal_there_is_a_line_for_each_tenth() -> None:
+    assert said(steps(40)) == [
+        f"kvoffload: {rows} of 20 rows, {5 * rows}%, about {left} left"
+        for rows, left in zip(
+            range(2, 20, 2),
+            ["12 min", "11 min", "9 min", "8 min", "7 min", "5 min", "4 min", "3 min", "80 s"],
+            strict=True,
+        )
+    ]
+
+
+def test_lines_are_half_a_minute_apart() -> None:
+    lines = said(steps(4))
+    assert [line.split()[1] for line in lines] == ["8", "16"]
+    assert said(steps(1)) == [], "a short sweep says nothing"
+
+
+def test_lines_tell_of_references_not_of_rows() -> None:
+    done_at = [(0, 0), (60, 20), (100, 500), (9000, 1000)]
+    uneven = [(seconds, Progress(rows, 3, refs, 1000)) for rows, (seconds, refs) in enumerate(done_at)]
+    assert said(uneven) == ["kvoffload: 2 of 3 rows, 50%, about 2 min left"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_sweep_that_goes_on_says_so(is_terminal: bool) -> None:
+    begun = [(0.0, Progress(20, 48, 0, 2800)), (1.0, Progress(21, 48, 100, 2800))]
+    assert said(begun, is_terminal=is_terminal) == ["kvoffload: resuming, 20 of 48 done"]
+    assert said(steps(1), is_terminal=is_terminal) == []
+
+
+def test_quiet_is_quiet() -> None:
+    assert said([(0.0, Progress(20, 48, 0, 2800)), *steps(40)], quiet=True) == []
 
 
 def test_better_than_the_optimum_is_an_error(

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 
 from kvoffload.cli.options import configured, decoding, sized
-from kvoffload.cli.sweep_tables import tables
+from kvoffload.cli.sweep_progress import shown
+from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError, SweepError
 from kvoffload.models import block_bytes
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.outputs import as_json
-from kvoffload.sweep.sweep import Progress, Sweep
+from kvoffload.sweep.sweep import Sweep
 from kvoffload.tiers.options import NO_TIERS
-
-_REMEMBERED_S = 600
 
 
 @click.command()
@@ -54,7 +49,7 @@ _REMEMBERED_S = 600
 @click.option(
     "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
 )
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--quiet", is_flag=True, help="Say nothing of the progress.")
 def sweep(
     traces: tuple[str, ...],
     policies: str,
@@ -104,7 +99,7 @@ def sweep(
         jobs=jobs, scheduler=scheduler, seed=seed, resamples=resamples, timings=timings,
     )  # fmt: skip
     try:
-        with _progress(quiet) as on_progress:
+        with shown(quiet) as on_progress:
             result = run.run(on_progress)
     except KeyboardInterrupt:
         click.echo(f"kvoffload: interrupted{_how_to_go_on(run)}", err=True)
@@ -116,10 +111,8 @@ def sweep(
         click.echo(as_json(result.rows), nl=False)
     else:
         console = Console()
-        for table in tables(result.rows):
-            console.print(table)
-    if result.from_journal:
-        click.echo(f"{result.from_journal:,} of {len(result.rows):,} rows had been finished before", err=True)
+        for part in (*tables(result.rows, console.width), *words(result.verdicts)):
+            console.print(part)
     if result.left_out:
         click.echo(
             f"{result.left_out.total():,} combinations left out: {'; '.join(result.left_out)}", err=True
@@ -138,25 +131,3 @@ def _how_to_go_on(run: Sweep) -> str:
         f"; {done.rows_done:,} of {done.rows:,} rows are kept in {run.journal_path}: "
         "run the same command again to go on"
     )
-
-
-@contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """A bar over block references, not rows: a row of a long trace takes longer."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-               TimeRemainingColumn())  # fmt: skip
-    with ProgressBar(
-        *columns,
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-        speed_estimate_period=_REMEMBERED_S,
-    ) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda now: bar.update(
-            task,
-            description=f"{now.rows_done:,} of {now.rows:,} rows",
-            completed=now.refs_done,
-            total=now.refs,
-        )

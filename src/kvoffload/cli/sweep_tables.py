@@ -1,79 +1,142 @@
-"""A sweep for people: a table for each trace and device, policies down, capacities across."""
+"""A sweep for people: a table for each trace and device, policies down, capacities across; then the words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload.cli.replay_table import assumption
+from kvoffload.cli.replay_table import assumption, size
+from kvoffload.sweep.bootstrap import CORRELATED
 from kvoffload.sweep.table import Row
+from kvoffload.sweep.verdict import Verdict
 
-_CORRELATED = 0.35
-"""Two standard errors for 32 windows: if half of the rows are above, windows are not independent."""
+_WIDEST = 100
+"""Columns of text: a table that would be wider goes on below itself."""
+
+_OF_A_COLUMN, _OF_A_TABLE = 3, 1
+"""Columns of text that rich puts around each column, and around all of them."""
 
 
-def tables(rows: Sequence[Row]) -> Iterator[RenderableType]:
-    """The tables, in the order of the rows."""
-    several_stores = len({row.store for row in rows}) > 1
-    several_tiers = len({row.tiers for row in rows}) > 1
+class _Cell(NamedTuple):
+    """What stands at one configuration and capacity: hits, writes, share of the gap, as text."""
+
+    hits: str = ""
+    writes: str = ""
+    gap: str = ""
+    style: str = ""
+
+
+_Line = dict[str, _Cell]
+"""What stands beside one label: capacity as typed -> cell."""
+
+
+class _Several(NamedTuple):
+    """Of what a sweep has more than one, so that labels have to say it."""
+
+    stores: bool
+    tiers: bool
+
+
+def tables(rows: Sequence[Row], width: int = _WIDEST) -> Iterator[RenderableType]:
+    """The tables, in the order of the rows, at most `width` columns of text wide (and never above 100)."""
+    several = _Several(len({row.store for row in rows}) > 1, len({row.tiers for row in rows}) > 1)
     for _, group in groupby(rows, lambda row: (row.trace_sha256, row.trace, row.device)):
-        yield _table(list(group), several_stores, several_tiers)
+        yield _table(list(group), several, min(width, _WIDEST))
 
 
-def _table(rows: list[Row], several_stores: bool, several_tiers: bool) -> RenderableType:
-    first = rows[0]
-    cells = {(_label(row, several_stores, several_tiers), row.capacity): row for row in rows}
-    labels, capacities = (list(dict.fromkeys(key[part] for key in cells)) for part in (0, 1))
+def words(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
+    """What the tables say, a line for each capacity, store mode and choice of tiers."""
+    for _, group in groupby(verdicts, lambda one: (one.best.trace_sha256, one.best.trace, one.best.device)):
+        of_table = list(group)
+        rows = [one.best for one in of_table]
+        lines = Table.grid(padding=(0, 1))
+        lines.add_column(no_wrap=True)
+        lines.add_column()
+        for one in of_table:
+            lines.add_row(Text(f"  {one.where}:"), Text(one.words))
+        yield Group(Text(f"{rows[0].trace}, {_device(rows)}, in words", "italic"), lines, Text())
+
+
+def _table(rows: list[Row], several: _Several, width: int) -> RenderableType:
+    body: dict[str, _Line] = {}
+    for row in rows:
+        body.setdefault(_label(row, several), {})[row.capacity] = _cell(row)
+    bounds = _bounds(rows, several)
+    headings = {row.capacity: _heading(row) for row in rows}
+    widths = [max(len(cell[part]) for line in [*body.values(), *bounds.values()] for cell in line.values())
+              for part in range(3)]  # fmt: skip
+    # Rich would fold cells, and nobody could read them; so sizes that do not fit stand below.
+    label_width = max(map(len, [*body, *bounds]))
+    column = max(sum(widths) + sum(width > 0 for width in widths) - 1, *map(_longest_line, headings.values()))
+    room = width - label_width - _OF_A_COLUMN - _OF_A_TABLE
+    across = max(1, room // (column + _OF_A_COLUMN))
+    capacities = list(headings)
+    parts = []
+    for start in range(0, len(capacities), across):
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column("", no_wrap=True)
+        some = capacities[start : start + across]
+        for capacity in some:
+            table.add_column(Text(headings[capacity], justify="right"), no_wrap=True)
+        for section in (body, bounds):
+            for label, line in section.items():
+                table.add_row(label, *(_text(line.get(capacity, _Cell()), widths) for capacity in some))
+            table.add_section()
+        parts.append(table)
+    return Group(_title(rows, several), *parts, _note(rows))
+
+
+def _title(rows: list[Row], several: _Several) -> Text:
     # Not the table's own title, which is folded at the table's width.
-    behind = f", {first.tiers} behind RAM" if first.tier_blocks and not several_tiers else ""
-    title = Text(
-        f"{first.trace}, {_device(rows)}{behind}: prefix-hit ratio, and writes per reference", "italic"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    at = {row.capacity: row for row in rows}
-    for capacity in capacities:
-        table.add_column(_heading(at[capacity]), justify="right")
-    for label in labels:
-        table.add_row(label, *(_cell(cells.get((label, capacity))) for capacity in capacities))
-    table.add_section()
-    # What can be reached depends on when blocks are stored.
-    for store, tiers in dict.fromkeys((row.store, row.tiers) for row in rows):
-        best = {
-            row.capacity: row.optimum_hit_ratio for row in rows if (row.store, row.tiers) == (store, tiers)
-        }
-        if any(ratio is not None for ratio in best.values()):
-            label = f"optimum, {store}" if several_stores else "optimum"
-            label += f", {tiers} behind" if several_tiers else ""
-            ratios = (best.get(capacity) for capacity in capacities)
-            table.add_row(label, *("" if ratio is None else f"{ratio:.4f}      -" for ratio in ratios))
-    table.add_row("no limit", *(f"{at[capacity].infinite_hit_ratio:.4f}      -" for capacity in capacities))
+    first = rows[0]
+    behind = f", {first.tiers} behind RAM" if first.tier_blocks and not several.tiers else ""
+    writes = "writes per reference" if first.bytes_written is None else "bytes written"
+    columns = f"prefix-hit ratio, {writes}"
+    if any(row.gap_closed is not None for row in rows):
+        columns += ", share of the gap from lru to the optimum"
+    return Text(f"{first.trace}, {_device(rows)}{behind}\n{columns}", "italic")
+
+
+def _bounds(rows: list[Row], several: _Several) -> dict[str, _Line]:
+    """The optimum, which depends on when blocks are stored, and a cache without limit."""
+    bounds: dict[str, _Line] = {}
+    for row in rows:
+        if row.optimum_hit_ratio is not None:
+            label = f"optimum, {row.store}" if several.stores else "optimum"
+            label += f", {row.tiers} behind" if several.tiers else ""
+            bounds.setdefault(label, {})[row.capacity] = _Cell(f"{row.optimum_hit_ratio:.4f} ", "-")
+    bounds["no limit"] = {row.capacity: _Cell(f"{row.infinite_hit_ratio:.4f} ", "-") for row in rows}
+    return bounds
+
+
+def _note(rows: list[Row]) -> Text:
     note = "  * the best at this capacity"
-    if first.ci_low is not None:
-        note += f", or not told apart from it (paired bootstrap, 95%, seed {first.seed})"
-    if first.decode_tokens_per_s:
-        note += f"\n  {assumption(first.decode_tokens_per_s)}"
+    if rows[0].ci_low is not None:
+        note += f", or not told apart from it (paired bootstrap, 95%, seed {rows[0].seed})"
+    if rows[0].decode_tokens_per_s:
+        note += f"\n  {assumption(rows[0].decode_tokens_per_s)}"
     correlations = [
         row.diff_correlation for row in rows if row.diff_vs_lru and row.diff_correlation is not None
     ]
-    if correlations and median(correlations) > _CORRELATED:
+    if correlations and median(correlations) > CORRELATED:
         note += (
             "\n  The traffic changes slowly over this trace: there is less certainty than * says "
             "(docs/sweep.md)"
         )
-    return Group(title, table, Text(note + "\n"))
+    return Text(note + "\n")
 
 
-def _label(row: Row, several_stores: bool, several_tiers: bool) -> str:
+def _label(row: Row, several: _Several) -> str:
     label = row.policy if row.admission == "all" else f"{row.policy}, {row.admission}"
-    label += f", {row.tiers} behind" if several_tiers else ""
-    return f"{label}, {row.store}" if several_stores else label
+    label += f", {row.tiers} behind" if several.tiers else ""
+    return f"{label}, {row.store}" if several.stores else label
 
 
 def _device(rows: list[Row]) -> str:
@@ -92,8 +155,18 @@ def _heading(row: Row) -> str:
     return blocks if row.capacity == str(row.capacity_blocks) else f"{row.capacity}\n{blocks}"
 
 
-def _cell(row: Row | None) -> Text:
-    if row is None:
-        return Text()
+def _longest_line(text: str) -> int:
+    return max(map(len, text.split("\n")))
+
+
+def _cell(row: Row) -> _Cell:
     mark, style = ("*", "bold") if row.among_best else (" ", "")
-    return Text(f"{row.prefix_hit_ratio:.4f}{mark} {row.writes_per_ref:5.3f}", style)
+    writes = f"{row.writes_per_ref:.3f}" if row.bytes_written is None else size(row.bytes_written)
+    # Round first: a share just below 0 is no -0%.
+    gap = "" if row.gap_closed is None else f"{round(100 * row.gap_closed)}%"
+    return _Cell(f"{row.prefix_hit_ratio:.4f}{mark}", writes, gap, style)
+
+
+def _text(cell: _Cell, widths: Sequence[int]) -> Text:
+    parts = (cell[part].rjust(width) for part, width in enumerate(widths) if width)
+    return Text(" ".join(parts), cell.style)

@@ -32,14 +32,17 @@ FEWEST_WINDOWS = 10
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 
+CORRELATED = 0.35
+"""Two standard errors for 32 windows: above it windows are not independent, and an interval is too narrow."""
+
 
 class Interval(NamedTuple):
     """Where a value lies with the probability `CONFIDENCE`.
 
     Attributes:
         correlation: of each window with the next one, -1 to 1. Near 0, the windows are as good as
-            independent and the interval means what it says. Far above (0.3), the traffic changes slowly, the
-            trace holds few independent stretches of it, and the interval is too narrow.
+            independent and the interval means what it says. Above `CORRELATED`, the traffic changes slowly,
+            the trace holds few independent stretches of it, and the interval is too narrow.
     """
 
     low: float

@@ -23,8 +23,9 @@ from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Resamples, window_sums
 from kvoffload.sweep.grid import Grid, Point
 from kvoffload.sweep.journal import SweepJournal, journal_path
 from kvoffload.sweep.outputs import RowsFile
-from kvoffload.sweep.table import Row, SweptTrace, rows_of, violations
+from kvoffload.sweep.table import Row, Runs, SweptTrace, rows_of, violations
 from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_digest, identified, load
+from kvoffload.sweep.verdict import Verdict, verdicts_of
 from kvoffload.sweep.workers import LocalWorkers, Workers
 
 _FORMAT = 1
@@ -52,12 +53,14 @@ class SweepResult:
 
     Attributes:
         rows: one for each combination, in the order of the traces and axes.
+        verdicts: what is to be said in words, one for each trace, sizes, store mode and tiers.
         left_out: for each combination that makes no sense, why; each reason with how often it was given.
         from_journal: combinations whose replay an earlier run had finished.
         violations: one line for each row above the optimum; anything but none is a bug.
     """
 
     rows: list[Row]
+    verdicts: list[Verdict]
     left_out: Counter[str]
     from_journal: int
     violations: list[str]
@@ -145,13 +148,15 @@ class Sweep:
             if not points:
                 raise ConfigError("stores", ",".join(self._grid.stores), "; ".join(left_out))
             measured, from_journal = self._measure(traces, points, workers, journal, on_progress)
-            rows = rows_of(
-                traces, points, measured, seed=self._seed, resamples=self._resamples, timings=self._timings
-            )
+            runs = Runs(traces, points, measured, seed=self._seed, resamples=self._resamples)
+            rows = rows_of(runs, block_bytes=self._grid.block_bytes, timings=self._timings)
+            verdicts = verdicts_of(points, rows, runs.difference)
+            for one in verdicts:
+                rows[one.number] = msgspec.structs.replace(rows[one.number], verdict=one.line)
             if self._output is not None and journal is not None:
                 self._output.write(rows)
                 journal.remove()
-        return SweepResult(rows, left_out, from_journal, violations(rows))
+        return SweepResult(rows, verdicts, left_out, from_journal, violations(rows))
 
     def _workers(self) -> Workers:
         if self._scheduler is None:
