@@ -310,7 +310,7 @@ class Log(NaiveLRU):
         super().__init__(index)
         type(self).log = []
 
-    def observe(self, path: Keys, slots: SlotArray, start: int) -> None:
+    def observe(self, path: Keys, slots: SlotArray, start: int, on_device: int) -> None:
         self.log.append(("begin", str(len(path))))
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:

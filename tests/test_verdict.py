@@ -32,7 +32,8 @@ def report(point: Point, hits: list[int], optimum: float, written: int) -> Repla
                      bytes_written=0, bytes_read=0, mismatches_caught=0)  # fmt: skip
     return ReplayReport(
         trace="planted", policy=point.policy, admission=point.admission, store=point.store,
-        capacity_blocks=point.capacity_blocks, device_blocks=point.device_blocks, requests=len(hits),
+        capacity_blocks=point.capacity_blocks, device_blocks=point.device_blocks, decode_tokens_per_s=0.0,
+        requests=len(hits),
         block_refs=refs, unique_blocks=1000, skipped_lines=0, prefix_hit_blocks=sum(hits),
         prefix_hit_ratio=sum(hits) / refs, device_hit_blocks=0, offload_hit_blocks=sum(hits),
         block_hit_ratio=sum(hits) / refs, infinite_hit_ratio=1.0, optimum_hit_ratio=optimum, tokens=refs,

@@ -122,8 +122,7 @@ class OffloadingManager:
         self.store_mode = mode(self.policy, self.admission, self._state)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._labels = Labels()
-        self._epoch = 0
-        self._void_before = 0
+        self._epoch = self._void_before = 0
         compile_all()
 
     # ---- requests
@@ -161,12 +160,11 @@ class OffloadingManager:
         if ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
             ctx = self._context(ctx)
         if hints is not NO_HINTS:
-            hints = ctx.hints.updated(hints)
-            ctx.tell(hints, self._labels.number(hints))
+            known = ctx.hints.updated(hints)
+            ctx.tell(known, self._labels.number(known))
         if path:
             self._use(path, ctx, whole_path=True)
-        untold = kernels.finish(self._cache, ctx.memory, bool(path))
-        self._tell(ctx, untold)
+        self._tell(ctx, untold := kernels.finish(self._cache, ctx.memory, bool(path)))
         if not self.store_mode.asks_nobody:
             self.store_mode.finished(ctx, untold)
         if self.admission is not None and ctx.num_observations > 1:

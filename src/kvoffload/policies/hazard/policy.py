@@ -36,12 +36,14 @@ from kvoffload.structures.structs import Struct
 _VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
 """A write cost below -1: then every new block is worth enough."""
-_TOLERATED, _FORGIVEN = 0.5, 0.25
+_TOLERATED, _FORGIVEN = 0.5, 0.35
 """Shares of the promise: by how much LRU may lead before it decides, because to become LRU again costs hits
 too; and how little that has to be of all references until it decides no more."""
+_SHORTEST_RUN = 100_000
+"""References of the shortest run that the promise is about: over fewer a few requests decide, by chance."""
 _CREDIT = 0.01
 """How much of an own lead counts, as a share of all references."""
-_VICTIM_TURNS = 3
+_VICTIM_TURNS = 4
 """Times `warm_up`: a victim tier that is LRU again has what LRU has only when the device has dropped it."""
 _NO_RUN = -1
 
@@ -111,7 +113,7 @@ class Hazard(CompiledPolicy):
     Two guards keep it from being much worse than LRU:
 
     - Until it has observed three times the age at which LRU evicts, it *is* LRU: it does not yet know the
-      ages that matter. In a victim tier at least nine times the capacity.
+      ages that matter. In a victim tier at least twelve times the capacity.
     - An exact shadow of LRU (`ShadowLRU`) counts what each request would have been served. Once that leads by
       half of the `promise`, LRU decides, until that lead is little beside the traffic that followed: so each
       attempt has to wait for as much traffic again. (Set duelling, Qureshi et al., ISCA 2007, with the whole
@@ -135,8 +137,8 @@ class Hazard(CompiledPolicy):
         history_capacity: keys of history, if that is more than twice the capacity.
         sample_capacity, half_life: as in `Lifetimes`.
         warm_up: it is LRU until this many times the age at which LRU evicts have passed.
-        promise: by how much its hit ratio may be below LRU's, in any run of requests that are short beside
-            the run (of 100,000 references, say); 1 switches the guard off.
+        promise: by how much its hit ratio may be below LRU's, in a run of 100,000 references or more; 1
+            switches the guard off.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
@@ -224,7 +226,7 @@ class Hazard(CompiledPolicy):
 @inline
 def _keep_promise(own: State) -> None:
     """Let LRU decide once it would have served too much more, until that is little beside all traffic."""
-    shadow, references = own.history.shadow, own.references
+    shadow, references = own.history.shadow, max(own.references, _SHORTEST_RUN)
     shadow.lead = max(shadow.lead, -_CREDIT * references)
     if shadow.lead > _TOLERATED * own.promise * references:
         own.lru_decides = 1

@@ -161,11 +161,11 @@ class NaiveHazard(EvictionPolicy):
             block.block_class, block.last = block_class, self.now
 
     def _keep_promise(self) -> None:
-        shadow = self.shadow
-        shadow.lead = max(shadow.lead, -hazard._CREDIT * self.references)
-        if shadow.lead > hazard._TOLERATED * self.promise * self.references:
+        shadow, references = self.shadow, max(self.references, hazard._SHORTEST_RUN)
+        shadow.lead = max(shadow.lead, -hazard._CREDIT * references)
+        if shadow.lead > hazard._TOLERATED * self.promise * references:
             self.lru_decides = True
-        elif shadow.lead <= hazard._FORGIVEN * self.promise * self.references:
+        elif shadow.lead <= hazard._FORGIVEN * self.promise * references:
             self.lru_decides = False
 
     @property
