@@ -58,8 +58,8 @@ def mixed(seed: int) -> Trace:
     # A sample of 20 sessions tells about how many are needed.
     sessions = max(20, round(20 * REFERENCES / max(1, traffic(20).block_refs)))
     trace = traffic(sessions)
-    while trace.block_refs < 100_000:
-        sessions = sessions * 3 // 2
+    while not 100_000 <= trace.block_refs <= 200_000:
+        sessions = max(1, round(sessions * 140_000 / trace.block_refs))
         trace = traffic(sessions)
     return trace
 
@@ -85,4 +85,4 @@ def test_the_promise_is_kept(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_the_promise_is_kept_everywhere(seed: int) -> None:
-    check(seed, (SHARES[seed % len(SHARES)], SHARES[(3 * seed + 2) % len(SHARES)]))
+    check(seed, (SHARES[seed % len(SHARES)],))
