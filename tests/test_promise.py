@@ -1,4 +1,4 @@
-"""`hazard`'s promise: no traffic where it is more than 0.3 points below LRU.
+"""`hazard`'s promise, no more than 0.3 points below LRU, on the seeds on which its guard was also tuned.
 
 The traffic is drawn at random, and resembles no recording: sessions whose think times, lengths and documents
 are mixed, so that what the policy learns from may tell nothing. A run has about 100,000 references; over much

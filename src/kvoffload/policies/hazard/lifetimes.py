@@ -173,7 +173,7 @@ def live_again(
     links, youngest = lifetimes.sample.lists.links, lifetimes.sample.lists.num_positions
     key = find(lifetimes.sample.index, path, row, h)
     if key != ABSENT:
-        # While the request ran nobody could come back: that time is no evidence.
+        # The time that the request ran is no evidence of who comes back after it.
         for age in range(links[key, LIST] - youngest + 1):
             exposed = lifetimes.exposed[lifetimes.class_of[key], age]
             lifetimes.exposed[lifetimes.class_of[key], age] = max(exposed - 1.0, 0.0)

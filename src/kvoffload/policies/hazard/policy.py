@@ -127,7 +127,7 @@ class Hazard(CompiledPolicy):
     leaves. By default 0, and -0.2 in a victim tier, where writes stay in the host.
 
     Time is counted in block references. Cost per block: three index probes, and a scan of the classes that
-    have blocks (at most 50 without labels) for a victim. Memory: 56 bytes a slot, 84 bytes and the key for
+    have blocks (at most 50 without labels) for a victim. Memory: 56 bytes a slot, 72 bytes and the key for
     each of 65,536 keys of history (or twice the capacity, if that is more), and 4 MB.
 
     Its parameters are read when it is made.
@@ -137,8 +137,8 @@ class Hazard(CompiledPolicy):
         history_capacity: keys of history, if that is more than twice the capacity.
         sample_capacity, half_life: as in `Lifetimes`.
         warm_up: it is LRU until this many times the age at which LRU evicts have passed.
-        promise: by how much its hit ratio may be below LRU's, in a run of 100,000 references or more; 1
-            switches the guard off.
+        promise: by how much its hit ratio may be below LRU's, in a run of 100,000 references or more: an aim,
+            mostly kept (docs/decisions.md); 1 switches the guard off.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
