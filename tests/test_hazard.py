@@ -382,6 +382,38 @@ def test_in_a_victim_tier_requests_that_are_put_in_order_together_keep_their_pat
     assert runs[0] == runs[1] != runs[2] == runs[3]
 
 
+# ---- ends of requests
+
+
+def last_used(manager: OffloadingManager, letters: str) -> list[int]:
+    """When these blocks were used last, as the policy or its twin knows it."""
+    policy: Any = manager.policy
+    if isinstance(policy, NaiveHazard):
+        return [policy.history[key].last for key in keys(letters)]
+    return [when for _, when in parts.classify(policy.history, Keys.pack(keys(letters), 1), -1)]
+
+
+@pytest.mark.parametrize("policy", [Hazard, NaiveHazard])
+def test_ages_count_from_the_end_unless_nobody_has_come_since(policy: Any) -> None:
+    manager = make(policy, 9)
+    first = manager.begin_request("1", keys("sab"))
+    manager.touch(keys("sab"), first)
+    second = manager.begin_request("2", keys("sxy"))
+    manager.touch(keys("sxy"), second)
+    manager.finish_request(first)
+    assert last_used(manager, "sabxy") == [6, 6, 6, 3, 3], "the second one shares the system prompt"
+    manager.finish_request(second)
+    assert last_used(manager, "sabxy") == [6, 6, 6, 6, 6]
+    third = manager.begin_request("3", keys("sxy"))
+    manager.touch(keys("sxy"), third)
+    manager.finish_request(third)
+    assert last_used(manager, "sabxy") == [6, 6, 6, 6, 6], "that was at once"
+    fourth = manager.begin_request("4", keys("sab"))
+    manager.touch(keys("sab"), fourth)
+    manager.finish_request(fourth, hints=Hints("stop"))
+    assert last_used(manager, "sabxy") == [12, 12, 12, 6, 6], "a label is news"
+
+
 # ---- the guards
 
 

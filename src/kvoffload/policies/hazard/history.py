@@ -173,6 +173,20 @@ def end_use(history: History, path: U64Matrix, row: int, h: np.uint64, label: in
 
 
 @inline
+def was_last(history: History, path: U64Matrix, now: int) -> bool:
+    """Whether nobody has come since the request of this `path` was observed, as a whole: then its end is its
+    beginning."""
+    root, leaf = 0, path.shape[0] - 1
+    first, last = (
+        find(history.keys.index, path, root, hash_row(path, root)),
+        find(history.keys.index, path, leaf, hash_row(path, leaf)),
+    )
+    if first == ABSENT or last == ABSENT:
+        return False
+    return history.last[first] == history.last[last] == now - path.shape[0]
+
+
+@inline
 def class_at(history: History, place: int) -> int:
     """The class of the key at a position; of a block of the request at hand for which there was no room."""
     if place == ABSENT:

@@ -24,6 +24,7 @@ from kvoffload.policies.hazard.history import (
     classify,
     end_use,
     use_key,
+    was_last,
 )
 from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_again, live_on
 from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
@@ -68,7 +69,6 @@ class State(Struct):
         is_victim_tier: 1 if the blocks of the last store came one by one.
         oldest_victim: the highest age at which LRU has evicted lately.
         lru_decides: 1 while the promise needs it.
-        last_path: hash of the first key of the path that was observed last.
     """
 
     history: History
@@ -83,7 +83,6 @@ class State(Struct):
     active: I32Array
     is_active: I32Array
     num_active: int
-    last_path: int
     run: int
     run_time: int
     threshold: float
@@ -270,7 +269,6 @@ def observe(own: State, path: Path) -> None:
             compare(history.shadow, place, is_held, asked, own.is_victim_tier)
     end_path(history.shadow)
     own.references += path.length - start
-    own.last_path = np.int64(path.records[0, HASH])
     if now >= own.lifetimes.next_evaluation:
         evaluate(own.lifetimes, now)
     _keep_promise(own)
@@ -280,8 +278,7 @@ def observe(own: State, path: Path) -> None:
 def finished(own: State, path: Path) -> None:
     """Ages count from the end of a request, and from then on its label is known."""
     history, links, keys, now = own.history, own.lists.links, path.index.keys[: path.length], own.references
-    # Nobody has come since it began.
-    if path.length == 0 or (path.label == 0 and own.last_path == np.int64(path.records[0, HASH])):
+    if path.length == 0 or (path.label == 0 and was_last(history, keys, now)):
         return
     own.now = now
     own.lifetimes.has_labels |= path.label

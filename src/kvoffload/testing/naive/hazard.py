@@ -100,7 +100,6 @@ class NaiveHazard(EvictionPolicy):
         self.now = self.references = self.num_runs = 0
         self.is_victim_tier = False
         self.lru_decides = self.has_labels = False
-        self.last_path = b""
         self.evaluated = 0
         self._evaluate()
 
@@ -128,12 +127,14 @@ class NaiveHazard(EvictionPolicy):
         if self.now >= self.next_evaluation:
             self._evaluate()
         self.references += len(slots)
-        self.last_path = keys[0]
         self._keep_promise()
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
         label, keys = self.labels.number(hints), list(path)
-        if not keys or (label == 0 and keys[0] == self.last_path):
+        # Without a label it is news only if somebody has come since it was observed.
+        known = [self.history[key].last for key in keys if key in self.history]
+        is_news = len(known) < len(keys) or {*known} != {self.references - len(keys)}
+        if not keys or (label == 0 and not is_news):
             return
         self.now = self.references
         self.has_labels |= label > 0
