@@ -33,6 +33,7 @@ def report(point: Point, hits: list[int], optimum: float, written: int) -> Repla
     return ReplayReport(
         trace="planted", policy=point.policy, admission=point.admission, store=point.store,
         capacity_blocks=point.capacity_blocks, device_blocks=point.device_blocks, decode_tokens_per_s=0.0,
+        queue_requests=0,
         requests=len(hits),
         block_refs=refs, unique_blocks=1000, skipped_lines=0, prefix_hit_blocks=sum(hits),
         prefix_hit_ratio=sum(hits) / refs, device_hit_blocks=0, offload_hit_blocks=sum(hits),
