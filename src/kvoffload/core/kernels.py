@@ -334,10 +334,10 @@ def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: b
         new.count = 0
         return 0
     new.count = _room(cache, path, new.num_missing)
-    cache.spares = _has_room_without_expected(cache, path, new.count)
     if new.num_missing > 0 and new.count == 0:
         cache.dropped += new.num_missing
         return NO_ROOM
+    cache.spares = _has_room_without_expected(cache, path, new.count)
     return new.count
 
 
@@ -494,6 +494,7 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
     if new.count > 0 and not new.admitted and not _has_hole(new):
         _leave_out_refused(path, new)
     wrong = _first_wrong_victim(cache, path, new)
+    cache.spares = 0
     if wrong >= 0:
         return FIRST_WRONG - wrong
     _enter(cache, path, new)
