@@ -20,6 +20,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
 from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.speed import ReadSpeed
 from kvoffload.tiers.memory import MemoryTier
 from letters import HIT, MISS, PENDING, keys, text
@@ -197,6 +198,45 @@ def test_what_tiers_may_pin_is_bounded() -> None:
     rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
     rig.store("abcd")
     assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+
+
+def test_all_tiers_together_pin_no_more_than_one_budget() -> None:
+    """A tier that hangs with its part pinned leaves the others theirs, and the engine the rest of RAM."""
+    rig = Rig(capacity=16, tiers=2, immediate=False, max_in_flight=0.25)
+    rig.store("abcdefgh")
+    assert [[text(job.keys) for job in tier.jobs] for tier in rig.tiers] == [["ab"], ["ab"]]
+    hangs, answers = rig.tiers
+    for expected in ("cd", "ef", "gh"):
+        answers.end(answers.jobs[0])
+        rig.manager.poll()
+        assert [text(job.keys) for job in answers.jobs] == [expected]
+    assert [text(job.keys) for job in hangs.jobs] == ["ab"]
+
+
+def test_a_slow_tier_gets_a_smaller_part_of_the_budget() -> None:
+    rig = Rig(capacity=40, tiers=2, immediate=False, max_in_flight=0.5)
+    quick, slow = rig.tiers
+    rig.store("ab")
+    quick.jobs[0].seconds, slow.jobs[0].seconds = 0.01, 1.0
+    rig.end_all()
+    rig.store("cdefghijklmnopqrstuvwxyz")
+    assert [len(job.keys) for tier in rig.tiers for job in tier.jobs] == [16, 4], "of 20: 4 to 1"
+    rig.end_all()
+    lane = rig.manager._lanes[1]
+    for _ in range(200):
+        lane.num_writing += 1
+        lane.has_written(1, 1, 0.005)
+    assert write_room(rig.manager._lanes, 1, 20) + lane.num_writing >= 9, "it is no longer slow"
+
+
+def test_a_write_that_fails_says_nothing_about_speed() -> None:
+    rig = Rig(capacity=16, tiers=2, immediate=False, max_in_flight=0.25)
+    rig.store("ab")
+    for tier in rig.tiers:
+        tier.jobs[0].seconds = 1.0
+    rig.tiers[0].jobs[0].fail, rig.tiers[0].jobs[0].seconds = {b"a", b"b"}, 1e-6
+    rig.end_all()
+    assert [lane.write_seconds for lane in rig.manager._lanes] == [0.0, 0.5]
 
 
 def test_what_a_busy_tier_cannot_take_waits_for_its_turn() -> None:

@@ -1,4 +1,4 @@
-"""What a tiered manager knows of each tier behind RAM: its jobs, how fast it reads, whether it answers.
+"""What a tiered manager knows of each tier behind RAM: its jobs, how fast it is, whether it answers.
 
 Decides nothing: `manager` decides what to do about a slow tier.
 """
@@ -15,6 +15,8 @@ from kvoffload.tiers.base import SecondaryTier
 _STALLED_AFTER_DEADLINES = 4
 _FAILING_AFTER_READS = 3
 _PROBE_EVERY_S = 10.0
+_MEMORY_OF_WRITES = 0.9
+"""The weight that the past keeps after each write: about the last ten count."""
 
 
 @dataclass
@@ -43,10 +45,12 @@ class Job:
 
 
 class TierLane:
-    """A tier behind RAM, the jobs that it has not finished, and how fast it reads.
+    """A tier behind RAM, the jobs that it has not finished, and how fast it reads and writes.
 
     Attributes:
         num_reading, num_writing: blocks that are being read, and written.
+        write_seconds: how long writing a block has taken of late, waiting in the tier's queue included; 0
+            while it has written nothing.
         waiting: blocks of RAM that are offered when the tier has written others, in that order.
         num_refused: blocks of jobs that the tier did not begin, because it raised an exception.
     """
@@ -57,6 +61,7 @@ class TierLane:
         self.speed = ReadSpeed()
         self._next_probe = 0.0
         self.num_reading = self.num_writing = self.num_refused = 0
+        self.write_seconds = 0.0
         self._failed_reads, self._next_try = 0, 0.0
         self.waiting: dict[bytes, None] = {}
 
@@ -78,6 +83,13 @@ class TierLane:
         self._failed_reads += 1
         if self._failed_reads >= _FAILING_AFTER_READS:
             self._next_try = now + _PROBE_EVERY_S
+
+    def has_written(self, num_blocks: int, num_sound: int, seconds: float) -> None:
+        """A write of `num_blocks` has ended, and `num_sound` of them are written."""
+        self.num_writing -= num_blocks
+        if num_sound:
+            one, past = seconds / num_sound, self.write_seconds
+            self.write_seconds = one if past == 0.0 else past + (1.0 - _MEMORY_OF_WRITES) * (one - past)
 
     def is_failing(self, now: float) -> bool:
         """Whether its last reads brought nothing, and it is too early to try again."""

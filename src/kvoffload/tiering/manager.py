@@ -22,6 +22,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import Job, TieringCounts, TierLane
+from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import num_worth_reading, soonest
 from kvoffload.tiers.base import NO_JOB, Mask, Memory, SecondaryTier, TierStats
@@ -60,8 +61,9 @@ class TieredManager(OffloadingManager):
         deadline_s: the longest time that a request waits for tiers.
         recompute_s_per_block: how long it takes to compute one block; None while unknown. May be set at any
             time.
-        max_in_flight: the share of RAM's slots that may be pinned for the writes of each tier; the same share
-            may be reserved for reads, and twice as much, up to half of RAM, for one that is alone.
+        max_in_flight: the share of RAM's slots that may be pinned for the writes of all tiers together, of
+            which a slow tier gets less; 1.0 bounds nothing. The same share may be reserved for reads, and
+            twice as much, up to half of RAM, for one that is alone.
         clock: monotonic seconds.
 
     Attributes:
@@ -409,7 +411,7 @@ class TieredManager(OffloadingManager):
         """End a job: the blocks that were read become ready, those that were written are unpinned."""
         plan = job.plan
         if isinstance(plan, LoadPlan):
-            lane.num_writing -= len(plan.keys)
+            lane.has_written(len(plan.keys), int(np.count_nonzero(ok)), seconds)
             self.unpin(plan)
             return
         self._num_reading -= len(plan.keys)
@@ -428,7 +430,7 @@ class TieredManager(OffloadingManager):
         """Offer ready blocks to a tier; those that it takes stay pinned until they are written. Those for
         which it has no time now wait."""
         lane = self._lanes[row]
-        room = self._room_for_writes(lane)
+        room = self._room_for_writes(row)
         if len(keys) > room:
             lane.waiting.update(dict.fromkeys(keys[room:]))
             num_lost = max(0, len(lane.waiting) - self.capacity_blocks)
@@ -457,14 +459,18 @@ class TieredManager(OffloadingManager):
         lane.jobs[job] = Job(kept, self._clock())
         lane.num_writing += len(kept.keys)
 
-    def _room_for_writes(self, lane: TierLane) -> int:
+    def _room_for_writes(self, row: int) -> int:
+        lane = self._lanes[row]
         if lane.is_stalled(self._clock(), self.deadline_s):
             return 0
-        return max(0, min(self._max_in_flight - lane.num_writing, lane.tier.queue_room))
+        if self._max_in_flight == self.capacity_blocks:
+            # As in a replay, whose decisions may not depend on how fast a disk is.
+            return lane.tier.queue_room
+        return min(write_room(self._lanes, row, self._max_in_flight), lane.tier.queue_room)
 
     def _offer_waiting(self, row: int, lane: TierLane) -> None:
         """Offer the blocks that have waited the longest, if they are still here."""
-        while lane.waiting and (room := self._room_for_writes(lane)):
+        while lane.waiting and (room := self._room_for_writes(row)):
             keys = self.pack([*islice(lane.waiting, room)])
             for key in keys:
                 del lane.waiting[key]
