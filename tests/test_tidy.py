@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "_version": set(),
     "config": {"errors"},
     "models": {"config", "errors"},
+    "weights": {"models", "errors"},
     "plugins": {"config", "errors"},
     "hints": set(),
     "structures": {"errors"},
@@ -56,7 +57,7 @@ MAY_IMPORT = {
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *("hints", "options", "tiering", "tiers", "transfer"),
+        *("hints", "options", "tiering", "tiers", "transfer", "weights"),
         *("core", "structures", "config", "errors", "_version"),
     },
     "cli": {
