@@ -42,8 +42,17 @@ class Clock:
 class Rig:
     """A manager with tiers, its pool, and an engine that computes blocks."""
 
-    def __init__(self, capacity: int = 4, *, tiers: int = 1, immediate: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        capacity: int = 4,
+        *,
+        tiers: int = 1,
+        immediate: bool = True,
+        shared: bool = False,
+        **options: Any,
+    ) -> None:
         self.tiers = [ScriptedTier(BLOCK_BYTES, name=f"t{n}", immediate=immediate) for n in range(tiers)]
+        self.tiers += [ScriptedTier(BLOCK_BYTES, name="far", immediate=immediate, shared=True)] * shared
         self.ram = MemoryTier(capacity, BLOCK_BYTES)
         self.pool = self.ram.pool
         self.clock = Clock()
@@ -872,6 +881,185 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         TieredManager(4, key_bytes=1, **given)
 
 
+# ---- tiers that machines share: they have to be asked
+
+
+def far(**options: Any) -> Rig:
+    """A manager whose only tier is shared, and whose jobs the test ends."""
+    return Rig(**({"capacity": 8, "tiers": 0, "immediate": False, "shared": True} | options))
+
+
+def jobs(rig: Rig, tier: int = 0) -> list[tuple[str, str]]:
+    """What each job of a tier is, and its blocks."""
+    kinds = {(True, False): "read", (False, False): "write", (False, True): "probe"}
+    return [(kinds[job.is_read, job.pool is None], text(job.keys)) for job in rig.tiers[tier].jobs]
+
+
+def test_a_shared_tier_is_asked_once_for_the_whole_rest_of_a_path() -> None:
+    rig = far()
+    rig.below("abc")
+    ctx = rig.begin()
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert jobs(rig) == [("probe", "abcdef")]
+    rig.end_all()
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert jobs(rig) == [("read", "abc")]
+    rig.end_all()
+    assert rig.ask("abcdef", ctx) == (3, MISS)
+    rig.load("abc", ctx)
+    assert rig.manager.hit_blocks == [0, 3]
+    assert rig.ask("abcdef", rig.begin()) == (3, MISS), "what was absent a moment ago is not asked for again"
+    assert jobs(rig) == []
+
+
+def test_what_ram_and_a_disk_have_is_not_asked_for_and_read_meanwhile() -> None:
+    rig = Rig(capacity=16, immediate=False, shared=True)
+    rig.store("a")
+    rig.end_all()
+    rig.below("bc", tier=0)
+    rig.below("defg", tier=1)
+    ctx = rig.begin()
+    assert rig.ask("abcdefgh", ctx) == (1, RETRY)
+    assert (jobs(rig, 0), jobs(rig, 1)) == ([("read", "bc")], [("probe", "defgh")])
+    rig.tiers[0].end(rig.tiers[0].jobs[0])
+    rig.manager.poll()
+    assert rig.ask("abcdefgh", ctx) == (3, RETRY), "it waits for the answer"
+    rig.end_all()
+    assert rig.ask("abcdefgh", ctx) == (3, RETRY)
+    assert jobs(rig, 1) == [("read", "defg")]
+    rig.end_all()
+    assert rig.ask("abcdefgh", ctx) == (7, MISS)
+
+
+def test_nothing_is_asked_for_behind_a_block_that_nobody_has() -> None:
+    rig = far()
+    rig.tier.believed[b"b"] = False
+    assert rig.ask("abcd", rig.begin()) == (0, RETRY)
+    assert jobs(rig) == [("probe", "a")]
+
+
+def test_two_requests_share_one_probe() -> None:
+    rig = far()
+    first, second = rig.begin(), rig.begin()
+    assert rig.ask("abc", first) == rig.ask("abcd", second) == (0, RETRY)
+    assert jobs(rig) == [("probe", "abc"), ("probe", "d")]
+
+
+def test_a_request_waits_for_answers_no_longer_than_the_probes_deadline() -> None:
+    rig = far()
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 0.04
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 0.02
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert rig.ask("cd", ctx) == (0, MISS), "nor for another one"
+    rig.below("ab")
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (0, RETRY), "what it did not wait for is read all the same, if it asks again"
+    assert jobs(rig) == [("read", "ab")]
+    rig.clock.now += 3.0
+    assert rig.ask("ef", ctx) == (0, RETRY), "after a pause a new wait begins"
+
+
+def test_a_probe_that_nobody_answers_is_a_miss_and_not_repeated_at_once() -> None:
+    rig = far()
+    ctx = rig.begin()
+    rig.ask("ab", ctx)
+    rig.tier.jobs[0].fail = {b"a", b"b"}
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert jobs(rig) == []
+
+
+def test_key_by_key_one_probe_a_step() -> None:
+    rig = far()
+    rig.below("abc")
+    ctx = rig.begin()
+    for _ in range(2):
+        assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [RETRY] * 4
+        assert rig.manager.poll()
+        assert jobs(rig) == [("probe", "abcd")]
+    rig.end_all()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [RETRY, RETRY, RETRY, MISS]
+    rig.manager.poll()
+    assert jobs(rig) == [("read", "abc")]
+    rig.end_all()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [HIT, HIT, HIT, MISS]
+
+
+def test_key_by_key_no_longer_than_the_probes_deadline() -> None:
+    rig = far()
+    ctx = rig.begin()
+    assert rig.manager.lookup_key(b"a", ctx) is RETRY
+    rig.manager.poll()
+    rig.clock.now += 0.06
+    assert rig.manager.lookup_key(b"a", ctx) is MISS
+
+
+def test_a_block_that_has_left_a_shared_tier_is_stale_and_not_lost() -> None:
+    rig = far()
+    ctx = rig.begin()
+    rig.tier.believed.update(dict.fromkeys(keys("abc"), True))
+    rig.below("ac")
+    for _ in range(5):
+        rig.ask("abc", ctx)
+        rig.end_all()
+    assert rig.ask("abc", ctx) == (1, MISS)
+    assert (rig.manager.counts.stale, rig.manager.counts.lost, rig.manager.counts.promoted) == (1, 0, 2)
+
+
+def test_a_tier_whose_blocks_have_all_left_has_not_failed() -> None:
+    rig = far()
+    for letter in "abcd":
+        rig.tier.believed[letter.encode()] = True
+        rig.ask(letter, rig.begin())
+        rig.end_all()
+    assert rig.manager.counts.stale == 4
+    assert not rig.manager._lanes[0].is_failing(rig.clock.now)
+
+
+def test_what_asking_has_taken_counts_against_a_read() -> None:
+    """A block takes 20 ms to read and 30 to compute; after 15 ms of asking that pays no more."""
+    for asked_s, expected in [(0.0, [("read", "a")]), (0.015, [])]:
+        rig = far(recompute_s_per_block=0.03)
+        rig.manager._lanes[0].speed.learn(1, 0.02)
+        assert rig.manager._lanes[0].is_probe_due(rig.clock.now), "and the next one is not"
+        rig.below("a")
+        ctx = rig.begin()
+        assert rig.ask("ab", ctx) == (0, RETRY)
+        rig.end_all()
+        rig.clock.now += asked_s
+        rig.ask("ab", ctx)
+        assert jobs(rig) == expected
+
+
+def test_a_shared_tier_that_raises_instead_of_asking_is_a_miss() -> None:
+    rig = far()
+    rig.tier.submit_probe = raises  # type: ignore[method-assign]
+    ctx = rig.begin()
+    assert rig.ask("abc", ctx) == (0, MISS)
+    assert rig.manager.tier_stats()[0].failed == 3
+
+
+def test_a_shared_tier_that_does_not_answer_is_not_asked() -> None:
+    rig = far()
+    rig.ask("a", rig.begin())
+    rig.clock.now += 10.0
+    assert rig.ask("b", rig.begin()) == (0, MISS)
+    assert jobs(rig) == [("probe", "a")]
+
+
+def test_a_request_that_leaves_out_the_tiers_asks_none() -> None:
+    rig = far()
+    ctx = rig.begin()
+    rig.manager.leave_out_tiers(ctx)
+    assert rig.ask("a", ctx) == (0, MISS)
+    assert rig.manager.lookup_key(b"a", ctx) is MISS
+    assert jobs(rig) == []
+
+
 # ---- the estimate
 
 
@@ -912,6 +1100,7 @@ class TieringMachine(RuleBasedStateMachine):
         max_in_flight=st.sampled_from([0.3, 1.0]),
         recompute=st.sampled_from([None, 0.05]),
         tiers=st.integers(1, 2),
+        shared=st.booleans(),
     )
     def start(
         self,
@@ -921,10 +1110,12 @@ class TieringMachine(RuleBasedStateMachine):
         max_in_flight: float,
         recompute: float | None,
         tiers: int,
+        shared: bool,
     ) -> None:
         self.rig = Rig(
             5,
             tiers=tiers,
+            shared=shared,
             immediate=False,
             policy=policy,
             admission=ReuseAdmission(1, 2, 8) if is_gated else "all",
@@ -998,10 +1189,21 @@ class TieringMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.rig.clock.now += seconds
 
-    @rule(letters=runs)
-    def the_tier_forgets(self, letters: str) -> None:
+    @rule(letters=runs, last=st.booleans())
+    def the_tier_forgets(self, letters: str, last: bool) -> None:
+        """Of the last tier, which may be shared, this process does not come to know of it."""
         for key in keys(letters):
-            self.rig.tier.blocks.pop(key, None)
+            self.rig.tiers[-last].blocks.pop(key, None)
+
+    @rule(letters=runs)
+    def another_client_writes(self, letters: str) -> None:
+        if self.rig.tiers[-1].shared:
+            self.rig.below(letters, tier=-1)
+
+    @rule(letters=runs)
+    def hints_run_out(self, letters: str) -> None:
+        for key in keys(letters):
+            self.rig.tiers[-1].believed.pop(key, None)
 
     @rule(takes=st.booleans())
     def the_tier_is_busy_or_not(self, takes: bool) -> None:

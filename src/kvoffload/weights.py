@@ -1,6 +1,6 @@
 """Which weights a model has, in words that are the same on every machine: for caches that machines share.
 
-Two byte-equal copies of a model have one identity wherever they are, and different weights under one name two.
+Two byte-equal copies of a model have one identity wherever they are, different weights under one name two.
 Knows no engine, and reads nothing but files.
 """
 

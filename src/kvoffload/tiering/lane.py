@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.structures.keys import Keys
 from kvoffload.tiering.speed import ReadSpeed
-from kvoffload.tiers.base import SecondaryTier
+from kvoffload.tiers.base import NO_JOB, Mask, SecondaryTier
 
 _STALLED_AFTER_DEADLINES = 4
 _FAILING_AFTER_READS = 3
@@ -34,13 +37,16 @@ class TieringCounts:
     """Left RAM before a tier could take them: it writes slower than blocks come, or did not answer."""
     gave_up: int = 0
     """Requests that waited as long as they may."""
+    stale: int = 0
+    """Believed to be in a tier that machines share, and no longer there."""
 
 
 @dataclass
 class Job:
-    """A read or write that a tier has not finished: its plan, and when it was submitted."""
+    """A write (a `LoadPlan`: its blocks are pinned), a read or a probe that a tier has not finished, and when
+    it was submitted."""
 
-    plan: LoadPlan | StorePlan
+    plan: LoadPlan | StorePlan | Keys
     since: float
 
 
@@ -51,6 +57,7 @@ class TierLane:
         num_reading, num_writing: blocks that are being read, and written.
         write_seconds: how long writing a block has taken of late, waiting in the tier's queue included; 0
             while it has written nothing.
+        probing: blocks that the tier is being asked for.
         waiting: blocks of RAM that are offered when the tier has written others, in that order.
         num_refused: blocks of jobs that the tier did not begin, because it raised an exception.
     """
@@ -64,6 +71,18 @@ class TierLane:
         self.write_seconds = 0.0
         self._failed_reads, self._next_try = 0, 0.0
         self.waiting: dict[bytes, None] = {}
+        self.probing: set[bytes] = set()
+
+    def probe(self, keys: Keys, now: float) -> None:
+        """Ask for those of these blocks that it is not being asked for."""
+        new = np.array([key not in self.probing for key in keys], np.bool_)
+        if not new.any():
+            return
+        asked = keys.take(new)
+        job = self.tier.submit_probe(asked)
+        if job != NO_JOB:
+            self.jobs[job] = Job(asked, now)
+            self.probing.update(asked)
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
         """Whether its oldest job is so late that it gets no more jobs."""
@@ -72,12 +91,13 @@ class TierLane:
         oldest = next(iter(self.jobs.values()))
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
-    def has_read(self, num_blocks: int, num_sound: int, seconds: float, now: float) -> None:
-        """A read of `num_blocks` has ended, and `num_sound` of them arrived. What did not arrive says nothing
-        about speed: a tier that fails at once is not a fast one."""
-        self.num_reading -= num_blocks
-        if num_sound:
+    def has_read(self, ok: Mask, stale: Mask | None, seconds: float, now: float) -> None:
+        """A read has ended. What did not arrive says nothing about speed: a tier that fails at once is not a
+        fast one. Nor has it failed if it answered that the blocks had left."""
+        self.num_reading -= len(ok)
+        if num_sound := int(np.count_nonzero(ok)):
             self.speed.learn(num_sound, seconds)
+        if num_sound or (stale is not None and stale.any()):
             self._failed_reads = 0
             return
         self._failed_reads += 1

@@ -25,7 +25,7 @@ from kvoffload.tiering.lane import Job, TieringCounts, TierLane
 from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import num_worth_reading, soonest
-from kvoffload.tiers.base import NO_JOB, Mask, Memory, SecondaryTier, TierStats
+from kvoffload.tiers.base import NO_JOB, JobResult, Mask, Memory, SecondaryTier, TierStats
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -44,6 +44,10 @@ class TieredManager(OffloadingManager):
     as fits, and its blocks are read and verified; meanwhile the answer is RETRY. Blocks that arrive are HIT
     from then on; those that cannot be read are MISS. Requests that want the same blocks wait for the same
     read. Neither RAM's admission rule nor its policy can refuse a promoted block.
+
+    **Ask first.** Of a tier that machines share it is not known what it holds. A lookup asks it, once for the
+    whole rest of a path; meanwhile the answer is RETRY, for no longer than the tier's `probe_timeout_s` in
+    all.
 
     **Do no harm.** A read that is expected to take longer than computing the blocks is cut where it still
     pays, or not begun, except for one every 10 s, to learn whether that still holds. Of several tiers that
@@ -109,6 +113,7 @@ class TieredManager(OffloadingManager):
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
         self._clock, self._log = clock, RateLimitedLog("kvoffload.tiering")
         self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
+        self._probe_timeout_s = min(deadline_s, max((tier.probe_timeout_s for tier in tiers), default=0.0))
         self._num_reading = 0
         # Blocks that are being promoted, and the number of their tier, from 1.
         self._promoting: dict[bytes, int] = {}
@@ -164,12 +169,15 @@ class TieredManager(OffloadingManager):
             return found
         rest = self.pack(keys[found.num_ready :])
         self._promote(rest, ctx, request)
-        if rest[0] not in self._promoting:
-            return found
-        return PrefixLookup(found.num_ready, self._wait(rest, request))
+        if rest[0] in self._promoting:
+            return PrefixLookup(found.num_ready, self._wait(rest, request))
+        if found.stopped_by is MISS and self._waits_for_probe(rest[0], request):
+            return PrefixLookup(found.num_ready, RETRY)
+        return found
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """As `OffloadingManager.lookup_key`. A block in a tier is RETRY; `poll` begins to promote it."""
+        """As `OffloadingManager.lookup_key`. A block in a tier, or that may be in one, is RETRY; `poll`
+        begins to promote them, and asks for them in one probe a step."""
         result = super().lookup_key(key, ctx)
         if result is HIT or ctx is None or not self._lanes:
             return result
@@ -177,10 +185,14 @@ class TieredManager(OffloadingManager):
         if not request.may_read:
             return result
         if result is MISS and key not in request.given_up:
-            if not self._below(self.pack([key]), request)[1].any():
+            one = self.pack([key])
+            is_below = self._below(one, request)[1].any()
+            if not is_below and not self._may_be_below(one, request):
                 return MISS
             request.wanted.append(key)
             self._asking[ctx] = request
+            if not is_below:
+                return RETRY
         elif key not in self._promoting:
             return result
         return self._wait([key], request)
@@ -230,7 +242,7 @@ class TieredManager(OffloadingManager):
         for number, lane in enumerate(self._lanes, 1):
             if lane.jobs:
                 for result in lane.tier.finished():
-                    self._take_in(number, lane, lane.jobs.pop(result.job), result.ok, result.seconds)
+                    self._take_in(number, lane, lane.jobs.pop(result.job), result)
         for row, lane in enumerate(self._lanes):
             if lane.waiting:
                 self._offer_waiting(row, lane)
@@ -329,11 +341,47 @@ class TieredManager(OffloadingManager):
             found.append(np.zeros(len(keys), np.bool_) if is_silent else lane.tier.contains(keys, record))
         return found, np.logical_or.reduce(found)
 
+    def _unknown(self, keys: Keys, request: TierWait) -> list[tuple[TierLane, Mask]]:
+        """Which blocks each shared tier would have to be asked for, before it can say whether it has them."""
+        now = self._clock()
+        return [
+            (lane, lane.tier.unknown(keys, record))
+            for lane, record in zip(self._lanes, request.records, strict=True)
+            if lane.tier.shared and not lane.is_stalled(now, self.deadline_s) and not lane.is_failing(now)
+        ]
+
+    def _probe(self, keys: Keys, found: Mask, request: TierWait) -> None:
+        """Ask shared tiers, all at once, for blocks of this run that have not been found, as far as the run
+        can go on."""
+        for lane, unknown in self._unknown(keys, request):
+            open_ends = np.flatnonzero(~(found | unknown))
+            end = int(open_ends[0]) if len(open_ends) else len(keys)
+            wanted = np.flatnonzero(unknown[:end] & ~found[:end])
+            if len(wanted) == 0:
+                continue
+            try:
+                lane.probe(keys.take(wanted), self._clock())
+            except Exception as error:
+                self._refused(lane, len(wanted), "asked for", error)
+
+    def _may_be_below(self, one: Keys, request: TierWait) -> bool:
+        """Whether a request waits to learn if a shared tier has this block."""
+        if not any(unknown.any() for _, unknown in self._unknown(one, request)):
+            return False
+        return request.waits_for_probe(self._clock(), self._probe_timeout_s, self.deadline_s)
+
+    def _waits_for_probe(self, key: bytes, request: TierWait) -> bool:
+        """Whether shared tiers are being asked for this block, and the request waits for the answer."""
+        if not any(key in lane.probing for lane in self._lanes):
+            return False
+        return request.waits_for_probe(self._clock(), self._probe_timeout_s, self.deadline_s)
+
     def _promote(self, keys: Keys, ctx: RequestContext, request: TierWait) -> None:
         """Begin to read the blocks of this run that only tiers have, if there is room and it is worth it."""
         here = self.contains(keys, ctx)
         in_tiers, below = self._below(keys, request)
         reachable = here | below
+        self._probe(keys, reachable, request)
         if request.given_up:
             reachable &= here | np.array([key not in request.given_up for key in keys], np.bool_)
         length = len(keys) if reachable.all() else int(reachable.argmin())
@@ -346,7 +394,9 @@ class TieredManager(OffloadingManager):
         missing = keys.take(wanted)
         compute_s = self.recompute_s_per_block
         come_from = soonest(self._lanes, np.array([mask[wanted] for mask in in_tiers]), compute_s)
-        num_worth = num_worth_reading(self._lanes, come_from, wanted, length, compute_s, self._clock())
+        now = self._clock()
+        spent_s = request.probed_for_s(now, self._probe_timeout_s)
+        num_worth = num_worth_reading(self._lanes, come_from, wanted, length, compute_s, now, spent_s)
         if num_worth < len(wanted):
             self.counts.not_worth += len(wanted) - num_worth
             request.given_up.update(missing[num_worth:])
@@ -407,22 +457,27 @@ class TieredManager(OffloadingManager):
                 request.came_from[key] = self._promoting[key]
         return RETRY
 
-    def _take_in(self, number: int, lane: TierLane, job: Job, ok: Mask, seconds: float) -> None:
+    def _take_in(self, number: int, lane: TierLane, job: Job, result: JobResult) -> None:
         """End a job: the blocks that were read become ready, those that were written are unpinned."""
-        plan = job.plan
+        plan, ok, seconds = job.plan, result.ok, result.seconds
+        if isinstance(plan, Keys):
+            lane.probing.difference_update(plan)
+            return
         if isinstance(plan, LoadPlan):
             lane.has_written(len(plan.keys), int(np.count_nonzero(ok)), seconds)
             self.unpin(plan)
             return
         self._num_reading -= len(plan.keys)
-        lane.has_read(len(plan.keys), int(np.count_nonzero(ok)), seconds, self._clock())
+        lane.has_read(ok, result.stale, seconds, self._clock())
         for key in plan.keys:
             self._promoting.pop(key, None)
         read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
         if len(read.keys):
             self._ram.seal(read.keys, read.slots)
             self.counts.promoted += len(read.keys)
-        self.counts.lost += len(lost.keys)
+        num_stale = 0 if result.stale is None else int(np.count_nonzero(result.stale))
+        self.counts.stale += num_stale
+        self.counts.lost += len(lost.keys) - num_stale
         super().complete_store(read)
         super().complete_store(lost, success=False)
 

@@ -32,6 +32,8 @@ class TierWait:
     finished: bool = False
     _since: float = 0.0
     _last_asked: float = -math.inf
+    _probing_since: float = 0.0
+    _last_probed: float = -math.inf
 
     def keeps_waiting(self, now: float, deadline_s: float) -> bool:
         """Whether it keeps waiting. After a pause longer than the deadline a new wait begins."""
@@ -40,3 +42,15 @@ class TierWait:
         self._last_asked = now
         self.gave_up = self.gave_up or now - self._since > self.may_wait_s
         return not self.gave_up
+
+    def waits_for_probe(self, now: float, timeout_s: float, deadline_s: float) -> bool:
+        """Whether it waits for tiers to say what they have: no longer than this, however many are asked and
+        how often. After a pause longer than the deadline a new wait begins."""
+        if now - self._last_probed > deadline_s:
+            self._probing_since = now
+        self._last_probed = now
+        return now - self._probing_since <= timeout_s
+
+    def probed_for_s(self, now: float, timeout_s: float) -> float:
+        """How long it has waited for that, if it has, and no longer than it may."""
+        return min(now - self._probing_since, timeout_s) if self._last_probed > -math.inf else 0.0

@@ -38,6 +38,7 @@ def num_worth_reading(
     length: int,
     compute_s: float | None,
     now: float,
+    spent_s: float = 0.0,
 ) -> int:
     """How many of these blocks are worth it, from the first on: to read them takes no longer than to compute
     what they make reachable. All of them, if a probe is due.
@@ -46,6 +47,7 @@ def num_worth_reading(
         come_from: the tier of each.
         wanted: the place of each in the prefix, of which `length` blocks are here or in tiers.
         compute_s: for one block; None while it is not known.
+        spent_s: how long the request has waited already to learn which tier has what.
     """
     if compute_s is None:
         return len(wanted)
@@ -54,7 +56,7 @@ def num_worth_reading(
     asked = [(lane, np.cumsum(come_from == row)) for row, lane in enumerate(lanes)]
     for lane, counts in asked:
         seconds = np.maximum(seconds, np.where(counts > 0, lane.seconds_for(counts), 0.0))
-    worth = np.flatnonzero(seconds <= reached * compute_s)
+    worth = np.flatnonzero(seconds + spent_s <= reached * compute_s)
     if len(worth):
         return int(worth[-1]) + 1
     probes = [lane.is_probe_due(now) for lane, counts in asked if counts[-1]]
