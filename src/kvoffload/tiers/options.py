@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
 
-from kvoffload.config import option_names, parse_capacity, read_options
+from kvoffload.config import MOST_BLOCKS, option_names, parse_capacity, read_options
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError
@@ -106,8 +106,8 @@ class TierOptions(ABC):
 
     @property
     def num_blocks(self) -> int:
-        """The capacity, where it is a number of blocks; 0 if it is not ours to say."""
-        return 0
+        """The capacity, where it is a number of blocks; more than any trace has if it is not ours to say."""
+        return MOST_BLOCKS
 
     def __str__(self) -> str:
         """As text that `parse_tier` reads."""

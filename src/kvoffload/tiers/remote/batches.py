@@ -1,0 +1,312 @@
+"""What is said to a server: each batch is one exchange, and keeps what has come of it if it is cut short.
+
+Owns the commands, and when a block counts as read, written or there. Runs on the thread of a line; decides
+nothing about other batches. Every exchange about blocks asks for the epoch first, so that it notices a reset
+by another machine before it believes anything else.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.base import Mask
+from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Epoch
+from kvoffload.tiers.remote.resp import Connection, ProtocolError, Reply, ServerError, command
+from kvoffload.transfer import Blocks
+from kvoffload.transfer.copies import address_of
+
+WINDOW_BYTES = 4 << 20
+"""Blocks that are asked for, or sent, at a time: the next window is asked for before this one is received."""
+_VERIFY_BYTES = 1 << 20
+"""Blocks are verified while they are in the processor's cache."""
+FULL = "OOM"
+"""What a server answers that has no room and evicts nothing."""
+
+
+class WasResetError(Exception):
+    """The epoch is another one: nothing of this batch counts."""
+
+    def __init__(self, found: int | None) -> None:
+        super().__init__("the cache was reset")
+        self.found = found
+
+
+@dataclass(eq=False, kw_only=True)
+class Batch(ABC):
+    """One exchange.
+
+    Attributes:
+        submitted: when it was asked for.
+        deadline: when it ends at the latest; of a write, counted from its beginning.
+        ended: when it did.
+        error: why it was cut short, or None.
+    """
+
+    deadline: float
+    submitted: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    error: Exception | None = None
+
+    def begin(self, now: float) -> None:  # noqa: B027  (most deadlines are of the submission)
+        """It is its turn."""
+
+    @abstractmethod
+    def run(self, connection: Connection) -> None:
+        """Say it. Raises `OSError`, `ProtocolError`, `ServerError`, `WasResetError`."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Greeting(Batch):
+    """Learns the present epoch, or makes a new one.
+
+    Attributes:
+        name: where the epoch is. is_reset: everything before is forgotten.
+        number: the epoch, once it is known.
+    """
+
+    name: bytes
+    is_reset: bool = False
+    number: int | None = None
+
+    def run(self, connection: Connection) -> None:
+        new = b"%016x" % secrets.randbits(64)
+        # Several machines may find none at the same instant: the first makes it, and all take what is there.
+        options = () if self.is_reset else (b"NX",)
+        connection.send(
+            [command(b"SET", self.name, new, *options), command(b"GET", self.name)], self.deadline
+        )
+        made, found = connection.reply(self.deadline), connection.reply(self.deadline)
+        for reply in (made, found):
+            if isinstance(reply, ServerError):
+                raise reply
+        # Of two resets at once the later one counts; both are after what was before.
+        self.number = _epoch_number(found)
+        if self.number is None:
+            raise ProtocolError("no epoch where one was just made")
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockBatch(Batch):
+    """An exchange about blocks.
+
+    Attributes:
+        job: the number of its job. at: the rows of its blocks in the job's result.
+        ok: which of its blocks are there, read, or written.
+        refused: the last error that the server gave for a single block.
+    """
+
+    name: ClassVar[str]
+
+    job: int
+    at: npt.NDArray[np.int64]
+    keys: Keys
+    epoch: Epoch
+    epoch_name: bytes
+    ok: Mask = field(init=False)
+    refused: ServerError | None = None
+
+    def __post_init__(self) -> None:
+        self.ok = np.zeros(len(self.keys), np.bool_)
+
+    def _ask_epoch(self) -> bytes:
+        return command(b"GET", self.epoch_name)
+
+    def _check_epoch(self, connection: Connection) -> None:
+        reply = connection.reply(self.deadline)
+        if isinstance(reply, ServerError):
+            raise reply
+        number = _epoch_number(reply)
+        if number != self.epoch.number:
+            raise WasResetError(number)
+
+    def _is_one(self, reply: Reply) -> bool:
+        """Whether a server says that a block is there, or that it has stored it."""
+        if isinstance(reply, ServerError):
+            self.refused = reply
+        elif reply not in (0, 1, b"OK"):
+            raise ProtocolError(f"an unexpected reply {reply!r}")
+        return reply in (1, b"OK")
+
+
+@dataclass(eq=False, kw_only=True)
+class Probe(BlockBatch):
+    """Asks which blocks are there."""
+
+    name = "probe"
+
+    def run(self, connection: Connection) -> None:
+        asked = [command(b"EXISTS", name) for name in self.epoch.names(self.keys)]
+        connection.send([b"".join([self._ask_epoch(), *asked])], self.deadline)
+        self._check_epoch(connection)
+        for row in range(len(asked)):
+            self.ok[row] = self._is_one(connection.reply(self.deadline))
+
+
+@dataclass(eq=False, kw_only=True)
+class Transfer(BlockBatch):
+    """An exchange about blocks whose bytes are in rows of a pool."""
+
+    pool: Blocks
+    rows: npt.NDArray[np.int64]
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.pool.shape[1])
+
+    def _addresses(self, of: slice | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = address_of(self.pool) + self.rows[of] * self.pool.strides[0]
+        return found
+
+    def _row(self, number: int) -> memoryview:
+        return memoryview(self.pool[self.rows[number]])
+
+    def _windows(self, count: int) -> Iterator[slice]:
+        size = max(1, WINDOW_BYTES // max(1, self.block_bytes))
+        return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+@dataclass(eq=False, kw_only=True)
+class Read(Transfer):
+    """Receives blocks into their rows, and verifies them. What is ok when it is cut short was verified.
+
+    Attributes:
+        absent: blocks that the server does not have.
+        damaged: blocks that are not what was stored under their key; they are deleted there.
+    """
+
+    name = "read"
+
+    absent: Mask = field(init=False)
+    damaged: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.absent, self.damaged = np.zeros((2, len(self.keys)), np.bool_)
+        self._headers = np.zeros(len(self.keys), HEADER)
+        self._arrived: list[int] = []
+
+    def run(self, connection: Connection) -> None:
+        names = self.epoch.names(self.keys)
+        try:
+            windows = [*self._windows(len(names))]
+            for number, window in enumerate(windows):
+                if number == 0:
+                    self._ask(connection, names[window])
+                if number + 1 < len(windows):
+                    # Asked for before the last is received, so that the server never waits for us.
+                    self._ask(connection, names[windows[number + 1]])
+                self._check_epoch(connection)
+                for row in range(window.start, window.stop):
+                    self._receive(connection, row)
+        except WasResetError:
+            self._arrived.clear()
+            self.ok[:] = self.absent[:] = False
+            raise
+        finally:
+            self._verify()
+        self._delete_damaged(connection, names)
+
+    def _ask(self, connection: Connection, names: list[bytes]) -> None:
+        asked = [command(b"GET", name) for name in names]
+        connection.send([b"".join([self._ask_epoch(), *asked])], self.deadline)
+
+    def _receive(self, connection: Connection, row: int) -> None:
+        header = memoryview(self._headers[row : row + 1].view(np.uint8))  # type: ignore[arg-type]
+        found = connection.value_into(header, self._row(row), self.deadline)
+        if isinstance(found, ServerError):
+            self.refused = found
+        elif found is None:
+            self.absent[row] = True
+        elif found != HEADER_BYTES + self.block_bytes:
+            self.damaged[row] = True
+        else:
+            self._arrived.append(row)
+            if len(self._arrived) * self.block_bytes >= _VERIFY_BYTES:
+                self._verify()
+
+    def _verify(self) -> None:
+        at = np.array(self._arrived, np.int64)
+        self._arrived.clear()
+        if len(at):
+            keys, headers = self.keys.take(at), self._headers[at]
+            self.ok[at] = self.epoch.sound(keys, headers, self._addresses(at), self.block_bytes)
+            self.damaged[at] = ~self.ok[at]
+
+    def _delete_damaged(self, connection: Connection, names: list[bytes]) -> None:
+        damaged = np.flatnonzero(self.damaged).tolist()
+        if damaged:
+            asked = [command(b"DEL", names[row]) for row in damaged]
+            connection.send([b"".join(asked)], self.deadline)
+            for _ in damaged:
+                connection.reply(self.deadline)
+
+
+@dataclass(eq=False, kw_only=True)
+class Write(Transfer):
+    """Stores the blocks that the server does not have.
+
+    Attributes:
+        patience_s: how long it may take once it has begun: nobody waits for it, and it waits for others.
+        ttl_s: after how long the server forgets them; 0 for when it likes.
+        was_there: blocks that another machine had written.
+    """
+
+    name = "write"
+
+    patience_s: float
+    ttl_s: int = 0
+    was_there: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.was_there = np.zeros(len(self.keys), np.bool_)
+
+    def begin(self, now: float) -> None:
+        self.deadline = now + self.patience_s
+
+    def run(self, connection: Connection) -> None:
+        names = self.epoch.names(self.keys)
+        asked = [command(b"EXISTS", name) for name in names]
+        connection.send([b"".join([self._ask_epoch(), *asked])], self.deadline)
+        self._check_epoch(connection)
+        for row in range(len(names)):
+            self.was_there[row] = self._is_one(connection.reply(self.deadline))
+        self.ok |= self.was_there
+        missing = np.flatnonzero(~self.was_there)
+        for window in self._windows(len(missing)):
+            self._store(connection, names, missing[window])
+            if self.refused is not None:
+                return
+
+    def _store(self, connection: Connection, names: list[bytes], at: npt.NDArray[np.int64]) -> None:
+        headers = self.epoch.headers(self.keys.take(at), self._addresses(at), self.block_bytes)
+        options = [b"EX", b"%d" % self.ttl_s] if self.ttl_s else []
+        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
+        begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
+        length = b"$%d\r\n" % (HEADER_BYTES + self.block_bytes)
+        buffers: list[bytes | memoryview] = []
+        for row, header in zip(at.tolist(), headers, strict=True):
+            head = b"%b$%d\r\n%b\r\n%b%b" % (begin, len(names[row]), names[row], length, header.tobytes())
+            buffers += [head, self._row(row), end]
+        connection.send(buffers, self.deadline)
+        for row in at.tolist():
+            self.ok[row] = self._is_one(connection.reply(self.deadline))
+
+
+def _epoch_number(reply: Reply) -> int | None:
+    """The epoch that a server names; None if it has none, or what it has is none."""
+    if not isinstance(reply, bytes) or len(reply) != 16:
+        return None
+    try:
+        return int(reply, 16)
+    except ValueError:
+        return None
