@@ -203,7 +203,7 @@ def test_a_tier_as_a_url(url: str) -> None:
     assert str(found) == f"{url}?ttl=7&password_file=/run/key"
     assert parse_tier("tier", str(found)) == found
     assert parse_tier("tier", {"type": "far", "url": url, "ttl": 7, "password_file": "/run/key"}) == found
-    assert parse_tier("tier", {"type": "far", "url": f"{url}?ttl=7", "password_file": "/run/key"}) == found
+    assert parse_tier("tier", {"url": f"{url}?ttl=7", "password_file": "/run/key"}) == found
     assert parse_tiers("tiers", f"disk:/a+b:5GiB+{url}?ttl=7&password_file=/run/key+100") == (
         DiskOptions(path=("/a+b",), capacity="5GiB"),
         found,

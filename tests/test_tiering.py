@@ -22,6 +22,7 @@ from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.speed import ReadSpeed
+from kvoffload.tiering.worth import what_it_needs
 from kvoffload.tiers.memory import MemoryTier
 from letters import HIT, MISS, PENDING, keys, text
 
@@ -1058,6 +1059,43 @@ def test_a_request_that_leaves_out_the_tiers_asks_none() -> None:
     assert rig.ask("a", ctx) == (0, MISS)
     assert rig.manager.lookup_key(b"a", ctx) is MISS
     assert jobs(rig) == []
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "measured", "said"),
+    [
+        (None, (0.001, 1e9), "every block that it has is read"),
+        (0.01, None, "faster than 0.1 GB/s; how fast they come was not measured"),
+        (0.01, (0.001, 1e9), "faster than 0.1 GB/s; measured 1 GB/s after 1 ms: from 1 blocks on"),
+        (0.01, (0.045, 1e9), "measured 1 GB/s after 45 ms: from 10 blocks on"),
+        (0.01, (0.001, 0.05e9), "measured 0.05 GB/s after 1 ms: it does not pay"),
+    ],
+)
+def test_a_shared_tier_says_at_the_start_what_it_needs(
+    compute_s: float | None, measured: tuple[float, float] | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block of 1 MB in 10 ms is 0.1 GB/s; at 1 GB/s reading it takes 1 ms, and a question and a read two
+    round
+    trips: 90 ms are worth it from 10 blocks on."""
+    tier = ScriptedTier(1_000_000, shared=True)
+    tier.measured_read = measured
+    assert said in what_it_needs(tier, compute_s)
+    with caplog.at_level("INFO"):
+        far(recompute_s_per_block=0.5)
+    assert "tier far: a read pays if blocks come faster than 1.6e-08 GB/s" in caplog.text
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_request_may_leave_out_only_some_of_the_tiers(shared: bool) -> None:
+    rig = Rig(capacity=16, immediate=False, shared=True)
+    rig.below("ab", tier=0)
+    rig.below("abc", tier=1)
+    ctx = rig.begin()
+    rig.manager.leave_out_tiers(ctx, shared=shared)
+    assert rig.ask("abcd", ctx) == (0, RETRY)
+    assert (jobs(rig, 0), jobs(rig, 1)) == (([("read", "ab")], []) if shared else ([], [("probe", "abcd")]))
+    rig.end_all()
+    assert rig.ask("abcd", ctx) == ((2, MISS) if shared else (0, RETRY))
 
 
 # ---- the estimate

@@ -265,6 +265,24 @@ def test_after_close_nothing_is_there_and_nothing_raises(client: Client, server:
     assert not [t for t in threading.enumerate() if t.name.startswith("kvoffload-valkey") and not t.daemon]
 
 
+def test_it_is_measured_once_and_leaves_nothing_behind(client: Client, server: Server) -> None:
+    assert client.tier.measured_read is not None
+    round_trip_s, bytes_per_s = client.tier.measured_read
+    assert 0.0 < round_trip_s < PATIENCE_S
+    assert bytes_per_s > BLOCK_BYTES / PATIENCE_S
+    assert server.names() == []
+    assert client.believes(1) == [None]
+
+
+def test_a_measurement_that_fails_is_none(proxy: FaultProxy, make: Callable[..., Client]) -> None:
+    proxy.set(cut_after=200)
+    client = make(proxy)
+    assert client.tier.measured_read is None
+    proxy.set()
+    client.come_to_terms()
+    assert client.write(1) == [1]
+
+
 # ---- several machines
 
 

@@ -6,6 +6,7 @@ RAM (the manager's policy does) nor what a tier keeps (its own policy and admiss
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import Job, TieringCounts, TierLane
 from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.wait import TierWait
-from kvoffload.tiering.worth import num_worth_reading, soonest
+from kvoffload.tiering.worth import num_worth_reading, soonest, what_it_needs
 from kvoffload.tiers.base import NO_JOB, JobResult, Mask, Memory, SecondaryTier, TierStats
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
@@ -121,6 +122,10 @@ class TieredManager(OffloadingManager):
         self._asking: dict[RequestContext, TierWait] = {}
         self.hit_blocks = [0] * (1 + len(tiers))
         self.counts = TieringCounts()
+        for tier in tiers:
+            if tier.shared:
+                needed = what_it_needs(tier, recompute_s_per_block)
+                logging.getLogger("kvoffload.tiering").info("tier %s: %s", tier.name, needed)
 
     # ---- requests
 
@@ -142,9 +147,14 @@ class TieredManager(OffloadingManager):
             request.finished = True
             self._end(ctx, request)
 
-    def leave_out_tiers(self, ctx: RequestContext) -> None:
-        """This request gets nothing from tiers; what it stores reaches them all the same."""
-        self._requests[ctx].may_read = False
+    def leave_out_tiers(self, ctx: RequestContext, *, shared: bool | None = None) -> None:
+        """This request gets nothing from tiers; what it stores reaches them all the same.
+
+        Args:
+            shared: True for only those that machines share, False for only the others.
+        """
+        rows = [row for row, lane in enumerate(self._lanes) if shared in (None, lane.tier.shared)]
+        self._requests[ctx].left_out.update(rows)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
         """Where a ready block of this request came from: the number of the tier, from 1; 0 for RAM.
@@ -165,7 +175,7 @@ class TieredManager(OffloadingManager):
         if found.stopped_by is HIT or ctx is None or not self._lanes:
             return found
         request = self._requests[ctx]
-        if not request.may_read:
+        if len(request.left_out) == len(self._lanes):
             return found
         rest = self.pack(keys[found.num_ready :])
         self._promote(rest, ctx, request)
@@ -182,7 +192,7 @@ class TieredManager(OffloadingManager):
         if result is HIT or ctx is None or not self._lanes:
             return result
         request = self._requests[ctx]
-        if not request.may_read:
+        if len(request.left_out) == len(self._lanes):
             return result
         if result is MISS and key not in request.given_up:
             one = self.pack([key])
@@ -311,6 +321,10 @@ class TieredManager(OffloadingManager):
                 request.num_storing = 0
                 self._end(ctx, request)
 
+    def is_shared(self, number: int) -> bool:
+        """Whether machines share the tier of this number, from 1."""
+        return number > 0 and self._lanes[number - 1].tier.shared
+
     @property
     def tier_names(self) -> list[str]:
         """The name of each tier behind RAM."""
@@ -336,8 +350,8 @@ class TieredManager(OffloadingManager):
         """Which blocks each tier has, and which are in any tier; one that is stalled or failing counts as
         empty."""
         found, now = [], self._clock()
-        for lane, record in zip(self._lanes, request.records, strict=True):
-            is_silent = lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
+        for row, (lane, record) in enumerate(zip(self._lanes, request.records, strict=True)):
+            is_silent = row in request.left_out or self._is_silent(lane, now)
             found.append(np.zeros(len(keys), np.bool_) if is_silent else lane.tier.contains(keys, record))
         return found, np.logical_or.reduce(found)
 
@@ -346,9 +360,12 @@ class TieredManager(OffloadingManager):
         now = self._clock()
         return [
             (lane, lane.tier.unknown(keys, record))
-            for lane, record in zip(self._lanes, request.records, strict=True)
-            if lane.tier.shared and not lane.is_stalled(now, self.deadline_s) and not lane.is_failing(now)
+            for row, (lane, record) in enumerate(zip(self._lanes, request.records, strict=True))
+            if lane.tier.shared and row not in request.left_out and not self._is_silent(lane, now)
         ]
+
+    def _is_silent(self, lane: TierLane, now: float) -> bool:
+        return lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
 
     def _probe(self, keys: Keys, found: Mask, request: TierWait) -> None:
         """Ask shared tiers, all at once, for blocks of this run that have not been found, as far as the run
@@ -548,6 +565,7 @@ class TieredManager(OffloadingManager):
         if not request.finished or request.num_storing:
             return
         del self._requests[ctx]
+        request.left_out.clear()
         path = ctx.keys()
         in_tiers, _ = self._below(path, request)
         for row, lane in enumerate(self._lanes):

@@ -15,7 +15,7 @@ class TierWait:
         wanted: single keys that a tier has and whose promotion has not begun.
         given_up: keys that it no longer waits for.
         came_from: for blocks promoted while it waited for them: the number of their tier, from 1.
-        may_read: False: it gets nothing from tiers.
+        left_out: the tiers from which it gets nothing, by their place in the stack.
         num_storing: its blocks in flight to RAM.
         may_wait_s: how long it may wait for the blocks that it has asked for.
         gave_up: it no longer waits for anything.
@@ -25,7 +25,7 @@ class TierWait:
     wanted: list[bytes] = field(default_factory=list)
     given_up: set[bytes] = field(default_factory=set)
     came_from: dict[bytes, int] = field(default_factory=dict)
-    may_read: bool = True
+    left_out: set[int] = field(default_factory=set)
     num_storing: int = 0
     may_wait_s: float = math.inf
     gave_up: bool = False

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.tiering.lane import TierLane
+from kvoffload.tiers.base import SecondaryTier
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 
@@ -61,3 +62,23 @@ def num_worth_reading(
         return int(worth[-1]) + 1
     probes = [lane.is_probe_due(now) for lane, counts in asked if counts[-1]]
     return len(wanted) if all(probes) else 0
+
+
+def what_it_needs(tier: SecondaryTier, compute_s: float | None) -> str:
+    """In words, what reads from a tier that machines share have to be like to be worth it, and what they are.
+
+    Args:
+        compute_s: for one block; None while it is not known.
+    """
+    if compute_s is None:
+        return "every block that it has is read: give recompute_tokens_per_s, and only where that pays"
+    needed = f"a read pays if blocks come faster than {tier.block_bytes / compute_s / 1e9:.3g} GB/s"
+    if tier.measured_read is None:
+        return f"{needed}; how fast they come was not measured"
+    round_trip_s, bytes_per_s = tier.measured_read
+    gained_s = compute_s - tier.block_bytes / bytes_per_s
+    found = f"{needed}; measured {bytes_per_s / 1e9:.3g} GB/s after {round_trip_s * 1e3:.3g} ms"
+    if gained_s <= 0:
+        return f"{found}: it does not pay, and is tried every 10 s"
+    # A question and a read: two round trips.
+    return f"{found}: from {math.ceil(max(1.0, 2 * round_trip_s / gained_s)):,} blocks on"

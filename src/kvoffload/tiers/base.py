@@ -69,6 +69,8 @@ class SecondaryTier(Protocol):
         written_before: blocks written in earlier lives, by hour since 1970; empty if the tier does not
             remember.
         shared: whether machines share it.
+        measured_read: of a shared tier, seconds of a round trip and bytes a second when it was opened; None
+            if that was not measured.
         probe_timeout_s: the time after which a probe has ended, and the longest that a request waits for one.
     """
 
@@ -79,6 +81,7 @@ class SecondaryTier(Protocol):
     written_before: Mapping[int, int]
     shared: bool = False
     probe_timeout_s: float = 0.0
+    measured_read: tuple[float, float] | None = None
 
     def begin_request(self, request_id: str) -> object:
         """Open the tier's record of a request: a block counts as used once, however often it is asked for."""

@@ -2,7 +2,7 @@
 
 As text ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for what has no path; as a mapping
 ``{"type": KIND, "path": PATH, "capacity": CAPACITY, ...}``. What is reached over a network is a URL,
-``SCHEME://HOST:PORT/NAME?option=value&...``, or ``{"type": KIND, "url": URL, ...}``. Several are a list, or a
+``SCHEME://HOST:PORT/NAME?option=value&...``, or ``{"url": URL, ...}``. Several are a list, or a
 text with ``+`` between them, from the fastest to the slowest.
 
 A password never stands in any of these, and what is refused is shown without one.
@@ -161,6 +161,8 @@ def parse_tier(field: str, value: object) -> TierOptions:
             redacted(value),
             f'allowed: {_EXAMPLE}, or {{"type": "disk", "path": "/data/kv", "capacity": "500GiB"}}',
         )
+    if not given.get("type") and isinstance(given.get("url"), str):
+        given = {**given, **_fields_of_text(field, given["url"])}
     if not given.get("type"):
         raise ConfigError(f"{field}.type", given.get("type"), f"allowed: {', '.join(TIERS.names())}")
     try:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload._version import __version__
+from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.pool import SharedPool
@@ -66,18 +67,21 @@ def say_what_a_reset_misses(missing: Iterable[str]) -> None:
         )  # fmt: skip
 
 
-HOST, DISK = "host", "disk"
+HOST, DISK, ELSEWHERE = "host", "disk", "external_unspecified"
 """Members of vLLM's ``CacheHitSource``, as their values."""
 
 
-def may_read_tiers(req_context: Any) -> bool:
-    """Whether a request may load from tiers behind RAM: its ``kv_load_tiers`` may leave them out."""
+def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: Any) -> None:
+    """Let a request load from no tiers that it leaves out: its ``kv_load_tiers`` names them by where they
+    are. Those that machines share are remote."""
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
-        return True
+        return
     from vllm.v1.kv_offload.base import Locality, Medium
 
-    return bool(allowed.allows(Medium.STORAGE, Locality.LOCAL))
+    for shared, locality in ((False, Locality.LOCAL), (True, Locality.REMOTE)):
+        if not allowed.allows(Medium.STORAGE, locality):
+            manager.leave_out_tiers(ctx, shared=shared)
 
 
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:

@@ -129,6 +129,8 @@ class ValkeyOptions(TierOptions):
         )
         try:
             tier.wait_until_open(_START_S)
+            if not owner.counts_blocks:
+                tier.measure(_START_S)
         except UnavailableError as error:
             said = tier.last_error
             never = isinstance(said, ssl.SSLCertVerificationError)

@@ -94,6 +94,54 @@ class Greeting(Batch):
             raise ProtocolError("no epoch where one was just made")
 
 
+_MEASURED_BLOCKS, _MEASURED_TIMES = 8, 3
+_MEASUREMENT_S = b"60"
+
+
+@dataclass(eq=False, kw_only=True)
+class Measurement(Batch):
+    """How fast reads from this server are, now: a block of zeros is stored under a name of its own, read, and
+    deleted; if that fails it ends by itself.
+
+    Attributes:
+        name: what the block is called.
+        round_trip_s: of the shortest question; bytes_per_s: of several blocks at once; the best of three.
+    """
+
+    name: bytes
+    block_bytes: int
+    round_trip_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+    def run(self, connection: Connection) -> None:
+        begin, end = b"*5\r\n$3\r\nSET\r\n", b"\r\n$2\r\nEX\r\n$2\r\n%b\r\n" % _MEASUREMENT_S
+        row = memoryview(bytearray(self.block_bytes))
+        length = b"$%d\r\n" % (HEADER_BYTES + self.block_bytes)
+        name = b"$%d\r\n%b\r\n" % (len(self.name), self.name)
+        connection.send([begin, name, length, bytes(HEADER_BYTES), row, end], self.deadline)
+        if isinstance(found := connection.reply(self.deadline), ServerError):
+            raise found
+        asked = command(b"EXISTS", self.name)
+        self.round_trip_s = min(self._timed(connection, [asked], row) for _ in range(_MEASURED_TIMES))
+        asked = command(b"GET", self.name)
+        several = [asked] * _MEASURED_BLOCKS
+        seconds = min(self._timed(connection, several, row) for _ in range(_MEASURED_TIMES))
+        transferring_s = seconds - self.round_trip_s if seconds > self.round_trip_s else seconds
+        self.bytes_per_s = _MEASURED_BLOCKS * self.block_bytes / transferring_s
+        connection.send([command(b"DEL", self.name)], self.deadline)
+        connection.reply(self.deadline)
+
+    def _timed(self, connection: Connection, asked: list[bytes], row: memoryview) -> float:
+        begun, header = time.monotonic(), memoryview(bytearray(HEADER_BYTES))
+        connection.send([b"".join(asked)], self.deadline)
+        for _ in asked:
+            if len(asked) == 1:
+                connection.reply(self.deadline)
+            else:
+                connection.value_into(header, row, self.deadline)
+        return max(time.monotonic() - begun, 1e-9)
+
+
 @dataclass(eq=False, kw_only=True)
 class BlockBatch(Batch):
     """An exchange about blocks.

@@ -27,7 +27,7 @@ class Hints:
         present_s, absent_s: how long a hint of each kind is believed.
         clock: monotonic seconds, above 0.
 
-    Memory: 16 bytes a hint. Cost: 20 ns a key in batches. Thread: one.
+    Memory: 16 bytes a hint. Cost: 20 to 80 ns a key in batches. Thread: one.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ bytes, and all that they find out is taken in on the scheduler's thread, in `fin
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from kvoffload.tiers.remote.batches import (
     Batch,
     BlockBatch,
     Greeting,
+    Measurement,
     Probe,
     Read,
     Transfer,
@@ -161,6 +163,21 @@ class RemoteTier(SecondaryTier):
                 why = f"{type(self.last_error).__name__}: {self.last_error}"
                 raise UnavailableError("tier", self.place, why)
             time.sleep(0.001)
+
+    def measure(self, timeout_s: float) -> None:
+        """Find out how fast reads are (`measured_read`), and wait for that. It may fail: then it is not
+        known.
+        """
+        if self._epoch is None:
+            return
+        name = self._epoch_name + b":measure:" + secrets.token_hex(8).encode()
+        until = time.monotonic() + timeout_s
+        batch = Measurement(name=name, block_bytes=self.block_bytes, deadline=until)
+        self._lines["read"].submit(batch)
+        while not batch.ended and time.monotonic() < until + CONNECT_S:
+            time.sleep(0.001)
+        if batch.ended and batch.error is None:
+            self.measured_read = batch.round_trip_s, batch.bytes_per_s
 
     # ---- requests
 
@@ -340,8 +357,7 @@ class RemoteTier(SecondaryTier):
             self._note_health(batch)
             if isinstance(batch, Greeting):
                 self._take_in_greeting(batch)
-            else:
-                assert isinstance(batch, BlockBatch)
+            elif isinstance(batch, BlockBatch):
                 self._take_in(batch)
 
     def _note_health(self, batch: Batch) -> None:
