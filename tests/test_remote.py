@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.structures.keys import Keys
@@ -260,6 +260,17 @@ def test_replies_are_read_however_they_are_cut(step: int) -> None:
             connection.reply(patience())
 
 
+@given(st.integers(1, 60), st.integers(0, 900))
+@example(3, 5)
+def test_many_lines_are_read_however_they_are_cut(step: int, count: int) -> None:
+    said = [b":%d" % (n % 2) if n % 7 else b"-ERR %d" % n for n in range(count)]
+    stream = b"".join(b"%b\r\n" % line for line in said)
+    with saying(b"+first\r\n" + stream + b"+last\r\n", step=max(step, len(stream) // 200)) as connection:
+        assert connection.reply(patience()) == b"first"
+        assert connection.lines(count, patience()) == said
+        assert connection.reply(patience()) == b"last"
+
+
 @pytest.mark.parametrize("length", [0, 1, 63, 575, 577, 1100])
 def test_a_value_of_another_length_is_thrown_away_and_the_next_one_right(length: int) -> None:
     body = bytes(64) + b"x" * BLOCK_BYTES
@@ -295,6 +306,11 @@ def test_what_no_server_says_ends_the_connection(said: bytes) -> None:
 def test_nor_is_it_believed_as_a_small_reply(said: bytes) -> None:
     with saying(said) as connection, pytest.raises(ProtocolError):
         connection.reply(patience())
+
+
+def test_a_line_without_an_end_is_no_line() -> None:
+    with saying(b"-" + b"x" * 5000) as connection, pytest.raises(ProtocolError):
+        connection.lines(1, patience())
 
 
 @pytest.mark.parametrize("said", [b"", b"$5", b"$576\r\n", b"$576\r\nsome of it", b"$576\r\n" + b"x" * 576])

@@ -754,6 +754,14 @@ def test_a_server_that_evicts_what_it_likes(
             assert stats.stale == 600 - len(served)
 
 
+def test_a_node_of_a_cluster_is_refused_at_the_start(tmp_path: Path, make: Callable[..., Client]) -> None:
+    with (
+        running(tmp_path, "--cluster-enabled", "yes") as server,
+        pytest.raises(ConfigError, match="CLUSTERDOWN"),
+    ):
+        make(server)
+
+
 def acl(server: Server, *users: str) -> None:
     for user in users:
         assert server.say("ACL", "SETUSER", *user.split()) == b"OK"

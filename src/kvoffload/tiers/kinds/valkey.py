@@ -27,8 +27,10 @@ _COUNTED_BLOCKS = 1 << 16
 """An admission rule counts as for a cache of so many blocks: how many the server holds is not ours to
 know.
 """
-_TO_BE_REFUSED = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
-"""What a server answers to a login or a command that it will never allow."""
+_TO_BE_REFUSED = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR", "MOVED", "CLUSTERDOWN"}
+"""What a server answers to a login or a command that it will never allow, and what a node of a cluster
+says.
+"""
 
 
 class _Address(NamedTuple):

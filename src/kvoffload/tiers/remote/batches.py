@@ -176,13 +176,19 @@ class BlockBatch(Batch):
         if number != self.epoch.number:
             raise WasResetError(number)
 
-    def _is_one(self, reply: Reply) -> bool:
-        """Whether a server says that a block is there, or that it has stored it."""
-        if isinstance(reply, ServerError):
-            self.refused = reply
-        elif reply not in (0, 1, b"OK"):
-            raise ProtocolError(f"an unexpected reply {reply!r}")
-        return reply in (1, b"OK")
+    def _are_there(self, connection: Connection, names: list[bytes]) -> Mask:
+        """Ask for the epoch, and which of these blocks are there."""
+        connection.send([self._ask_epoch() + _asked(b"EXISTS", names)], self.deadline)
+        self._check_epoch(connection)
+        found = np.zeros(len(names), np.bool_)
+        for row, line in enumerate(connection.lines(len(names), self.deadline)):
+            if line == b":1":
+                found[row] = True
+            elif line[:1] == b"-":
+                self.refused = ServerError(line[1:].decode(errors="replace"))
+            elif line != b":0":
+                raise ProtocolError(f"an unexpected reply {line[:40]!r}")
+        return found
 
 
 @dataclass(eq=False, kw_only=True)
@@ -192,11 +198,7 @@ class Probe(BlockBatch):
     name = "probe"
 
     def run(self, connection: Connection) -> None:
-        asked = [command(b"EXISTS", name) for name in self.epoch.names(self.keys)]
-        connection.send([b"".join([self._ask_epoch(), *asked])], self.deadline)
-        self._check_epoch(connection)
-        for row in range(len(asked)):
-            self.ok[row] = self._is_one(connection.reply(self.deadline))
+        self.ok = self._are_there(connection, self.epoch.names(self.keys))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -255,17 +257,12 @@ class Read(Transfer):
                 self._check_epoch(connection)
                 for row in range(window.start, window.stop):
                     self._receive(connection, row)
-        except WasResetError:
-            self._arrived.clear()
-            self.ok[:] = self.absent[:] = False
-            raise
         finally:
             self._verify()
         self._delete_damaged(connection, names)
 
     def _ask(self, connection: Connection, names: list[bytes]) -> None:
-        asked = [command(b"GET", name) for name in names]
-        connection.send([b"".join([self._ask_epoch(), *asked])], self.deadline)
+        connection.send([self._ask_epoch() + _asked(b"GET", names)], self.deadline)
 
     def _receive(self, connection: Connection, row: int) -> None:
         header = memoryview(self._headers[row : row + 1].view(np.uint8))  # type: ignore[arg-type]
@@ -292,10 +289,8 @@ class Read(Transfer):
     def _delete_damaged(self, connection: Connection, names: list[bytes]) -> None:
         damaged = np.flatnonzero(self.damaged).tolist()
         if damaged:
-            asked = [command(b"DEL", names[row]) for row in damaged]
-            connection.send([b"".join(asked)], self.deadline)
-            for _ in damaged:
-                connection.reply(self.deadline)
+            connection.send([_asked(b"DEL", [names[row] for row in damaged])], self.deadline)
+            connection.lines(len(damaged), self.deadline)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -323,11 +318,7 @@ class Write(Transfer):
 
     def run(self, connection: Connection) -> None:
         names = self.epoch.names(self.keys)
-        asked = [command(b"EXISTS", name) for name in names]
-        connection.send([b"".join([self._ask_epoch(), *asked])], self.deadline)
-        self._check_epoch(connection)
-        for row in range(len(names)):
-            self.was_there[row] = self._is_one(connection.reply(self.deadline))
+        self.was_there = self._are_there(connection, names)
         self.ok |= self.was_there
         missing = np.flatnonzero(~self.was_there)
         for window in self._windows(len(missing)):
@@ -347,7 +338,19 @@ class Write(Transfer):
             buffers += [head, self._row(row), end]
         connection.send(buffers, self.deadline)
         for row in at.tolist():
-            self.ok[row] = self._is_one(connection.reply(self.deadline))
+            reply = connection.reply(self.deadline)
+            if isinstance(reply, ServerError):
+                self.refused = reply
+            elif reply != b"OK":
+                raise ProtocolError(f"an unexpected reply {reply!r}")
+            else:
+                self.ok[row] = True
+
+
+def _asked(verb: bytes, names: list[bytes]) -> bytes:
+    """One command for each name, encoded; all names have one length."""
+    head = b"*2\r\n$%d\r\n%b\r\n$%d\r\n" % (len(verb), verb, len(names[0]))
+    return b"".join([b"%b%b\r\n" % (head, name) for name in names])
 
 
 def _epoch_number(reply: Reply) -> int | None:

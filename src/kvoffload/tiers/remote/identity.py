@@ -69,7 +69,8 @@ class Epoch:
 
     def names(self, keys: Keys) -> list[bytes]:
         """What each block is called: 72 hexadecimal digits of the key for vLLM's keys, behind the prefix."""
-        return [self.prefix + key.hex().encode() for key in keys]
+        size, digits = 2 * keys.key_bytes, b"".join(keys).hex().encode()
+        return [self.prefix + digits[at : at + size] for at in range(0, len(keys) * size, size)]
 
     def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
         """The headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
