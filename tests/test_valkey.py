@@ -231,8 +231,11 @@ def test_what_is_in_flight_is_bounded(client: Client, monkeypatch: pytest.Monkey
     assert client.tier.queue_room == 3
     assert client.write(1, 2, 3, 4, 5) == [1, 2, 3]
     assert client.tier.stats().dropped == 2
-    result = client.wait(client.begin_read(1, 2, 3, 1, 2))
-    assert result.ok.tolist() == [True, True, True]
+    result = client.wait(client.begin_read(1, 2, 3, 1, 9))
+    assert result.ok.tolist() == [True, True, True, False, False]
+    assert result.stale is not None
+    assert not result.stale.any()
+    assert client.believes(9) == [None], "what was not asked for is not known"
 
 
 def test_a_child_has_no_part_in_it(client: Client) -> None:

@@ -147,7 +147,7 @@ class BlockBatch(Batch):
     """An exchange about blocks.
 
     Attributes:
-        job: the number of its job. at: the rows of its blocks in the job's result.
+        job: the number of its job. num_rows: of the job's result; its blocks are the first of them.
         ok: which of its blocks are there, read, or written.
         refused: the last error that the server gave for a single block.
     """
@@ -155,7 +155,7 @@ class BlockBatch(Batch):
     name: ClassVar[str]
 
     job: int
-    at: npt.NDArray[np.int64]
+    num_rows: int
     keys: Keys
     epoch: Epoch
     epoch_name: bytes

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.core.admission import Admission
 from kvoffload.errors import MisuseError, UnavailableError
@@ -205,7 +204,7 @@ class RemoteTier(SecondaryTier):
         if not self._is_open():
             return NO_JOB
         self._stats.probes += len(keys)
-        return self._submit(Probe, keys, np.arange(len(keys)), self.options.probe_timeout_s)
+        return self._submit(Probe, keys, len(keys), self.options.probe_timeout_s)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = checked_rows(keys, pool, rows, self.block_bytes)
@@ -214,8 +213,8 @@ class RemoteTier(SecondaryTier):
             self._next_job += 1
             self._results.append(JobResult(self._next_job, np.zeros(len(keys), np.bool_), 0.0))
             return self._next_job
-        at = np.arange(count)
-        return self._submit(Read, keys, at, self.options.timeout_s, pool=pool, rows=checked[:count])
+        more = {"pool": pool, "rows": checked[:count]}
+        return self._submit(Read, keys[:count], len(keys), self.options.timeout_s, **more)
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
@@ -242,7 +241,7 @@ class RemoteTier(SecondaryTier):
         self._writing.update(keys.take(wanted))
         patience_s = _WRITE_PATIENCE * self.options.timeout_s
         more = {"pool": pool, "rows": checked[wanted], "patience_s": patience_s, "ttl_s": self.options.ttl_s}
-        return self._submit(Write, keys.take(wanted), np.arange(len(wanted)), patience_s, **more), taken
+        return self._submit(Write, keys.take(wanted), len(wanted), patience_s, **more), taken
 
     @property
     def queue_room(self) -> int:
@@ -332,14 +331,14 @@ class RemoteTier(SecondaryTier):
         return max(0, IN_FLIGHT_BYTES - self._bytes_of[kind]) // self.block_bytes
 
     def _submit(
-        self, kind: type[BlockBatch], keys: Keys, at: npt.NDArray[np.int64], timeout_s: float, **more: object
+        self, kind: type[BlockBatch], keys: Keys, num_rows: int, timeout_s: float, **more: object
     ) -> int:
         assert self._epoch is not None
         self._next_job += 1
         batch = kind(
             job=self._next_job,
-            at=at,
-            keys=keys if len(at) == len(keys) else keys[: len(at)],
+            num_rows=num_rows,
+            keys=keys,
             epoch=self._epoch,
             epoch_name=self._epoch_name,
             deadline=time.monotonic() + timeout_s,
@@ -414,7 +413,13 @@ class RemoteTier(SecondaryTier):
             self._log.warn("refused", "tier %s: %s refuses: %s", self.name, self.place, batch.refused)
         if isinstance(batch.error, TimeoutError):
             self._stats.timeouts += len(batch.keys) - int(np.count_nonzero(batch.ok))
-        self._results.append(JobResult(batch.job, batch.ok, batch.ended - batch.submitted, stale))
+        # Blocks for which there was no room are neither there nor stale: nothing is known of them.
+        masks = [
+            None if mask is None else np.append(mask, np.zeros(batch.num_rows - len(mask), np.bool_))
+            for mask in (batch.ok, stale)
+        ]
+        assert masks[0] is not None
+        self._results.append(JobResult(batch.job, masks[0], batch.ended - batch.submitted, masks[1]))
 
     def _take_in_read(self, batch: Read) -> Mask:
         num_read, num_stale = int(np.count_nonzero(batch.ok)), int(np.count_nonzero(batch.absent))
