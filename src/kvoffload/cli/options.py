@@ -67,3 +67,11 @@ def decoding(function: F) -> F:
         "--decode-tokens-per-s", type=float, default=0.0, metavar="X",
         help="Requests end when they have generated their answers at this speed; without it, at once.",
     )(function)  # fmt: skip
+
+
+def queueing(function: F) -> F:
+    """Give a command ``--queue``: how many requests of a replay wait (`replay.queue`)."""
+    return click.option(
+        "--queue", "queue_requests", type=int, default=0, metavar="N",
+        help="The next N requests wait in the engine's queue: what they will ask for leaves last.",
+    )(function)  # fmt: skip

@@ -120,6 +120,8 @@ class TieredManager(OffloadingManager):
         self._promoting: dict[bytes, int] = {}
         self._requests: dict[RequestContext, TierWait] = {}
         self._asking: dict[RequestContext, TierWait] = {}
+        # Requests that wait in the engine's queue, and for which nothing has been read yet.
+        self._ahead: dict[RequestContext, TierWait] = {}
         self.hit_blocks = [0] * (1 + len(tiers))
         self.counts = TieringCounts()
         for tier in tiers:
@@ -142,10 +144,23 @@ class TieredManager(OffloadingManager):
     ) -> None:
         """As `OffloadingManager.finish_request`. Tiers learn of the request when its stores are complete."""
         super().finish_request(ctx, path, hints=hints)
+        self._ahead.pop(ctx, None)
         request = self._requests.get(ctx)
         if request is not None:
             request.finished = True
             self._end(ctx, request)
+
+    def expect(self, ctx: RequestContext) -> None:
+        """As `OffloadingManager.expect`. What only tiers have is read ahead, while nobody else reads."""
+        super().expect(ctx)
+        request = self._requests[ctx]
+        if len(request.left_out) < len(self._lanes):
+            self._ahead[ctx] = request
+
+    def withdraw(self, ctx: RequestContext) -> None:
+        """As `OffloadingManager.withdraw`."""
+        super().withdraw(ctx)
+        self._ahead.pop(ctx, None)
 
     def leave_out_tiers(self, ctx: RequestContext, *, shared: bool | None = None) -> None:
         """This request gets nothing from tiers; what it stores reaches them all the same.
@@ -154,7 +169,10 @@ class TieredManager(OffloadingManager):
             shared: True for only those that machines share, False for only the others.
         """
         rows = [row for row, lane in enumerate(self._lanes) if shared in (None, lane.tier.shared)]
-        self._requests[ctx].left_out.update(rows)
+        left_out = self._requests[ctx].left_out
+        left_out.update(rows)
+        if len(left_out) == len(self._lanes):
+            self._ahead.pop(ctx, None)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
         """Where a ready block of this request came from: the number of the tier, from 1; 0 for RAM.
@@ -261,6 +279,8 @@ class TieredManager(OffloadingManager):
             wanted, request.wanted = request.wanted, []
             if not request.finished:
                 self._promote(self.pack([*dict.fromkeys(wanted)]), ctx, request)
+        while self._ahead and self._num_reading == 0:
+            self._read_ahead()
         return self.has_jobs
 
     @property
@@ -393,7 +413,9 @@ class TieredManager(OffloadingManager):
             return False
         return request.waits_for_probe(self._clock(), self._probe_timeout_s, self.deadline_s)
 
-    def _promote(self, keys: Keys, ctx: RequestContext, request: TierWait) -> None:
+    def _promote(
+        self, keys: Keys, ctx: RequestContext, request: TierWait, most_blocks: int | None = None
+    ) -> None:
         """Begin to read the blocks of this run that only tiers have, if there is room and it is worth it."""
         here = self.contains(keys, ctx)
         in_tiers, below = self._below(keys, request)
@@ -423,7 +445,7 @@ class TieredManager(OffloadingManager):
         room = self._max_in_flight - self._num_reading
         if self._num_reading == 0:
             # Nobody else waits: a prefix is worth most as a whole, and half of RAM stays free.
-            room = max(room, min(2 * room, self.capacity_blocks // 2))
+            room = most_blocks or max(room, min(2 * room, self.capacity_blocks // 2))
         plan = super().prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
         num_taken = 0 if plan is None else len(plan.keys)
         if num_taken < len(missing):
@@ -439,6 +461,20 @@ class TieredManager(OffloadingManager):
             numbers, plan.split([np.flatnonzero(come_from == n) for n in numbers]), strict=True
         ):
             self._read(number, part, request)
+
+    def _read_ahead(self) -> None:
+        """Begin to read for the request that has waited longest, once, as if it asked now. What cannot be
+        read yet it does not give up."""
+        ctx, request = next(iter(self._ahead.items()))
+        del self._ahead[ctx]
+        path, counts, before = ctx.keys(), self.counts, (self.counts.no_room, self.counts.not_worth)
+        if len(path):
+            as_if_now = TierWait(request.records, left_out=request.left_out)
+            self._promote(path, ctx, as_if_now, self._max_in_flight)
+            promoted = {key: self._promoting[key] for key in path if key in self._promoting}
+            request.came_from.update(promoted)
+            counts.read_ahead += len(promoted)
+            counts.no_room, counts.not_worth = before
 
     def _read(self, number: int, part: StorePlan, request: TierWait) -> None:
         """Begin to read the blocks of a plan from one tier."""
