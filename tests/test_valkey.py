@@ -231,6 +231,8 @@ def test_what_is_in_flight_is_bounded(client: Client, monkeypatch: pytest.Monkey
     assert client.tier.queue_room == 3
     assert client.write(1, 2, 3, 4, 5) == [1, 2, 3]
     assert client.tier.stats().dropped == 2
+    assert client.tier.queue_room == 3, "what has ended is no longer in flight"
+    assert client.read(1, 2, 3) == [1, 2, 3]
     result = client.wait(client.begin_read(1, 2, 3, 1, 9))
     assert result.ok.tolist() == [True, True, True, False, False]
     assert result.stale is not None
