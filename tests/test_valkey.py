@@ -168,6 +168,20 @@ def test_blocks_come_back(client: Client) -> None:
     assert stats.in_flight == 0
 
 
+def test_what_is_known_changes_only_when_a_job_is_taken_in(client: Client) -> None:
+    """Not between two questions: a block of which it is not known whether it is here would be neither."""
+    client.write(1)
+    client.tier._hints.clear()
+    job = client.tier.submit_probe(some_keys(1, 2))
+    until = time.monotonic() + PATIENCE_S
+    while not client.tier._ended:
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+    assert client.believes(1, 2) == [None, None]
+    client.wait(job)
+    assert client.believes(1, 2) == [True, False]
+
+
 def test_many_windows_of_blocks(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of one block, of several, and the last one smaller."""
     numbers = list(range(1, 61))

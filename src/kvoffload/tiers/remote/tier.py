@@ -301,7 +301,10 @@ class RemoteTier(SecondaryTier):
             raise MisuseError("this process was forked from the one that has the tier, and has no part in it")
         if self._closed:
             return False
-        if self._epoch is None or self._circuit.is_open or self._ended:
+        if self._epoch is None or self._circuit.is_open:
+            # Only while it is closed: what is known of blocks changes in `finished` and nowhere else. A
+            # caller that asks `contains` and then `unknown` would be told no twice by an answer that comes
+            # between.
             self._take_in_all()
             self._tend()
         return self._epoch is not None and not self._circuit.is_open
