@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +167,78 @@ def test_a_tier_as_users_type_it() -> None:
     )
 
 
+URL_KIND = """
+from dataclasses import dataclass
+from kvoffload.tiers.options import TierOptions
+
+@dataclass(frozen=True, kw_only=True)
+class FarOptions(TierOptions):
+    name = "far"
+    schemes = ("far", "fars", "far+wide")
+    url: str
+    ttl: int = 0
+    password_file: str = ""
+
+    def open(self, owner):
+        raise AssertionError
+"""
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "far.py").write_text(URL_KIND)
+    monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(tmp_path)])
+    yield
+    sys.modules.pop("kvoffload.tiers.kinds.far", None)
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize(
+    "url", ["far://host:6379/ns", "fars://a,b:1/x,y", "far+wide://a:1,b:2/ns", "far://[::1]:1/n"]
+)
+def test_a_tier_as_a_url(url: str) -> None:
+    found: Any = parse_tier("tier", f"{url}?ttl=7&password_file=/run/key")
+    assert type(found).__name__ == "FarOptions"
+    assert (found.url, found.ttl, found.password_file) == (url, 7, "/run/key")
+    assert str(found) == f"{url}?ttl=7&password_file=/run/key"
+    assert parse_tier("tier", str(found)) == found
+    assert parse_tier("tier", {"type": "far", "url": url, "ttl": 7, "password_file": "/run/key"}) == found
+    assert parse_tier("tier", {"url": f"{url}?ttl=7", "password_file": "/run/key"}) == found
+    assert parse_tiers("tiers", f"disk:/a+b:5GiB+{url}?ttl=7&password_file=/run/key+100") == (
+        DiskOptions(path=("/a+b",), capacity="5GiB"),
+        found,
+        parse_tier("tier", "simulated:100"),
+    )
+    assert found.in_blocks(4096, 10) == found
+    assert found.num_blocks >= 1 << 30
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize(
+    ("tier", "message"),
+    [
+        ("valke://host:6379/ns", "tier.type: 'valke://host:6379/ns' is not possible; allowed: "),
+        ("valke://host:6379/ns", "far://, fars://, far+wide"),
+        ("farr://host/ns", "tier.type: 'farr://host/ns' is not possible; allowed: "),
+        ("far://host/ns?tll=7", "tier.tll: '7' is not possible; there is no such option (did you mean ttl?)"),
+        ("far://host/ns?ttl=soon", "tier.ttl: 'soon' is not possible; allowed: a whole number"),
+        ("far://host/ns?ttl=1&ttl=2", "tier.ttl: '2' is not possible; ttl is given twice"),
+        ("far://host/ns?ttl", "tier.ttl: '' is not possible; allowed: a whole number"),
+        ({"type": "far", "url": "far://host/ns?ttl=1", "ttl": 2}, "tier.ttl: '1' is not possible; ttl is gi"),
+        ("far://host/ns?password=hunter2", "tier.password: '***' is not possible; a secret stands in the "),
+        ({"type": "far", "url": "far://h/n", "auth_token": "hunter2"}, "tier.auth_token: '***' is not poss"),
+        ("farr://me:hunter2@host/ns", "tier.type: 'farr://***@host/ns' is not possible"),
+        ("farr://me:hun/ter2@host/ns?ttl=1", "tier.type: 'farr://***@host/ns?ttl=1'"),
+        ({"type": "farr://:hunter2@host/ns"}, "tier.type: 'farr://***@host/ns'"),
+    ],
+)  # fmt: skip
+def test_a_url_that_cannot_be_is_refused_without_its_secrets(tier: object, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_tier("tier", tier)
+    assert message in str(refused.value)
+    assert not re.search("hun/?ter2", str(refused.value))
+
+
 def test_a_disk_needs_bytes_to_hold(tmp_path: Path, small_chat: Trace) -> None:
     with pytest.raises(ConfigError, match="take simulated:100"):
         Replay(small_chat, ReplayConfig(10, tiers=disk(tmp_path, 100)))
@@ -187,7 +262,7 @@ def test_a_new_file_is_a_new_kind_of_tier(
     assert Replay(small_chat, ReplayConfig(10, tiers=tiers)).run().tiers[1].blocks_written > 0
     monkeypatch.delitem(sys.modules, "kvoffload.tiers.kinds.toy")
     (tmp_path / "toy.py").unlink()
-    with pytest.raises(ConfigError, match="allowed: disk, simulated, module"):
+    with pytest.raises(ConfigError, match="allowed: disk, simulated, valkey, module"):
         parse_tiers("tiers", "toy:100")
 
 

@@ -174,7 +174,7 @@ TestStriped = StripedMachine.TestCase
 def test_a_read_of_nothing_ends() -> None:
     tier = StripedTier(scripted(2))
     job = tier.submit_read(keys_of([]), np.zeros((1, BLOCK_BYTES), np.uint8), np.arange(0))
-    ((number, ok, _),) = tier.finished()
+    ((number, ok, *_),) = tier.finished()
     assert (number, len(ok)) == (job, 0)
     assert tier.finished() == []
 

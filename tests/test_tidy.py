@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "_version": set(),
     "config": {"errors"},
     "models": {"config", "errors"},
+    "weights": {"models", "errors"},
     "plugins": {"config", "errors"},
     "hints": set(),
     "structures": {"errors"},
@@ -56,7 +57,7 @@ MAY_IMPORT = {
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *("hints", "options", "tiering", "tiers", "transfer"),
+        *("hints", "options", "tiering", "tiers", "transfer", "weights"),
         *("core", "structures", "config", "errors", "_version"),
     },
     "cli": {
@@ -160,6 +161,29 @@ def test_only_transfer_knows_torch() -> None:
         room_of(path) for path in sources() if any(m.split(".")[0] == "torch" for m in imports_of(path))
     }
     assert knowing <= {"transfer"}
+
+
+def test_only_tiers_that_machines_share_know_the_network() -> None:
+    """And each kind of medium stands alone: neither a disk nor a server knows of the other."""
+    knowing = {
+        str(path.relative_to(PACKAGE))
+        for path in sources()
+        if {module.split(".")[0] for module in imports_of(path)} & {"socket", "ssl"}
+    }
+    assert knowing <= {"tiers/remote/resp.py", "tiers/kinds/valkey.py", "testing/fault_proxy.py"}
+    importing = {
+        (str(path.relative_to(PACKAGE).parent), medium)
+        for path in sources()
+        for medium in ("disk", "remote")
+        if any(module.startswith(f"kvoffload.tiers.{medium}.") for module in imports_of(path))
+    }
+    inside = {(room, medium) for room, medium in importing if room.startswith("tiers")}
+    assert inside == {
+        ("tiers/disk", "disk"),
+        ("tiers/remote", "remote"),
+        ("tiers/kinds", "disk"),
+        ("tiers/kinds", "remote"),
+    }
 
 
 def test_only_integrations_know_engines() -> None:

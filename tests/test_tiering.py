@@ -20,7 +20,9 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
 from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.speed import ReadSpeed
+from kvoffload.tiering.worth import what_it_needs
 from kvoffload.tiers.memory import MemoryTier
 from letters import HIT, MISS, PENDING, keys, text
 
@@ -41,8 +43,17 @@ class Clock:
 class Rig:
     """A manager with tiers, its pool, and an engine that computes blocks."""
 
-    def __init__(self, capacity: int = 4, *, tiers: int = 1, immediate: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        capacity: int = 4,
+        *,
+        tiers: int = 1,
+        immediate: bool = True,
+        shared: bool = False,
+        **options: Any,
+    ) -> None:
         self.tiers = [ScriptedTier(BLOCK_BYTES, name=f"t{n}", immediate=immediate) for n in range(tiers)]
+        self.tiers += [ScriptedTier(BLOCK_BYTES, name="far", immediate=immediate, shared=True)] * shared
         self.ram = MemoryTier(capacity, BLOCK_BYTES)
         self.pool = self.ram.pool
         self.clock = Clock()
@@ -197,6 +208,45 @@ def test_what_tiers_may_pin_is_bounded() -> None:
     rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)
     rig.store("abcd")
     assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+
+
+def test_all_tiers_together_pin_no_more_than_one_budget() -> None:
+    """A tier that hangs with its part pinned leaves the others theirs, and the engine the rest of RAM."""
+    rig = Rig(capacity=16, tiers=2, immediate=False, max_in_flight=0.25)
+    rig.store("abcdefgh")
+    assert [[text(job.keys) for job in tier.jobs] for tier in rig.tiers] == [["ab"], ["ab"]]
+    hangs, answers = rig.tiers
+    for expected in ("cd", "ef", "gh"):
+        answers.end(answers.jobs[0])
+        rig.manager.poll()
+        assert [text(job.keys) for job in answers.jobs] == [expected]
+    assert [text(job.keys) for job in hangs.jobs] == ["ab"]
+
+
+def test_a_slow_tier_gets_a_smaller_part_of_the_budget() -> None:
+    rig = Rig(capacity=40, tiers=2, immediate=False, max_in_flight=0.5)
+    quick, slow = rig.tiers
+    rig.store("ab")
+    quick.jobs[0].seconds, slow.jobs[0].seconds = 0.01, 1.0
+    rig.end_all()
+    rig.store("cdefghijklmnopqrstuvwxyz")
+    assert [len(job.keys) for tier in rig.tiers for job in tier.jobs] == [16, 4], "of 20: 4 to 1"
+    rig.end_all()
+    lane = rig.manager._lanes[1]
+    for _ in range(200):
+        lane.num_writing += 1
+        lane.has_written(1, 1, 0.005)
+    assert write_room(rig.manager._lanes, 1, 20) + lane.num_writing >= 9, "it is no longer slow"
+
+
+def test_a_write_that_fails_says_nothing_about_speed() -> None:
+    rig = Rig(capacity=16, tiers=2, immediate=False, max_in_flight=0.25)
+    rig.store("ab")
+    for tier in rig.tiers:
+        tier.jobs[0].seconds = 1.0
+    rig.tiers[0].jobs[0].fail, rig.tiers[0].jobs[0].seconds = {b"a", b"b"}, 1e-6
+    rig.end_all()
+    assert [lane.write_seconds for lane in rig.manager._lanes] == [0.0, 0.5]
 
 
 def test_what_a_busy_tier_cannot_take_waits_for_its_turn() -> None:
@@ -832,6 +882,241 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         TieredManager(4, key_bytes=1, **given)
 
 
+# ---- tiers that machines share: they have to be asked
+
+
+def far(**options: Any) -> Rig:
+    """A manager whose only tier is shared, and whose jobs the test ends."""
+    return Rig(**({"capacity": 8, "tiers": 0, "immediate": False, "shared": True} | options))
+
+
+def jobs(rig: Rig, tier: int = 0) -> list[tuple[str, str]]:
+    """What each job of a tier is, and its blocks."""
+    kinds = {(True, False): "read", (False, False): "write", (False, True): "probe"}
+    return [(kinds[job.is_read, job.pool is None], text(job.keys)) for job in rig.tiers[tier].jobs]
+
+
+def test_a_shared_tier_is_asked_once_for_the_whole_rest_of_a_path() -> None:
+    rig = far()
+    rig.below("abc")
+    ctx = rig.begin()
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert jobs(rig) == [("probe", "abcdef")]
+    rig.end_all()
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert jobs(rig) == [("read", "abc")]
+    rig.end_all()
+    assert rig.ask("abcdef", ctx) == (3, MISS)
+    rig.load("abc", ctx)
+    assert rig.manager.hit_blocks == [0, 3]
+    assert rig.ask("abcdef", rig.begin()) == (3, MISS), "what was absent a moment ago is not asked for again"
+    assert jobs(rig) == []
+
+
+def test_what_ram_and_a_disk_have_is_not_asked_for_and_read_meanwhile() -> None:
+    rig = Rig(capacity=16, immediate=False, shared=True)
+    rig.store("a")
+    rig.end_all()
+    rig.below("bc", tier=0)
+    rig.below("defg", tier=1)
+    ctx = rig.begin()
+    assert rig.ask("abcdefgh", ctx) == (1, RETRY)
+    assert (jobs(rig, 0), jobs(rig, 1)) == ([("read", "bc")], [("probe", "defgh")])
+    rig.tiers[0].end(rig.tiers[0].jobs[0])
+    rig.manager.poll()
+    assert rig.ask("abcdefgh", ctx) == (3, RETRY), "it waits for the answer"
+    rig.end_all()
+    assert rig.ask("abcdefgh", ctx) == (3, RETRY)
+    assert jobs(rig, 1) == [("read", "defg")]
+    rig.end_all()
+    assert rig.ask("abcdefgh", ctx) == (7, MISS)
+
+
+def test_nothing_is_asked_for_behind_a_block_that_nobody_has() -> None:
+    rig = far()
+    rig.tier.believed[b"b"] = False
+    assert rig.ask("abcd", rig.begin()) == (0, RETRY)
+    assert jobs(rig) == [("probe", "a")]
+
+
+def test_two_requests_share_one_probe() -> None:
+    rig = far()
+    first, second = rig.begin(), rig.begin()
+    assert rig.ask("abc", first) == rig.ask("abcd", second) == (0, RETRY)
+    assert jobs(rig) == [("probe", "abc"), ("probe", "d")]
+
+
+def test_a_request_waits_for_answers_no_longer_than_the_probes_deadline() -> None:
+    rig = far()
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 0.04
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 0.02
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert rig.ask("cd", ctx) == (0, MISS), "nor for another one"
+    rig.below("ab")
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (0, RETRY), "what it did not wait for is read all the same, if it asks again"
+    assert jobs(rig) == [("read", "ab")]
+    rig.clock.now += 3.0
+    assert rig.ask("ef", ctx) == (0, RETRY), "after a pause a new wait begins"
+
+
+def test_a_probe_that_nobody_answers_is_a_miss_and_not_repeated_at_once() -> None:
+    rig = far()
+    ctx = rig.begin()
+    rig.ask("ab", ctx)
+    rig.tier.jobs[0].fail = {b"a", b"b"}
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert jobs(rig) == []
+
+
+def test_key_by_key_one_probe_a_step() -> None:
+    rig = far()
+    rig.below("abc")
+    ctx = rig.begin()
+    for _ in range(2):
+        assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [RETRY] * 4
+        assert rig.manager.poll()
+        assert jobs(rig) == [("probe", "abcd")]
+    rig.end_all()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [RETRY, RETRY, RETRY, MISS]
+    rig.manager.poll()
+    assert jobs(rig) == [("read", "abc")]
+    rig.end_all()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [HIT, HIT, HIT, MISS]
+
+
+def test_key_by_key_no_longer_than_the_probes_deadline() -> None:
+    rig = far()
+    ctx = rig.begin()
+    assert rig.manager.lookup_key(b"a", ctx) is RETRY
+    rig.manager.poll()
+    rig.clock.now += 0.06
+    assert rig.manager.lookup_key(b"a", ctx) is MISS
+
+
+def test_a_block_that_has_left_a_shared_tier_is_stale_and_not_lost() -> None:
+    rig = far()
+    ctx = rig.begin()
+    rig.tier.believed.update(dict.fromkeys(keys("abc"), True))
+    rig.below("ac")
+    for _ in range(5):
+        rig.ask("abc", ctx)
+        rig.end_all()
+    assert rig.ask("abc", ctx) == (1, MISS)
+    assert (rig.manager.counts.stale, rig.manager.counts.lost, rig.manager.counts.promoted) == (1, 0, 2)
+
+
+def test_a_tier_whose_blocks_have_all_left_has_not_failed() -> None:
+    rig = far()
+    for letter in "abcd":
+        rig.tier.believed[letter.encode()] = True
+        rig.ask(letter, rig.begin())
+        rig.end_all()
+    assert rig.manager.counts.stale == 4
+    assert not rig.manager._lanes[0].is_failing(rig.clock.now)
+
+
+def test_what_asking_has_taken_counts_against_a_read() -> None:
+    """A block takes 20 ms to read and 30 to compute; after 15 ms of asking that pays no more."""
+    for asked_s, expected in [(0.0, [("read", "a")]), (0.015, [])]:
+        rig = far(recompute_s_per_block=0.03)
+        rig.manager._lanes[0].speed.learn(1, 0.02)
+        assert rig.manager._lanes[0].is_probe_due(rig.clock.now), "and the next one is not"
+        rig.below("a")
+        ctx = rig.begin()
+        assert rig.ask("ab", ctx) == (0, RETRY)
+        rig.end_all()
+        rig.clock.now += asked_s
+        rig.ask("ab", ctx)
+        assert jobs(rig) == expected
+
+
+def test_a_shared_tier_that_raises_instead_of_asking_is_a_miss() -> None:
+    rig = far()
+    rig.tier.submit_probe = raises  # type: ignore[method-assign]
+    ctx = rig.begin()
+    assert rig.ask("abc", ctx) == (0, MISS)
+    assert rig.manager.tier_stats()[0].failed == 3
+
+
+def test_a_shared_tier_that_does_not_answer_is_not_asked() -> None:
+    rig = far()
+    rig.ask("a", rig.begin())
+    rig.clock.now += 10.0
+    assert rig.ask("b", rig.begin()) == (0, MISS)
+    assert jobs(rig) == [("probe", "a")]
+
+
+def test_a_request_that_leaves_out_the_tiers_asks_none() -> None:
+    rig = far()
+    ctx = rig.begin()
+    rig.manager.leave_out_tiers(ctx)
+    assert rig.ask("a", ctx) == (0, MISS)
+    assert rig.manager.lookup_key(b"a", ctx) is MISS
+    assert jobs(rig) == []
+
+
+def test_a_request_in_the_queue_is_asked_for_ahead() -> None:
+    """When its turn comes it is known what a shared tier has; what a request leaves out is not asked."""
+    rig = far()
+    rig.below("ab")
+    ctx = rig.begin("abc")
+    rig.manager.expect(ctx)
+    rig.manager.poll()
+    assert jobs(rig) == [("probe", "abc")]
+    rig.end_all()
+    assert rig.ask("abc", ctx) == (0, RETRY)
+    assert jobs(rig) == [("read", "ab")]
+    rig = Rig(capacity=8, immediate=False, shared=True)
+    other = rig.begin("xyz")
+    rig.manager.leave_out_tiers(other, shared=True)
+    rig.manager.expect(other)
+    rig.manager.poll()
+    assert jobs(rig, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "measured", "said"),
+    [
+        (None, (0.001, 1e9), "every block that it has is read"),
+        (0.01, None, "faster than 0.1 GB/s; how fast they come was not measured"),
+        (0.01, (0.001, 1e9), "faster than 0.1 GB/s; measured 1 GB/s after 1 ms: from 1 blocks on"),
+        (0.01, (0.045, 1e9), "measured 1 GB/s after 45 ms: from 10 blocks on"),
+        (0.01, (0.001, 0.05e9), "measured 0.05 GB/s after 1 ms: it does not pay"),
+    ],
+)
+def test_a_shared_tier_says_at_the_start_what_it_needs(
+    compute_s: float | None, measured: tuple[float, float] | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block of 1 MB in 10 ms is 0.1 GB/s; at 1 GB/s reading it takes 1 ms, and a question and a read two
+    round
+    trips: 90 ms are worth it from 10 blocks on."""
+    tier = ScriptedTier(1_000_000, shared=True)
+    tier.measured_read = measured
+    assert said in what_it_needs(tier, compute_s)
+    with caplog.at_level("INFO"):
+        far(recompute_s_per_block=0.5)
+    assert "tier far: a read pays if blocks come faster than 1.6e-08 GB/s" in caplog.text
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_request_may_leave_out_only_some_of_the_tiers(shared: bool) -> None:
+    rig = Rig(capacity=16, immediate=False, shared=True)
+    rig.below("ab", tier=0)
+    rig.below("abc", tier=1)
+    ctx = rig.begin()
+    rig.manager.leave_out_tiers(ctx, shared=shared)
+    assert rig.ask("abcd", ctx) == (0, RETRY)
+    assert (jobs(rig, 0), jobs(rig, 1)) == (([("read", "ab")], []) if shared else ([], [("probe", "abcd")]))
+    rig.end_all()
+    assert rig.ask("abcd", ctx) == ((2, MISS) if shared else (0, RETRY))
+
+
 # ---- the estimate
 
 
@@ -872,6 +1157,7 @@ class TieringMachine(RuleBasedStateMachine):
         max_in_flight=st.sampled_from([0.3, 1.0]),
         recompute=st.sampled_from([None, 0.05]),
         tiers=st.integers(1, 2),
+        shared=st.booleans(),
     )
     def start(
         self,
@@ -881,10 +1167,12 @@ class TieringMachine(RuleBasedStateMachine):
         max_in_flight: float,
         recompute: float | None,
         tiers: int,
+        shared: bool,
     ) -> None:
         self.rig = Rig(
             5,
             tiers=tiers,
+            shared=shared,
             immediate=False,
             policy=policy,
             admission=ReuseAdmission(1, 2, 8) if is_gated else "all",
@@ -958,10 +1246,21 @@ class TieringMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.rig.clock.now += seconds
 
-    @rule(letters=runs)
-    def the_tier_forgets(self, letters: str) -> None:
+    @rule(letters=runs, last=st.booleans())
+    def the_tier_forgets(self, letters: str, last: bool) -> None:
+        """Of the last tier, which may be shared, this process does not come to know of it."""
         for key in keys(letters):
-            self.rig.tier.blocks.pop(key, None)
+            self.rig.tiers[-last].blocks.pop(key, None)
+
+    @rule(letters=runs)
+    def another_client_writes(self, letters: str) -> None:
+        if self.rig.tiers[-1].shared:
+            self.rig.below(letters, tier=-1)
+
+    @rule(letters=runs)
+    def hints_run_out(self, letters: str) -> None:
+        for key in keys(letters):
+            self.rig.tiers[-1].believed.pop(key, None)
 
     @rule(takes=st.booleans())
     def the_tier_is_busy_or_not(self, takes: bool) -> None:

@@ -97,3 +97,16 @@ def test_a_tier_behind_ram() -> None:
     ]
     done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", "--tier", "tape:/x:1TiB"])
     assert "tiers[0].type: 'tape'" in str(done.exception)
+
+
+def test_a_server_behind_ram() -> None:
+    url = "valkeys://cache:6379/team-a?ttl=7d&ca=/etc/kv/ca.pem"
+    extra = printed("--ram", "64GiB", "--tier", "disk:/nvme/kv:1TiB", "--tier", url)[
+        "kv_connector_extra_config"
+    ]
+    assert extra["tiers"] == ["disk:/nvme/kv:1TiB", url]
+    assert [tier.name for tier in parse_options(extra).tiers] == ["disk", "valkey"]
+    done = CliRunner().invoke(vllm_config, ["--ram", "64GiB", "--tier", "valkey://me:hunter2@cache/team-a"])
+    assert isinstance(done.exception, ConfigError)
+    assert "hunter2" not in f"{done.output} {done.exception}"
+    assert "valkey://***@cache/team-a" in str(done.exception)

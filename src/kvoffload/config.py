@@ -34,7 +34,7 @@ _UNITS = {
     **dict.fromkeys(("G", "GI"), 2**30),
     **dict.fromkeys(("T", "TI"), 2**40),
 }
-_MOST_BLOCKS = 2**30
+MOST_BLOCKS = 2**30
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
 
 
@@ -95,8 +95,8 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
         raise ConfigError(field, text, allowed)
     if blocks < 1:
         raise ConfigError(field, text, f"{what}; {allowed}")
-    if blocks > _MOST_BLOCKS:
-        raise ConfigError(field, text, f"it is {blocks:,} blocks; allowed: up to {_MOST_BLOCKS:,}")
+    if blocks > MOST_BLOCKS:
+        raise ConfigError(field, text, f"it is {blocks:,} blocks; allowed: up to {MOST_BLOCKS:,}")
     return blocks
 
 
@@ -126,6 +126,21 @@ class _SizeParser:
         return size
 
 
+class _DurationParser:
+    """Seconds, from a number of them or a text with a unit."""
+
+    allowed = "seconds, more than 0, or a time such as 50ms, 2s, 5min, 12h, 7d"
+    _UNITS: typing.ClassVar = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+    def parse(self, field: str, value: object) -> float:
+        text = str(value).strip() if isinstance(value, (int, float, str)) and value is not True else ""
+        match = _NUMBER.fullmatch(text)
+        if match is None or match[2] not in self._UNITS or float(match[1]) == 0.0:
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        return float(match[1]) * self._UNITS[match[2]]
+
+
+Duration: TypeAlias = Annotated[float, _DurationParser()]
 Size: TypeAlias = Annotated[int, _SizeParser(1)]
 SizeOrNothing: TypeAlias = Annotated[int, _SizeParser(0)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]

@@ -5,6 +5,7 @@ With it a size such as ``64GiB`` is a number of blocks: a block has the bytes of
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,7 +131,12 @@ def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> i
 
 def _in_hub_cache(model: str) -> Path | None:
     """The configuration of a model that has been downloaded before."""
+    found = [place / "config.json" for place in snapshots(model) if (place / "config.json").exists()]
+    return found[-1] if found else None
+
+
+def snapshots(model: str) -> list[Path]:
+    """The directories of a model's revisions in the cache of Hugging Face, each called like its commit."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    found = sorted(hub.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json"))
-    return found[-1] if found and "*" not in model else None
+    return sorted(hub.glob(f"models--{glob.escape(model.replace('/', '--'))}/snapshots/*"))

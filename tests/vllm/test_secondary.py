@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ if reason := lacks(*SECONDARY):
     pytest.skip(reason, allow_module_level=True)
 
 from traffic import PATIENCE_S
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import Locality, LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -31,8 +31,10 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import Keys
+from valkey_server import Server, running
 
-HIT, MISS = LookupResult.HIT, LookupResult.MISS
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 BLOCK_BYTES, NUM_SLOTS = 8192, 32
 
 
@@ -56,13 +58,12 @@ def key(number: int) -> bytes:
 class Life:
     """One life of a tier, and a RAM of its own."""
 
-    def __init__(self, path: Path, model: str = "model", **options: Any) -> None:
+    def __init__(self, path: Path | None, model: str = "model", **options: Any) -> None:
         self.pool = np.zeros((NUM_SLOTS, BLOCK_BYTES), np.uint8)
         tier = {
-            "type": "KVOffloadDisk",
+            "type": "KVOffloadDisk" if path else "KVOffloadTier",
             "module_path": "kvoffload.integrations.vllm.secondary",
-            "path": str(path),
-            "capacity": "2MiB",
+            **({"path": str(path), "capacity": "2MiB"} if path else {}),
             **options,
         }
         spec = TieringOffloadingSpec(config(model, tier))
@@ -229,6 +230,77 @@ def test_an_error_of_ours_stops_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert life.store([4, 5]).success, "nothing is written, which is no failure"
     life.tier.on_request_finished(life.ctx)
     assert not life.tier.has_pending_work()
+    life.tier.shutdown()
+
+
+# ---- a server that machines share
+
+
+def step(life: Life, numbers: Sequence[int]) -> list[Any]:
+    """What a step of vLLM finds of these blocks."""
+    assert not [*life.tier.get_finished_jobs()]
+    found = life.lookup(numbers)
+    life.tier.on_schedule_end(None)
+    return found
+
+
+def until_known(life: Life, numbers: Sequence[int]) -> list[Any]:
+    deadline = time.monotonic() + PATIENCE_S
+    while RETRY in (found := step(life, numbers)):
+        assert life.tier.has_pending_work()
+        assert time.monotonic() < deadline
+    return found
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with running(tmp_path) as server:
+        yield server
+
+
+def sharing(server: Server, **options: Any) -> Life:
+    patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S, "identity": "weights"}
+    return Life(None, url=f"{server.url}/ns", **(patient | options))
+
+
+def test_one_engine_finds_what_another_has_stored(server: Server) -> None:
+    first, second = sharing(server), sharing(server)
+    assert step(first, [1, 2]) == [RETRY] * 2
+    assert until_known(first, [1, 2]) == [MISS] * 2
+    assert first.store([1, 2, 3]).success
+    assert first.lookup([1, 2, 3]) == [HIT] * 3
+    assert second.tier.locality is Locality.REMOTE
+    assert until_known(second, [1, 2, 3, 4]) == [HIT] * 3 + [MISS]
+    assert second.tier._tier.stats().probes == 4, "once, however often they were looked up"
+    assert second.load([3, 1]) == [3, 1]
+    server.say("DEL", second.tier._tier._epoch.names(Keys.pack([key(2)], len(key(2))))[0])
+    assert second.load([1, 2]) == [1]
+    assert until_known(second, [2]) == [MISS]
+    first.tier.drain_jobs()
+    assert first.lookup([1]) == [RETRY], "after a reset it has to ask again"
+    assert second.load([1, 3]) == [], "and nobody gets what was before"
+    for life in (first, second):
+        life.tier.shutdown()
+
+
+def test_engines_of_other_weights_share_nothing(server: Server) -> None:
+    first, second = sharing(server), sharing(server, identity="other weights")
+    first.store([1])
+    assert until_known(second, [1]) == [MISS]
+    with pytest.raises(ConfigError, match="identity=NAME"):
+        sharing(server, identity="")
+    for life in (first, second):
+        life.tier.shutdown()
+
+
+def test_a_server_that_does_not_answer_is_a_miss(server: Server) -> None:
+    life = sharing(server, timeout="300ms", probe_timeout="200ms")
+    life.store([1])
+    with server.stopped():
+        assert until_known(life, [2]) == [MISS]
+        assert life.load([1]) == []
+        assert until_known(life, [3]) == [MISS]
+        life.tier.drain_jobs()
     life.tier.shutdown()
 
 

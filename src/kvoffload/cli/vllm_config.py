@@ -27,7 +27,8 @@ _LEAST_RAM_BYTES = 2**20
 @click.option("--store", type=click.Choice(STORES), help="When blocks are stored.  [default: on-compute]")
 @click.option("--verify", type=click.Choice(VERIFY), help="Which blocks are verified.  [default: tiers]")
 @click.option("--tiers", "--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
-              help="A disk behind RAM; takes ,policy=NAME and ,admission=RULE.")  # fmt: skip
+              help="A disk behind RAM; takes ,policy=NAME and ,admission=RULE. "
+              "Or a server: valkey://HOST/NAMESPACE.")  # fmt: skip
 @click.option("--all-tokens", is_flag=True, help="Store what was generated, too; vLLM leaves it out.")
 @click.option("--blocks-per-chunk", type=int, help="Engine blocks in one block of RAM.  [default: 1]")
 @click.option("--connector", is_flag=True, help="Use KVOffloadConnector: prefixes are looked up at once.")

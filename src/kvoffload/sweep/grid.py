@@ -22,7 +22,7 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.ends import check_decode_speed
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.tiers.options import NO_TIERS, TierOptions, parse_tiers
+from kvoffload.tiers.options import NO_TIERS, SizedTierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
 
 NEEDS_DEVICE = {ON_DEVICE_EVICTION: "to store on device eviction takes a device cache"}
@@ -58,7 +58,7 @@ class Point:
     device: str
     device_blocks: int
     tiers: str = NO_TIERS
-    tier_options: tuple[TierOptions, ...] = ()
+    tier_options: tuple[SizedTierOptions, ...] = ()
     decode_tokens_per_s: float = 0.0
 
     def config(self) -> ReplayConfig:
@@ -133,7 +133,8 @@ class Grid:
         for tiers in self.tiers:
             for typed in parse_tiers("tiers", tiers):
                 if typed.keeps_blocks:
-                    allowed = f"a sweep has no blocks to keep; allowed: simulated:{typed.capacity}"
+                    capacity = typed.capacity if isinstance(typed, SizedTierOptions) else "CAPACITY"
+                    allowed = f"a sweep has no blocks to keep; allowed: simulated:{capacity}"
                     raise ConfigError("tiers", tiers, allowed)
             for tier in _tier_options(tiers, self.block_bytes, ANY_TRACE):
                 if reason := why_not(tier.policy, tier.admission):
@@ -231,9 +232,10 @@ def content_digest(trace: Trace) -> str:
     return digest.hexdigest()
 
 
-def _tier_options(text: str, block_bytes: int | None, unique_blocks: int) -> tuple[TierOptions, ...]:
+def _tier_options(text: str, block_bytes: int | None, unique_blocks: int) -> tuple[SizedTierOptions, ...]:
     """What ``none``, ``10%``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%`` mean."""
-    return tuple(tier.in_blocks(block_bytes, unique_blocks) for tier in parse_tiers("tiers", text))
+    sized = (tier for tier in parse_tiers("tiers", text) if isinstance(tier, SizedTierOptions))
+    return tuple(tier.in_blocks(block_bytes, unique_blocks) for tier in sized)
 
 
 def device_blocks(text: str, capacity_blocks: int, block_bytes: int | None, unique_blocks: int) -> int:

@@ -18,11 +18,11 @@ from kvoffload.transfer import Blocks, Rows
 
 @dataclass(eq=False)
 class ScriptedJob:
-    """One job; `fail` has the keys that will fail."""
+    """One job; `fail` has the keys that will fail. A probe has no pool."""
 
     number: int
     keys: Keys
-    pool: Blocks
+    pool: Blocks | None
     rows: npt.NDArray[np.int64]
     is_read: bool
     void: bool = False
@@ -40,12 +40,23 @@ class ScriptedTier(SecondaryTier):
         takes: whether writes are accepted; False for a busy tier.
         room: blocks that it queues for writing; of more it drops the rest.
         used: the path that each finished request used.
+        believed: of a shared tier, what this process believes of a block; it must ask for the others. What
+            `blocks` has is what others see.
     """
 
     def __init__(
-        self, block_bytes: int, *, name: str = "scripted", identity: int = 0, immediate: bool = False
+        self,
+        block_bytes: int,
+        *,
+        name: str = "scripted",
+        identity: int = 0,
+        immediate: bool = False,
+        shared: bool = False,
+        probe_timeout_s: float = 0.05,
     ) -> None:
         self.name, self.identity, self.immediate = name, identity, immediate
+        self.shared, self.probe_timeout_s = shared, probe_timeout_s if shared else 0.0
+        self.believed: dict[bytes, bool] = {}
         self.block_bytes = self.stored_bytes = block_bytes
         self.written_before = {}
         self.blocks: dict[bytes, bytes] = {}
@@ -71,7 +82,14 @@ class ScriptedTier(SecondaryTier):
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         assert request is None or request in self.open_requests, "a request that was finished, or never begun"
-        return np.array([key in self.blocks for key in keys], np.bool_)
+        known = self.believed if self.shared else self.blocks
+        return np.array([bool(known.get(key)) for key in keys], np.bool_)
+
+    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        return np.array([self.shared and key not in self.believed for key in keys], np.bool_)
+
+    def submit_probe(self, keys: Keys) -> int:
+        return self._submit(ScriptedJob(self._next, keys, None, np.zeros(len(keys), np.int64), is_read=False))
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         return self._submit(ScriptedJob(self._next, keys, pool, np.asarray(rows, np.int64), is_read=True))
@@ -92,12 +110,22 @@ class ScriptedTier(SecondaryTier):
     @property
     def queue_room(self) -> int:
         """How many more blocks it queues for writing."""
-        return self.room - sum(len(job.keys) for job in self.jobs if not job.is_read)
+        return self.room - sum(len(job.keys) for job in self.jobs if not job.is_read and job.pool is not None)
 
     def end(self, job: ScriptedJob) -> None:
-        """Run a job. A block that fails is forgotten, and its destination is filled with noise."""
+        """Run a job. A block that fails is forgotten, and its destination is filled with noise. A probe that
+        fails says that the block is not there."""
         self.jobs.remove(job)
         ok = np.zeros(len(job.keys), np.bool_)
+        if job.pool is None:
+            ok[:] = [key in self.blocks and key not in job.fail for key in job.keys]
+            if not job.void:
+                self.believed.update(zip(job.keys, ok.tolist(), strict=True))
+            self._ended.append(JobResult(job.number, ok, job.seconds))
+            return
+        stale = None
+        if job.is_read and self.shared:
+            stale = np.array([key not in self.blocks and key not in job.fail for key in job.keys], np.bool_)
         for i, (key, row) in enumerate(zip(job.keys, job.rows.tolist(), strict=True)):
             if job.is_read:
                 block = self.blocks.get(key)
@@ -109,23 +137,28 @@ class ScriptedTier(SecondaryTier):
                     self.blocks[key] = job.pool[row].tobytes()
             if not ok[i]:
                 self.blocks.pop(key, None)
+            if not job.void:
+                self.believed[key] = bool(ok[i])
         count = int(ok.sum())
         if job.is_read:
             self._stats.read += count
         else:
             self._stats.written += count
         self._stats.failed += len(ok) - count
-        self._ended.append(JobResult(job.number, ok, job.seconds))
+        self._ended.append(JobResult(job.number, ok, job.seconds, stale))
 
     def finished(self) -> list[JobResult]:
         ended, self._ended = self._ended, []
         return ended
 
     def delete(self, keys: Keys) -> int:
+        for key in keys:
+            self.believed.pop(key, None)
         return sum(self.blocks.pop(key, None) is not None for key in keys)
 
     def clear(self) -> None:
         self.blocks.clear()
+        self.believed.clear()
         for job in self.jobs:
             job.void = True
 

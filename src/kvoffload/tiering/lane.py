@@ -1,4 +1,4 @@
-"""What a tiered manager knows of each tier behind RAM: its jobs, how fast it reads, whether it answers.
+"""What a tiered manager knows of each tier behind RAM: its jobs, how fast it is, whether it answers.
 
 Decides nothing: `manager` decides what to do about a slow tier.
 """
@@ -8,13 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.structures.keys import Keys
 from kvoffload.tiering.speed import ReadSpeed
-from kvoffload.tiers.base import SecondaryTier
+from kvoffload.tiers.base import NO_JOB, Mask, SecondaryTier
 
 _STALLED_AFTER_DEADLINES = 4
 _FAILING_AFTER_READS = 3
 _PROBE_EVERY_S = 10.0
+_MEMORY_OF_WRITES = 0.9
+"""The weight that the past keeps after each write: about the last ten count."""
 
 
 @dataclass
@@ -34,21 +39,27 @@ class TieringCounts:
     """Read for requests that waited in the engine's queue."""
     gave_up: int = 0
     """Requests that waited as long as they may."""
+    stale: int = 0
+    """Believed to be in a tier that machines share, and no longer there."""
 
 
 @dataclass
 class Job:
-    """A read or write that a tier has not finished: its plan, and when it was submitted."""
+    """A write (a `LoadPlan`: its blocks are pinned), a read or a probe that a tier has not finished, and when
+    it was submitted."""
 
-    plan: LoadPlan | StorePlan
+    plan: LoadPlan | StorePlan | Keys
     since: float
 
 
 class TierLane:
-    """A tier behind RAM, the jobs that it has not finished, and how fast it reads.
+    """A tier behind RAM, the jobs that it has not finished, and how fast it reads and writes.
 
     Attributes:
         num_reading, num_writing: blocks that are being read, and written.
+        write_seconds: how long writing a block has taken of late, waiting in the tier's queue included; 0
+            while it has written nothing.
+        probing: blocks that the tier is being asked for.
         waiting: blocks of RAM that are offered when the tier has written others, in that order.
         num_refused: blocks of jobs that the tier did not begin, because it raised an exception.
     """
@@ -59,8 +70,21 @@ class TierLane:
         self.speed = ReadSpeed()
         self._next_probe = 0.0
         self.num_reading = self.num_writing = self.num_refused = 0
+        self.write_seconds = 0.0
         self._failed_reads, self._next_try = 0, 0.0
         self.waiting: dict[bytes, None] = {}
+        self.probing: set[bytes] = set()
+
+    def probe(self, keys: Keys, now: float) -> None:
+        """Ask for those of these blocks that it is not being asked for."""
+        new = np.array([key not in self.probing for key in keys], np.bool_)
+        if not new.any():
+            return
+        asked = keys.take(new)
+        job = self.tier.submit_probe(asked)
+        if job != NO_JOB:
+            self.jobs[job] = Job(asked, now)
+            self.probing.update(asked)
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
         """Whether its oldest job is so late that it gets no more jobs."""
@@ -69,17 +93,25 @@ class TierLane:
         oldest = next(iter(self.jobs.values()))
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
-    def has_read(self, num_blocks: int, num_sound: int, seconds: float, now: float) -> None:
-        """A read of `num_blocks` has ended, and `num_sound` of them arrived. What did not arrive says nothing
-        about speed: a tier that fails at once is not a fast one."""
-        self.num_reading -= num_blocks
-        if num_sound:
+    def has_read(self, ok: Mask, stale: Mask | None, seconds: float, now: float) -> None:
+        """A read has ended. What did not arrive says nothing about speed: a tier that fails at once is not a
+        fast one. Nor has it failed if it answered that the blocks had left."""
+        self.num_reading -= len(ok)
+        if num_sound := int(np.count_nonzero(ok)):
             self.speed.learn(num_sound, seconds)
+        if num_sound or (stale is not None and stale.any()):
             self._failed_reads = 0
             return
         self._failed_reads += 1
         if self._failed_reads >= _FAILING_AFTER_READS:
             self._next_try = now + _PROBE_EVERY_S
+
+    def has_written(self, num_blocks: int, num_sound: int, seconds: float) -> None:
+        """A write of `num_blocks` has ended, and `num_sound` of them are written."""
+        self.num_writing -= num_blocks
+        if num_sound:
+            one, past = seconds / num_sound, self.write_seconds
+            self.write_seconds = one if past == 0.0 else past + (1.0 - _MEMORY_OF_WRITES) * (one - past)
 
     def is_failing(self, now: float) -> bool:
         """Whether its last reads brought nothing, and it is too early to try again."""

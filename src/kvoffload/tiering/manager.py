@@ -6,6 +6,7 @@ RAM (the manager's policy does) nor what a tier keeps (its own policy and admiss
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,9 +23,10 @@ from kvoffload.errors import ConfigError
 from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import Job, TieringCounts, TierLane
+from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.wait import TierWait
-from kvoffload.tiering.worth import num_worth_reading, soonest
-from kvoffload.tiers.base import NO_JOB, Mask, Memory, SecondaryTier, TierStats
+from kvoffload.tiering.worth import num_worth_reading, soonest, what_it_needs
+from kvoffload.tiers.base import NO_JOB, JobResult, Mask, Memory, SecondaryTier, TierStats
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -44,6 +46,10 @@ class TieredManager(OffloadingManager):
     from then on; those that cannot be read are MISS. Requests that want the same blocks wait for the same
     read. Neither RAM's admission rule nor its policy can refuse a promoted block.
 
+    **Ask first.** Of a tier that machines share it is not known what it holds. A lookup asks it, once for the
+    whole rest of a path; meanwhile the answer is RETRY, for no longer than the tier's `probe_timeout_s` in
+    all.
+
     **Do no harm.** A read that is expected to take longer than computing the blocks is cut where it still
     pays, or not begun, except for one every 10 s, to learn whether that still holds. Of several tiers that
     have a block the one that is expected to bring it first is asked; while the time to compute is unknown,
@@ -60,8 +66,9 @@ class TieredManager(OffloadingManager):
         deadline_s: the longest time that a request waits for tiers.
         recompute_s_per_block: how long it takes to compute one block; None while unknown. May be set at any
             time.
-        max_in_flight: the share of RAM's slots that may be pinned for the writes of each tier; the same share
-            may be reserved for reads, and twice as much, up to half of RAM, for one that is alone.
+        max_in_flight: the share of RAM's slots that may be pinned for the writes of all tiers together, of
+            which a slow tier gets less; 1.0 bounds nothing. The same share may be reserved for reads, and
+            twice as much, up to half of RAM, for one that is alone.
         clock: monotonic seconds.
 
     Attributes:
@@ -107,6 +114,7 @@ class TieredManager(OffloadingManager):
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
         self._clock, self._log = clock, RateLimitedLog("kvoffload.tiering")
         self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
+        self._probe_timeout_s = min(deadline_s, max((tier.probe_timeout_s for tier in tiers), default=0.0))
         self._num_reading = 0
         # Blocks that are being promoted, and the number of their tier, from 1.
         self._promoting: dict[bytes, int] = {}
@@ -116,6 +124,10 @@ class TieredManager(OffloadingManager):
         self._ahead: dict[RequestContext, TierWait] = {}
         self.hit_blocks = [0] * (1 + len(tiers))
         self.counts = TieringCounts()
+        for tier in tiers:
+            if tier.shared:
+                needed = what_it_needs(tier, recompute_s_per_block)
+                logging.getLogger("kvoffload.tiering").info("tier %s: %s", tier.name, needed)
 
     # ---- requests
 
@@ -142,7 +154,7 @@ class TieredManager(OffloadingManager):
         """As `OffloadingManager.expect`. What only tiers have is read ahead, while nobody else reads."""
         super().expect(ctx)
         request = self._requests[ctx]
-        if self._lanes and request.may_read:
+        if len(request.left_out) < len(self._lanes):
             self._ahead[ctx] = request
 
     def withdraw(self, ctx: RequestContext) -> None:
@@ -150,10 +162,17 @@ class TieredManager(OffloadingManager):
         super().withdraw(ctx)
         self._ahead.pop(ctx, None)
 
-    def leave_out_tiers(self, ctx: RequestContext) -> None:
-        """This request gets nothing from tiers; what it stores reaches them all the same."""
-        self._requests[ctx].may_read = False
-        self._ahead.pop(ctx, None)
+    def leave_out_tiers(self, ctx: RequestContext, *, shared: bool | None = None) -> None:
+        """This request gets nothing from tiers; what it stores reaches them all the same.
+
+        Args:
+            shared: True for only those that machines share, False for only the others.
+        """
+        rows = [row for row, lane in enumerate(self._lanes) if shared in (None, lane.tier.shared)]
+        left_out = self._requests[ctx].left_out
+        left_out.update(rows)
+        if len(left_out) == len(self._lanes):
+            self._ahead.pop(ctx, None)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
         """Where a ready block of this request came from: the number of the tier, from 1; 0 for RAM.
@@ -174,27 +193,34 @@ class TieredManager(OffloadingManager):
         if found.stopped_by is HIT or ctx is None or not self._lanes:
             return found
         request = self._requests[ctx]
-        if not request.may_read:
+        if len(request.left_out) == len(self._lanes):
             return found
         rest = self.pack(keys[found.num_ready :])
         self._promote(rest, ctx, request)
-        if rest[0] not in self._promoting:
-            return found
-        return PrefixLookup(found.num_ready, self._wait(rest, request))
+        if rest[0] in self._promoting:
+            return PrefixLookup(found.num_ready, self._wait(rest, request))
+        if found.stopped_by is MISS and self._waits_for_probe(rest[0], request):
+            return PrefixLookup(found.num_ready, RETRY)
+        return found
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """As `OffloadingManager.lookup_key`. A block in a tier is RETRY; `poll` begins to promote it."""
+        """As `OffloadingManager.lookup_key`. A block in a tier, or that may be in one, is RETRY; `poll`
+        begins to promote them, and asks for them in one probe a step."""
         result = super().lookup_key(key, ctx)
         if result is HIT or ctx is None or not self._lanes:
             return result
         request = self._requests[ctx]
-        if not request.may_read:
+        if len(request.left_out) == len(self._lanes):
             return result
         if result is MISS and key not in request.given_up:
-            if not self._below(self.pack([key]), request)[1].any():
+            one = self.pack([key])
+            is_below = self._below(one, request)[1].any()
+            if not is_below and not self._may_be_below(one, request):
                 return MISS
             request.wanted.append(key)
             self._asking[ctx] = request
+            if not is_below:
+                return RETRY
         elif key not in self._promoting:
             return result
         return self._wait([key], request)
@@ -244,7 +270,7 @@ class TieredManager(OffloadingManager):
         for number, lane in enumerate(self._lanes, 1):
             if lane.jobs:
                 for result in lane.tier.finished():
-                    self._take_in(number, lane, lane.jobs.pop(result.job), result.ok, result.seconds)
+                    self._take_in(number, lane, lane.jobs.pop(result.job), result)
         for row, lane in enumerate(self._lanes):
             if lane.waiting:
                 self._offer_waiting(row, lane)
@@ -315,6 +341,10 @@ class TieredManager(OffloadingManager):
                 request.num_storing = 0
                 self._end(ctx, request)
 
+    def is_shared(self, number: int) -> bool:
+        """Whether machines share the tier of this number, from 1."""
+        return number > 0 and self._lanes[number - 1].tier.shared
+
     @property
     def tier_names(self) -> list[str]:
         """The name of each tier behind RAM."""
@@ -340,10 +370,48 @@ class TieredManager(OffloadingManager):
         """Which blocks each tier has, and which are in any tier; one that is stalled or failing counts as
         empty."""
         found, now = [], self._clock()
-        for lane, record in zip(self._lanes, request.records, strict=True):
-            is_silent = lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
+        for row, (lane, record) in enumerate(zip(self._lanes, request.records, strict=True)):
+            is_silent = row in request.left_out or self._is_silent(lane, now)
             found.append(np.zeros(len(keys), np.bool_) if is_silent else lane.tier.contains(keys, record))
         return found, np.logical_or.reduce(found)
+
+    def _unknown(self, keys: Keys, request: TierWait) -> list[tuple[TierLane, Mask]]:
+        """Which blocks each shared tier would have to be asked for, before it can say whether it has them."""
+        now = self._clock()
+        return [
+            (lane, lane.tier.unknown(keys, record))
+            for row, (lane, record) in enumerate(zip(self._lanes, request.records, strict=True))
+            if lane.tier.shared and row not in request.left_out and not self._is_silent(lane, now)
+        ]
+
+    def _is_silent(self, lane: TierLane, now: float) -> bool:
+        return lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
+
+    def _probe(self, keys: Keys, found: Mask, request: TierWait) -> None:
+        """Ask shared tiers, all at once, for blocks of this run that have not been found, as far as the run
+        can go on."""
+        for lane, unknown in self._unknown(keys, request):
+            open_ends = np.flatnonzero(~(found | unknown))
+            end = int(open_ends[0]) if len(open_ends) else len(keys)
+            wanted = np.flatnonzero(unknown[:end] & ~found[:end])
+            if len(wanted) == 0:
+                continue
+            try:
+                lane.probe(keys.take(wanted), self._clock())
+            except Exception as error:
+                self._refused(lane, len(wanted), "asked for", error)
+
+    def _may_be_below(self, one: Keys, request: TierWait) -> bool:
+        """Whether a request waits to learn if a shared tier has this block."""
+        if not any(unknown.any() for _, unknown in self._unknown(one, request)):
+            return False
+        return request.waits_for_probe(self._clock(), self._probe_timeout_s, self.deadline_s)
+
+    def _waits_for_probe(self, key: bytes, request: TierWait) -> bool:
+        """Whether shared tiers are being asked for this block, and the request waits for the answer."""
+        if not any(key in lane.probing for lane in self._lanes):
+            return False
+        return request.waits_for_probe(self._clock(), self._probe_timeout_s, self.deadline_s)
 
     def _promote(
         self, keys: Keys, ctx: RequestContext, request: TierWait, most_blocks: int | None = None
@@ -352,6 +420,7 @@ class TieredManager(OffloadingManager):
         here = self.contains(keys, ctx)
         in_tiers, below = self._below(keys, request)
         reachable = here | below
+        self._probe(keys, reachable, request)
         if request.given_up:
             reachable &= here | np.array([key not in request.given_up for key in keys], np.bool_)
         length = len(keys) if reachable.all() else int(reachable.argmin())
@@ -364,7 +433,9 @@ class TieredManager(OffloadingManager):
         missing = keys.take(wanted)
         compute_s = self.recompute_s_per_block
         come_from = soonest(self._lanes, np.array([mask[wanted] for mask in in_tiers]), compute_s)
-        num_worth = num_worth_reading(self._lanes, come_from, wanted, length, compute_s, self._clock())
+        now = self._clock()
+        spent_s = request.probed_for_s(now, self._probe_timeout_s)
+        num_worth = num_worth_reading(self._lanes, come_from, wanted, length, compute_s, now, spent_s)
         if num_worth < len(wanted):
             self.counts.not_worth += len(wanted) - num_worth
             request.given_up.update(missing[num_worth:])
@@ -398,7 +469,8 @@ class TieredManager(OffloadingManager):
         del self._ahead[ctx]
         path, counts, before = ctx.keys(), self.counts, (self.counts.no_room, self.counts.not_worth)
         if len(path):
-            self._promote(path, ctx, TierWait(request.records), self._max_in_flight)
+            as_if_now = TierWait(request.records, left_out=request.left_out)
+            self._promote(path, ctx, as_if_now, self._max_in_flight)
             promoted = {key: self._promoting[key] for key in path if key in self._promoting}
             request.came_from.update(promoted)
             counts.read_ahead += len(promoted)
@@ -438,22 +510,27 @@ class TieredManager(OffloadingManager):
                 request.came_from[key] = self._promoting[key]
         return RETRY
 
-    def _take_in(self, number: int, lane: TierLane, job: Job, ok: Mask, seconds: float) -> None:
+    def _take_in(self, number: int, lane: TierLane, job: Job, result: JobResult) -> None:
         """End a job: the blocks that were read become ready, those that were written are unpinned."""
-        plan = job.plan
+        plan, ok, seconds = job.plan, result.ok, result.seconds
+        if isinstance(plan, Keys):
+            lane.probing.difference_update(plan)
+            return
         if isinstance(plan, LoadPlan):
-            lane.num_writing -= len(plan.keys)
+            lane.has_written(len(plan.keys), int(np.count_nonzero(ok)), seconds)
             self.unpin(plan)
             return
         self._num_reading -= len(plan.keys)
-        lane.has_read(len(plan.keys), int(np.count_nonzero(ok)), seconds, self._clock())
+        lane.has_read(ok, result.stale, seconds, self._clock())
         for key in plan.keys:
             self._promoting.pop(key, None)
         read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
         if len(read.keys):
             self._ram.seal(read.keys, read.slots)
             self.counts.promoted += len(read.keys)
-        self.counts.lost += len(lost.keys)
+        num_stale = 0 if result.stale is None else int(np.count_nonzero(result.stale))
+        self.counts.stale += num_stale
+        self.counts.lost += len(lost.keys) - num_stale
         super().complete_store(read)
         super().complete_store(lost, success=False)
 
@@ -461,7 +538,7 @@ class TieredManager(OffloadingManager):
         """Offer ready blocks to a tier; those that it takes stay pinned until they are written. Those for
         which it has no time now wait."""
         lane = self._lanes[row]
-        room = self._room_for_writes(lane)
+        room = self._room_for_writes(row)
         if len(keys) > room:
             lane.waiting.update(dict.fromkeys(keys[room:]))
             num_lost = max(0, len(lane.waiting) - self.capacity_blocks)
@@ -490,14 +567,18 @@ class TieredManager(OffloadingManager):
         lane.jobs[job] = Job(kept, self._clock())
         lane.num_writing += len(kept.keys)
 
-    def _room_for_writes(self, lane: TierLane) -> int:
+    def _room_for_writes(self, row: int) -> int:
+        lane = self._lanes[row]
         if lane.is_stalled(self._clock(), self.deadline_s):
             return 0
-        return max(0, min(self._max_in_flight - lane.num_writing, lane.tier.queue_room))
+        if self._max_in_flight == self.capacity_blocks:
+            # As in a replay, whose decisions may not depend on how fast a disk is.
+            return lane.tier.queue_room
+        return min(write_room(self._lanes, row, self._max_in_flight), lane.tier.queue_room)
 
     def _offer_waiting(self, row: int, lane: TierLane) -> None:
         """Offer the blocks that have waited the longest, if they are still here."""
-        while lane.waiting and (room := self._room_for_writes(lane)):
+        while lane.waiting and (room := self._room_for_writes(row)):
             keys = self.pack([*islice(lane.waiting, room)])
             for key in keys:
                 del lane.waiting[key]
@@ -520,6 +601,7 @@ class TieredManager(OffloadingManager):
         if not request.finished or request.num_storing:
             return
         del self._requests[ctx]
+        request.left_out.clear()
         path = ctx.keys()
         in_tiers, _ = self._below(path, request)
         for row, lane in enumerate(self._lanes):

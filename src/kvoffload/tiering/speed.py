@@ -1,4 +1,4 @@
-"""How long reads from a tier take, learnt from past reads: to decide whether a read is worth the wait.
+"""How long jobs of a tier take, learnt from past ones: to decide whether a read is worth the wait.
 
 Knows neither blocks nor tiers.
 """

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.tiering.lane import TierLane
+from kvoffload.tiers.base import SecondaryTier
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 
@@ -38,6 +39,7 @@ def num_worth_reading(
     length: int,
     compute_s: float | None,
     now: float,
+    spent_s: float = 0.0,
 ) -> int:
     """How many of these blocks are worth it, from the first on: to read them takes no longer than to compute
     what they make reachable. All of them, if a probe is due.
@@ -46,6 +48,7 @@ def num_worth_reading(
         come_from: the tier of each.
         wanted: the place of each in the prefix, of which `length` blocks are here or in tiers.
         compute_s: for one block; None while it is not known.
+        spent_s: how long the request has waited already to learn which tier has what.
     """
     if compute_s is None:
         return len(wanted)
@@ -54,8 +57,28 @@ def num_worth_reading(
     asked = [(lane, np.cumsum(come_from == row)) for row, lane in enumerate(lanes)]
     for lane, counts in asked:
         seconds = np.maximum(seconds, np.where(counts > 0, lane.seconds_for(counts), 0.0))
-    worth = np.flatnonzero(seconds <= reached * compute_s)
+    worth = np.flatnonzero(seconds + spent_s <= reached * compute_s)
     if len(worth):
         return int(worth[-1]) + 1
     probes = [lane.is_probe_due(now) for lane, counts in asked if counts[-1]]
     return len(wanted) if all(probes) else 0
+
+
+def what_it_needs(tier: SecondaryTier, compute_s: float | None) -> str:
+    """In words, what reads from a tier that machines share have to be like to be worth it, and what they are.
+
+    Args:
+        compute_s: for one block; None while it is not known.
+    """
+    if compute_s is None:
+        return "every block that it has is read: give recompute_tokens_per_s, and only where that pays"
+    needed = f"a read pays if blocks come faster than {tier.block_bytes / compute_s / 1e9:.3g} GB/s"
+    if tier.measured_read is None:
+        return f"{needed}; how fast they come was not measured"
+    round_trip_s, bytes_per_s = tier.measured_read
+    gained_s = compute_s - tier.block_bytes / bytes_per_s
+    found = f"{needed}; measured {bytes_per_s / 1e9:.3g} GB/s after {round_trip_s * 1e3:.3g} ms"
+    if gained_s <= 0:
+        return f"{found}: it does not pay, and is tried every 10 s"
+    # A question and a read: two round trips.
+    return f"{found}: from {math.ceil(max(1.0, 2 * round_trip_s / gained_s)):,} blocks on"

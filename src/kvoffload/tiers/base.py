@@ -52,6 +52,12 @@ class SecondaryTier(Protocol):
     that is not what was stored under its key, is False in the result of its job, and `contains` is False for
     it from then on. If `submit_read` or `submit_write` raises all the same, nothing has begun.
 
+    A tier that several machines share (`shared`) does not know what it holds: others write, and its engine
+    evicts. There `contains` says what this process believes, a block that is believed to be there and is not
+    is a miss (`JobResult.stale`), `unknown` names the blocks of which it believes nothing, and `submit_probe`
+    asks for them. Whatever happens to the network, every job ends in bounded time, and from its end on
+    nothing writes to its rows. Other tiers need not implement these.
+
     Thread: all methods on one thread, the scheduler's; only `drain` and `close` wait for the medium. The
     effect of a job is not visible to jobs that were submitted before it ended.
 
@@ -62,6 +68,10 @@ class SecondaryTier(Protocol):
         stored_bytes: bytes that writing a block costs the medium, including padding.
         written_before: blocks written in earlier lives, by hour since 1970; empty if the tier does not
             remember.
+        shared: whether machines share it.
+        measured_read: of a shared tier, seconds of a round trip and bytes a second when it was opened; None
+            if that was not measured.
+        probe_timeout_s: the time after which a probe has ended, and the longest that a request waits for one.
     """
 
     name: str
@@ -69,6 +79,9 @@ class SecondaryTier(Protocol):
     block_bytes: int
     stored_bytes: int
     written_before: Mapping[int, int]
+    shared: bool = False
+    probe_timeout_s: float = 0.0
+    measured_read: tuple[float, float] | None = None
 
     def begin_request(self, request_id: str) -> object:
         """Open the tier's record of a request: a block counts as used once, however often it is asked for."""
@@ -81,6 +94,17 @@ class SecondaryTier(Protocol):
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         """Which blocks can be read now: written and not forgotten. No I/O; cost: one index probe a key."""
         ...
+
+    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        """Which blocks may be here or not, and a probe would tell. No I/O; cost: one index probe a key."""
+        return np.zeros(len(keys), np.bool_)
+
+    def submit_probe(self, keys: Keys) -> int:
+        """Begin to ask whether blocks are here; returns the number of the job, or `NO_JOB` if it cannot ask.
+
+        Its result says which are. After it, and also if nobody answered, they are not `unknown` for a while.
+        """
+        return NO_JOB
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         """Begin to read blocks into ``pool[rows[i]]``; returns the number of the job.
@@ -115,7 +139,11 @@ class SecondaryTier(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget every block permanently: also a later life of the tier must not serve it."""
+        """Forget every block permanently: also a later life of the tier must not serve it.
+
+        A shared tier forgets for all who share it, as far as they come to know of it; until its engine has
+        confirmed that, it holds nothing for this process.
+        """
         ...
 
     def drain(self, timeout_s: float) -> bool:
@@ -139,13 +167,16 @@ class JobResult(NamedTuple):
 
     Attributes:
         job: its number.
-        ok: shape ``(n,)``; which blocks were read and are sound, or are written durably.
+        ok: shape ``(n,)``; which blocks were read and are sound, or are written durably, or are there.
         seconds: from its submission to its end, including waiting in queues.
+        stale: shape ``(n,)``; of a read from a shared tier, the blocks that were believed to be there and had
+            left. They have neither failed nor been damaged. None for none.
     """
 
     job: int
     ok: Mask
     seconds: float
+    stale: Mask | None = None
 
 
 @dataclass
@@ -177,6 +208,18 @@ class TierStats:
     """Being written or read."""
     write_budget_bytes: int | None = None
     """Bytes that may still be written in these 24 hours; None without a limit."""
+    probes: int = 0
+    """Of a shared tier, blocks that it was asked for."""
+    probe_hits: int = 0
+    """Of those, how many were there."""
+    stale: int = 0
+    """Blocks that were believed to be in a shared tier, and had left it."""
+    timeouts: int = 0
+    """Blocks of jobs whose time was up before they had ended."""
+    skipped: int = 0
+    """Blocks that were not written because another machine had written them."""
+    circuit_open: int = 0
+    """Nodes of a shared tier that are left alone now, because they did not answer."""
 
 
 def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:

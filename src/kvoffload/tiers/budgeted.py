@@ -50,6 +50,7 @@ class BudgetedTier(SecondaryTier):
         self.name, self.identity = tier.name, tier.identity
         self.block_bytes, self.stored_bytes = tier.block_bytes, tier.stored_bytes
         self.written_before = tier.written_before
+        self.shared, self.probe_timeout_s = tier.shared, tier.probe_timeout_s
         self._written_in_hour = Counter(tier.written_before)
         self._num_dropped = 0
 
@@ -108,6 +109,12 @@ class BudgetedTier(SecondaryTier):
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         return self._tier.contains(keys, request)
+
+    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        return self._tier.unknown(keys, request)
+
+    def submit_probe(self, keys: Keys) -> int:
+        return self._tier.submit_probe(keys)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         return self._tier.submit_read(keys, pool, rows)

@@ -43,6 +43,7 @@ class _Job:
     ok: Mask
     remaining: int
     seconds: float = 0.0
+    stale: Mask | None = None
 
 
 @dataclass(eq=False)
@@ -92,6 +93,8 @@ class StripedTier(SecondaryTier):
         self.identity, self.block_bytes = identities[0], sizes[0]
         self.stored_bytes = max(tier.stored_bytes for tier in tiers)
         self.written_before = sum((Counter(tier.written_before) for tier in tiers), Counter[int]())
+        self.shared = any(tier.shared for tier in tiers)
+        self.probe_timeout_s = max(tier.probe_timeout_s for tier in tiers)
         # (number of a tier, that tier's job) -> the whole job, and the rows of it that this part has.
         self._parts: dict[tuple[int, int], tuple[_Job, npt.NDArray[np.int64]]] = {}
         self._results: list[JobResult] = []
@@ -115,6 +118,17 @@ class StripedTier(SecondaryTier):
         for number, tier, at in self._shares(keys):
             found[at] = tier.contains(keys.take(at), records[number])
         return found
+
+    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        records, found = self._records(request), np.zeros(len(keys), np.bool_)
+        for number, tier, at in self._shares(keys):
+            found[at] = tier.unknown(keys.take(at), records[number])
+        return found
+
+    def submit_probe(self, keys: Keys) -> int:
+        begun = [(number, tier.submit_probe(keys.take(at)), at) for number, tier, at in self._shares(keys)]
+        parts = [part for part in begun if part[1] != NO_JOB]
+        return self._begin(len(keys), parts) if parts else NO_JOB
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked, parts, refused = checked_rows(keys, pool, rows, self.block_bytes), [], _Refused()
@@ -152,10 +166,13 @@ class StripedTier(SecondaryTier):
             for part in tier.finished():
                 job, at = self._parts.pop((number, part.job))
                 job.ok[at] = part.ok
+                if part.stale is not None:
+                    job.stale = np.zeros(len(job.ok), np.bool_) if job.stale is None else job.stale
+                    job.stale[at] = part.stale
                 job.seconds = max(job.seconds, part.seconds)
                 job.remaining -= 1
                 if job.remaining == 0:
-                    self._results.append(JobResult(job.number, job.ok, job.seconds))
+                    self._results.append(JobResult(job.number, job.ok, job.seconds, job.stale))
         results, self._results = self._results, []
         return results
 

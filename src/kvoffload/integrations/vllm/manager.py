@@ -31,9 +31,10 @@ from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.slots_spec import SlotsSpec, slots_per_group
 from kvoffload.integrations.vllm.tiers import (
     DISK,
+    ELSEWHERE,
     HOST,
     PoolMemory,
-    may_read_tiers,
+    leave_out_tiers,
     say_what_a_reset_misses,
     tier_counts,
 )
@@ -209,8 +210,8 @@ class KVOffloadManager(OffloadingManager):
                 self._build(len(first))
             hints = self._told.get(req_context.req_id, NO_HINTS)
             request = Request(self.core.begin_request(req_context.req_id, path, hints=hints), path)
-            if self._tiered is not None and not may_read_tiers(req_context):
-                self._tiered.leave_out_tiers(request.ctx)
+            if self._tiered is not None:
+                leave_out_tiers(self._tiered, request.ctx, req_context)
             self._requests[req_context.req_id] = request
         return request
 
@@ -245,11 +246,13 @@ class KVOffloadManager(OffloadingManager):
         return self._lookups.prefix(keys, request)
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        """Where a hit came from, in vLLM's words: ``host``; ``disk`` if it was promoted for this request."""
+        """Where a hit came from, in vLLM's words: ``host``; ``disk``, or ``external_unspecified`` for a
+        server, if it was promoted for this request."""
         if self._tiered is None:
             return HOST
         request = self._requests.get(req_context.req_id)
-        return DISK if request is not None and self._tiered.source_of(key, request.ctx) else HOST
+        number = 0 if request is None else self._tiered.source_of(key, request.ctx)
+        return HOST if number == 0 else ELSEWHERE if self._tiered.is_shared(number) else DISK
 
     # ---- load
 

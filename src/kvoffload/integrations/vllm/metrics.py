@@ -59,6 +59,7 @@ NOT_PROMOTED_REASONS = {
     "no_room": "RAM had no room for them",
     "not_worth": "reading was expected to take longer than computing",
     "lost": "they could not be read, or were not what was stored",
+    "stale": "they had left a tier that machines share",
 }
 TIER_COUNTERS = {
     "hits": "Blocks that requests got from this tier.",
@@ -69,6 +70,11 @@ TIER_COUNTERS = {
     "dropped": "Blocks not taken because the tier was too busy or its write budget was used up.",
     "failed": "Blocks that the medium failed to write or read.",
     "mismatches": "Blocks that were not what was stored: treated as misses.",
+    "probes": "Blocks that a tier that machines share was asked for.",
+    "probe_hits": "Of those, how many were there.",
+    "stale": "Blocks that were believed to be there, and had left.",
+    "timeouts": "Blocks of reads, writes and probes whose time was up.",
+    "skipped": "Blocks not written because another machine had written them.",
     "bytes_written": "Bytes of blocks written.",
     "bytes_read": "Bytes of blocks read.",
 }
@@ -77,6 +83,7 @@ TIER_GAUGES = {
     "ready": "Blocks that can be read.",
     "free": "Blocks for which there is empty room.",
     "in_flight": "Blocks that are being written or read.",
+    "circuit_open": "1 while a tier that machines share is left alone because it did not answer.",
     "write_budget_bytes": "Bytes that may still be written in these 24 hours, if there is a limit.",
 }
 """Of each tier behind RAM, with the prefix ``tier_``."""

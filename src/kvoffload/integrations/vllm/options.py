@@ -21,7 +21,7 @@ from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, StoreName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.options import OF_ENGINES, gathered
-from kvoffload.tiers.options import TierOptions, Tiers
+from kvoffload.tiers.options import SizedTierOptions, TierOptions, Tiers
 
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
@@ -139,10 +139,11 @@ def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
             seen.add(place)
         if not tier.keeps_blocks:
             yield ConfigError(f"tiers[{number}]", str(tier), f"a {tier.name} tier keeps no blocks")
-        try:
-            convert(f"tiers[{number}].capacity", tier.capacity, Size)
-        except ConfigError as problem:
-            yield problem
+        if isinstance(tier, SizedTierOptions):
+            try:
+                convert(f"tiers[{number}].capacity", tier.capacity, Size)
+            except ConfigError as problem:
+                yield problem
 
 
 def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:

@@ -1,7 +1,9 @@
-"""Our disk behind vLLM's own RAM tier, for users who want only that.
+"""Our tiers behind vLLM's own RAM tier, for users who want only those.
 
     "secondary_tiers": [{"type": "KVOffloadDisk", "module_path": "kvoffload.integrations.vllm.secondary",
-                         "path": "/nvme/kv", "capacity": "1TiB"}]
+                         "path": "/nvme/kv", "capacity": "1TiB"},
+                        {"type": "KVOffloadTier", "module_path": "kvoffload.integrations.vllm.secondary",
+                         "url": "valkey://cache:6379/team-a"}]
 
 Owns the translation of vLLM's jobs, requests and view of RAM. No error of ours reaches the engine.
 """
@@ -9,13 +11,14 @@ Owns the translation of vLLM's jobs, requests and view of RAM. No error of ours 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from vllm import __version__ as vllm_version
-from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvoffload.integrations.vllm.containment import contained
@@ -25,23 +28,27 @@ from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.tiers import say_what_a_reset_misses, tier_owner
 from kvoffload.integrations.vllm.versions import SINCE_SECONDARY, check_version, engine_facts
 from kvoffload.structures.keys import Keys
+from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
 from kvoffload.tiers.options import open_tiers, parse_tiers
 
-_DRAIN_TIMEOUT_S = 30.0
+_DRAIN_TIMEOUT_S, _SHARED_DRAIN_TIMEOUT_S = 30.0, 2.0
+_NEW_WAIT_AFTER_S = 2.0
 
 
-class KVOffloadDisk(SecondaryTierManager):
-    """A `DiskTier` as vLLM's tiering manager calls it: bounded, verified at every read, warm after a restart.
+class KVOffloadTier(SecondaryTierManager):
+    """One of our tiers as vLLM's tiering manager calls it: verified at every read.
 
     A block is HIT if its entry is here. Its bytes are verified when it is read; if some are damaged, vLLM
-    gets the keys of the blocks that arrived, and computes the others.
+    gets the keys of the blocks that arrived, and computes the others. A tier that machines share is asked,
+    once a step for all blocks that were looked up; until it answers a block is RETRY, for no longer than the
+    tier's `probe_timeout`.
 
-    Takes the options of a tier of `KVOffloadSpec`: path, capacity, policy, admission,
-    max_write_bytes_per_day, salt. Raises `ConfigError` when the engine starts. Thread: the scheduler's.
+    Takes the options of a tier of `KVOffloadSpec`: ``url`` and what may stand behind its ``?``, or those of a
+    disk. Raises `ConfigError` when the engine starts. Thread: the scheduler's.
 
     Attributes:
-        broken: an error of ours was contained, or the disk could not be opened: it is not used any more.
+        broken: an error of ours was contained, or the tier could not be opened: it is not used any more.
     """
 
     medium = Medium.STORAGE
@@ -54,11 +61,12 @@ class KVOffloadDisk(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        check_version(vllm_version, SINCE_SECONDARY, "KVOffloadDisk")
+        check_version(vllm_version, SINCE_SECONDARY, type(self).__name__)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         join_vllm()
         options.pop("locality", None)
-        (checked,) = parse_tiers("secondary_tiers", [{"type": "disk", **options}])
+        kind = {} if "url" in options else {"type": "disk"}
+        (checked,) = parse_tiers("secondary_tiers", [{**kind, **options}])
         slots = np.asarray(primary_kv_view).view(np.uint8)
         self._pool = slots.reshape(len(slots), -1)
         # vLLM's RAM has its own layout: its blocks are not interchangeable with those of `KVOffloadSpec`.
@@ -69,7 +77,13 @@ class KVOffloadDisk(SecondaryTierManager):
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []
+        # Blocks to ask for at the end of the step; each probe's blocks; and how long requests wait for them.
+        self._unknown: dict[bytes, None] = {}
+        self._probes: dict[int, set[bytes]] = {}
+        self._waits: dict[str, TierWait] = {}
         self.broken = not self._opened
+        if self._opened and self._tier.shared:
+            self.locality = Locality.REMOTE
 
     @property
     def _tier(self) -> SecondaryTier:
@@ -86,6 +100,7 @@ class KVOffloadDisk(SecondaryTierManager):
     def on_request_finished(self, req_context: Any) -> None:
         """Report to the tier what the request used."""
         record = self._records.pop(req_context.req_id, None)
+        self._waits.pop(req_context.req_id, None)
         path = path_of(req_context)
         if record is not None and path and len(path[0]) == USUAL_KEY_BYTES:
             self._tier.finish_request(record, Keys.pack(path, USUAL_KEY_BYTES))
@@ -95,8 +110,24 @@ class KVOffloadDisk(SecondaryTierManager):
         """Whether a block is here. Reads nothing."""
         if len(key) != USUAL_KEY_BYTES:
             return LookupResult.MISS
-        found = self._tier.contains(Keys.pack([key], USUAL_KEY_BYTES), self._records.get(req_context.req_id))
-        return LookupResult.HIT if found[0] else LookupResult.MISS
+        one, record = Keys.pack([key], USUAL_KEY_BYTES), self._records.get(req_context.req_id)
+        if self._tier.contains(one, record)[0]:
+            return LookupResult.HIT
+        if not self._tier.shared or not self._tier.unknown(one, record)[0]:
+            return LookupResult.MISS
+        wait = self._waits.setdefault(req_context.req_id, TierWait([]))
+        if not wait.waits_for_probe(time.monotonic(), self._tier.probe_timeout_s, _NEW_WAIT_AFTER_S):
+            return LookupResult.MISS
+        self._unknown[key] = None
+        return LookupResult.RETRY
+
+    @contained(lambda context: None)
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask for what was looked up in this step, and is not being asked for."""
+        unknown, self._unknown = self._unknown, {}
+        new = [key for key in unknown if not any(key in asked for asked in self._probes.values())]
+        if new and (job := self._tier.submit_probe(Keys.pack(new, USUAL_KEY_BYTES))) != NO_JOB:
+            self._probes[job] = {*new}
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to write those of these blocks that the tier takes."""
@@ -115,6 +146,8 @@ class KVOffloadDisk(SecondaryTierManager):
     @contained(lambda: None)
     def _take_finished(self) -> None:
         for result in self._tier.finished():
+            if self._probes.pop(result.job, None) is not None:
+                continue
             job = self._jobs.pop(result.job)
             keys = list(job.keys)
             sound = None
@@ -132,7 +165,7 @@ class KVOffloadDisk(SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must keep stepping while no request runs."""
-        return bool(self._jobs or self._finished)
+        return bool(self._jobs or self._finished or self._probes or self._unknown)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Nothing: uses are reported once a request, when it finishes."""
@@ -147,24 +180,25 @@ class KVOffloadDisk(SecondaryTierManager):
         """Wait for the jobs under way, and forget everything.
 
         vLLM calls this when its cache is reset, and only then. The reason for a reset, such as new weights,
-        makes the blocks on the disk wrong too, and there is no other notification.
+        makes the blocks in the tier wrong too, and there is no other notification.
         """
-        if not self._tier.drain(_DRAIN_TIMEOUT_S):
-            logger.error("kvoffload: the disk does not answer while vLLM resets its cache")
+        name, timeout_s = self._tier.name, _SHARED_DRAIN_TIMEOUT_S if self._tier.shared else _DRAIN_TIMEOUT_S
+        if not self._tier.drain(timeout_s):
+            logger.error("kvoffload: the %s does not answer while vLLM resets its cache", name)
         self._take_finished()
         self._tier.clear()
-        if not self._tier.drain(_DRAIN_TIMEOUT_S):
+        if not self._tier.drain(timeout_s):
             logger.error(
-                "kvoffload: the disk does not record the reset: old blocks may be back after a restart"
+                "kvoffload: the %s does not record the reset: old blocks may be back after a restart", name
             )
 
     def shutdown(self) -> None:
-        """Close the disk; its blocks stay."""
+        """Close the tier; its blocks stay."""
         try:
             for tier in self._opened:
                 tier.close()
         except Exception:
-            logger.exception("kvoffload: the disk could not be closed")
+            logger.exception("kvoffload: the tier behind vLLM's RAM could not be closed")
 
     def _submit(self, job: Any, *, is_store: bool) -> None:
         keys, rows = list(job.keys), np.asarray(job.chunk_ids, np.int64)
@@ -191,9 +225,16 @@ class KVOffloadDisk(SecondaryTierManager):
     def _break(self, where: str) -> None:
         """Contain an error of ours: end all transfers, then report their jobs as failed."""
         self.broken = True
-        logger.exception("kvoffload: internal error in %s; the disk is no longer used", where)
+        logger.exception("kvoffload: internal error in %s; the tier is no longer used", where)
         with contextlib.suppress(Exception):
             self._tier.close()
         for job in self._jobs.values():
             self._finished.append(JobResult(job_id=job.job_id, success=False))
         self._jobs.clear()
+        self._probes.clear()
+        self._unknown.clear()
+
+
+class KVOffloadDisk(KVOffloadTier):
+    """A `DiskTier` behind vLLM's RAM: bounded, and warm after a restart. Takes path, capacity, policy,
+    admission, max_write_bytes_per_day, salt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -13,16 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload._version import __version__
-from kvoffload.errors import UnavailableError
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.versions import EngineFacts
+from kvoffload.integrations.vllm.versions import SINCE_STEADY_KEYS, EngineFacts, minor
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import Mask, key_digests
 from kvoffload.tiers.options import TierOwner
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
+from kvoffload.weights import weights_identity
+
+_SLOT_LAYOUT = 1
+"""How a slot of the pool is divided among workers and tensors: a higher number after every change of that."""
 
 
 def tier_owner(
@@ -42,7 +48,14 @@ def tier_owner(
         )
         missing.append(str(error.value))
 
-    return TierOwner(block_bytes, key_bytes, producer, facts.replica, go_on_without=go_on_without)
+    return TierOwner(
+        block_bytes,
+        key_bytes,
+        producer,
+        facts.replica,
+        go_on_without=go_on_without,
+        shared_fingerprint=lambda weights: shared_fingerprint({**more, **facts.identity}, weights),
+    )
 
 
 def say_what_a_reset_misses(missing: Iterable[str]) -> None:
@@ -54,18 +67,21 @@ def say_what_a_reset_misses(missing: Iterable[str]) -> None:
         )  # fmt: skip
 
 
-HOST, DISK = "host", "disk"
+HOST, DISK, ELSEWHERE = "host", "disk", "external_unspecified"
 """Members of vLLM's ``CacheHitSource``, as their values."""
 
 
-def may_read_tiers(req_context: Any) -> bool:
-    """Whether a request may load from tiers behind RAM: its ``kv_load_tiers`` may leave them out."""
+def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: Any) -> None:
+    """Let a request load from no tiers that it leaves out: its ``kv_load_tiers`` names them by where they
+    are. Those that machines share are remote."""
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
-        return True
+        return
     from vllm.v1.kv_offload.base import Locality, Medium
 
-    return bool(allowed.allows(Medium.STORAGE, Locality.LOCAL))
+    for shared, locality in ((False, Locality.LOCAL), (True, Locality.REMOTE)):
+        if not allowed.allows(Medium.STORAGE, locality):
+            manager.leave_out_tiers(ctx, shared=shared)
 
 
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
@@ -92,6 +108,38 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
         **identity,
     }
     return json.dumps(known, sort_keys=True, default=str)
+
+
+def shared_fingerprint(identity: Mapping[str, Any], weights: str) -> str:
+    """As `fingerprint`, for blocks that machines share: without what differs between machines and makes no
+    difference to bytes, such as a path, and with what identifies the weights themselves.
+
+    Args:
+        weights: what the user calls them; if empty it is found out (`weights_identity`).
+
+    Raises: `ConfigError` for keys that no other process can have, and for weights that cannot be identified.
+    """
+    version, seed = str(identity.get("vllm", "")), os.getenv("PYTHONHASHSEED", "random")
+    found = minor(version)
+    if found is not None and found < SINCE_STEADY_KEYS and not seed.isdigit():
+        why = "this vLLM seeds its keys with it: give all engines that share the same number"
+        raise ConfigError("PYTHONHASHSEED", os.getenv("PYTHONHASHSEED"), why)
+    known = {
+        "machine": platform.machine(),
+        "slots": _SLOT_LAYOUT,
+        "weights": f"named {weights}" if weights else weights_identity(str(identity.get("model", ""))),
+        **{name: value for name, value in identity.items() if name != "model"},
+    }
+    if _is_on_cpu():
+        known["instructions"] = cpu_capability()
+    return json.dumps(known, sort_keys=True, default=str)
+
+
+def _is_on_cpu() -> bool:
+    """Whether the layout of KV pages depends on the processor's instructions."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _model_files(model: str) -> list[tuple[str, int, int]]:

@@ -16,7 +16,7 @@ from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.budgeted import BudgetedTier
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.tier import DiskTier
-from kvoffload.tiers.options import TierOptions, TierOwner
+from kvoffload.tiers.options import SizedTierOptions, TierOwner
 from kvoffload.tiers.striped import StripedTier
 
 
@@ -42,7 +42,7 @@ Paths: TypeAlias = Annotated[tuple[str, ...], _PathsParser()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiskOptions(TierOptions):
+class DiskOptions(SizedTierOptions):
     """Blocks are spread over the directories of `path`, in equal shares of the capacity.
 
     Attributes:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.options import TierOptions, TierOwner
+from kvoffload.tiers.options import SizedTierOptions, TierOwner
 from kvoffload.tiers.simulated import SimulatedTier
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedOptions(TierOptions):
+class SimulatedOptions(SizedTierOptions):
     """For replays of decisions, sweeps and plans."""
 
     name = "simulated"

@@ -1,0 +1,198 @@
+"""A TCP proxy in front of a server that does to connections what networks and broken servers do.
+
+For tests of what speaks to a server: each fault is an attribute, and may be set while connections are open.
+Knows the framing of RESP2 replies, so that it can exchange or repeat whole ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass
+class Faults:
+    """What is done to what the server says; all connections together.
+
+    Attributes:
+        refuse: new connections are closed at once.
+        hang: nothing passes, in either direction; connections stay open.
+        delay_s: before each piece that is passed on.
+        bytes_per_s: passed on at most; None for any.
+        cut_after: connections are closed after so many bytes of replies, counted from when it is set.
+        flip_at: the lowest bit of that byte is flipped, counted in the same way.
+        replies: gets the replies to one or more commands that have arrived together, and returns what is
+            passed on instead. None for what the server says.
+    """
+
+    refuse: bool = False
+    hang: bool = False
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+    cut_after: int | None = None
+    flip_at: int | None = None
+    replies: Callable[[list[bytes]], list[bytes]] | None = None
+
+
+class FaultProxy:
+    """Listens on a port of its own, and passes everything on to the server, except for its faults.
+
+    Args:
+        tls: files with a certificate and its key: clients speak TLS with it, and it does not with the server.
+
+    Attributes:
+        port: where it listens. faults: what is wrong now. num_connections: how many were made.
+
+    Thread: any. Close it at the end, or use it as a context.
+    """
+
+    def __init__(self, port: int, host: str = "127.0.0.1", *, tls: tuple[str, str] | None = None) -> None:
+        self._to = host, port
+        self._tls: ssl.SSLContext | None = None
+        if tls is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(*tls)
+        self.faults = Faults()
+        self.num_connections = 0
+        self._passed = 0
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._closed = False
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> FaultProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def set(self, **faults: object) -> None:
+        """These faults and no others, from now on; bytes count from here."""
+        with self._lock:
+            self._passed = 0
+            self.faults = Faults(**faults)  # type: ignore[arg-type]
+
+    def drop_connections(self) -> None:
+        """Close all that are open."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, set()
+        for one in sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def close(self) -> None:
+        """Close everything, and wait for its threads."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.drop_connections()
+        for thread in self._threads:
+            thread.join()
+
+    # ---- its threads
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            if self.faults.refuse:
+                client.close()
+                continue
+            try:
+                if self._tls is not None:
+                    client = self._tls.wrap_socket(client, server_side=True)
+                server = socket.create_connection(self._to)
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self.num_connections += 1
+                self._sockets |= {client, server}
+            for source, to, is_reply in ((client, server, False), (server, client, True)):
+                thread = threading.Thread(target=self._pass_on, args=(source, to, is_reply), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _pass_on(self, source: socket.socket, to: socket.socket, is_reply: bool) -> None:
+        held = b""
+        try:
+            while piece := source.recv(_CHUNK_BYTES):
+                while self.faults.hang and not self._closed:
+                    time.sleep(0.001)
+                if not is_reply:
+                    to.sendall(piece)
+                    continue
+                if self.faults.replies is not None:
+                    found, held = split_replies(held + piece)
+                    piece = b"".join(self.faults.replies(found)) if found else b""
+                for part in self._slowly(piece):
+                    part, is_last = self._damaged(part)
+                    to.sendall(part)
+                    if is_last:
+                        return
+        except (OSError, EOFError):
+            pass
+        finally:
+            self._hang_up(source, to)
+
+    def _slowly(self, piece: bytes) -> Iterator[bytes]:
+        faults = self.faults
+        if faults.delay_s:
+            time.sleep(faults.delay_s)
+        if faults.bytes_per_s is None:
+            yield piece
+            return
+        step = max(1, int(faults.bytes_per_s / 100))
+        for start in range(0, len(piece), step):
+            time.sleep(step / faults.bytes_per_s)
+            if self._closed:
+                raise EOFError
+            yield piece[start : start + step]
+
+    def _damaged(self, part: bytes) -> tuple[bytes, bool]:
+        """What is passed on of a part, and whether the connection ends behind it."""
+        with self._lock:
+            start, faults = self._passed, self.faults
+            self._passed += len(part)
+        if faults.flip_at is not None and start <= faults.flip_at < start + len(part):
+            at = faults.flip_at - start
+            part = part[:at] + bytes([part[at] ^ 1]) + part[at + 1 :]
+        if faults.cut_after is not None and start + len(part) >= faults.cut_after:
+            return part[: max(0, faults.cut_after - start)], True
+        return part, False
+
+    def _hang_up(self, *sockets: socket.socket) -> None:
+        with self._lock:
+            self._sockets -= {*sockets}
+        for one in sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+def split_replies(stream: bytes) -> tuple[list[bytes], bytes]:
+    """The whole RESP2 replies, none of them an array, that a stream begins with; and what is left of it."""
+    found, at = [], 0
+    while (end := stream.find(b"\r\n", at)) >= 0:
+        end += 2
+        if stream[at : at + 1] == b"$" and (length := int(stream[at + 1 : end - 2])) >= 0:
+            end += length + 2
+        if end > len(stream):
+            break
+        found.append(stream[at:end])
+        at = end
+    return found, stream[at:]

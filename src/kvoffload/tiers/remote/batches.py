@@ -1,0 +1,363 @@
+"""What is said to a server: each batch is one exchange, and keeps what has come of it if it is cut short.
+
+Owns the commands, and when a block counts as read, written or there. Runs on the thread of a line; decides
+nothing about other batches. Every exchange about blocks asks for the epoch first, so that it notices a reset
+by another machine before it believes anything else.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.base import Mask
+from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Epoch
+from kvoffload.tiers.remote.resp import Connection, ProtocolError, Reply, ServerError, command
+from kvoffload.transfer import Blocks
+from kvoffload.transfer.copies import address_of
+
+WINDOW_BYTES = 4 << 20
+"""Blocks that are asked for, or sent, at a time: the next window is asked for before this one is received."""
+_VERIFY_BYTES = 1 << 20
+"""Blocks are verified while they are in the processor's cache."""
+FULL = "OOM"
+"""What a server answers that has no room and evicts nothing."""
+
+
+class WasResetError(Exception):
+    """The epoch is another one: nothing of this batch counts."""
+
+    def __init__(self, found: int | None) -> None:
+        super().__init__("the cache was reset")
+        self.found = found
+
+
+@dataclass(eq=False, kw_only=True)
+class Batch(ABC):
+    """One exchange.
+
+    Attributes:
+        submitted: when it was asked for.
+        deadline: when it ends at the latest; of a write, counted from its beginning.
+        ended: when it did.
+        error: why it was cut short, or None.
+    """
+
+    deadline: float
+    submitted: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    error: Exception | None = None
+
+    def begin(self, now: float) -> None:  # noqa: B027  (most deadlines are of the submission)
+        """It is its turn."""
+
+    @abstractmethod
+    def run(self, connection: Connection) -> None:
+        """Say it. Raises `OSError`, `ProtocolError`, `ServerError`, `WasResetError`."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Greeting(Batch):
+    """Learns the present epoch, or makes a new one.
+
+    Attributes:
+        name: where the epoch is. is_reset: everything before is forgotten.
+        number: the epoch, once it is known.
+    """
+
+    name: bytes
+    is_reset: bool = False
+    number: int | None = None
+
+    def run(self, connection: Connection) -> None:
+        new = b"%016x" % secrets.randbits(64)
+        # Several machines may find none at the same instant: the first makes it, and all take what is there.
+        options = () if self.is_reset else (b"NX",)
+        connection.send(
+            [command(b"SET", self.name, new, *options), command(b"GET", self.name)], self.deadline
+        )
+        made, found = connection.reply(self.deadline), connection.reply(self.deadline)
+        for reply in (made, found):
+            if isinstance(reply, ServerError):
+                raise reply
+        # Of two resets at once the later one counts; both are after what was before.
+        self.number = _epoch_number(found)
+        if self.number is None:
+            raise ProtocolError("no epoch where one was just made")
+
+
+_MEASURED_BLOCKS, _MEASURED_TIMES = 8, 3
+_MEASUREMENT_S = b"60"
+
+
+@dataclass(eq=False, kw_only=True)
+class Measurement(Batch):
+    """How fast reads from this server are, now: a block of zeros is stored under a name of its own, read, and
+    deleted; if that fails it ends by itself.
+
+    Attributes:
+        name: what the block is called.
+        round_trip_s: of the shortest question; bytes_per_s: of several blocks at once; the best of three.
+    """
+
+    name: bytes
+    block_bytes: int
+    round_trip_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+    def run(self, connection: Connection) -> None:
+        begin, end = b"*5\r\n$3\r\nSET\r\n", b"\r\n$2\r\nEX\r\n$2\r\n%b\r\n" % _MEASUREMENT_S
+        row = memoryview(bytearray(self.block_bytes))
+        length = b"$%d\r\n" % (HEADER_BYTES + self.block_bytes)
+        name = b"$%d\r\n%b\r\n" % (len(self.name), self.name)
+        connection.send([begin, name, length, bytes(HEADER_BYTES), row, end], self.deadline)
+        if isinstance(found := connection.reply(self.deadline), ServerError):
+            raise found
+        asked = command(b"EXISTS", self.name)
+        self.round_trip_s = min(self._timed(connection, [asked], row) for _ in range(_MEASURED_TIMES))
+        asked = command(b"GET", self.name)
+        several = [asked] * _MEASURED_BLOCKS
+        seconds = min(self._timed(connection, several, row) for _ in range(_MEASURED_TIMES))
+        transferring_s = seconds - self.round_trip_s if seconds > self.round_trip_s else seconds
+        self.bytes_per_s = _MEASURED_BLOCKS * self.block_bytes / transferring_s
+        connection.send([command(b"DEL", self.name)], self.deadline)
+        connection.reply(self.deadline)
+
+    def _timed(self, connection: Connection, asked: list[bytes], row: memoryview) -> float:
+        begun, header = time.monotonic(), memoryview(bytearray(HEADER_BYTES))
+        connection.send([b"".join(asked)], self.deadline)
+        for _ in asked:
+            if len(asked) == 1:
+                connection.reply(self.deadline)
+            else:
+                connection.value_into(header, row, self.deadline)
+        return max(time.monotonic() - begun, 1e-9)
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockBatch(Batch):
+    """An exchange about blocks.
+
+    Attributes:
+        job: the number of its job. num_rows: of the job's result; its blocks are the first of them.
+        ok: which of its blocks are there, read, or written.
+        refused: the last error that the server gave for a single block.
+    """
+
+    name: ClassVar[str]
+
+    job: int
+    num_rows: int
+    keys: Keys
+    epoch: Epoch
+    epoch_name: bytes
+    ok: Mask = field(init=False)
+    refused: ServerError | None = None
+
+    def __post_init__(self) -> None:
+        self.ok = np.zeros(len(self.keys), np.bool_)
+
+    def _ask_epoch(self) -> bytes:
+        return command(b"GET", self.epoch_name)
+
+    def _check_epoch(self, connection: Connection) -> None:
+        reply = connection.reply(self.deadline)
+        if isinstance(reply, ServerError):
+            raise reply
+        number = _epoch_number(reply)
+        if number != self.epoch.number:
+            raise WasResetError(number)
+
+    def _are_there(self, connection: Connection, names: list[bytes]) -> Mask:
+        """Ask for the epoch, and which of these blocks are there."""
+        connection.send([self._ask_epoch() + _asked(b"EXISTS", names)], self.deadline)
+        self._check_epoch(connection)
+        found = np.zeros(len(names), np.bool_)
+        for row, line in enumerate(connection.lines(len(names), self.deadline)):
+            if line == b":1":
+                found[row] = True
+            elif line[:1] == b"-":
+                self.refused = ServerError(line[1:].decode(errors="replace"))
+            elif line != b":0":
+                raise ProtocolError(f"an unexpected reply {line[:40]!r}")
+        return found
+
+
+@dataclass(eq=False, kw_only=True)
+class Probe(BlockBatch):
+    """Asks which blocks are there."""
+
+    name = "probe"
+
+    def run(self, connection: Connection) -> None:
+        self.ok = self._are_there(connection, self.epoch.names(self.keys))
+
+
+@dataclass(eq=False, kw_only=True)
+class Transfer(BlockBatch):
+    """An exchange about blocks whose bytes are in rows of a pool."""
+
+    pool: Blocks
+    rows: npt.NDArray[np.int64]
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.pool.shape[1])
+
+    def _addresses(self, of: slice | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = address_of(self.pool) + self.rows[of] * self.pool.strides[0]
+        return found
+
+    def _row(self, number: int) -> memoryview:
+        return memoryview(self.pool[self.rows[number]])
+
+    def _windows(self, count: int) -> Iterator[slice]:
+        size = max(1, WINDOW_BYTES // max(1, self.block_bytes))
+        return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+@dataclass(eq=False, kw_only=True)
+class Read(Transfer):
+    """Receives blocks into their rows, and verifies them. What is ok when it is cut short was verified.
+
+    Attributes:
+        absent: blocks that the server does not have.
+        damaged: blocks that are not what was stored under their key; they are deleted there.
+    """
+
+    name = "read"
+
+    absent: Mask = field(init=False)
+    damaged: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.absent, self.damaged = np.zeros((2, len(self.keys)), np.bool_)
+        self._headers = np.zeros(len(self.keys), HEADER)
+        self._arrived: list[int] = []
+
+    def run(self, connection: Connection) -> None:
+        names = self.epoch.names(self.keys)
+        try:
+            windows = [*self._windows(len(names))]
+            for number, window in enumerate(windows):
+                if number == 0:
+                    self._ask(connection, names[window])
+                if number + 1 < len(windows):
+                    # Asked for before the last is received, so that the server never waits for us.
+                    self._ask(connection, names[windows[number + 1]])
+                self._check_epoch(connection)
+                for row in range(window.start, window.stop):
+                    self._receive(connection, row)
+        finally:
+            self._verify()
+        self._delete_damaged(connection, names)
+
+    def _ask(self, connection: Connection, names: list[bytes]) -> None:
+        connection.send([self._ask_epoch() + _asked(b"GET", names)], self.deadline)
+
+    def _receive(self, connection: Connection, row: int) -> None:
+        header = memoryview(self._headers[row : row + 1].view(np.uint8))  # type: ignore[arg-type]
+        found = connection.value_into(header, self._row(row), self.deadline)
+        if isinstance(found, ServerError):
+            self.refused = found
+        elif found is None:
+            self.absent[row] = True
+        elif found != HEADER_BYTES + self.block_bytes:
+            self.damaged[row] = True
+        else:
+            self._arrived.append(row)
+            if len(self._arrived) * self.block_bytes >= _VERIFY_BYTES:
+                self._verify()
+
+    def _verify(self) -> None:
+        at = np.array(self._arrived, np.int64)
+        self._arrived.clear()
+        if len(at):
+            keys, headers = self.keys.take(at), self._headers[at]
+            self.ok[at] = self.epoch.sound(keys, headers, self._addresses(at), self.block_bytes)
+            self.damaged[at] = ~self.ok[at]
+
+    def _delete_damaged(self, connection: Connection, names: list[bytes]) -> None:
+        damaged = np.flatnonzero(self.damaged).tolist()
+        if damaged:
+            connection.send([_asked(b"DEL", [names[row] for row in damaged])], self.deadline)
+            connection.lines(len(damaged), self.deadline)
+
+
+@dataclass(eq=False, kw_only=True)
+class Write(Transfer):
+    """Stores the blocks that the server does not have.
+
+    Attributes:
+        patience_s: how long it may take once it has begun: nobody waits for it, and it waits for others.
+        ttl_s: after how long the server forgets them; 0 for when it likes.
+        was_there: blocks that another machine had written.
+    """
+
+    name = "write"
+
+    patience_s: float
+    ttl_s: int = 0
+    was_there: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.was_there = np.zeros(len(self.keys), np.bool_)
+
+    def begin(self, now: float) -> None:
+        self.deadline = now + self.patience_s
+
+    def run(self, connection: Connection) -> None:
+        names = self.epoch.names(self.keys)
+        self.was_there = self._are_there(connection, names)
+        self.ok |= self.was_there
+        missing = np.flatnonzero(~self.was_there)
+        for window in self._windows(len(missing)):
+            self._store(connection, names, missing[window])
+            if self.refused is not None:
+                return
+
+    def _store(self, connection: Connection, names: list[bytes], at: npt.NDArray[np.int64]) -> None:
+        headers = self.epoch.headers(self.keys.take(at), self._addresses(at), self.block_bytes)
+        options = [b"EX", b"%d" % self.ttl_s] if self.ttl_s else []
+        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
+        begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
+        length = b"$%d\r\n" % (HEADER_BYTES + self.block_bytes)
+        buffers: list[bytes | memoryview] = []
+        for row, header in zip(at.tolist(), headers, strict=True):
+            head = b"%b$%d\r\n%b\r\n%b%b" % (begin, len(names[row]), names[row], length, header.tobytes())
+            buffers += [head, self._row(row), end]
+        connection.send(buffers, self.deadline)
+        for row in at.tolist():
+            reply = connection.reply(self.deadline)
+            if isinstance(reply, ServerError):
+                self.refused = reply
+            elif reply != b"OK":
+                raise ProtocolError(f"an unexpected reply {reply!r}")
+            else:
+                self.ok[row] = True
+
+
+def _asked(verb: bytes, names: list[bytes]) -> bytes:
+    """One command for each name, encoded; all names have one length."""
+    head = b"*2\r\n$%d\r\n%b\r\n$%d\r\n" % (len(verb), verb, len(names[0]))
+    return b"".join([b"%b%b\r\n" % (head, name) for name in names])
+
+
+def _epoch_number(reply: Reply) -> int | None:
+    """The epoch that a server names; None if it has none, or what it has is none."""
+    if not isinstance(reply, bytes) or len(reply) != 16:
+        return None
+    try:
+        return int(reply, 16)
+    except ValueError:
+        return None

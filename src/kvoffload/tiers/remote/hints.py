@@ -1,0 +1,72 @@
+"""What this process has learnt of the blocks in a shared tier, for a while. Knows no network.
+
+A hint may be wrong at any time: others write, and the engine evicts. A wrong one costs a miss, or a question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvoffload.structures.jit import U64Array
+from kvoffload.tiers.base import Mask
+
+PRESENT_S, ABSENT_S = 60.0, 5.0
+NUM_HINTS = 1 << 20
+
+
+class Hints:
+    """Which blocks are present until when, and which are absent until when.
+
+    A table in which each key has one place, by its digest: a hint that comes to a place that another one has
+    replaces it. So it is bounded, and what it has forgotten is asked for again.
+
+    Args:
+        num_hints: places, a power of two.
+        present_s, absent_s: how long a hint of each kind is believed.
+        clock: monotonic seconds, above 0.
+
+    Memory: 16 bytes a hint. Cost: 20 to 80 ns a key in batches. Thread: one.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        num_hints: int = NUM_HINTS,
+        present_s: float = PRESENT_S,
+        absent_s: float = ABSENT_S,
+    ) -> None:
+        self._clock, self._present_s, self._absent_s = clock, present_s, absent_s
+        self._keys = np.zeros(num_hints, np.uint64)
+        # When the hint ends; negative for a block that is absent; 0 for none.
+        self._until = np.zeros(num_hints)
+        self._mask = np.uint64(num_hints - 1)
+
+    def present(self, digests: U64Array) -> Mask:
+        """Which blocks are believed to be there."""
+        at = digests & self._mask
+        found: Mask = (self._keys[at] == digests) & (self._until[at] > self._clock())
+        return found
+
+    def known(self, digests: U64Array) -> Mask:
+        """Which blocks are believed to be there, or not to be."""
+        at = digests & self._mask
+        found: Mask = (self._keys[at] == digests) & (np.abs(self._until[at]) > self._clock())
+        return found
+
+    def learn(self, digests: U64Array, present: Mask) -> None:
+        """These blocks are there, or not, as far as is known now."""
+        at, now = digests & self._mask, self._clock()
+        self._keys[at] = digests
+        self._until[at] = np.where(present, now + self._present_s, -(now + self._absent_s))
+
+    def forget(self, digests: U64Array) -> None:
+        """Nothing is known of these blocks."""
+        at = digests & self._mask
+        self._until[at[self._keys[at] == digests]] = 0.0
+
+    def clear(self) -> None:
+        """Nothing is known of any block."""
+        # Pages that nobody has touched cost nothing; to write zeros into all of them takes a millisecond.
+        self._until = np.zeros(len(self._until))

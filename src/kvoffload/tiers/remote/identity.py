@@ -1,0 +1,115 @@
+"""What a block is called in a shared engine, and the header that binds its bytes to that name.
+
+Owns the bytes that docs/formats.md describes. Does no I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.base import Checksums, Mask, block_checksums, key_digests
+
+FORMAT = "kvo1"
+_MAGIC, _VERSION = b"KVOBLOCK", 1
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("header_bytes", "<u4"),
+        ("block_bytes", "<u8"),
+        ("producer", "u1", 16),
+        ("epoch", "<u8"),
+        ("key", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+HEADER_BYTES = HEADER.itemsize
+_SEALED_BYTES = HEADER_BYTES - 8
+"""All of a header but the checksum."""
+
+Headers: TypeAlias = npt.NDArray[Any]
+"""Shape ``(n,)``, of `HEADER`."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A place for blocks: those of one producer in one namespace, between two resets.
+
+    Attributes:
+        namespace: letters, digits, and ``._-``; an access rule of the engine can fence it.
+        producer: 16 bytes that say who computes the blocks.
+        number: 64 random bits. Numbers are never counted up: an engine that loses one gives out a new one,
+            and what was stored under the lost one is never found again.
+    """
+
+    namespace: str
+    producer: bytes
+    number: int
+
+    @cached_property
+    def prefix(self) -> bytes:
+        """What the names of its blocks begin with."""
+        return f"{place_of(self.namespace, self.producer)}:{self.number:016x}:".encode()
+
+    @cached_property
+    def seed(self) -> np.uint64:
+        """What its checksums are seeded with, besides the block's key."""
+        text = f"{FORMAT}\0{self.namespace}\0".encode() + self.producer
+        seed: np.uint64 = np.uint64(xxhash.xxh3_64_intdigest(text, self.number))
+        return seed
+
+    def names(self, keys: Keys) -> list[bytes]:
+        """What each block is called: 72 hexadecimal digits of the key for vLLM's keys, behind the prefix."""
+        size, digits = 2 * keys.key_bytes, b"".join(keys).hex().encode()
+        return [self.prefix + digits[at : at + size] for at in range(0, len(keys) * size, size)]
+
+    def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
+        """The headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
+        headers = self._headers_without_checksums(keys, block_bytes)
+        headers["checksum"] = self._checksums(keys, addresses, block_bytes)
+        return headers
+
+    def sound(self, keys: Keys, headers: Headers, addresses: npt.NDArray[np.int64], block_bytes: int) -> Mask:
+        """Which of these blocks are what was stored under their keys, in this place. Cost: as `headers`."""
+        expected = self._headers_without_checksums(keys, block_bytes)
+        found = headers.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :_SEALED_BYTES]
+        same = found == expected.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :_SEALED_BYTES]
+        sound: Mask = same.all(axis=1) & (
+            headers["checksum"] == self._checksums(keys, addresses, block_bytes)
+        )
+        return sound
+
+    def _headers_without_checksums(self, keys: Keys, block_bytes: int) -> Headers:
+        headers = np.zeros(len(keys), HEADER)
+        headers["magic"], headers["version"] = _MAGIC, _VERSION
+        headers["header_bytes"], headers["block_bytes"] = HEADER_BYTES, block_bytes
+        headers["producer"] = np.frombuffer(self.producer, np.uint8)
+        headers["epoch"], headers["key"] = np.uint64(self.number), key_digests(keys)
+        return headers
+
+    def _checksums(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Checksums:
+        return block_checksums(addresses, block_bytes, key_digests(keys) ^ self.seed)
+
+
+def place_of(namespace: str, producer: bytes) -> str:
+    """What the names of all epochs of a producer begin with."""
+    return f"{FORMAT}:{namespace}:{producer.hex()}"
+
+
+def epoch_name(namespace: str, producer: bytes) -> bytes:
+    """Where an engine keeps the number of the present epoch, as 16 hexadecimal digits."""
+    return f"{place_of(namespace, producer)}:epoch".encode()
+
+
+def producer_of(fingerprint: str) -> bytes:
+    """The 16 bytes that stand for a producer."""
+    return hashlib.sha256(fingerprint.encode()).digest()[:16]

@@ -1,0 +1,104 @@
+"""A thread with one connection: it runs batches one after the other. Knows no blocks.
+
+Not the disk's pipeline: there a write waits for a sync of all, here each batch has a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from kvoffload.tiers.remote.batches import Batch
+from kvoffload.tiers.remote.resp import Connection
+
+CONNECT_S = 0.5
+
+
+class Line:
+    """Runs batches in their order; `deliver` gets each back, on the line's thread, when it has ended.
+
+    A batch ends by its deadline, however the network fails: it is cut short there, and the connection is
+    closed before it is delivered, so that nothing writes to its rows afterwards. The next batch gets a new
+    connection.
+
+    Args:
+        name: of the thread.
+        connect: makes a connection, by the time that it is given.
+
+    Thread: `submit`, `stop` on one thread; neither waits.
+    """
+
+    def __init__(
+        self, name: str, connect: Callable[[float], Connection], deliver: Callable[[Batch], None]
+    ) -> None:
+        self._connect, self._deliver = connect, deliver
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._connection: Connection | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, batch: Batch) -> None:
+        """It is this batch's turn when those before it have ended."""
+        self._batches.put(batch)
+
+    def stop(self) -> None:
+        """Cut short what is under way, and end the thread."""
+        self._stopping = True
+        self._batches.put(None)
+        connection = self._connection
+        if connection is not None:
+            connection.abort()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- its thread
+
+    def _run(self) -> None:
+        while True:
+            batch = self._batches.get()
+            if batch is None:
+                self._hang_up()
+                return
+            now = time.monotonic()
+            batch.begin(now)
+            try:
+                if now >= batch.deadline:
+                    raise TimeoutError("its time was up before its turn")
+                self._say(batch)
+            except Exception as error:
+                # The network's failure, a refusal, a reset, or our bug: what comes next on this connection is
+                # the answer to something that nobody waits for any more.
+                batch.error = error
+                self._hang_up()
+            batch.ended = time.monotonic()
+            self._deliver(batch)
+            del batch  # with the last reference to the pool's rows
+
+    def _say(self, batch: Batch) -> None:
+        if self._connection is not None:
+            self._connection.has_received = False
+            try:
+                batch.run(self._connection)
+                return
+            except ConnectionError:
+                # Servers, and what stands before them, close connections that were idle; one finds out when
+                # one speaks. A server that is gone is found out by the second attempt.
+                if self._connection.has_received:
+                    raise
+                self._hang_up()
+        if not self._stopping:
+            self._connection = self._connect(min(batch.deadline, time.monotonic() + CONNECT_S))
+        if self._stopping or self._connection is None:  # to find an address may have taken long
+            raise ConnectionAbortedError("the tier is closed")
+        batch.run(self._connection)
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

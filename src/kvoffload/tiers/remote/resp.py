@@ -1,0 +1,264 @@
+"""One connection to a server that speaks RESP2: Valkey, Redis, and what is like them.
+
+Owns bytes on a socket. A value that has the expected length is received straight into its destination. Does
+not
+know what a value means, and never tries again: after any error the connection is closed, and never read
+    further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvoffload.errors import KVOffloadError
+
+Buffer: TypeAlias = bytes | memoryview
+Reply: TypeAlias = "bytes | int | ServerError | None"
+
+_LINE_BYTES = 4096
+_MOMENT = struct.pack("ll", 0, 5_000)
+"""5 ms, as a ``timeval``: by so much a call may be late."""
+_MOST_BUFFERS = 512
+"""`sendmsg` takes at most 1,024."""
+
+
+class ProtocolError(KVOffloadError):
+    """The server says what no server should: nothing that comes after it on this connection is to be
+    believed.
+    """
+
+
+class ServerError(KVOffloadError):
+    """An error that a server answered with: ``OOM command not allowed``. The connection is in order.
+
+    Attributes:
+        code: its first word.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = text.partition(" ")[0]
+
+
+@dataclass(frozen=True)
+class Login:
+    """How to get in. No form of it as text has the password.
+
+    Attributes:
+        username: empty for the server's default user.
+        password: empty for none.
+        tls: None for a connection in the clear.
+    """
+
+    username: str = ""
+    password: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+
+
+def command(*words: bytes) -> bytes:
+    """A command, encoded."""
+    parts = [b"*%d\r\n" % len(words)]
+    parts += [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
+    return b"".join(parts)
+
+
+class Connection:
+    """A connection, logged in.
+
+    Attributes:
+        has_received: whether anything has come since this was last set to False.
+
+    Every call takes the time (of `time.monotonic`) at which it ends at the latest.
+
+    Raises: `OSError` (`TimeoutError` at the deadline) and `ProtocolError`: then close it; `ServerError` if
+        the login is refused. Thread: one, but for `abort`.
+    """
+
+    def __init__(self, host: str, port: int, login: Login, deadline: float) -> None:
+        self._socket: socket.socket = socket.create_connection((host, port), _seconds_left(deadline))
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if login.tls is not None:
+                self._socket.settimeout(_seconds_left(deadline))
+                self._socket = login.tls.wrap_socket(self._socket, server_hostname=host)
+            self._is_plain = login.tls is None
+            if self._is_plain:
+                # The kernel ends each call after a moment, and we look at the deadline between calls. With a
+                # time-out of Python's each would be two calls, and none could wait for a whole block.
+                self._socket.setblocking(True)
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    self._socket.setsockopt(socket.SOL_SOCKET, option, _MOMENT)
+            self._held = bytearray(_LINE_BYTES)
+            self._buffer = memoryview(self._held)
+            self._begin = self._end = 0
+            self.has_received = False
+            if login.password:
+                words = (login.username, login.password) if login.username else (login.password,)
+                self.send([command(b"AUTH", *(word.encode() for word in words))], deadline)
+                if isinstance(found := self.reply(deadline), ServerError):
+                    raise found
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def abort(self) -> None:
+        """Make the call that is under way fail. Thread: any."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it: from here on no byte can arrive. Idempotent."""
+        self._socket.close()
+
+    def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
+        """Send all of these, one after the other."""
+        if not self._is_plain:
+            for buffer in buffers:
+                self._socket.settimeout(_seconds_left(deadline))
+                self._socket.sendall(buffer)
+            return
+        left = [memoryview(buffer) for buffer in buffers]
+        while left:
+            _seconds_left(deadline)
+            try:
+                count = self._socket.sendmsg(left[:_MOST_BUFFERS])
+            except BlockingIOError:
+                continue  # its moment is over
+            done = 0
+            while done < len(left) and count >= len(left[done]):
+                count -= len(left[done])
+                done += 1
+            left = left[done:]
+            if count:
+                left[0] = left[0][count:]
+
+    def reply(self, deadline: float) -> Reply:
+        """A reply that is not an array, of up to 4 KiB."""
+        line = self._line(deadline)
+        kind, text = line[:1], line[1:]
+        if kind == b"+":
+            return text
+        if kind == b"-":
+            return ServerError(text.decode(errors="replace"))
+        if kind == b":":
+            return _number(text)
+        if kind == b"$":
+            if (length := _number(text)) == -1:
+                return None
+            if not 0 <= length <= _LINE_BYTES:
+                raise ProtocolError(f"a value of {length} bytes where a small one should be")
+            value = bytearray(length)
+            self._take(memoryview(value), deadline)
+            self._end_of_value(deadline)
+            return bytes(value)
+        raise ProtocolError(f"a reply that begins with {kind!r}")
+
+    def lines(self, count: int, deadline: float) -> list[bytes]:
+        """So many replies of one line each, as they are: ``:1``, ``-ERR ...``. Faster than `reply`."""
+        found: list[bytes] = []
+        while len(found) < count:
+            whole = bytes(self._buffer[self._begin : self._end]).split(b"\r\n")[:-1][: count - len(found)]
+            if not whole:
+                if self._end - self._begin == _LINE_BYTES:
+                    raise ProtocolError("a line without an end")
+                self._receive_more(deadline)
+            self._begin += sum(map(len, whole)) + 2 * len(whole)
+            found += whole
+        return found
+
+    def value_into(self, header: memoryview, row: memoryview, deadline: float) -> Reply:
+        """Receive a value into `header` and `row`: its length, None if there is none, or the error.
+
+        A value of another length than both together is received and thrown away, if it is less than twice as
+        long; a longer one ends the connection.
+        """
+        line = self._line(deadline)
+        kind, text = line[:1], line[1:]
+        if kind == b"-":
+            return ServerError(text.decode(errors="replace"))
+        if kind != b"$":
+            raise ProtocolError(f"a reply that begins with {kind!r} where a value should be")
+        length, expected = _number(text), len(header) + len(row)
+        if length == -1:
+            return None
+        if length == expected:
+            self._take(header, deadline)
+            self._take(row, deadline)
+        elif 0 <= length < 2 * expected:
+            scratch = memoryview(bytearray(min(length, 1 << 16)))
+            for start in range(0, length, 1 << 16):
+                self._take(scratch[: min(1 << 16, length - start)], deadline)
+        else:
+            raise ProtocolError(f"a value of {length} bytes where {expected} should be")
+        self._end_of_value(deadline)
+        return length
+
+    # ---- inside
+
+    def _line(self, deadline: float) -> bytes:
+        """A line of a reply, without its end."""
+        while (at := self._held.find(b"\r\n", self._begin, self._end)) < 0:
+            if self._end - self._begin == _LINE_BYTES:
+                raise ProtocolError("a line without an end")
+            self._receive_more(deadline)
+        line = bytes(self._buffer[self._begin : at])
+        self._begin = at + 2
+        if not line:
+            raise ProtocolError("an empty line")
+        return line
+
+    def _take(self, into: memoryview, deadline: float) -> None:
+        """Fill a buffer: with what has been received already, then from the socket."""
+        filled = min(len(into), self._end - self._begin)
+        into[:filled] = self._buffer[self._begin : self._begin + filled]
+        self._begin += filled
+        while filled < len(into):
+            filled += self._receive(into[filled:], deadline, socket.MSG_WAITALL if self._is_plain else 0)
+
+    def _end_of_value(self, deadline: float) -> None:
+        while self._end - self._begin < 2:
+            self._receive_more(deadline)
+        if self._held[self._begin : self._begin + 2] != b"\r\n":
+            raise ProtocolError("a value that does not end where it should")
+        self._begin += 2
+
+    def _receive_more(self, deadline: float) -> None:
+        """Add to what has been received and not been used."""
+        rest = self._held[self._begin : self._end]
+        self._buffer[: len(rest)] = rest
+        self._begin, self._end = 0, len(rest)
+        self._end += self._receive(self._buffer[self._end :], deadline)
+
+    def _receive(self, into: memoryview, deadline: float, flags: int = 0) -> int:
+        while True:
+            left = _seconds_left(deadline)
+            if not self._is_plain:
+                self._socket.settimeout(left)
+            try:
+                count = self._socket.recv_into(into, 0, flags)
+            except BlockingIOError:
+                continue  # its moment is over
+            if count == 0:
+                raise ConnectionResetError("the server has closed the connection")
+            self.has_received = True
+            return count
+
+
+def _number(text: bytes) -> int:
+    if not text.removeprefix(b"-").isdigit():
+        raise ProtocolError(f"{text[:40]!r} where a number should be")
+    return int(text)
+
+
+def _seconds_left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0.0:
+        raise TimeoutError("its time was up")
+    return left

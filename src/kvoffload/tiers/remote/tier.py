@@ -1,0 +1,469 @@
+"""A tier that machines share, as the scheduler's thread sees it.
+
+Owns what is believed (hints, epoch, circuit) and the jobs under way. Decides and never waits: lines move
+bytes, and all that they find out is taken in on the scheduler's thread, in `finished`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvoffload.core.admission import Admission
+from kvoffload.errors import MisuseError, UnavailableError
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats, checked_rows, key_digests
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from kvoffload.tiers.remote.batches import (
+    FULL,
+    Batch,
+    BlockBatch,
+    Greeting,
+    Measurement,
+    Probe,
+    Read,
+    Transfer,
+    WasResetError,
+    Write,
+)
+from kvoffload.tiers.remote.circuit import Circuit
+from kvoffload.tiers.remote.hints import Hints
+from kvoffload.tiers.remote.identity import Epoch, epoch_name, producer_of
+from kvoffload.tiers.remote.line import CONNECT_S, Line
+from kvoffload.tiers.remote.resp import Connection
+from kvoffload.transfer import Blocks, Rows
+
+IN_FLIGHT_BYTES = 256 << 20
+"""Blocks under way each way: more are dropped."""
+_WRITE_PATIENCE = 5.0
+"""A write may take so many times the deadline of a read: no request waits for it."""
+_GREETING_S = 2 * CONNECT_S
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_RETRY_S = 1.0
+
+Connect = Callable[[float], Connection]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """What a remote tier can be told.
+
+    Attributes:
+        namespace: of the blocks' names; an access rule of the server can fence it.
+        timeout_s: a read has ended by then, whatever happens.
+        probe_timeout_s: the same for a probe, and the longest that a request waits for one.
+        ttl_s: after how long the server forgets a block; 0 for when it likes.
+    """
+
+    namespace: str
+    timeout_s: float = 2.0
+    probe_timeout_s: float = 0.05
+    ttl_s: int = 0
+
+
+@dataclass(eq=False)
+class _Request:
+    """The keys of a request that the admission rule has counted."""
+
+    counted: set[bytes] = field(default_factory=set)
+
+
+class RemoteTier(SecondaryTier):
+    """Blocks in a server that several machines share, each verified whenever it is read.
+
+    `SecondaryTier` has the contract of each method. In addition:
+
+    - A block is served only if name, producer, namespace, epoch, key, length and checksum are those of its
+      write; otherwise it is a miss, deleted there, and counted. The key alone decides which bytes are served:
+      who else writes, and in which order, makes no difference.
+    - A job ends by its deadline, with what has arrived and was verified until then. After its end no byte is
+      written to its rows. Three failures in a row open a circuit: then everything is a miss at once, and only
+      greetings are sent, at growing intervals, until one is answered.
+    - No read that begins after a reset was confirmed returns a block from before it, on any machine. While a
+      reset is not confirmed this tier holds nothing.
+    - Each exchange about blocks asks for the epoch first. A server that has lost it, because it was started
+      anew or has evicted it, is given a new one, and what it has from before is never found again.
+    - The server decides what leaves. It is never listed, and only blocks that are not sound are deleted.
+
+    Args:
+        name: for reports and metrics; place: the server as people call it, for the log.
+        connect: makes a connection to it, logged in, by the time (`time.monotonic`) that it is given.
+        fingerprint: identifies the producer of the blocks, the same on all machines that share them.
+        admission: which blocks are written; None for all.
+        clock: monotonic seconds, for hints and circuit.
+
+    Memory: 16 MiB for hints, as they are used. Thread: the scheduler's, and three of its own: reads, writes
+    and probes do not wait for each other. Raises: `MisuseError` in a process that was forked from the one
+    that made it.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        connect: Connect,
+        options: RemoteOptions,
+        *,
+        block_bytes: int,
+        fingerprint: str,
+        admission: Admission | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.place, self.options = name, place, options
+        self.block_bytes = self.stored_bytes = block_bytes
+        self.written_before = {}
+        self.probe_timeout_s = options.probe_timeout_s
+        self._producer = producer_of(fingerprint)
+        self._epoch_name = epoch_name(options.namespace, self._producer)
+        self.identity = int.from_bytes(
+            producer_of(f"{name} {place} {options.namespace} {fingerprint}")[:8], "big"
+        )
+        self._admission, self._clock = admission, clock
+        self._hints, self._circuit = Hints(clock), Circuit(clock)
+        self._epoch: Epoch | None = None
+        self._greeting: Greeting | None = None
+        self._greet_at = 0.0
+        self._reset_wanted = False
+        self._resume_writes_at, self._pause_s = 0.0, _SHORTEST_PAUSE_S
+        self._next_job = 0
+        self._under_way: dict[int, BlockBatch] = {}
+        self._bytes_of = {"read": 0, "write": 0}
+        self._writing: set[bytes] = set()
+        self._results: list[JobResult] = []
+        # Filled by the lines; `append` and `popleft` of a deque are atomic.
+        self._ended: deque[Batch] = deque()
+        self._stats = TierStats(ready=0)
+        self._log = RateLimitedLog("kvoffload.remote")
+        self._pid = os.getpid()
+        self._closed = False
+        self.last_error: Exception = TimeoutError("it has not answered")
+        self._lines = {
+            kind: Line(f"kvoffload-{name}-{kind}", connect, self._ended.append)
+            for kind in ("probe", "read", "write")
+        }
+        self._greet()
+
+    def wait_until_open(self, timeout_s: float) -> None:
+        """Wait for the first answer. Raises `UnavailableError`, with what the server, or the network,
+        says.
+        """
+        until = time.monotonic() + timeout_s
+        while self._epoch is None:
+            self._take_in_all()
+            if self._epoch is None and (time.monotonic() >= until or self._greeting is None):
+                why = f"{type(self.last_error).__name__}: {self.last_error}"
+                raise UnavailableError("tier", self.place, why)
+            time.sleep(0.001)
+
+    def measure(self, timeout_s: float) -> None:
+        """Find out how fast reads are (`measured_read`), and wait for that. It may fail: then it is not
+        known.
+        """
+        if self._epoch is None:
+            return
+        name = self._epoch_name + b":measure:" + secrets.token_hex(8).encode()
+        until = time.monotonic() + timeout_s
+        batch = Measurement(name=name, block_bytes=self.block_bytes, deadline=until)
+        self._lines["read"].submit(batch)
+        while not batch.ended and time.monotonic() < until + CONNECT_S:
+            time.sleep(0.001)
+        if batch.ended and batch.error is None:
+            self.measured_read = batch.round_trip_s, batch.bytes_per_s
+
+    # ---- requests
+
+    def begin_request(self, request_id: str) -> object:
+        return _Request()
+
+    def finish_request(self, request: object, path: Keys) -> None:
+        if self._admission is not None:
+            self._count(request, path)
+            self._admission.refresh(path)
+
+    # ---- blocks
+
+    def contains(self, keys: Keys, request: object | None = None) -> Mask:
+        if not self._is_open():
+            return np.zeros(len(keys), np.bool_)
+        return self._hints.present(key_digests(keys))
+
+    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        if not self._is_open():
+            return np.zeros(len(keys), np.bool_)
+        return ~self._hints.known(key_digests(keys))
+
+    def submit_probe(self, keys: Keys) -> int:
+        if not self._is_open():
+            return NO_JOB
+        self._stats.probes += len(keys)
+        return self._submit(Probe, keys, len(keys), self.options.probe_timeout_s)
+
+    def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
+        checked = checked_rows(keys, pool, rows, self.block_bytes)
+        count = min(len(keys), self._room("read")) if self._is_open() else 0
+        if count == 0:
+            self._next_job += 1
+            self._results.append(JobResult(self._next_job, np.zeros(len(keys), np.bool_), 0.0))
+            return self._next_job
+        more = {"pool": pool, "rows": checked[:count]}
+        return self._submit(Read, keys[:count], len(keys), self.options.timeout_s, **more)
+
+    def submit_write(
+        self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
+    ) -> tuple[int, Mask]:
+        checked = checked_rows(keys, pool, rows, self.block_bytes)
+        taken = np.zeros(len(keys), np.bool_)
+        if self._admission is not None and request is not None:
+            self._count(request, keys)
+        if not self._is_open() or self._clock() < self._resume_writes_at:
+            self._stats.dropped += len(keys)
+            return NO_JOB, taken
+        new = np.array([key not in self._writing for key in keys], np.bool_)
+        wanted = np.flatnonzero(new & ~self._hints.present(key_digests(keys)))
+        if self._admission is not None:
+            admitted = wanted[self._admission.admit(keys.take(wanted))]
+            self._stats.refused += len(wanted) - len(admitted)
+            wanted = admitted
+        room = self._room("write")
+        self._stats.dropped += max(0, len(wanted) - room)
+        wanted = wanted[:room]
+        if len(wanted) == 0:
+            return NO_JOB, taken
+        taken[wanted] = True
+        self._writing.update(keys.take(wanted))
+        patience_s = _WRITE_PATIENCE * self.options.timeout_s
+        more = {"pool": pool, "rows": checked[wanted], "patience_s": patience_s, "ttl_s": self.options.ttl_s}
+        return self._submit(Write, keys.take(wanted), len(wanted), patience_s, **more), taken
+
+    @property
+    def queue_room(self) -> int:
+        return self._room("write")
+
+    def finished(self) -> list[JobResult]:
+        self._take_in_all()
+        results, self._results = self._results, []
+        return results
+
+    def delete(self, keys: Keys) -> int:
+        """Forget that these are there: what is not sound there is deleted when it is read."""
+        digests = key_digests(keys)
+        count = int(np.count_nonzero(self._hints.present(digests)))
+        self._hints.learn(digests, np.zeros(len(keys), np.bool_))
+        return count
+
+    def clear(self) -> None:
+        self._shut()
+        self._reset_wanted = True
+        if self._admission is not None:
+            self._admission.reset()
+        self._greeting, self._greet_at = None, 0.0
+        self._greet()
+
+    def drain(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while True:
+            self._take_in_all()
+            if not self._under_way and not self._reset_wanted:
+                return True
+            if time.monotonic() >= until:
+                return False
+            self._tend()
+            time.sleep(0.001)
+
+    def stats(self) -> TierStats:
+        flying = sum(len(batch.keys) for batch in self._under_way.values() if isinstance(batch, Transfer))
+        return replace(self._stats, in_flight=flying, circuit_open=int(self._circuit.is_open))
+
+    def close(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._shut()
+        for line in self._lines.values():
+            line.stop()
+        for line in self._lines.values():
+            line.join(2 * CONNECT_S)
+        self._take_in_all()
+
+    # ---- is it there
+
+    def _is_open(self) -> bool:
+        """Whether the server answers, as far as is known, and the epoch is known."""
+        if os.getpid() != self._pid:
+            raise MisuseError("this process was forked from the one that has the tier, and has no part in it")
+        if self._closed:
+            return False
+        if self._epoch is None or self._circuit.is_open:
+            # Only while it is closed: what is known of blocks changes in `finished` and nowhere else. A
+            # caller that asks `contains` and then `unknown` would be told no twice by an answer that comes
+            # between.
+            self._take_in_all()
+            self._tend()
+        return self._epoch is not None and not self._circuit.is_open
+
+    def _tend(self) -> None:
+        """Greet the server, where that may open the tier again."""
+        if self._circuit.is_open:
+            if self._circuit.may_try:
+                self._greet()
+        elif self._epoch is None and self._clock() >= self._greet_at:
+            self._greet()
+
+    def _greet(self) -> None:
+        if self._greeting is None and not self._closed:
+            deadline = time.monotonic() + _GREETING_S
+            self._greeting = Greeting(name=self._epoch_name, is_reset=self._reset_wanted, deadline=deadline)
+            self._lines["probe"].submit(self._greeting)
+
+    def _shut(self) -> None:
+        """Believe nothing of what was, and nothing of what is under way."""
+        self._epoch = None
+        self._hints.clear()
+
+    # ---- jobs
+
+    def _room(self, kind: str) -> int:
+        return max(0, IN_FLIGHT_BYTES - self._bytes_of[kind]) // self.block_bytes
+
+    def _submit(
+        self, kind: type[BlockBatch], keys: Keys, num_rows: int, timeout_s: float, **more: object
+    ) -> int:
+        assert self._epoch is not None
+        self._next_job += 1
+        batch = kind(
+            job=self._next_job,
+            num_rows=num_rows,
+            keys=keys,
+            epoch=self._epoch,
+            epoch_name=self._epoch_name,
+            deadline=time.monotonic() + timeout_s,
+            **more,  # type: ignore[arg-type]
+        )
+        self._under_way[batch.job] = batch
+        if kind.name in self._bytes_of:
+            self._bytes_of[kind.name] += len(batch.keys) * self.block_bytes
+        self._lines[kind.name].submit(batch)
+        return batch.job
+
+    def _take_in_all(self) -> None:
+        while self._ended:
+            batch = self._ended.popleft()
+            self._note_health(batch)
+            if isinstance(batch, Greeting):
+                self._take_in_greeting(batch)
+            elif isinstance(batch, BlockBatch):
+                self._take_in(batch)
+
+    def _note_health(self, batch: Batch) -> None:
+        """What the end of a batch says of the server."""
+        error = batch.error
+        if error is None or isinstance(error, WasResetError):
+            if not (self._circuit.is_open and batch is not self._greeting):
+                self._circuit.succeeded()
+            return
+        self.last_error = error
+        if self._closed:
+            return
+        self._circuit.failed()
+        text = "tier %s: %s does not answer as it should: %s: %s"
+        self._log.warn("health", text, self.name, self.place, type(error).__name__, error)
+
+    def _take_in_greeting(self, greeting: Greeting) -> None:
+        if greeting is not self._greeting:
+            return  # from before a reset: it may have found the old epoch
+        self._greeting, self._greet_at = None, self._clock() + _RETRY_S
+        if greeting.number is not None and greeting.error is None:
+            self._reset_wanted = False
+            self._enter(greeting.number)
+
+    def _enter(self, number: int) -> None:
+        self._hints.clear()
+        self._epoch = Epoch(self.options.namespace, self._producer, number)
+
+    def _take_in(self, batch: BlockBatch) -> None:
+        del self._under_way[batch.job]
+        if isinstance(batch, Transfer):
+            self._bytes_of[batch.name] -= len(batch.keys) * self.block_bytes
+        is_current = self._epoch is not None and batch.epoch.number == self._epoch.number
+        if isinstance(batch.error, WasResetError):
+            batch.ok[:] = False
+            if is_current:
+                self._shut()
+                if batch.error.found is not None:
+                    self._enter(batch.error.found)
+                else:  # the server has lost it, and perhaps not the blocks
+                    self._greet()
+        elif not is_current:
+            batch.ok[:] = False  # a reset came between
+        stale = None
+        if isinstance(batch, Read):
+            stale = self._take_in_read(batch)
+        elif isinstance(batch, Write):
+            self._take_in_write(batch, is_current)
+        else:
+            self._stats.probe_hits += int(np.count_nonzero(batch.ok))
+        if is_current and not isinstance(batch, Write) and not isinstance(batch.error, WasResetError):
+            self._hints.learn(key_digests(batch.keys), batch.ok)
+        if batch.refused is not None and batch.refused.code != FULL:
+            self._log.warn("refused", "tier %s: %s refuses: %s", self.name, self.place, batch.refused)
+        if isinstance(batch.error, TimeoutError):
+            self._stats.timeouts += len(batch.keys) - int(np.count_nonzero(batch.ok))
+        # Blocks for which there was no room are neither there nor stale: nothing is known of them.
+        masks = [
+            None if mask is None else np.append(mask, np.zeros(batch.num_rows - len(mask), np.bool_))
+            for mask in (batch.ok, stale)
+        ]
+        assert masks[0] is not None
+        self._results.append(JobResult(batch.job, masks[0], batch.ended - batch.submitted, masks[1]))
+
+    def _take_in_read(self, batch: Read) -> Mask:
+        num_read, num_stale = int(np.count_nonzero(batch.ok)), int(np.count_nonzero(batch.absent))
+        num_damaged = int(np.count_nonzero(batch.damaged))
+        self._stats.read += num_read
+        self._stats.bytes_read += num_read * self.block_bytes
+        self._stats.stale += num_stale
+        self._stats.mismatches += num_damaged
+        self._stats.failed += len(batch.keys) - num_read - num_stale - num_damaged
+        if num_damaged:
+            text = "tier %s: %d blocks in %s are not what was stored: computed again"
+            self._log.error("damage", text, self.name, num_damaged, self.place)
+        return batch.absent
+
+    def _take_in_write(self, batch: Write, is_current: bool) -> None:
+        self._writing.difference_update(batch.keys)
+        num_there, num_ok = int(np.count_nonzero(batch.was_there)), int(np.count_nonzero(batch.ok))
+        num_written = max(0, num_ok - num_there)
+        self._stats.skipped += num_there
+        self._stats.written += num_written
+        self._stats.bytes_written += num_written * self.block_bytes
+        if is_current and num_ok:
+            self._hints.learn(key_digests(batch.keys.take(batch.ok)), np.ones(num_ok, np.bool_))
+        num_lost = len(batch.keys) - num_ok
+        if batch.refused is not None and batch.refused.code == FULL:
+            self._stats.dropped += num_lost
+            self._resume_writes_at = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._log.warn(
+                "full", "tier %s: %s is full and evicts nothing; writes pause", self.name, self.place
+            )
+            return
+        self._stats.failed += num_lost
+        if num_written:
+            self._pause_s = _SHORTEST_PAUSE_S
+
+    def _count(self, request: object, keys: Keys) -> None:
+        """Tell the admission rule which blocks this request refers to, each once."""
+        assert isinstance(request, _Request)
+        assert self._admission is not None
+        new = np.array([key not in request.counted for key in keys], np.bool_)
+        if new.any():
+            request.counted.update(keys.take(new))
+            self._admission.count(keys.take(new))

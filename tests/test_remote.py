@@ -1,0 +1,337 @@
+"""What tiers that machines share are made of: names and seals, hints, circuit, connections. No server is
+needed.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvoffload.structures.keys import Keys
+from kvoffload.testing.fault_proxy import split_replies
+from kvoffload.tiers.base import key_digests
+from kvoffload.tiers.remote.circuit import Circuit
+from kvoffload.tiers.remote.hints import Hints
+from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Epoch, epoch_name, producer_of
+from kvoffload.tiers.remote.resp import Connection, Login, ProtocolError, ServerError, command
+from kvoffload.transfer.copies import address_of
+
+BLOCK_BYTES = 512
+EPOCH = Epoch("ns", producer_of("model"), 7)
+
+
+def some_keys(*numbers: int) -> Keys:
+    return Keys.pack([number.to_bytes(36, "big") for number in numbers], 36)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---- names and seals
+
+
+def test_names_and_headers_are_as_docs_formats_says() -> None:
+    """Written down, so that machines with other versions of this code find and verify the same blocks."""
+    producer = "9372c470eeadd5ecd9c3c74c2b3cb633"
+    assert EPOCH.producer.hex() == producer
+    assert epoch_name("ns", EPOCH.producer) == f"kvo1:ns:{producer}:epoch".encode()
+    assert EPOCH.names(some_keys(258)) == [f"kvo1:ns:{producer}:0000000000000007:{'00' * 34}0102".encode()]
+    block = np.arange(BLOCK_BYTES, dtype=np.uint8).reshape(1, -1)
+    (header,) = EPOCH.headers(some_keys(258), np.array([address_of(block)]), BLOCK_BYTES)
+    assert (HEADER_BYTES, len(header.tobytes())) == (64, 64)
+    assert header.tobytes().hex() == (
+        "4b564f424c4f434b" "01000000" "40000000" "0002000000000000" + producer + "0700000000000000"
+        "03397dc5519ef54bf6192f66b3a4fe6b"
+    )  # fmt: skip
+    # The same by the library: seeded with what the key, and what the place of the block say.
+    place = xxhash.xxh3_64_intdigest(b"kvo1\0ns\0" + EPOCH.producer, 7)
+    seed = int(header["key"]) ^ place
+    assert int(header["checksum"]) == xxhash.xxh3_64_intdigest(block.tobytes(), seed)
+
+
+def sealed(epoch: Epoch = EPOCH, key: int = 1, fill: int = 5) -> tuple[Any, Any]:
+    block = np.full((1, BLOCK_BYTES), fill, np.uint8)
+    return epoch.headers(some_keys(key), np.array([address_of(block)]), BLOCK_BYTES), block
+
+
+def is_sound(
+    headers: Any, block: Any, epoch: Epoch = EPOCH, key: int = 1, block_bytes: int = BLOCK_BYTES
+) -> bool:
+    return bool(epoch.sound(some_keys(key), headers, np.array([address_of(block)]), block_bytes)[0])
+
+
+def test_a_block_is_sound_only_under_its_own_name() -> None:
+    headers, block = sealed()
+    assert is_sound(headers, block)
+    others = [
+        Epoch("sn", EPOCH.producer, 7),
+        Epoch("ns", producer_of("other"), 7),
+        Epoch("ns", EPOCH.producer, 8),
+    ]
+    for other in others:
+        assert not is_sound(headers, block, other)
+        # Not even if who copies it there corrects the header's fields, but for the checksum.
+        forged, _ = sealed(other)
+        forged["checksum"] = headers["checksum"]
+        assert not is_sound(forged, block, other)
+    assert not is_sound(headers, block, key=2)
+    assert not is_sound(headers, block, block_bytes=BLOCK_BYTES - 8)
+
+
+@given(st.integers(0, (HEADER_BYTES + BLOCK_BYTES) * 8 - 1))
+def test_no_flipped_bit_is_sound(bit: int) -> None:
+    headers, block = sealed()
+    flipped = headers.view(np.uint8) if bit < HEADER_BYTES * 8 else block[0]
+    flipped[bit // 8 - (0 if bit < HEADER_BYTES * 8 else HEADER_BYTES)] ^= 1 << bit % 8
+    assert not is_sound(headers, block)
+
+
+def test_zeros_are_not_sound() -> None:
+    assert not is_sound(np.zeros(1, HEADER), np.zeros((1, BLOCK_BYTES), np.uint8))
+
+
+# ---- hints
+
+
+def test_hints_hold_for_a_while() -> None:
+    clock = Clock()
+    hints = Hints(clock, 1 << 10, present_s=60.0, absent_s=5.0)
+    digests = key_digests(some_keys(1, 2, 3))
+    assert not hints.known(digests).any()
+    hints.learn(digests[:2], np.array([True, False]))
+    assert hints.present(digests).tolist() == [True, False, False]
+    assert hints.known(digests).tolist() == [True, True, False]
+    clock.now += 6.0
+    assert hints.known(digests).tolist() == [True, False, False]
+    hints.forget(digests[:1])
+    assert not hints.known(digests).any()
+    hints.learn(digests, np.ones(3, np.bool_))
+    clock.now += 59.0
+    assert hints.present(digests).all()
+    clock.now += 2.0
+    assert not hints.known(digests).any()
+    hints.learn(digests, np.ones(3, np.bool_))
+    hints.clear()
+    assert not hints.known(digests).any()
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60))
+def test_hints_are_bounded_and_never_of_another_block(learnt: list[tuple[int, bool]]) -> None:
+    """Against a dictionary: what is known of a block is what was last learnt of it."""
+    hints, oracle = Hints(Clock(), 8), dict[int, bool]()
+    for number, present in learnt:
+        hints.learn(key_digests(some_keys(number)), np.array([present]))
+        oracle[number] = present
+        known = {n for n in range(41) if hints.known(key_digests(some_keys(n)))[0]}
+        assert number in known
+        assert len(known) <= 8
+        assert known <= set(oracle)
+        assert all(hints.present(key_digests(some_keys(n)))[0] == oracle[n] for n in known)
+
+
+def test_what_is_forgotten_is_not_its_neighbours() -> None:
+    hints = Hints(Clock(), 1)
+    first, second = key_digests(some_keys(1)), key_digests(some_keys(2))
+    hints.learn(first, np.ones(1, np.bool_))
+    hints.forget(second)
+    assert hints.present(first)[0]
+
+
+# ---- circuit
+
+
+def test_a_circuit_opens_after_three_failures_and_closes_after_one_answer() -> None:
+    clock = Clock()
+    circuit = Circuit(clock, chance=lambda: 0.5)
+    for _ in range(2):
+        circuit.failed()
+        circuit.failed()
+        assert not circuit.is_open
+        circuit.succeeded()
+    for _ in range(3):
+        circuit.failed()
+    for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        assert circuit.is_open
+        assert not circuit.may_try
+        circuit.failed()  # begun before it opened
+        clock.now += pause_s - 0.01
+        assert not circuit.may_try
+        clock.now += 0.02
+        assert circuit.may_try
+        circuit.failed()
+    circuit.succeeded()
+    assert not circuit.is_open
+    for _ in range(3):
+        circuit.failed()
+    clock.now += 1.01
+    assert circuit.may_try, "pauses begin anew"
+
+
+def test_a_hundred_machines_do_not_come_back_at_once() -> None:
+    clock = Clock()
+    tries = []
+    for chance in (0.0, 0.25, 0.5, 0.99):
+        circuit = Circuit(clock, chance=lambda chance=chance: chance)  # type: ignore[misc]
+        for _ in range(3):
+            circuit.failed()
+        tries.append(circuit._next_try)
+    assert tries == pytest.approx([clock.now + s for s in (0.5, 0.75, 1.0, 1.49)])
+
+
+# ---- connections
+
+
+@contextmanager
+def saying(stream: bytes, *, step: int = 1 << 20, then_hangs: bool = False) -> Iterator[Connection]:
+    """A connection to a server that says this to everybody, in pieces of so many bytes."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    over = threading.Event()
+
+    def serve() -> None:
+        client, _ = listening.accept()
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(stream), step):
+            client.sendall(stream[start : start + step])
+        if then_hangs:
+            over.wait()
+        client.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    connection = Connection("127.0.0.1", listening.getsockname()[1], Login(), patience())
+    try:
+        yield connection
+    finally:
+        over.set()
+        connection.close()
+        thread.join()
+        listening.close()
+
+
+def patience() -> float:
+    return time.monotonic() + 60.0
+
+
+def value(text: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(text), text)
+
+
+def take(connection: Connection, block_bytes: int = BLOCK_BYTES) -> tuple[Any, bytes, bytes]:
+    header, row = bytearray(64), bytearray(block_bytes)
+    found = connection.value_into(memoryview(header), memoryview(row), patience())
+    return found, bytes(header), bytes(row)
+
+
+def test_commands_are_encoded_as_the_protocol_says() -> None:
+    assert command(b"SET", b"a\r\n", b"") == b"*3\r\n$3\r\nSET\r\n$3\r\na\r\n\r\n$0\r\n\r\n"
+
+
+@given(st.integers(1, 700))
+def test_replies_are_read_however_they_are_cut(step: int) -> None:
+    body = bytes(range(64)) + b"\r\n$-1\r\n" * (BLOCK_BYTES // 8) + b"z" * (BLOCK_BYTES % 7)
+    body = body.ljust(64 + BLOCK_BYTES, b"-")[: 64 + BLOCK_BYTES]
+    said = b"+OK\r\n:1\r\n" + value(body) + b"$-1\r\n" + value(b"") + value(body[::-1]) + b"-ERR no\r\n:0\r\n"
+    with saying(said, step=step) as connection:
+        assert connection.reply(patience()) == b"OK"
+        assert connection.reply(patience()) == 1
+        assert take(connection) == (len(body), body[:64], body[64:])
+        assert take(connection)[0] is None
+        assert connection.reply(patience()) == b""
+        assert take(connection) == (len(body), body[::-1][:64], body[::-1][64:])
+        error = connection.reply(patience())
+        assert isinstance(error, ServerError)
+        assert (error.code, str(error)) == ("ERR", "ERR no")
+        assert connection.reply(patience()) == 0
+        with pytest.raises(ConnectionResetError):
+            connection.reply(patience())
+
+
+@given(st.integers(1, 60), st.integers(0, 900))
+@example(3, 5)
+def test_many_lines_are_read_however_they_are_cut(step: int, count: int) -> None:
+    said = [b":%d" % (n % 2) if n % 7 else b"-ERR %d" % n for n in range(count)]
+    stream = b"".join(b"%b\r\n" % line for line in said)
+    with saying(b"+first\r\n" + stream + b"+last\r\n", step=max(step, len(stream) // 200)) as connection:
+        assert connection.reply(patience()) == b"first"
+        assert connection.lines(count, patience()) == said
+        assert connection.reply(patience()) == b"last"
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 575, 577, 1100])
+def test_a_value_of_another_length_is_thrown_away_and_the_next_one_right(length: int) -> None:
+    body = bytes(64) + b"x" * BLOCK_BYTES
+    with saying(value(b"y" * length) + value(body)) as connection:
+        assert take(connection)[0] == length
+        assert take(connection) == (len(body), body[:64], body[64:])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"$1152\r\n",  # twice as long: it would have to be received
+        b"$99999999999\r\n",
+        b"$-2\r\n",
+        b"$\r\n",
+        b"$1_0\r\n",
+        b"$ 5\r\n",
+        b"+OK\r\n",
+        b":1\r\n",
+        b"*1\r\n$1\r\na\r\n",
+        b"\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n",
+        b"$576\r\n" + b"x" * 576 + b"zz",
+        b"-" + b"x" * 5000,
+    ],
+)
+def test_what_no_server_says_ends_the_connection(said: bytes) -> None:
+    with saying(said) as connection, pytest.raises(ProtocolError):
+        take(connection)
+
+
+@pytest.mark.parametrize("said", [b"*1\r\n:1\r\n", b"$5000\r\n", b":x\r\n", b"%1\r\n", b"$3\r\nabcde"])
+def test_nor_is_it_believed_as_a_small_reply(said: bytes) -> None:
+    with saying(said) as connection, pytest.raises(ProtocolError):
+        connection.reply(patience())
+
+
+def test_a_line_without_an_end_is_no_line() -> None:
+    with saying(b"-" + b"x" * 5000) as connection, pytest.raises(ProtocolError):
+        connection.lines(1, patience())
+
+
+@pytest.mark.parametrize("said", [b"", b"$5", b"$576\r\n", b"$576\r\nsome of it", b"$576\r\n" + b"x" * 576])
+def test_nothing_takes_longer_than_it_may(said: bytes) -> None:
+    with saying(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
+        connection.value_into(
+            memoryview(bytearray(64)), memoryview(bytearray(BLOCK_BYTES)), time.monotonic() + 0.2
+        )
+    with saying(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
+        connection.reply(time.monotonic() - 1.0)
+
+
+def test_a_login_has_no_password_as_text() -> None:
+    login = Login("user", "hunter2")
+    assert "hunter2" not in f"{login} {login!r} {[login]}"
+
+
+def test_the_proxy_knows_where_replies_end() -> None:
+    said = [b"+OK\r\n", b"$-1\r\n", b"$4\r\na\r\nb\r\n", b":12\r\n", b"-ERR x\r\n"]
+    stream = b"".join(said)
+    for cut in range(len(stream) + 1):
+        first, left = split_replies(stream[:cut])
+        second, rest = split_replies(left + stream[cut:])
+        assert (first + second, rest) == (said, b"")

@@ -1,0 +1,112 @@
+"""Real engines that share a server: what one has computed answers another, or is a miss; also while it
+dies.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traffic import PATIENCE_S, Expected
+
+from valkey_server import Server, running
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FOUR = 4
+"""Prompts of nine whole blocks each; RAM has room for 48 blocks, and the engine for two prompts."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def machine(start_engine: Callable[..., Any], server: Server) -> Callable[..., Any]:
+    """A function that starts an engine with an empty RAM before the server; by default nothing is late for
+    it.
+    """
+
+    def start(model: Path, **options: Any) -> Any:
+        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
+        tier = {"url": f"{server.url}/engines", **patient, **options}
+        return start_engine(model, {"ram": "6MiB", "tiers": [tier], "tier_deadline_s": PATIENCE_S})
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def computed(
+    on_llama: Expected, llama: Path, machine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Expected:
+    """An engine has computed some prompts, and its machine is gone."""
+    cache = pytest.MonkeyPatch()
+    cache.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    engine = machine(llama)
+    for prompt, answer in zip(on_llama.prompts[:FOUR], on_llama.answers, strict=False):
+        assert engine.tokens([prompt])[0] == answer
+        engine.drain()
+        assert engine.manager.core.settle(PATIENCE_S)
+    assert engine.manager.core.tier_stats()[0].written == FOUR * 9
+    engine.close()
+    cache.undo()
+    return on_llama
+
+
+def test_the_first_request_of_an_engine_hits_what_another_has_computed(
+    computed: Expected, llama: Path, machine: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The other one has a copy of the model, elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    engine = machine(Path(shutil.copytree(llama, tmp_path / "copy")))
+    computed.check(engine, 1)
+    engine.drain()
+    assert engine.manager.core.hit_blocks == [0, 9]
+    computed.check(engine, FOUR)
+    engine.drain()
+    assert sum(engine.manager.core.hit_blocks) >= 9 * (FOUR - 1)
+    engine.close()
+
+
+def test_engines_of_other_weights_get_nothing(
+    computed: Expected, llama: Path, machine: Callable[..., Any]
+) -> None:
+    engine = machine(llama, identity="retrained")
+    computed.check(engine, 1)
+    engine.drain()
+    assert engine.manager.core.hit_blocks == [0, 0]
+    engine.close()
+
+
+def test_damage_changes_nothing_but_the_hit_rate(
+    computed: Expected, llama: Path, machine: Callable[..., Any], server: Server, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number, name in enumerate(server.names()[::2]):
+        server.say("SETRANGE", name, str(64 + 997 * number), b"\x5a" * 50)
+    engine = machine(llama)
+    computed.check(engine, FOUR)
+    assert engine.manager.core.tier_stats()[0].mismatches > 0
+    engine.close()
+
+
+def test_a_server_that_hangs_and_dies_costs_hits_and_nothing_else(
+    computed: Expected, llama: Path, machine: Callable[..., Any], server: Server, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    engine = machine(llama, timeout="300ms", probe_timeout="200ms")
+    with server.stopped():
+        assert engine.tokens(computed.prompts[:FOUR]) == computed.answers[:FOUR]
+    server.stop()
+    engine.forget_device()
+    assert engine.tokens(computed.prompts[FOUR : 2 * FOUR]) == computed.answers[FOUR : 2 * FOUR]
+    assert engine.manager.broken is False
+    engine.close()
