@@ -67,3 +67,11 @@ def decoding(function: F) -> F:
         "--decode-tokens-per-s", type=float, default=0.0, metavar="X",
         help="Requests end when they have generated their answers at this speed; without it, at once.",
     )(function)  # fmt: skip
+
+
+def in_blocks(function: F) -> F:
+    """Give a command ``--block-tokens``: None where the trace's own header is to say it."""
+    return click.option(
+        "--block-tokens", type=click.IntRange(min=1), metavar="N",
+        help="Tokens in a block of the trace, if its header does not say it.  [default: 512]",
+    )(function)  # fmt: skip

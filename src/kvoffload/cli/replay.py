@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvoffload import models
-from kvoffload.cli.options import configured, decoding, sized
+from kvoffload.cli.options import configured, decoding, in_blocks, sized
 from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
 from kvoffload.config import parse_capacity, parse_size
@@ -30,7 +30,7 @@ from kvoffload.sweep.grid import ANY_TRACE
 from kvoffload.sweep.grid import device_blocks as device_cache
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.options import TierOptions, parse_tiers
-from kvoffload.traces.sources import check_trace, load_trace
+from kvoffload.traces.sources import block_tokens_of, load_trace
 from kvoffload.traces.trace import Trace
 
 
@@ -63,8 +63,7 @@ from kvoffload.traces.trace import Trace
     "--inject", metavar="KIND:RATE", help="Damage stored blocks on purpose: bitflip:1e-4, swap, ..."
 )
 @click.option("--seed", default=0, show_default=True, help="Of --inject.")
-@click.option("--block-tokens", default=512, show_default=True, type=click.IntRange(min=1),
-              help="Tokens in a block of the trace.")  # fmt: skip
+@in_blocks
 @click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of the trace out, and count them.")
 @click.option(
     "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
@@ -87,7 +86,7 @@ def replay(
     no_data: bool,
     inject: str | None,
     seed: int,
-    block_tokens: int,
+    block_tokens: int | None,
     skip_bad_lines: bool,
     form: str,
     output: Path | None,
@@ -102,13 +101,14 @@ def replay(
     """
     # What can be known without the trace is said all at once, before it is read.
     problems = Problems("replay")
+    tokens = 1
     with problems:
-        check_trace(trace)
+        tokens = block_tokens_of(trace, block_tokens)
     with problems:
         moved_bytes = _moved_bytes(block_bytes)
     size = None
     with problems:
-        size = models.block_bytes(model, bytes_per_token, block_tokens)
+        size = models.block_bytes(model, bytes_per_token, tokens)
     injection = None
     with problems:
         injection = parse_injection(inject, seed) if inject else None
@@ -130,8 +130,9 @@ def replay(
     loaded = load_trace(trace, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
     if loaded.block_refs == 0:
         raise ConfigError(
-            "trace", trace, f"it must have a request of at least one block ({block_tokens} tokens)"
+            "trace", trace, f"it must have a request of at least one block ({loaded.block_tokens} tokens)"
         )
+    size = models.block_bytes(model, bytes_per_token, loaded.block_tokens)
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
     behind = tuple(tier.in_blocks(size, loaded.unique_blocks) for tier in typed)
     if not no_data:

@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli.options import in_blocks
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
@@ -84,10 +85,10 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
 
 @trace.command()
 @click.argument("trace_", metavar="TRACE")
-@click.option("--block-tokens", type=int, default=512, show_default=True, help="Tokens in one block.")
+@in_blocks
 @click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines out and count them.")
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal")
-def info(trace_: str, block_tokens: int, skip_bad_lines: bool, form: str) -> None:
+def info(trace_: str, block_tokens: int | None, skip_bad_lines: bool, form: str) -> None:
     """Say what TRACE, a file or a built-in name, is like, and what the best policy would reach on it."""
     loaded = load_trace(trace_, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
     statistics, best = describe(loaded), _best(loaded)
