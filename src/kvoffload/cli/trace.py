@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.options import in_blocks
+from kvoffload.cli.trace_convert import convert
 from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
@@ -49,6 +50,9 @@ def _workload_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.group()
 def trace() -> None:
     """Make traces, and say what a trace is like."""
+
+
+trace.add_command(convert)
 
 
 @trace.command()

@@ -46,7 +46,9 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 _NO_PARENT = -1
 
 
-class _Line(msgspec.Struct, omit_defaults=True):
+class Line(msgspec.Struct, omit_defaults=True):
+    """One line: a request."""
+
     timestamp: _Time | _Seconds
     input_length: _Count
     output_length: _Count
@@ -57,8 +59,26 @@ class _Line(msgspec.Struct, omit_defaults=True):
     time_to_live_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     tenant: str | None = None
 
+    @classmethod
+    def of(
+        cls, time_ms: int, input_tokens: int, output_tokens: int, ids: list[int | str], hints: Hints
+    ) -> Line:
+        """The line of a request. What is not known of it is left out."""
+        return cls(
+            timestamp=time_ms,
+            input_length=input_tokens,
+            output_length=output_tokens,
+            hash_ids=ids,
+            finish_reason=hints.finish_reason or None,
+            session_over=hints.session_over or None,
+            priority=hints.priority or None,
+            time_to_live_s=hints.time_to_live_s,
+            tenant=hints.tenant or None,
+        )
+
     @property
     def hints(self) -> Hints:
+        """What is known of the request besides."""
         return Hints(
             self.finish_reason or "",
             self.session_over or False,
@@ -68,7 +88,8 @@ class _Line(msgspec.Struct, omit_defaults=True):
         )
 
 
-_decode = msgspec.json.Decoder(_Line).decode
+_decode = msgspec.json.Decoder(Line).decode
+encode_line = msgspec.json.Encoder().encode
 
 
 class Mooncake(TraceFormat):
@@ -118,6 +139,11 @@ class Mooncake(TraceFormat):
         )
 
 
+def decode_line(text: bytes) -> Line:
+    """The request that a line is; raises `BadLineError`."""
+    return decoded(_decode, text)
+
+
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Write `trace` as Mooncake JSONL, replacing an existing file.
 
@@ -126,26 +152,21 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     The bytes depend only on the trace (and on the compressor's version). `input_length` counts full blocks
     only, because a `Trace` has no more. Raises `OSError`.
     """
-    path, encode = Path(path), msgspec.json.Encoder().encode
+    path = Path(path)
     with ExitStack() as stack:
         file = stack.enter_context(compressing(stack.enter_context(path.open("wb")), path.suffix))
         if trace.block_tokens != DEFAULT_BLOCK_TOKENS:
             file.write(Header(1, trace.block_tokens).line())
         for request in range(trace.requests):
             codes = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
-            hints = trace.hints_of(request)
-            line = _Line(
-                timestamp=int(trace.timestamps_ms[request]),
-                input_length=len(codes) * trace.block_tokens,
-                output_length=int(trace.output_tokens[request]),
-                hash_ids=trace.block_ids[codes].tolist(),
-                finish_reason=hints.finish_reason or None,
-                session_over=hints.session_over or None,
-                priority=hints.priority or None,
-                time_to_live_s=hints.time_to_live_s,
-                tenant=hints.tenant or None,
+            line = Line.of(
+                int(trace.timestamps_ms[request]),
+                len(codes) * trace.block_tokens,
+                int(trace.output_tokens[request]),
+                trace.block_ids[codes].tolist(),
+                trace.hints_of(request),
             )
-            file.write(encode(line) + b"\n")
+            file.write(encode_line(line) + b"\n")
 
 
 class _Requests:
@@ -167,7 +188,7 @@ class _Requests:
         if (header := header_in(text)) is not None:
             self._follow(header)
             return
-        line = decoded(_decode, text)
+        line = decode_line(text)
         blocks = self.block_size.full_blocks(line.input_length, len(line.hash_ids))
         ids: list[Any] = line.hash_ids[:blocks]
         try:
