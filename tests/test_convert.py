@@ -154,6 +154,28 @@ def test_a_trace_of_ours_keeps_the_size_of_its_blocks(tmp_path: Path) -> None:
         converted(tmp_path / "in.jsonl", block_tokens=32)
 
 
+def test_what_a_header_says_is_kept(tmp_path: Path) -> None:
+    said = {"kvoffload_trace": 1, "block_tokens": 16, "assumed": "none-shared", "in_order": False}
+    lines = [
+        said,
+        request([1, 2], input_length=32, timestamp=900),
+        request([3], input_length=16, timestamp=100),
+    ]
+    path = write(tmp_path / "in.jsonl", lines)
+    with pytest.raises(ConfigError, match="its name must say what is assumed"):
+        converted(path)
+    trace, _ = converted(path, "o.none-shared.jsonl")
+    assert trace.name == "o (assumed: none-shared)"
+    assert trace.timestamps_ms.tolist() == [100, 900]
+    assert chains(trace) == [[0], [1, 2]]
+    write(path, [*lines, {**said, "assumed": "gap-2s"}])
+    with pytest.raises(TraceError, match=":4: field assumed: 'gap-2s', but so far 'none-shared'"):
+        converted(path, "o.none-shared.jsonl")
+    write(path, [request([1]), {**said, "assumed": "", "in_order": True}])
+    with pytest.raises(TraceError, match=":2: field block_tokens: 16, but so far 512; --block-tokens must"):
+        converted(path)
+
+
 BAILIAN = [
     {"chat_id": 55, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 12,
      "type": "text", "turn": 1, "hash_ids": [10, 11, 12]},

@@ -465,6 +465,26 @@ def test_a_wrong_header_is_named(chat: Callable[..., Path], name: str) -> None:
     assert str(error.value) == f"{path}:{number}: {reason}"
 
 
+def test_lines_that_are_out_of_order_are_read_by_their_times(chat: Callable[..., Path]) -> None:
+    lines = [
+        line([1, 2], timestamp=3000, tenant="b"),
+        line([1], timestamp=1000, tenant="a"),
+        line([7, 2], timestamp=2500),
+        line([4], timestamp=1000, tenant="c"),
+    ]
+    said = json.dumps({"kvoffload_trace": 1, "block_tokens": 512, "in_order": False})
+    trace = read_trace(chat(said, *lines[:2], lines[3]))
+    assert chains(trace) == [[1], [4], [1, 2]]
+    assert trace.refs.tolist() == [0, 1, 0, 2], "codes follow the first appearance in time"
+    assert trace.timestamps_ms.tolist() == [1000, 1000, 3000]
+    assert [trace.hints_of(request).tenant for request in range(3)] == ["a", "c", "b"]
+    path = chat(said, *lines)
+    with pytest.raises(TraceError, match=r":2: field hash_ids\[1\]: id 2 follows id 1 here, .* 7 in line 4$"):
+        read_trace(path)
+    trace = read_trace(path, skip_bad_lines=True)
+    assert (chains(trace), trace.skipped_lines) == ([[1], [4], [7, 2]], 1), "the earlier one is believed"
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_size_that_is_not_the_usual_one_is_written_and_read(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"small.jsonl{suffix}"

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *("hints", "options", "tiering", "tiers", "transfer"),
+        *("hints", "options", "tiering", "tiers", "traces", "transfer"),
         *("core", "structures", "config", "errors", "_version"),
     },
     "cli": {

@@ -29,12 +29,15 @@ class Header(msgspec.Struct, omit_defaults=True):
         block_tokens: tokens in one block.
         source: what the file was converted or recorded from.
         assumed: what was assumed where the source does not tell; empty if nothing was.
+        in_order: its lines stand in the order of arrival. Those of a recorder, which writes a request when it
+            has ended, do not, and are read in the order of their times.
     """
 
     kvoffload_trace: Literal[1]
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     source: str = ""
     assumed: str = ""
+    in_order: bool = True
 
     def line(self) -> bytes:
         """As it stands in a file."""
@@ -49,8 +52,8 @@ def header_in(text: bytes) -> Header | None:
     return decoded(_decode, text) if _MARK in text[:64] else None
 
 
-def stated_block_tokens(path: Path) -> int | None:
-    """What a file says of its blocks; None if it says nothing. Not for standard input, which is read once.
+def stated_header(path: Path) -> Header | None:
+    """What a file says of itself; None if it says nothing. Not for standard input, which is read once.
 
     Raises `TraceError`.
     """
@@ -61,7 +64,7 @@ def stated_block_tokens(path: Path) -> int | None:
             header = header_in(text)
         except BadLineError as bad:
             raise TraceError(f"{path}:{number}: {bad}") from None
-        return header.block_tokens if header else None
+        return header
     return None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvoffload.config import nearest
 from kvoffload.errors import ConfigError
-from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, stated_block_tokens
+from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, stated_header
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
@@ -46,8 +46,8 @@ def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -
     check_trace(name_or_path)
     if block_tokens is not None:
         return block_tokens
-    stated = None if str(name_or_path) in BUILTIN else stated_block_tokens(Path(name_or_path))
-    return DEFAULT_BLOCK_TOKENS if stated is None else stated
+    stated = None if str(name_or_path) in BUILTIN else stated_header(Path(name_or_path))
+    return DEFAULT_BLOCK_TOKENS if stated is None else stated.block_tokens
 
 
 def check_trace(name_or_path: str | Path) -> None:

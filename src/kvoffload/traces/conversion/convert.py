@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from kvoffload.errors import ConfigError, TraceError
-from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, stated_block_tokens
+from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, stated_header
 from kvoffload.traces.compressed import STDIN, compressing
 from kvoffload.traces.conversion.keys import KeptKeys, Keys
 from kvoffload.traces.conversion.live import is_address
@@ -80,18 +80,19 @@ def convert(
         kind = SOURCES.find(source) if source is not None else kind_of(path)
     if keep_ids and not kind.has_ids:
         raise ConfigError("keep-ids", True, f"{kind.name} has no ids of prefixes")
-    tokens = _block_tokens(place, kind, block_tokens)
+    stated = stated_header(Path(place)) if kind.has_ids else None
+    tokens = _block_tokens(place, kind, block_tokens, stated)
     keys = KeptKeys(b"") if keep_ids else Keys(salt.encode() if salt is not None else secrets.token_bytes(32))
-    made = kind(Given(keys, BlockSize(tokens), Tokens() if tokenizer is None else FileTokens(tokenizer)))
+    read = Tokens() if tokenizer is None else FileTokens(tokenizer)
+    made = kind(Given(keys, BlockSize(tokens), read, stated or Header(1, tokens)))
     requests = _Requests(made, place, skip_bad_lines, progress)
     return _write(requests, made, out, tokens)
 
 
-def _block_tokens(place: str, kind: type[Source], given: int | None) -> int:
-    stated = stated_block_tokens(Path(place)) if kind.has_ids else None
-    if given is not None and stated not in (None, given):
-        raise ConfigError("block-tokens", given, f"the header of {place} says {stated}")
-    return given or stated or kind.block_tokens or DEFAULT_BLOCK_TOKENS
+def _block_tokens(place: str, kind: type[Source], given: int | None, stated: Header | None) -> int:
+    if given is not None and stated is not None and stated.block_tokens != given:
+        raise ConfigError("block-tokens", given, f"the header of {place} says {stated.block_tokens}")
+    return given or (stated.block_tokens if stated else None) or kind.block_tokens or DEFAULT_BLOCK_TOKENS
 
 
 class _Requests:
@@ -146,10 +147,13 @@ def _written(
         skipped = f" ({requests.skipped_lines} bad lines)" if requests.skipped_lines else ""
         raise TraceError(f"{requests.place}: no requests in it{skipped}")
     _check_name(out, source.assumed)
+    in_order = source.given.header.in_order
+    # Times of lines that are to be sorted by them stay as they are: the first is not the earliest.
+    first_s = first.time_s if in_order else 0.0
     with part.open("wb") as raw, compressing(raw, out.suffix) as file:
-        file.write(Header(1, block_tokens, source.name, source.assumed).line())
+        file.write(Header(1, block_tokens, source.name, source.assumed, in_order).line())
         for request in chain((first,), rest):
-            time_ms = round(1000 * (request.time_s - first.time_s))
+            time_ms = round(1000 * (request.time_s - first_s))
             if time_ms > _LATEST_MS:
                 raise TraceError(
                     f"{requests.place}: request {num_requests + 1}: {request.time_s} s is no time"

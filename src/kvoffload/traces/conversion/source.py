@@ -6,14 +6,14 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from kvoffload.errors import ConfigError
 from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.plugins import Registry
-from kvoffload.traces.block_size import BlockSize
+from kvoffload.traces.block_size import BlockSize, Header
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.conversion.json_elements import elements, is_array
 from kvoffload.traces.conversion.keys import BlockId, Keys
@@ -45,11 +45,13 @@ class Given:
         keys: make the ids of blocks.
         block_size: of the trace.
         tokens: of text; refuses where there is no tokenizer.
+        header: of the recording, if it is a trace of ours.
     """
 
     keys: Keys
     block_size: BlockSize
-    tokens: Tokens = field(default_factory=Tokens)
+    tokens: Tokens
+    header: Header
 
 
 class Source(ABC):

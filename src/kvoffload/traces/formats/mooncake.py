@@ -19,7 +19,7 @@ no signed 64-bit number are numbered), and times in seconds: if one is written w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -116,6 +116,7 @@ class Mooncake(TraceFormat):
                 requests.skipped_lines += 1
         if requests.has_unclear_ids:
             raise TraceError(f"{path}: field hash_ids: negative ids beside ids that are no 64-bit numbers")
+        requests = requests.in_order()
         try:
             block_ids, refs = requests.chained()
         except BadLineError as bad:
@@ -180,6 +181,7 @@ class _Requests:
         self.skipped_lines = 0
         self._are_seconds = False
         self._given_block_tokens, self._assumed = block_tokens, list[str]()
+        self._is_in_order = True
         self._number_of: dict[int | str, int] = {}
         self._num_numbered = 0
 
@@ -210,8 +212,24 @@ class _Requests:
             raise BadLineError(f"field block_tokens: {header.block_tokens}, but {tokens} in the lines before")
         if header.block_tokens != tokens:
             self.block_size = BlockSize(header.block_tokens)
+        self._is_in_order &= header.in_order
         if header.assumed and header.assumed not in self._assumed:
             self._assumed.append(header.assumed)
+
+    def in_order(self) -> _Requests:
+        """These requests; by their times, if the file says that its lines do not stand so."""
+        return self if self._is_in_order else self._those(np.argsort(self.timestamps, kind="stable").tolist())
+
+    def _those(self, requests: Iterable[int]) -> _Requests:
+        """These of the requests, in this order."""
+        kept, starts = _Requests(self.block_size.tokens), self.offsets().tolist()
+        kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
+        kept._assumed = self._assumed
+        for request in requests:
+            kept.ids.extend(self.ids[starts[request] : starts[request + 1]])
+            for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "hints"):
+                getattr(kept, name).append(getattr(self, name)[request])
+        return kept
 
     def named(self, name: str) -> str:
         """The name for reports. What was assumed of the requests is a part of it: every report says it."""
@@ -275,20 +293,18 @@ class _Requests:
 
         One by one, because a request that is left out must not define chains.
         """
-        kept, parents = _Requests(self.block_size.tokens), dict[int, int | None]()
-        kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
-        kept._assumed = self._assumed
+        kept, parents, num_broken = list[int](), dict[int, int | None](), 0
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):
             ids = self.ids[start:end]
             chain = dict(zip(ids, (None, *ids[:-1]), strict=True)) if ids else {}
             if len(chain) < len(ids) or any(parents.get(i, parent) != parent for i, parent in chain.items()):
-                kept.skipped_lines += 1
+                num_broken += 1
                 continue
             parents.update(chain)
-            kept.ids.extend(ids)
-            for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "hints"):
-                getattr(kept, name).append(getattr(self, name)[request])
-        return kept
+            kept.append(request)
+        those = self._those(kept)
+        those.skipped_lines += num_broken
+        return those
 
 
 def _int64s(values: array[int]) -> _Int64s:

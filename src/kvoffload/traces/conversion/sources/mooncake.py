@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
-from kvoffload.traces.block_size import header_in
+from kvoffload.traces.block_size import Header, header_in
 from kvoffload.traces.conversion.source import Given, Request, Source
 from kvoffload.traces.formats.mooncake import decode_line
-from kvoffload.traces.lines import BadLineError, numbered_lines
+from kvoffload.traces.lines import BadLineError
 
 
 class Mooncake(Source):
@@ -28,16 +27,16 @@ class Mooncake(Source):
         """By `hash_ids`, or our header."""
         return "kvoffload_trace" in names or ("hash_ids" in names and "chat_id" not in names)
 
-    def records(
-        self, place: str, progress: Callable[[float], None] | None = None
-    ) -> Iterator[tuple[int, bytes]]:
-        """The lines. Headers come through `Given`, and are left out."""
-        for number, text in numbered_lines(Path(place), progress):
-            if header_in(text) is None:
-                yield number, text
+    @property
+    def assumed(self) -> str:
+        """What had been assumed of it before."""
+        return self.given.header.assumed
 
     def read(self, record: bytes) -> Iterable[Request]:
         """One line is one request."""
+        if (header := header_in(record)) is not None:
+            self._compare(header)
+            return []
         line = decode_line(record)
         unit = 1 if isinstance(line.timestamp, float) else 1000
         if unit != (self._per_second or unit):
@@ -50,3 +49,11 @@ class Mooncake(Source):
             hints = replace(hints, tenant=self.given.keys.name(hints.tenant))
         ids = self.given.keys.of(line.hash_ids[:blocks])
         return [Request(line.timestamp / unit, line.input_length, line.output_length, ids, hints)]
+
+    def _compare(self, header: Header) -> None:
+        """A header says what is known, and what the header of the trace will say: it is written first."""
+        for name in ("block_tokens", "assumed", "in_order"):
+            said, known = getattr(header, name), getattr(self.given.header, name)
+            if said != known:
+                why = "; --block-tokens must say it" if name == "block_tokens" else ""
+                raise BadLineError(f"field {name}: {said!r}, but so far {known!r}{why}")
