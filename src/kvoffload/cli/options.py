@@ -51,9 +51,12 @@ def configured(**parameters: str) -> Callable[[F], F]:
 
 
 def sized(function: F) -> F:
-    """Give a command ``--model`` and ``--bytes-per-token``: what sizes are divided by (`models`)."""
+    """Give a command ``--model``, ``--kv-cache-dtype`` and ``--bytes-per-token``: what sizes are divided by
+    (`models`)."""
     for option in (
         click.option("--bytes-per-token", metavar="SIZE", help="The same in bytes: 128KiB."),
+        click.option("--kv-cache-dtype", default="auto", show_default=True, metavar="DTYPE",
+                     help="As vLLM is told: auto, bfloat16, float16, fp8; with --model."),
         click.option("--model", metavar="CONFIG.JSON|NAME",
                      help="Whose KV blocks these are: for sizes such as 64GiB."),
     ):  # fmt: skip

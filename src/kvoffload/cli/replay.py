@@ -81,6 +81,7 @@ def replay(
     tiers: tuple[str, ...],
     decode_tokens_per_s: float,
     model: str | None,
+    kv_cache_dtype: str,
     bytes_per_token: str | None,
     block_bytes: str,
     no_data: bool,
@@ -108,7 +109,7 @@ def replay(
         moved_bytes = _moved_bytes(block_bytes)
     size = None
     with problems:
-        size = models.block_bytes(model, bytes_per_token, tokens)
+        size = models.block_bytes(model, bytes_per_token, tokens, kv_cache_dtype)
     injection = None
     with problems:
         injection = parse_injection(inject, seed) if inject else None
@@ -132,7 +133,7 @@ def replay(
         raise ConfigError(
             "trace", trace, f"it must have a request of at least one block ({loaded.block_tokens} tokens)"
         )
-    size = models.block_bytes(model, bytes_per_token, loaded.block_tokens)
+    size = models.block_bytes(model, bytes_per_token, loaded.block_tokens, kv_cache_dtype)
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
     behind = tuple(tier.in_blocks(size, loaded.unique_blocks) for tier in typed)
     if not no_data:

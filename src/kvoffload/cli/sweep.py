@@ -67,6 +67,7 @@ def sweep(
     seed: int,
     resamples: int,
     model: str | None,
+    kv_cache_dtype: str,
     bytes_per_token: str | None,
     block_tokens: int | None,
     skip_bad_lines: bool,
@@ -90,7 +91,7 @@ def sweep(
         axis("capacities", capacities),
         axis("device-blocks", device_blocks),
         axis("stores", stores),
-        _block_bytes(model, bytes_per_token, traces, block_tokens),
+        _block_bytes(traces, block_tokens, model, bytes_per_token, kv_cache_dtype),
         axis("tiers", tiers),
         decode_tokens_per_s,
     )
@@ -124,10 +125,10 @@ def sweep(
 
 
 def _block_bytes(
-    model: str | None, token_bytes: str | None, traces: tuple[str, ...], block_tokens: int | None
+    traces: tuple[str, ...], block_tokens: int | None, model: str | None, token_bytes: str | None, dtype: str
 ) -> int | None:
     """What sizes are divided by: one number for all traces."""
-    if block_bytes(model, token_bytes, 1) is None:
+    if block_bytes(model, token_bytes, 1, dtype) is None:
         return None
     first, *others = [block_tokens_of(trace, block_tokens) for trace in traces]
     for trace, tokens in zip(traces[1:], others, strict=True):
@@ -136,7 +137,7 @@ def _block_bytes(
                 f"its blocks have {tokens} tokens, those of {traces[0]} {first}: sizes need a sweep for each"
             )
             raise ConfigError("traces", trace, why)
-    return block_bytes(model, token_bytes, first)
+    return block_bytes(model, token_bytes, first, dtype)
 
 
 def _how_to_go_on(run: Sweep) -> str:
