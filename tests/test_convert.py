@@ -209,6 +209,7 @@ def test_times_of_which_some_are_seconds(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request([1], timestamp=0.5), request([2], timestamp=3)])
     with pytest.raises(TraceError, match=":2: field timestamp: 3: some times are seconds, some are ms"):
         converted(path)
+    assert sorted(tmp_path.iterdir()) == [path], "what was written until then is gone"
     path = write(tmp_path / "in.jsonl", [request([1], timestamp=0.5), request([2], timestamp=3.0)])
     assert converted(path)[0].timestamps_ms.tolist() == [0, 2500]
 
@@ -235,6 +236,7 @@ BURST = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response token
 45.5,s1,2,ChatGPT,64,8,72,Conversation log
 60,s1,2,ChatGPT,32,8,40,Conversation log
 70,s1,2,ChatGPT,48,8,40,Conversation log
+80,s2,1,GPT-4,48,8,48,Conversation log
 """
 
 
@@ -283,9 +285,10 @@ def test_burst_by_its_sessions(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(BURST)
     out = "b.sessions-within-600s.jsonl"
     trace, _ = converted(tmp_path / "in.csv", out, source="lengths:sessions", block_tokens=16)
-    # The fourth is shorter than the context before it, and begins anew; the fifth continues it.
-    assert chains(trace) == [[0, 1], [2, 3], [0, 1, 4, 5], [6, 7], [6, 7, 8]]
-    assert trace.timestamps_ms.tolist() == [0, 4000, 40_500, 55_000, 65_000]
+    # The fourth is shorter than the context before it, and begins anew; the fifth continues it. The last one
+    # is as long as its context: it asks again what was answered.
+    assert chains(trace) == [[0, 1], [2, 3], [0, 1, 4, 5], [6, 7], [6, 7, 8], [2, 3, 9]]
+    assert trace.timestamps_ms.tolist() == [0, 4000, 40_500, 55_000, 65_000, 75_000]
     (tmp_path / "in.csv").write_text(AZURE)
     with pytest.raises(ConfigError, match="the table has no column of session ids"):
         converted(tmp_path / "in.csv", out, source="lengths:sessions")
@@ -305,9 +308,9 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: str, reason: str) ->
     out = "b.none-shared.jsonl"
     with pytest.raises(TraceError) as error:
         converted(tmp_path / "in.csv", out, source="lengths:none")
-    assert str(error.value) == f"{tmp_path / 'in.csv'}:7: {reason}"
+    assert str(error.value) == f"{tmp_path / 'in.csv'}:8: {reason}"
     _, done = converted(tmp_path / "in.csv", out, source="lengths:none", skip_bad_lines=True)
-    assert (done.requests, done.skipped_lines) == (5, 1)
+    assert (done.requests, done.skipped_lines) == (6, 1)
 
 
 def test_a_table_without_a_column_that_is_needed(tmp_path: Path) -> None:
@@ -464,6 +467,18 @@ def test_a_large_array_is_read_in_little_memory(tmp_path: Path) -> None:
     assert most < 3_000_000, "of 30 million characters"
 
 
+def test_what_is_no_json_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.traces.conversion import json_elements
+
+    monkeypatch.setattr(json_elements, "_LARGEST_ELEMENT", 100_000)
+    path = tmp_path / "in.json"
+    path.write_text('[{"a": 1}, {"text": "' + "x" * 10_000_000)
+    told: list[float] = []
+    with pytest.raises(TraceError, match="element 2: invalid JSON"):
+        list(elements(path, told.append))
+    assert told[-1] < 0.2
+
+
 @pytest.mark.parametrize("text", ['[{"a": 1}, {"a": ', '[{"a": 1}, x]', '[{"a": 1}'])
 def test_an_array_that_is_cut_off_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "in.json").write_text(text)
@@ -530,6 +545,21 @@ def test_kv_events(tmp_path: Path) -> None:
     assert trace.output_tokens.tolist() == [32, 0, 0, 0, 0]
     assert any("1 requests stand on blocks from before" in remark for remark in done.remarks)
     assert any("more reuse than this" in remark for remark in done.remarks)
+
+
+def test_what_was_removed_is_forgotten(tmp_path: Path) -> None:
+    """So that memory is that of the cache; nothing stands on it until it is stored again."""
+    records = [
+        [1.0, [stored(["a", "b", "c"], None)]],
+        [5.0, [removed("c", "b")]],
+        [9.0, [stored(["d"], "b")]],
+        [15.0, [stored(["b"], "a")]],
+        [20.0, [stored(["e"], "b")]],
+    ]
+    trace, done = converted(write(tmp_path / "in.jsonl", records), "k.gap-2s.jsonl")
+    assert np.diff(trace.offsets).tolist() == [3, 2, 2, 3]
+    assert chains(trace)[0][:2] == chains(trace)[3][:2]
+    assert any("1 requests stand on blocks from before" in remark for remark in done.remarks)
 
 
 def test_kv_events_in_the_older_form_and_as_objects(tmp_path: Path) -> None:
@@ -679,6 +709,42 @@ def test_mistakes_are_one_clear_line(tmp_path: Path, arguments: list[str], messa
     source, *options = arguments
     done = kvoffload("trace", "convert", source, tmp_path / "out.jsonl", *options)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvoffload: {message}\n")
+
+
+def test_an_address_that_is_none_is_one_clear_line(tmp_path: Path) -> None:
+    pytest.importorskip("zmq", reason="the library pyzmq is not installed")
+    done = kvoffload("trace", "convert", "tcp://nowhere", tmp_path / "k.gap-2s.jsonl")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        "kvoffload: source: 'tcp://nowhere' is not possible; allowed: tcp://host:port ("
+    )
+
+
+OWN = """
+from kvoffload.traces.conversion.source import Request, Source
+
+class Words(Source):
+    name = "words"
+    tokens_each: int = 3
+
+    @classmethod
+    def recognises(cls, names):
+        return False
+
+    def read(self, record):
+        words = record.decode().split()
+        blocks = len(words) * self.tokens_each // self.given.block_size.tokens
+        yield Request(0.0, len(words) * self.tokens_each, 0, self.given.keys.of(words[:blocks]))
+"""
+
+
+def test_a_kind_of_ones_own_is_one_file(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    path = write(tmp_path / "in.txt", ["a b c", "a b d e"])
+    kind = f"{tmp_path / 'own.py'}:Words,tokens_each=4"
+    trace, done = converted(path, source=kind, block_tokens=4)
+    assert done.source == "words"
+    assert chains(trace) == [[0, 1, 2], [0, 1, 3, 4]]
 
 
 def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:

@@ -102,14 +102,9 @@ def replay(
     """
     # What can be known without the trace is said all at once, before it is read.
     problems = Problems("replay")
-    tokens = 1
-    with problems:
-        tokens = block_tokens_of(trace, block_tokens)
+    size = _block_bytes(problems, trace, block_tokens, model, bytes_per_token, kv_cache_dtype)
     with problems:
         moved_bytes = _moved_bytes(block_bytes)
-    size = None
-    with problems:
-        size = models.block_bytes(model, bytes_per_token, tokens, kv_cache_dtype)
     injection = None
     with problems:
         injection = parse_injection(inject, seed) if inject else None
@@ -172,6 +167,18 @@ def _say_what_stays(tiers: Iterable[TierOptions], moved_bytes: int) -> None:
                 f"to be rid of it: kvoffload disk rm {path}",
                 err=True,
             )
+
+
+def _block_bytes(
+    problems: Problems, trace: str, block_tokens: int | None, model: str | None, token: str | None, dtype: str
+) -> int | None:
+    """Bytes of a block of the trace, before it is read."""
+    tokens = 1
+    with problems:
+        tokens = block_tokens_of(trace, block_tokens)
+    with problems:
+        return models.block_bytes(model, token, tokens, dtype)
+    return None
 
 
 def _moved_bytes(text: str) -> int:

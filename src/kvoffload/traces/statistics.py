@@ -121,7 +121,7 @@ def describe(trace: Trace) -> TraceStatistics:
     used_before, reuse_distance = _reuses(trace)
     origin = session_of[request_of[found.first_seen]]
     is_repeated = used_before != _NONE
-    by_others = is_repeated & (session_of[request_of] != origin[trace.refs])
+    by_others = session_of[request_of] != origin[trace.refs]
     is_common = np.zeros(trace.unique_blocks, np.bool_)
     is_common[trace.refs[by_others]] = True
     num_refs = max(trace.block_refs, 1)
