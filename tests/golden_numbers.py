@@ -264,17 +264,17 @@ DECISIONS = {
     ("chat", "lirs", "all"): "836cf49e2acbc100",
     ("chat", "wtinylfu", "all"): "3ece7c2a97966d29",
     ("chat", "gdsf", "all"): "06d9800ad74c049d",
-    ("chat", "hazard", "all"): "08dc2c78c3039073",
+    ("chat", "hazard", "all"): "03e27b6c65878b42",
     ("agent", "2q", "all"): "f039d9028cbd5551",
     ("agent", "lirs", "all"): "bbc17f124aa41d5f",
     ("agent", "wtinylfu", "all"): "eda9b93dc1220935",
     ("agent", "gdsf", "all"): "1bf43461c46d34e7",
-    ("agent", "hazard", "all"): "261adfaf4fe62ac9",
+    ("agent", "hazard", "all"): "b2a3fc2a773df0a3",
     ("rag", "2q", "all"): "b9b2e70c681cba5a",
     ("rag", "lirs", "all"): "5be5d4533e94989a",
     ("rag", "wtinylfu", "all"): "35026e492365b071",
     ("rag", "gdsf", "all"): "ada8ded1c8168b86",
-    ("rag", "hazard", "all"): "d3726d6f47499dfb",
+    ("rag", "hazard", "all"): "e847e0e3e1f683ce",
 }
 """Built-in workload, policy, admission: the digest of every decision at a twentieth of the unique blocks."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.hints import NUM_LABELS
 from kvoffload.policies.hazard import history, lifetimes, policy, shadow
 from kvoffload.policies.hazard.history import History
 from kvoffload.policies.hazard.lifetimes import Lifetimes
@@ -24,14 +23,14 @@ def _remember(of: History, path: ReadU64Matrix, start: int, now: int, classes: I
     history.begin_path(of, path, start, 0, now)
     for row in range(path.shape[0] - 1, start - 1, -1):
         place = history.use_key(of, path, row, hash_row(path, row), now)
-        classes[row - start] = history.class_at(of, place) // NUM_LABELS
+        classes[row - start] = history.class_at(of, place) // history.NUM_KINDS
 
 
 @_helper
 def _classify(of: History, batch: ReadU64Matrix, now: int, classes: I32Array, last: I64Array) -> None:
     for row in range(batch.shape[0]):
         block_class, last[row] = history.classify(of, batch, row, now)
-        classes[row] = block_class // NUM_LABELS
+        classes[row] = block_class // history.NUM_KINDS
 
 
 @_helper
@@ -39,6 +38,13 @@ def _live(of: Lifetimes, path: ReadU64Matrix, now: int, classes: ReadI32Array, o
     lifetimes.let_age(of, now)
     for row in range(path.shape[0] - 1, -1, -1):
         lifetimes.live_on(of, path, row, hash_row(path, row), classes[row], now, row >= on_device)
+
+
+@_helper
+def _live_after(of: Lifetimes, path: ReadU64Matrix, now: int, block_class: int) -> None:
+    lifetimes.let_age(of, now)
+    for row in range(path.shape[0] - 1, -1, -1):
+        lifetimes.live_after(of, path, row, hash_row(path, row), block_class, now)
 
 
 @_helper
@@ -74,6 +80,11 @@ def live(of: Lifetimes, path: Keys, now: int, block_class: int = 0, on_device: i
     _live(of.memory, path.words, now, np.full(len(path), block_class, np.int32), on_device)
     if now >= of.next_evaluation:
         of.evaluate(now)
+
+
+def live_after(of: Lifetimes, path: Keys, now: int, block_class: int) -> None:
+    """A request that used these blocks has ended, and they have this class."""
+    _live_after(of.memory, path.words, now, block_class)
 
 
 def compare(

@@ -17,9 +17,9 @@ import helpers_of_hazard as parts
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
-from kvoffload.hints import NUM_LABELS, Hints
+from kvoffload.hints import Hints
 from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds
-from kvoffload.policies.hazard.history import NUM_CLASSES, NUM_GAP_CLASSES, History
+from kvoffload.policies.hazard.history import NUM_CLASSES, NUM_GAP_CLASSES, NUM_KINDS, History
 from kvoffload.policies.hazard.lifetimes import Lifetimes
 from kvoffload.policies.hazard.path_runs import RUN_OF
 from kvoffload.policies.hazard.policy import Hazard
@@ -162,7 +162,21 @@ def test_the_oldest_of_a_full_sample_is_forgotten_without_a_verdict() -> None:
     live(table, "c", 9)  # the tail, b, is forgotten
     live(table, "b", 10)  # and a, for b, which is new
     assert counts(table) == ([4, 2, 0, 0, 0, 0], [0] * 6)
-    assert sorted(table.sample.members(0)) == keys("bc")
+    assert sorted(table.begun.keys.members(0)) == keys("bc")
+
+
+def test_from_its_end_on_a_block_lives_in_two_classes() -> None:
+    table = life_table()
+    live(table, "ab", 0)
+    parts.live_after(table, Keys.pack(keys("a"), 1), 9, 3)
+    live(table, "b", 17)  # b is used at 17, in 16 to 21; a has seen those ages, and is 8 from its end
+    assert counts(table, 0) == ([3, 2, 2, 2, 0, 0], [0, 0, 0, 1, 0, 0])
+    assert counts(table, 3) == ([1, 1, 0, 0, 0, 0], [0] * 6)
+    live(table, "a", 18)
+    assert counts(table, 0)[1] == [0, 0, 0, 2, 0, 0]
+    assert counts(table, 3)[1] == [0, 1, 0, 0, 0, 0]
+    live(table, "a", 20)
+    assert counts(table, 3)[1] == [0, 1, 0, 0, 0, 0], "a use ends the life after the end, too"
 
 
 def test_evidence_fades_with_its_half_life() -> None:
@@ -186,7 +200,7 @@ def test_one_key_in_some_is_sampled_more_of_small_caches() -> None:
     table = Lifetimes(1, 1, 1, 10, 2, 64, 1)
     letters = [bytes([n, n]) for n in range(60)]
     parts.live(table, Keys.pack(letters, 2), 0)
-    assert sorted(table.sample.members(0)) == [key for key in letters if hash_of(key) % 4 == 0]
+    assert sorted(table.begun.keys.members(0)) == [key for key in letters if hash_of(key) % 4 == 0]
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -205,7 +219,7 @@ def test_worth_is_a_gittins_index(seed: int) -> None:
         for age in range(NUM_AGES):
             alive = np.cumprod([1.0, *(1 - chance[age:-1])])
             hits = np.cumsum(alive * chance[age:])
-            slot_time = np.cumsum(alive * (1 - chance[age:] / 2) * width[age:])
+            slot_time = table.entering + np.cumsum(alive * (1 - chance[age:] / 2) * width[age:])
             assert table.worth[each, age] == pytest.approx((hits / slot_time).max(), rel=1e-4)
 
 
@@ -223,7 +237,7 @@ class Learnt(Hazard):
         self.state.oldest_victim = 1
         table = self.lifetimes
         for each, worth in enumerate(worth_by_count):
-            table.worth[each * NUM_GAP_CLASSES * NUM_LABELS :] = worth
+            table.worth[each * NUM_GAP_CLASSES * NUM_KINDS :] = worth
         table.next_evaluation = 1 << 60
 
 
@@ -382,6 +396,38 @@ def test_in_a_victim_tier_requests_that_are_put_in_order_together_keep_their_pat
     assert runs[0] == runs[1] != runs[2] == runs[3]
 
 
+# ---- ends of requests
+
+
+def last_used(manager: OffloadingManager, letters: str) -> list[int]:
+    """When these blocks were used last, as the policy or its twin knows it."""
+    policy: Any = manager.policy
+    if isinstance(policy, NaiveHazard):
+        return [policy.history[key].last for key in keys(letters)]
+    return [when for _, when in parts.classify(policy.history, Keys.pack(keys(letters), 1), -1)]
+
+
+@pytest.mark.parametrize("policy", [Hazard, NaiveHazard])
+def test_ages_count_from_the_end_unless_nobody_has_come_since(policy: Any) -> None:
+    manager = make(policy, 9)
+    first = manager.begin_request("1", keys("sab"))
+    manager.touch(keys("sab"), first)
+    second = manager.begin_request("2", keys("sxy"))
+    manager.touch(keys("sxy"), second)
+    manager.finish_request(first)
+    assert last_used(manager, "sabxy") == [6, 6, 6, 3, 3], "the second one shares the system prompt"
+    manager.finish_request(second)
+    assert last_used(manager, "sabxy") == [6, 6, 6, 6, 6]
+    third = manager.begin_request("3", keys("sxy"))
+    manager.touch(keys("sxy"), third)
+    manager.finish_request(third)
+    assert last_used(manager, "sabxy") == [6, 6, 6, 6, 6], "that was at once"
+    fourth = manager.begin_request("4", keys("sab"))
+    manager.touch(keys("sab"), fourth)
+    manager.finish_request(fourth, hints=Hints("stop"))
+    assert last_used(manager, "sabxy") == [9, 9, 9, 6, 6], "that too, though its label is news"
+
+
 # ---- the guards
 
 
@@ -416,17 +462,17 @@ def judged(policy: Any, references: int, lead: float) -> bool:
 
 def test_lru_decides_from_a_lead_that_endangers_the_promise_until_that_is_little() -> None:
     policy = promising()
-    assert not judged(policy, 100_000, 149)
-    assert judged(policy, 100_000, 151)
-    assert judged(policy, 143_000, 151), "a third of the promise is not little"
-    assert not judged(policy, 144_000, 151), "so the next attempt comes after as much traffic again"
+    assert not judged(policy, 100_000, 119)
+    assert judged(policy, 100_000, 121)
+    assert judged(policy, 143_000, 121), "a quarter of the promise is not little"
+    assert not judged(policy, 145_000, 121), "so the next attempt comes after as much traffic again"
 
 
 def test_an_own_lead_counts_up_to_one_percent() -> None:
     policy = promising()
     assert not judged(policy, 100_000, -5_000)
     assert policy.history.shadow.lead == -1_000
-    assert judged(policy, 100_000, policy.history.shadow.lead + 1_151)
+    assert judged(policy, 100_000, policy.history.shadow.lead + 1_121)
 
 
 def test_a_long_time_as_lru_does_not_lock_it_in() -> None:
@@ -514,12 +560,12 @@ def test_a_label_that_tells_is_learnt() -> None:
             manager.finish_request(request, hints=Hints(finish_reason=label))
     table: Any = manager.policy.lifetimes  # type: ignore[attr-defined]
     numbers = [manager._labels.number(Hints(finish_reason=label)) for label in ("go", "end")]
-    go, end = (table.exposed[number::NUM_LABELS, 0] for number in numbers)
+    go, end = (table.exposed[number::NUM_KINDS, 0] for number in numbers)
     for number, least, most in zip(numbers, (0.6, 0.0), (1.0, 0.1), strict=True):
-        at_once = table.reused[number::NUM_LABELS, 0].sum() / table.exposed[number::NUM_LABELS, 0].sum()
+        at_once = table.reused[number::NUM_KINDS, 0].sum() / table.exposed[number::NUM_KINDS, 0].sum()
         assert least <= at_once <= most
     both_seen = np.minimum(go, end).argmax()
-    worth_go, worth_end = (table.worth[number::NUM_LABELS, 0][both_seen] for number in numbers)
+    worth_go, worth_end = (table.worth[number::NUM_KINDS, 0][both_seen] for number in numbers)
     assert worth_go > worth_end
 
 
@@ -578,7 +624,11 @@ def state(manager: OffloadingManager) -> Any:
     if isinstance(policy, NaiveHazard):
         blocks = {slot: (block.block_class, block.last) for slot, block in policy.blocks.items()}
         classes = [members[::-1] for members in policy.classes]
-        known, sampled, shadow = [*policy.history], [*policy.sample][::-1], policy.shadow.keys[::-1]
+        known, sampled, shadow = (
+            [*policy.history],
+            [[*lives][::-1] for lives in (policy.begun, policy.ended)],
+            policy.shadow.keys[::-1],
+        )
         guards = [bool(policy.lru_decides), policy.oldest_victim]
     else:
         c = manager.capacity_blocks
@@ -588,8 +638,11 @@ def state(manager: OffloadingManager) -> Any:
         classes = [policy.state.lists.members(number) for number in range(NUM_CLASSES)]
         known, shadow = policy.history.keys.members(0), policy.history.shadow.blocks
         shadow = [policy.history.keys.index.key_at(place) for place in shadow.members(0)]
-        sample = policy.lifetimes.sample
-        sampled = [key for age in range(NUM_AGES) for key in sample.members(age)]
+        lifetimes = policy.lifetimes
+        sampled = [
+            [key for age in range(NUM_AGES) for key in lives.keys.members(age)]
+            for lives in (lifetimes.begun, lifetimes.ended)
+        ]
         guards = [bool(policy.state.lru_decides), policy.state.oldest_victim]
     return blocks, classes, known, sampled, shadow, guards, policy.order(), policy.stats()
 
@@ -639,7 +692,7 @@ def test_decides_as_its_naive_twin_for_long(store: str, seed: int) -> None:
             "it decides itself": not policy.is_lru,
             "LRU has led by too much": policy.state.lru_decides,
             "the history is full": policy.history.keys.lists.size(1) == 0,
-            "the sample is full": policy.lifetimes.sample.lists.size(NUM_AGES) == 0,
+            "the sample is full": policy.lifetimes.begun.keys.lists.size(NUM_AGES) == 0,
             "old ages are known": policy.lifetimes.reused[:, 4:].any(),
             "a block is refused": manager.stats().refused > 0,
             "a block is kept": manager.stats().kept > 0 or store == ON_COMPUTE,
@@ -724,4 +777,4 @@ def test_hashes_of_the_twin_are_those_of_the_index() -> None:
         table = Lifetimes(1, 1, 1, 10, key_bytes, 512, 1)
         batch = [key_of(n, key_bytes) for n in range(200)]
         parts.live(table, Keys.pack(batch, key_bytes), 0)
-        assert sorted(table.sample.members(0)) == [key for key in batch if hash_of(key) % 4 == 0]
+        assert sorted(table.begun.keys.members(0)) == [key for key in batch if hash_of(key) % 4 == 0]

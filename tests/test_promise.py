@@ -57,11 +57,19 @@ def mixed(seed: int) -> Trace:
         parameters["context_limit_tokens"], parameters["summary_tokens"] = 32_000, LogNormal(2000, 0.5)
     # A sample of 20 sessions tells about how many are needed.
     sessions = max(20, round(20 * REFERENCES / max(1, traffic(20).block_refs)))
-    trace = traffic(sessions)
-    while not 100_000 <= trace.block_refs <= 200_000:
-        sessions = max(1, round(sessions * 140_000 / trace.block_refs))
+    too_few, too_many = 0, 1 << 20
+    for _ in range(20):
         trace = traffic(sessions)
-    return trace
+        if 100_000 <= trace.block_refs <= 200_000:
+            return trace
+        if trace.block_refs < 100_000:
+            too_few = sessions
+        else:
+            too_many = sessions
+        sessions = round(sessions * 140_000 / trace.block_refs)
+        if not too_few < sessions < too_many:
+            sessions = (too_few + too_many) // 2
+    raise AssertionError(f"seed {seed}: no number of sessions gives 100,000 to 200,000 references")
 
 
 def check(seed: int, shares: tuple[float, ...]) -> None:

@@ -1012,3 +1012,93 @@ TestTieringMachine = TieringMachine.TestCase
 TestTieringMachine.settings = settings(
     max_examples=settings().max_examples // 4, stateful_step_count=50, deadline=None
 )
+
+
+# ---- requests that wait in the engine's queue
+
+
+def wait(rig: Rig, letters: str) -> RequestContext:
+    ctx = rig.begin(letters)
+    rig.manager.expect(ctx)
+    return ctx
+
+
+def test_what_a_waiting_request_will_ask_for_is_read_ahead() -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.below("abcd")
+    ctx = wait(rig, "ab")
+    assert not rig.tier.jobs, "in the next step"
+    assert rig.manager.poll()
+    rig.end_all()
+    assert rig.manager.counts.read_ahead == 2
+    assert rig.ask("ab", ctx) == (2, HIT), "without waiting"
+    rig.manager.withdraw(ctx)
+    rig.load("ab", ctx)
+    assert rig.manager.hit_blocks == [0, 2], "from the tier, though it was ready"
+    assert not rig.manager.poll()
+
+
+def test_the_longest_waiting_is_read_for_first_and_one_after_the_other() -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.below("abcd")
+    for letters in ("ab", "cd"):
+        wait(rig, letters)
+    rig.manager.poll()
+    rig.manager.poll()
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+    rig.end_all()
+    rig.manager.poll()
+    assert rig.manager.counts.read_ahead == 4
+
+
+def test_nothing_is_read_ahead_while_somebody_reads() -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.below("abcd")
+    assert rig.ask("ab", rig.begin()) == (0, RETRY)
+    waiting = wait(rig, "cd")
+    rig.manager.poll()
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+    rig.manager.withdraw(waiting)
+    rig.end_all()
+    rig.manager.poll()
+    assert not rig.tier.jobs, "it waits no more"
+    assert rig.manager.counts.read_ahead == 0
+
+
+def test_what_could_not_be_read_ahead_is_not_given_up() -> None:
+    rig = Rig(capacity=4, immediate=False, max_in_flight=0.25)
+    rig.below("abcd")
+    ctx = wait(rig, "abcd")
+    rig.manager.poll()
+    assert [text(job.keys) for job in rig.tier.jobs] == ["a"], "a quarter of RAM"
+    rig.end_all()
+    assert (rig.manager.counts.no_room, rig.manager.counts.read_ahead) == (0, 1)
+    assert rig.ask("abcd", ctx) == (1, RETRY), "and half of it for one that is served"
+
+
+def test_a_read_ahead_that_fails_is_a_miss() -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.below("ab")
+    ctx = wait(rig, "ab")
+    rig.manager.poll()
+    end_reads(rig, 0.1, failing=True)
+    assert rig.manager.counts.lost == 2
+    rig.manager.withdraw(ctx)
+    rig.manager.finish_request(ctx)
+    assert not rig.manager.poll()
+
+
+@pytest.mark.parametrize("end", ["finish", "leave out", "reset"])
+def test_nothing_is_read_ahead_for_who_does_not_wait_for_it(end: str) -> None:
+    rig = Rig(capacity=8, immediate=False)
+    rig.below("ab")
+    ctx = wait(rig, "ab")
+    if end == "finish":
+        rig.manager.finish_request(ctx)
+    elif end == "leave out":
+        rig.manager.leave_out_tiers(ctx)
+    else:
+        rig.manager.reset()
+    rig.manager.poll()
+    assert not rig.tier.jobs
+    audit(rig.manager)

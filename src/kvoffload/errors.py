@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
+from typing import SupportsIndex
 
 
 class KVOffloadError(Exception):
@@ -24,6 +26,13 @@ class UnavailableError(ConfigError):
     def __init__(self, field: str, value: object, why: str) -> None:
         super().__init__(field, value, why)
         self.args = (f"{field}: {value!r} cannot be used now: {why}",)
+
+
+def check_integer(field: str, value: object, largest: int) -> int:
+    """`value`, from 1 to `largest`, as an int; numpy's integers are integers too."""
+    if isinstance(value, SupportsIndex) and 1 <= (number := index(value)) <= largest:
+        return number
+    raise ConfigError(field, value, f"allowed: 1 to {largest}")
 
 
 class CombinedConfigError(ConfigError):

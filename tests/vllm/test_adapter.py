@@ -16,11 +16,13 @@ from needs import POSITIONS, needs
 from traffic import PATIENCE_S, note_position, touch_path
 
 from kvoffload.core.policy import POLICIES
+from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.integrations.vllm.options import parse_options
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.testing.audit import audit
 
 base = pytest.importorskip("vllm.v1.kv_offload.base")
+told_by_user = pytest.importorskip("kvoffload.integrations.vllm.hints").told_by_user
 KVOffloadManager = pytest.importorskip("kvoffload.integrations.vllm.manager").KVOffloadManager
 
 HIT, MISS, PENDING, RETRY = (base.LookupResult[name] for name in ("HIT", "MISS", "HIT_PENDING", "RETRY"))
@@ -477,3 +479,60 @@ def test_any_order(tmp_path_factory: pytest.TempPathFactory, verify: str, data: 
         script.step()
     script.drain()
     one.close()
+
+
+def with_parameters(parameters: Any, name: str = "a") -> Any:
+    return base.ReqContext(name, kv_transfer_params=parameters)
+
+
+def test_what_a_user_says_of_a_request_is_heard(tmp_path: Path) -> None:
+    one = World(tmp_path, 4)
+    said = {"session_over": True, "priority": 3, "time_to_live_s": 600, "tenant": "them"}
+    ctx = with_parameters({"kvoffload": said, "other": 1})
+    one.manager.on_new_request(ctx)
+    one.manager.lookup(key(1), ctx)
+    began = one.manager._requests["a"].ctx
+    assert began.hints == Hints("", True, 3, 600.0, "them")
+    one.manager.hear("a", Hints("stop"))
+    one.manager.on_request_finished(ctx)
+    assert began.hints == Hints("stop", True, 3, 600.0, "them")
+    assert not one.manager._told
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"tenants": "a"}, "unknown field `tenants`"),
+        ({"time_to_live_s": -1}, r">= 0.* - at `\$.time_to_live_s`"),
+        ({"session_over": "yes"}, r"Expected `bool`, got `str` - at `\$.session_over`"),
+        ("session_over", "Expected `object`, got `str`"),
+    ],
+)
+def test_what_a_user_says_wrongly_is_named_and_harms_nobody(
+    tmp_path: Path, said: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = {"kvoffload": said}
+    with pytest.raises(
+        ValueError, match=f"kv_transfer_params: kvoffload: .*{why}.*allowed: session_over, pri"
+    ):
+        told_by_user(parameters)
+    one = World(tmp_path, 4)
+    ctx = with_parameters(parameters)
+    one.manager.on_new_request(ctx)
+    assert one.manager.lookup(key(1), ctx) is MISS
+    one.manager.on_request_finished(ctx)
+    assert not one.manager.broken
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"kvoffload": None}, {"do_remote_prefill": True}])
+def test_who_says_nothing_is_not_misheard(parameters: Any) -> None:
+    assert told_by_user(parameters) is NO_HINTS
+
+
+def test_nothing_is_kept_of_who_ends_while_an_error_is_contained(tmp_path: Path) -> None:
+    one = World(tmp_path, 4)
+    ctx = with_parameters({"kvoffload": {"priority": 1}})
+    one.manager.on_new_request(ctx)
+    one.manager.broken = True
+    one.manager.on_request_finished(ctx)
+    assert not one.manager._told

@@ -10,7 +10,10 @@ import pytest
 from needs import CONNECTOR, needs
 from traffic import Expected, check_nothing_is_left, drive, random_prompts
 
+from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.testing.audit import audit
+
+SamplingParams = pytest.importorskip("vllm").SamplingParams
 
 # vLLM's warnings are not ours.
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
@@ -137,3 +140,59 @@ def test_what_cannot_be(
     with pytest.raises(Exception, match=message):
         start_engine(llama, VICTIM | offload, **{"connector": True, **settings})
     ensure_kv_transfer_shutdown()
+
+
+def test_what_the_engine_knows_of_a_request_reaches_the_policy(
+    start_engine: Callable[..., Any], llama: Path, on_llama: Expected
+) -> None:
+    engine = start_engine(llama, {"ram": "32MiB", "policy": "hazard"}, connector=True, **SMALL_STEPS)
+    heard: list[tuple[Hints, Hints]] = []
+    core = engine.manager.core
+    finish = core.finish_request
+
+    def finish_and_write_down(ctx: Any, *, hints: Hints = NO_HINTS) -> None:
+        began_with = ctx.hints
+        finish(ctx, hints=hints)
+        heard.append((began_with, ctx.hints))
+
+    core.finish_request = finish_and_write_down
+    first = on_llama.answers[0][0]
+    parameters: list[Any] = [
+        {},
+        {"stop_token_ids": [first], "max_tokens": 4},
+        {"extra_args": {"kv_transfer_params": {"kvoffload": {"session_over": True, "tenant": "a"}}}},
+        {"extra_args": {"kv_transfer_params": {"kvoffload": {"tenants": "a"}}}},
+    ]
+    for more in parameters:
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 2, "ignore_eos": False} | more)
+        engine.llm.generate([{"prompt_token_ids": on_llama.prompts[0]}], sampling, use_tqdm=False)
+    salted = {"prompt_token_ids": on_llama.prompts[0], "cache_salt": "their secret"}
+    engine.llm.generate([salted], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+    engine.drain()
+    assert heard == [
+        (NO_HINTS, Hints("length")),
+        (NO_HINTS, Hints(f"stop {first}")),
+        (
+            Hints(session_over=True, tenant="a"),
+            Hints("length", session_over=True, tenant="a"),
+        ),
+        (NO_HINTS, Hints("length")),
+        (Hints(tenant="their secret"), Hints("length", tenant="their secret")),
+    ]
+    assert not engine.manager._told
+    audit(core)
+
+
+def test_what_waiting_requests_will_ask_for_is_expected(
+    start_engine: Callable[..., Any], llama: Path, on_llama: Expected
+) -> None:
+    """One request at a time runs, and the others wait for it."""
+    engine = start_engine(llama, {"ram": "32MiB"}, connector=True, max_num_seqs=1, **SMALL_STEPS)
+    core, seen = engine.manager.core, list[int]()
+    withdraw = core.withdraw
+    core.withdraw = lambda ctx: seen.append(core.counters().expected) or withdraw(ctx)
+    assert engine.tokens(on_llama.prompts[:NINE]) == on_llama.answers[:NINE]
+    engine.drain()
+    assert seen == [*range(81, 0, -9)], "81 blocks in all, nine fewer with each that is served"
+    assert core.counters().expected == 0
+    audit(core)

@@ -36,6 +36,9 @@ class Manager:
         self.offered.append(text(keys))
         return SimpleNamespace(keys_to_store=keys, store_spec="slots") if self.has_room else None
 
+    def withdraw(self, request_id: str) -> None:
+        """The request that begins waits no more."""
+
     def keep_dropped(self, keys: list[bytes]) -> None:
         self.kept.append(text(keys))
 
@@ -79,7 +82,7 @@ class Setting:
     def find(self, blocks: list[Any]) -> None:
         """A request begins, and finds these in the GPU's cache."""
         self.pool.touch(blocks)
-        self.side.update_state_after_alloc("a request", "its blocks", 0)
+        self.side.update_state_after_alloc(SimpleNamespace(request_id="a request"), "its blocks", 0)
 
     def free(self) -> list[Any]:
         """The free blocks, the next to be taken first."""

@@ -78,3 +78,11 @@ def in_blocks(function: F) -> F:
         "--block-tokens", type=click.IntRange(min=1), metavar="N",
         help="Tokens in a block of the trace, if its header does not say it.  [default: 512]",
     )(function)  # fmt: skip
+
+
+def queueing(function: F) -> F:
+    """Give a command ``--queue``: how many requests of a replay wait (`replay.queue`)."""
+    return click.option(
+        "--queue", "queue_requests", type=int, default=0, metavar="N",
+        help="The next N requests wait in the engine's queue: what they will ask for leaves last.",
+    )(function)  # fmt: skip

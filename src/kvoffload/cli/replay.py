@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvoffload import models
-from kvoffload.cli.options import configured, decoding, in_blocks, sized
+from kvoffload.cli.options import configured, decoding, in_blocks, queueing, sized
 from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
 from kvoffload.config import parse_capacity, parse_size
@@ -24,6 +24,7 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.ends import check_decode_speed
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.keys import KEY_BYTES
+from kvoffload.replay.queue import check_queue
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
 from kvoffload.sweep.grid import ANY_TRACE
@@ -55,6 +56,7 @@ from kvoffload.traces.trace import Trace
               help="A tier behind RAM; with --no-data simulated:CAPACITY. May be repeated. "
               "Options follow: ,policy=NAME,admission=RULE.")  # fmt: skip
 @decoding
+@queueing
 @sized
 @click.option("--block-bytes", default="64KiB", show_default=True,
               help="Moved and checked for each block, in place of its bytes; a multiple of 8.")  # fmt: skip
@@ -80,6 +82,7 @@ def replay(
     store: str,
     tiers: tuple[str, ...],
     decode_tokens_per_s: float,
+    queue_requests: int,
     model: str | None,
     kv_cache_dtype: str,
     bytes_per_token: str | None,
@@ -120,8 +123,7 @@ def replay(
         device_cache(device_blocks, ANY_TRACE, size, ANY_TRACE)
     with problems:
         typed = [tier for text in tiers for tier in parse_tiers("tiers", text)]
-    with problems:
-        check_decode_speed(decode_tokens_per_s)
+    _check_assumptions(problems, decode_tokens_per_s, queue_requests)
     problems.check()
     loaded = load_trace(trace, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
     if loaded.block_refs == 0:
@@ -134,7 +136,9 @@ def replay(
     if not no_data:
         _say_what_stays(behind, moved_bytes)
     on_device = device_cache(device_blocks, blocks, size, loaded.unique_blocks)
-    config = ReplayConfig(blocks, policy, admission, on_device, store, behind, decode_tokens_per_s)
+    config = ReplayConfig(
+        blocks, policy, admission, on_device, store, behind, decode_tokens_per_s, queue_requests
+    )
     if output is not None:
         _write("output", output, b"")  # A file that cannot be written is known before the work is done.
     with contextlib.ExitStack() as stack:
@@ -186,6 +190,13 @@ def _moved_bytes(text: str) -> int:
     if size < 8 or size % 8:
         raise ConfigError("block-bytes", text, "allowed: a multiple of 8 bytes")
     return size
+
+
+def _check_assumptions(problems: Problems, decode_tokens_per_s: float, queue_requests: int) -> None:
+    with problems:
+        check_decode_speed(decode_tokens_per_s)
+    with problems:
+        check_queue(queue_requests)
 
 
 def _slots_that_fit(trace: Trace, capacity: str, blocks: int, block_bytes: int) -> int:

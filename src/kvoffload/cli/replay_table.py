@@ -75,6 +75,8 @@ def _verdict(report: ReplayReport) -> Text:
     text.append(f", an optimal policy of this size {report.optimum_hit_ratio:.1%}.\n")
     if report.decode_tokens_per_s:
         text.append(f"  {assumption(report.decode_tokens_per_s)}.\n")
+    if report.queue_requests:
+        text.append(f"  The next {report.queue_requests:,} requests wait, and are expected: assumed.\n")
     if report.skipped_lines:
         text.append(f"  {report.skipped_lines:,} bad lines of the trace were left out.\n")
     text.append(f"  CPU time for deciding: {report.control_plane_s:.2f} s")

@@ -7,7 +7,7 @@ device keeps it longest. Does not know policies: no policy orders a duplicate un
 from __future__ import annotations
 
 from kvoffload.core.request import Path, Used
-from kvoffload.core.state import Cache, Entering, evictable
+from kvoffload.core.state import Cache, Entering, can_leave
 from kvoffload.structures.index import copy_key
 from kvoffload.structures.jit import ReadI32Array, inline, kernel
 from kvoffload.structures.lists import LIST, NEXT, UNLISTED, Lists, move_to_head, push_head, unlink
@@ -41,11 +41,12 @@ def hold(cache: Cache, used: Used) -> None:
 
 @inline
 def give_up(cache: Cache, path: Path, new: Entering) -> None:
-    """Blocks that enter get the slots of duplicates that may leave, as far as there are any."""
+    """Blocks that enter get the slots of duplicates that can leave, as far as there are any: also of those
+    that waiting requests will ask for, since the device has them."""
     links, sentinel = cache.duplicates.links, cache.duplicates.num_positions
     slot = links[sentinel, NEXT]
     while new.num_given < new.count and slot != sentinel:
-        if evictable(cache, path, slot):
+        if can_leave(cache, path, slot):
             new.slots[new.num_given] = slot
             new.num_given += 1
         slot = links[slot, NEXT]

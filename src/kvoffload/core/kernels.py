@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.core.duplicates import give_up, hold, is_duplicate, take_back
+from kvoffload.core.expected import num_expected
 from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, see
 from kvoffload.core.returning import note_use, take_out
 from kvoffload.core.slots import WRITING, give_back
-from kvoffload.core.state import REFUSED, Cache, Entering, Pinned, evictable
+from kvoffload.core.state import REFUSED, Cache, Entering, Pinned, can_leave, evictable
 from kvoffload.structures.batches import KeyBatch, OneKey
 from kvoffload.structures.index import (
     ABSENT,
@@ -36,7 +37,7 @@ from kvoffload.structures.jit import (
     kernel,
     prefetch,
 )
-from kvoffload.structures.lists import unlink
+from kvoffload.structures.lists import PREV, unlink
 from kvoffload.structures.structs import call_2, call_4
 
 NO_ROOM = -1
@@ -298,6 +299,30 @@ def _room(cache: Cache, path: Path, wanted: int) -> int:
 
 
 @inline
+def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
+    """Whether so many blocks fit without the place of one that is expected.
+
+    Cost: O(1) where there is room in plenty, otherwise O(keys that are expected).
+    """
+    keys, possible = cache.expected.keys, cache.slots.num_evictable + cache.slots.num_free - wanted
+    if num_expected(cache.expected) == 0:
+        return False
+    if num_expected(cache.expected) + path.length <= possible:
+        return True
+    for position in range(path.length):
+        slot = _slot_of(cache, path, position)
+        possible -= slot != ABSENT and cache.slots.ref_cnt[slot] == 0
+    links, batch = keys.lists.links, keys.index.keys
+    position = links[keys.lists.num_positions, PREV]
+    while position != keys.lists.num_positions and possible >= 0:
+        h = hash_row(batch, position)
+        slot = find(cache.index, batch, position, h)
+        possible -= slot != ABSENT and can_leave(cache, path, slot) and not is_duplicate(cache, slot)
+        position = links[position, PREV]
+    return possible >= 0
+
+
+@inline
 def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: bool) -> int:
     """Find what is missing, and how much of it has room: that many are to be stored."""
     count = see(path, batch)
@@ -309,6 +334,7 @@ def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: b
         new.count = 0
         return 0
     new.count = _room(cache, path, new.num_missing)
+    cache.spares = _has_room_without_expected(cache, path, new.count)
     if new.num_missing > 0 and new.count == 0:
         cache.dropped += new.num_missing
         return NO_ROOM
@@ -337,7 +363,9 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
     ref_cnt, wrong, checked = cache.slots.ref_cnt, -1, new.count
     for i in range(new.num_free, new.count):
         slot = new.slots[i]
-        may_leave = 0 <= slot < ref_cnt.shape[0] and evictable(cache, path, slot)
+        may_leave = 0 <= slot < ref_cnt.shape[0] and (
+            can_leave(cache, path, slot) if i < new.num_given else evictable(cache, path, slot)
+        )
         if not may_leave or (i >= new.num_given and is_duplicate(cache, slot)):
             wrong = i
             checked = i

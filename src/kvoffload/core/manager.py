@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
+from kvoffload.core.expected import Expected, Queue
 from kvoffload.core.on_compute import OnCompute
 from kvoffload.core.on_device_eviction import OnDeviceEviction
 from kvoffload.core.plans import (
@@ -34,7 +35,7 @@ from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
 from kvoffload.core.returning import known_keys
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
-from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.errors import ConfigError, MisuseError, check_integer
 from kvoffload.hints import NO_HINTS, Hints, Labels
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.jit import compile_all
@@ -42,8 +43,6 @@ from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
 from kvoffload.structures.lists import Lists
 
 _NO_ROWS = np.empty(0, np.int32)
-_COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
-"""Fields of both `Cache` and `ManagerStats`."""
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 """Indexed by what `kernels.state_of_key` returns."""
 
@@ -96,8 +95,8 @@ class OffloadingManager:
         medium: str = "CPU",
         block_size: int = 0,
     ) -> None:
-        capacity_blocks = _check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
-        key_bytes = _check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
+        capacity_blocks = check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
+        key_bytes = check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
         self.capacity_blocks, self.key_bytes = capacity_blocks, key_bytes
         self.medium, self.block_size = medium, block_size
         self.index = Index(capacity_blocks, key_bytes).populate()
@@ -116,12 +115,13 @@ class OffloadingManager:
             duplicates=Lists(capacity_blocks if self._follows_device else 0, 1),
             known=known_keys(self.index, self._follows_device and self.policy.is_told_of_returns()),
             follows_device=self._follows_device,
+            expected=Expected(capacity_blocks, key_bytes),
         )
         self._cache = self._state.memory
         mode = OnDeviceEviction if self._follows_device else OnCompute
         self.store_mode = mode(self.policy, self.admission, self._state)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        self._labels = Labels()
+        self._labels, self._queue = Labels(), Queue(self._state.expected)
         self._epoch = self._void_before = 0
         compile_all()
 
@@ -145,6 +145,18 @@ class OffloadingManager:
         if hints is not NO_HINTS:
             ctx.tell(hints, self._labels.number(hints))
         return ctx
+
+    def expect(self, ctx: RequestContext) -> None:
+        """The request, begun with its keys, waits in the engine's queue: until it is served (`withdraw`) or
+        finishes, all others leave before its blocks, here or yet to come.
+
+        Bounded (`Queue`): of those who wait longest as much as has room. Cost: as a lookup.
+        """
+        self._queue.join(self._context(ctx))
+
+    def withdraw(self, ctx: RequestContext) -> None:
+        """The request waits no more. Cost: as a lookup of what may be expected instead."""
+        self._queue.leave(ctx)
 
     def finish_request(
         self, ctx: RequestContext, path: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
@@ -170,6 +182,7 @@ class OffloadingManager:
         if self.admission is not None and ctx.num_observations > 1:
             # Counted in parts, the last part is the most recent: put the path in order.
             self.admission.refresh(ctx.keys())
+        self._queue.leave(ctx)
         ctx.finished = True
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
@@ -399,13 +412,7 @@ class OffloadingManager:
 
     def counters(self) -> ManagerStats:
         """As `stats`, without the policy's part: for those who ask often. Cost: 3 us."""
-        state, slots = self._state, self.slots
-        counts = {name: getattr(state, name) for name in _COUNTERS}
-        stats = ManagerStats(capacity=self.capacity_blocks, **counts)
-        stats.free, stats.writing, stats.ready = slots.num_free, slots.num_writing, slots.num_ready
-        stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
-        stats.duplicates = state.duplicates.size(0)
-        return stats
+        return ManagerStats.of(self._state, self.slots)
 
     # ---- inside
 
@@ -490,10 +497,3 @@ class OffloadingManager:
     def _emit(self, keys: Keys, *, removed: bool) -> None:
         assert self._events is not None
         self._events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
-
-
-def _check_integer(field: str, value: object, largest: int) -> int:
-    """`value` as an int, numpy's integers included."""
-    if isinstance(value, (int, np.integer)) and 1 <= value <= largest:
-        return int(value)
-    raise ConfigError(field, value, f"allowed: 1 to {largest}")

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.request import RequestContext
-from kvoffload.core.slots import SlotArray
-from kvoffload.core.state import Entering, Pinned, blank_load, blank_store
+from kvoffload.core.slots import SlotArray, Slots
+from kvoffload.core.state import Cache, Entering, Pinned, blank_load, blank_store
 from kvoffload.structures.keys import Keys
 
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
@@ -225,6 +225,10 @@ class OffloadingEvent:
     removed: bool
 
 
+_COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
+"""Fields of both `Cache` and `ManagerStats`."""
+
+
 @dataclass
 class ManagerStats:
     """Counters since the manager was made, and how its slots are used now. All in blocks.
@@ -254,4 +258,16 @@ class ManagerStats:
     """In a victim tier: offered while still here as duplicates, so kept without a copy."""
     discarded: int = 0
     """Removed without being evicted: damaged, or forgotten by `reset`."""
+    expected: int = 0
+    """Keys that waiting requests will ask for."""
     policy: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cache: Cache, slots: Slots) -> ManagerStats:
+        """What a manager has counted, and how its slots are used."""
+        stats = cls(len(slots.ref_cnt), slots.num_free, slots.num_writing, slots.num_ready)
+        stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
+        stats.duplicates, stats.expected = cache.duplicates.size(0), cache.expected.keys.lists.size(0)
+        for name in _COUNTERS:
+            setattr(stats, name, getattr(cache, name))
+        return stats

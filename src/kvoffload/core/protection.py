@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.core.expected import num_expected
 from kvoffload.core.request import Path
 from kvoffload.core.state import Cache, evictable
 from kvoffload.structures.batches import OneKey
@@ -38,6 +39,10 @@ class Protected:
     def __contains__(self, slot: int) -> bool:
         return slot in self.entering or not _may_leave(self.cache, self.path, slot)
 
+    def expects(self, key: bytes) -> bool:
+        """Whether a request that waits will ask for this block: refuse it only if it does not."""
+        return bool(_is_expected(self.cache, key))
+
     def depth_of(self, key: bytes) -> int:
         """Where a block is on the path of the storing request, from 0; -1 if it is not on it."""
         return _depth_of(self.path, key)
@@ -46,6 +51,13 @@ class Protected:
 @kernel
 def _may_leave(cache: Cache, path: Path, slot: int) -> bool:
     return evictable(cache, path, slot)
+
+
+@kernel
+def _is_expected(cache: Cache, key: OneKey) -> bool:
+    if num_expected(cache.expected) == 0 or key.size != cache.index.key_bytes:
+        return False
+    return find_key(cache.expected.keys.index, key.address) != ABSENT
 
 
 @kernel

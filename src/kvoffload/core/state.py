@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.core.expected import Expected
 from kvoffload.core.request import Path
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
@@ -31,6 +32,7 @@ class Cache(Struct):
         duplicates: one list of the slots whose block the device holds as well; only if `follows_device`.
         known: keys that requests used, of blocks that the policy does not order (`returning`). Of no keys if
             the policy is not told of them, and if not `follows_device`.
+        expected: what waiting requests will ask for; spares: 1 while the store at hand has room without that.
         policy: address of the policy's state; observe, finished, access, replace, remove: of its functions.
             0 if the manager calls the policy in Python.
         follows_device: 1 in a victim tier.
@@ -41,6 +43,8 @@ class Cache(Struct):
     slots: Slots
     duplicates: Lists
     known: KeyLists
+    expected: Expected
+    spares: int
     policy: int
     observe: int
     finished: int
@@ -126,12 +130,28 @@ def _blank_load(bits: int) -> bytes:
 
 
 @inline
-def evictable(cache: Cache, path: Path, slot: int) -> bool:
-    """Whether the block in `slot` may leave: ready, not pinned, not on the storing request's path."""
+def can_leave(cache: Cache, path: Path, slot: int) -> bool:
+    """Whether the block in `slot` is ready, not pinned, and not on the storing request's path."""
     if cache.slots.ref_cnt[slot] != 0:
         return False
     keys = cache.index.keys
     return find(path.index, keys, slot, hash_row(keys, slot)) == ABSENT
+
+
+@inline
+def evictable(cache: Cache, path: Path, slot: int) -> bool:
+    """Whether the block in `slot` may leave now: it can, and it is not expected, if there is room without
+    those that are."""
+    if not can_leave(cache, path, slot):
+        return False
+    keys = cache.index.keys
+    return cache.spares == 0 or find(cache.expected.keys.index, keys, slot, hash_row(keys, slot)) == ABSENT
+
+
+@inline
+def is_expected(cache: Cache, new: Entering, row: int) -> bool:
+    """Whether a request that waits will ask for this new block: then no policy should refuse it."""
+    return find(cache.expected.keys.index, new.keys, row, hash_row(new.keys, row)) != ABSENT
 
 
 @inline

@@ -29,6 +29,7 @@ from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.ends import End, EndsAtOnce, EndsWhenGenerated, check_decode_speed
 from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
+from kvoffload.replay.queue import Queue, check_queue
 from kvoffload.replay.report import ReplayReport, TierReport
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
@@ -52,6 +53,7 @@ class ReplayConfig:
             (`TierOptions.in_blocks`).
         decode_tokens_per_s: at which speed each request generates its answer, and so when it ends: assumed,
             as no trace says it. 0: it ends as soon as it is served. On the device all requests end at once.
+        queue_requests: how many requests wait in the engine's queue, and so are expected: assumed, too.
     """
 
     capacity_blocks: int
@@ -61,6 +63,7 @@ class ReplayConfig:
     store: str = ON_COMPUTE
     tiers: tuple[TierOptions, ...] = ()
     decode_tokens_per_s: float = 0.0
+    queue_requests: int = 0
 
     @property
     def offload_blocks(self) -> int:
@@ -122,6 +125,8 @@ class Replay:
             )
         else:
             self.manager = OffloadingManager(num_slots, **options)
+        num_waiting = check_queue(config.queue_requests)
+        self._queue = Queue(self.manager, trace, self._keys, num_waiting) if num_waiting else None
         self._device: OffloadingManager | None = None
         if config.device_blocks:
             num_device_slots = slots_needed(trace, config.device_blocks)
@@ -153,6 +158,8 @@ class Replay:
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
+        if self._queue is not None:
+            self._queue.serve(request)
         ctx = self.manager.begin_request(str(request), keys, hints=self._trace.hints_of(request).at_begin)
         device_ctx = None
         on_device = 0
@@ -351,6 +358,7 @@ class Replay:
             version=__version__,
             policy_state=stats.policy,
             decode_tokens_per_s=float(config.decode_tokens_per_s),
+            queue_requests=config.queue_requests,
             tiers=self._tier_reports(),
         )
 

@@ -59,6 +59,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         version: of kvoffload.
         decode_tokens_per_s: the speed at which requests were assumed to generate their answers; 0: they ended
             as soon as they were served.
+        queue_requests: how many requests were assumed to wait in the engine's queue.
         policy_state: what the policy says of itself at the end.
         tiers: RAM and what is behind it, top to bottom; their `hit_blocks` add up to `offload_hit_blocks`.
     """
@@ -99,6 +100,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     decisions_sha256: str
     version: str
     decode_tokens_per_s: float
+    queue_requests: int
     policy_state: dict[str, float]
     tiers: list[TierReport]
 

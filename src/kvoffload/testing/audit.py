@@ -17,6 +17,7 @@ import numpy as np
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import EvictionPolicy
+from kvoffload.core.request import Path, RequestContext
 from kvoffload.core.slots import FREE, WRITING
 from kvoffload.policies.arc import ARC
 from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, PathRuns
@@ -41,6 +42,7 @@ def audit(manager: OffloadingManager) -> None:
     resident = _indexed_slots(manager)
     _audit_index("the manager's index", manager.index, resident)
     _audit_policy(manager.policy, resident, manager)
+    _audit_key_lists("what waiting requests will ask for", manager._state.expected.keys)
     if isinstance(manager.admission, ReuseAdmission):
         rule = manager.admission
         _audit_key_lists("the tracker of reuse", rule._tracker)
@@ -63,6 +65,9 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
         return thing
     if isinstance(thing, float):
         return repr(thing)  # nan equals itself here
+    if isinstance(thing, RequestContext):
+        # A call that is refused may have read its keys; and its owner would be a cycle.
+        return (thing.request_id, Path.over(thing.memory).num_expected)
     if isinstance(thing, bytearray):
         return None  # the memory of a struct, which is seen through its fields
     if isinstance(thing, Struct):

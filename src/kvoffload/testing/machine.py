@@ -74,7 +74,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     The model: `state`, key to WRITING or READY, and `slot_of`, key to slot. Also `pins`, the readers of each
     slot, and `memory`, the contents of each slot of a tier: the bytes of a block are its key. In a victim
-    tier, `duplicates` are the keys of blocks that the device holds as well, the first to leave first.
+    tier, `duplicates` are the keys of blocks that the device holds as well, the first to leave first. Of
+    requests that wait, in their order, `waiting` has the keys that are expected.
     """
 
     make: Callable[[], OffloadingManager]
@@ -95,6 +96,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.readable: set[bytes] = set()
         self.duplicates: list[bytes] = []
         self.jobs: list[Job] = []
+        self.waiting: dict[RequestContext, list[bytes]] = {}
+        self.is_full = False
         self.before = ManagerStats()
 
     # ---- requests
@@ -113,9 +116,23 @@ class ManagerMachine(RuleBasedStateMachine):
     def finish(self, request: Request, hints: Hints = NO_HINTS) -> None:
         if request.ctx is not None:
             self.manager.finish_request(request.ctx, hints=hints)
+            self._wait_no_more(request.ctx)
             self._held_by_device([*request.path])
             self._refused_as_misuse(lambda: self.manager.finish_request(request.ctx))  # type: ignore[arg-type]
             self._refused_as_misuse(lambda: self.manager.touch(self.universe, request.ctx))
+
+    @rule(request=requests)
+    def expect(self, request: Request) -> None:
+        if request.ctx is not None:
+            self.manager.expect(request.ctx)
+            self.waiting.setdefault(request.ctx, [])
+            self.is_full = self.is_full or not self._expect_all(request.ctx)
+
+    @rule(request=requests)
+    def withdraw(self, request: Request) -> None:
+        if request.ctx is not None:
+            self.manager.withdraw(request.ctx)
+            self._wait_no_more(request.ctx)
 
     @rule(request=requests, numbers=batches)
     def touch(self, request: Request, numbers: list[int]) -> None:
@@ -147,6 +164,9 @@ class ManagerMachine(RuleBasedStateMachine):
         may_leave = {key for key in self.state if self._is_evictable(key) and key not in protected}
         num_free = manager.capacity_blocks - len(self.state) - len(self.condemned)
         room = num_free + len(may_leave)
+        expected = {key for keys in self.waiting.values() for key in keys} - {*self.duplicates}
+        if min(len(missing), room) - num_free <= len(may_leave - expected):
+            may_leave -= expected
         admitted = self._admitted(missing) if self._is_victim_tier and not promoted else None
         before = snapshot(manager, ignore=["dropped"])
         plan = manager.prepare_store(keys, request.ctx, admitted=promoted)
@@ -329,6 +349,7 @@ class ManagerMachine(RuleBasedStateMachine):
         states = Counter(self.state.values())
         assert (stats.writing, stats.ready) == (states[WRITING], states[READY])
         assert stats.condemned == len(self.condemned)
+        assert stats.expected == len({key for keys in self.waiting.values() for key in keys})
         assert stats.evictable == sum(map(self._is_evictable, self.state))
         for name in COUNTERS:
             assert getattr(stats, name) >= getattr(self.before, name), f"{name} went down"
@@ -408,6 +429,21 @@ class ManagerMachine(RuleBasedStateMachine):
         states = [self.state.get(key, LookupResult.MISS) for key in keys]
         ready = next((i for i, state in enumerate(states) if state is not READY), len(keys))
         return PrefixLookup(ready, (*states, READY)[ready])
+
+    def _expect_all(self, ctx: RequestContext) -> bool:
+        """What this request will ask for is expected, from its head on, as far as there is room."""
+        others, own = {key for keys in self.waiting.values() for key in keys}, self.waiting[ctx]
+        for key in list(ctx.keys())[len(own) :]:
+            if len(others | {key}) > self.manager.capacity_blocks * 7 // 8:
+                return False
+            own.append(key)
+            others.add(key)
+        return True
+
+    def _wait_no_more(self, ctx: RequestContext) -> None:
+        """Those who wait longest get the room."""
+        if self.waiting.pop(ctx, None) is not None:
+            self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 
     def _is_evictable(self, key: bytes) -> bool:
         return self.state[key] is READY and not self.pins[self.slot_of[key]]

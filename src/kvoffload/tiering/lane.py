@@ -30,6 +30,8 @@ class TieringCounts:
     """Found in a tier, but expected to take longer to read than to compute."""
     not_offered: int = 0
     """Left RAM before a tier could take them: it writes slower than blocks come, or did not answer."""
+    read_ahead: int = 0
+    """Read for requests that waited in the engine's queue."""
     gave_up: int = 0
     """Requests that waited as long as they may."""
 

@@ -112,6 +112,8 @@ class TieredManager(OffloadingManager):
         self._promoting: dict[bytes, int] = {}
         self._requests: dict[RequestContext, TierWait] = {}
         self._asking: dict[RequestContext, TierWait] = {}
+        # Requests that wait in the engine's queue, and for which nothing has been read yet.
+        self._ahead: dict[RequestContext, TierWait] = {}
         self.hit_blocks = [0] * (1 + len(tiers))
         self.counts = TieringCounts()
 
@@ -130,14 +132,28 @@ class TieredManager(OffloadingManager):
     ) -> None:
         """As `OffloadingManager.finish_request`. Tiers learn of the request when its stores are complete."""
         super().finish_request(ctx, path, hints=hints)
+        self._ahead.pop(ctx, None)
         request = self._requests.get(ctx)
         if request is not None:
             request.finished = True
             self._end(ctx, request)
 
+    def expect(self, ctx: RequestContext) -> None:
+        """As `OffloadingManager.expect`. What only tiers have is read ahead, while nobody else reads."""
+        super().expect(ctx)
+        request = self._requests[ctx]
+        if self._lanes and request.may_read:
+            self._ahead[ctx] = request
+
+    def withdraw(self, ctx: RequestContext) -> None:
+        """As `OffloadingManager.withdraw`."""
+        super().withdraw(ctx)
+        self._ahead.pop(ctx, None)
+
     def leave_out_tiers(self, ctx: RequestContext) -> None:
         """This request gets nothing from tiers; what it stores reaches them all the same."""
         self._requests[ctx].may_read = False
+        self._ahead.pop(ctx, None)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
         """Where a ready block of this request came from: the number of the tier, from 1; 0 for RAM.
@@ -237,6 +253,8 @@ class TieredManager(OffloadingManager):
             wanted, request.wanted = request.wanted, []
             if not request.finished:
                 self._promote(self.pack([*dict.fromkeys(wanted)]), ctx, request)
+        while self._ahead and self._num_reading == 0:
+            self._read_ahead()
         return self.has_jobs
 
     @property
@@ -327,7 +345,9 @@ class TieredManager(OffloadingManager):
             found.append(np.zeros(len(keys), np.bool_) if is_silent else lane.tier.contains(keys, record))
         return found, np.logical_or.reduce(found)
 
-    def _promote(self, keys: Keys, ctx: RequestContext, request: TierWait) -> None:
+    def _promote(
+        self, keys: Keys, ctx: RequestContext, request: TierWait, most_blocks: int | None = None
+    ) -> None:
         """Begin to read the blocks of this run that only tiers have, if there is room and it is worth it."""
         here = self.contains(keys, ctx)
         in_tiers, below = self._below(keys, request)
@@ -354,7 +374,7 @@ class TieredManager(OffloadingManager):
         room = self._max_in_flight - self._num_reading
         if self._num_reading == 0:
             # Nobody else waits: a prefix is worth most as a whole, and half of RAM stays free.
-            room = max(room, min(2 * room, self.capacity_blocks // 2))
+            room = most_blocks or max(room, min(2 * room, self.capacity_blocks // 2))
         plan = super().prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
         num_taken = 0 if plan is None else len(plan.keys)
         if num_taken < len(missing):
@@ -370,6 +390,19 @@ class TieredManager(OffloadingManager):
             numbers, plan.split([np.flatnonzero(come_from == n) for n in numbers]), strict=True
         ):
             self._read(number, part, request)
+
+    def _read_ahead(self) -> None:
+        """Begin to read for the request that has waited longest, once, as if it asked now. What cannot be
+        read yet it does not give up."""
+        ctx, request = next(iter(self._ahead.items()))
+        del self._ahead[ctx]
+        path, counts, before = ctx.keys(), self.counts, (self.counts.no_room, self.counts.not_worth)
+        if len(path):
+            self._promote(path, ctx, TierWait(request.records), self._max_in_flight)
+            promoted = {key: self._promoting[key] for key in path if key in self._promoting}
+            request.came_from.update(promoted)
+            counts.read_ahead += len(promoted)
+            counts.no_room, counts.not_worth = before
 
     def _read(self, number: int, part: StorePlan, request: TierWait) -> None:
         """Begin to read the blocks of a plan from one tier."""

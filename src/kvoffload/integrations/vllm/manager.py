@@ -18,8 +18,10 @@ from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, Reque
 
 from kvoffload.core import manager as core
 from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.integrations.vllm.containment import contained
 from kvoffload.integrations.vllm.events import Events
+from kvoffload.integrations.vllm.hints import told_by_user
 from kvoffload.integrations.vllm.inflight import InFlight
 from kvoffload.integrations.vllm.logs import logger, rate_limited_log
 from kvoffload.integrations.vllm.lookups import Lookups, Request, path_of, positions_of
@@ -88,6 +90,7 @@ class KVOffloadManager(OffloadingManager):
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._blocks_per_chunk = blocks_per_chunk
         self._requests: dict[str, Request] = {}
+        self._told: dict[str, Hints] = {}
         self._running: set[str] = set()
         self._outdated: set[str] = set()
         self._loads: InFlight[LoadPlan] = InFlight()
@@ -146,22 +149,49 @@ class KVOffloadManager(OffloadingManager):
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Record only the name: the request's keys come later."""
+        """Record name and hints: the request's keys come later."""
         self._running.add(req_context.req_id)
+        self._hear_user(req_context)
         return RequestOffloadingContext()
+
+    @contained(lambda req_context: None)
+    def _hear_user(self, req_context: Any) -> None:
+        try:
+            hints = told_by_user(getattr(req_context, "kv_transfer_params", None))
+        except ValueError as error:
+            self._log.warn("hints", "kvoffload: %s; ignored", error)
+        else:
+            self.hear(req_context.req_id, hints)
+
+    def hear(self, request_id: str, hints: Hints) -> None:
+        """What is known of a request besides: before its first lookup, or when it has ended."""
+        if hints is not NO_HINTS:
+            self._told[request_id] = self._told.get(request_id, NO_HINTS).updated(hints)
 
     def on_request_finished(self, req_context: Any) -> None:
         """Commit what the request used. Its transfers may end later."""
         self._running.discard(req_context.req_id)
         self._outdated.discard(req_context.req_id)
-        self._finish(req_context)
+        self._finish(req_context, self._told.pop(req_context.req_id, NO_HINTS))
 
-    @contained(lambda req_context: None)
-    def _finish(self, req_context: Any) -> None:
+    @contained(lambda req_context, hints: None)
+    def _finish(self, req_context: Any, hints: Hints) -> None:
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._release(request)
-            self.core.finish_request(request.ctx)
+            self.core.finish_request(request.ctx, hints=hints)
+
+    @contained(lambda req_context: None)
+    def expect(self, req_context: Any) -> None:
+        """The request waits in vLLM's queue, and its keys are recorded: other blocks leave before its own."""
+        if path_of(req_context):
+            self.core.expect(self._request(req_context).ctx)
+
+    @contained(lambda request_id: None)
+    def withdraw(self, request_id: str) -> None:
+        """The request waits no more."""
+        if (request := self._requests.get(request_id)) is not None:
+            self.core.withdraw(request.ctx)
 
     @contained(lambda keys, req_context: None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -177,7 +207,8 @@ class KVOffloadManager(OffloadingManager):
             first = next(iter(path or keys), None)
             if first is not None and len(first) != self.core.key_bytes and not self._requests:
                 self._build(len(first))
-            request = Request(self.core.begin_request(req_context.req_id, path), path)
+            hints = self._told.get(req_context.req_id, NO_HINTS)
+            request = Request(self.core.begin_request(req_context.req_id, path, hints=hints), path)
             if self._tiered is not None and not may_read_tiers(req_context):
                 self._tiered.leave_out_tiers(request.ctx)
             self._requests[req_context.req_id] = request

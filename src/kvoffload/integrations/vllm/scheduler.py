@@ -1,8 +1,9 @@
-"""The scheduler's side of vLLM's connector, with two changes.
+"""The scheduler's side of vLLM's connector, with three changes.
 
-A whole prefix is looked up at once; and in the mode ``on-device-eviction`` blocks are stored when the GPU is
-about to drop them, not when they have been computed. Owns which blocks are offered and when; our manager
-decides which are stored, and vLLM owns transfers and their fences.
+A whole prefix is looked up at once. The manager hears what vLLM knows of a request: when it comes, that it
+waits, and how it ends. And in the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop
+them, not when they have been computed. Owns which blocks are offered and when; our manager decides which are
+stored, and vLLM owns transfers and their fences.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffloadingContext
 
+from kvoffload.integrations.vllm.hints import known_at_arrival, known_at_end
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.patches import take_over, watch_evictions
 
@@ -41,6 +43,24 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     def of(cls, plain: OffloadingConnectorScheduler) -> Any:
         """Take over the scheduler side that vLLM has just made."""
         return take_over(cls, plain)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has arrived, and waits for its turn: until then its blocks are expected."""
+        self.manager.hear(request.request_id, known_at_arrival(request))
+        super().on_new_request(request)
+        status = self._req_status[request.request_id]
+        status.update_offload_keys()
+        self.manager.expect(status.req_context)
+
+    def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
+        """A request begins: what there is for it is being loaded."""
+        self.manager.withdraw(request.request_id)
+        super().update_state_after_alloc(request, *arguments)
+
+    def request_finished(self, request: Any) -> Any:
+        """A request has ended; the manager is told so later, when its last blocks have been offered."""
+        self.manager.hear(request.request_id, known_at_end(request))
+        return super().request_finished(request)
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
@@ -101,10 +121,10 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         )
         watch_evictions(block_pool, self._drop)
 
-    def update_state_after_alloc(self, *arguments: Any) -> None:
-        """A request begins."""
+    def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
+        """A request begins: it may take blocks out of the middle of the free list."""
         self._shuffled = True
-        super().update_state_after_alloc(*arguments)
+        super().update_state_after_alloc(request, *arguments)
 
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
         self._follow_evictions()

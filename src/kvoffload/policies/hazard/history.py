@@ -16,7 +16,9 @@ from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
 NUM_COUNT_CLASSES, NUM_GAP_CLASSES = 5, 10
-NUM_CLASSES = NUM_COUNT_CLASSES * NUM_GAP_CLASSES * NUM_LABELS
+ENDED, NUM_KINDS = NUM_LABELS, NUM_LABELS + 1
+"""What is known of the last request: a label, or only that it has ended."""
+NUM_CLASSES = NUM_COUNT_CLASSES * NUM_GAP_CLASSES * NUM_KINDS
 _UNKNOWN = -1.0
 
 
@@ -24,9 +26,9 @@ class History(Struct):
     """The keys used last: how often each was used, and its typical gap between two uses.
 
     A key's *class* is what its past predicts: how often it was used (1, 2, 3-4, 5-9, 10 and more), its
-    typical gap in octaves, and the label of the request that used it last (`hints.Labels`). A new block takes
-    the gap of the block before it on its path, because its request is a turn of the same session. Times are
-    numbers of block references so far.
+    typical gap in octaves, and the label of the request that used it last (`hints.Labels`), or `ENDED`. A new
+    block takes the gap of the block before it on its path, because its request is a turn of the same session.
+    Times are numbers of block references so far.
 
     A request is observed by `begin_path`, and then `use_key` for each of its blocks, from the last to the
     first: so a path is forgotten from its tail.
@@ -103,7 +105,7 @@ def _class_of(count: int, gap: float, label: int) -> int:
     by_gap = 0
     if gap >= 0.0:
         by_gap = min(1 + int(gap), NUM_GAP_CLASSES - 1)
-    return (by_count * NUM_GAP_CLASSES + by_gap) * NUM_LABELS + label
+    return (by_count * NUM_GAP_CLASSES + by_gap) * NUM_KINDS + label
 
 
 @inline
@@ -170,6 +172,13 @@ def end_use(history: History, path: U64Matrix, row: int, h: np.uint64, label: in
     if place != ABSENT:
         history.last[place], history.labels[place] = now, label
     return np.int64(place)
+
+
+@inline
+def is_used_at(history: History, path: U64Matrix, row: int, now: int) -> bool:
+    """Whether the block ``path[row]`` was used last, or the request that used it ended, at this time."""
+    place = find(history.keys.index, path, row, hash_row(path, row))
+    return place != ABSENT and history.last[place] == now
 
 
 @inline

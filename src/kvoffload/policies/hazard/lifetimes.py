@@ -12,7 +12,7 @@ import numpy as np
 from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds, bucket_of_age
 from kvoffload.structures.index import ABSENT, find
 from kvoffload.structures.jit import F64Matrix, I32Array, I64Array, U64Matrix, inline, kernel
-from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
+from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, remember
 from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
@@ -22,8 +22,37 @@ _LABEL_PRIOR_WEIGHT = 500.0
 """The same for classes that differ in their label: what is told may be wrong, so it has to prove more."""
 
 
+_ENTERING = 0.05
+"""What it costs to put a block into a slot, in turns of the cache: so long the slot earns nothing. Without it
+blocks that are worth much for a very short time would push each other out."""
+
+
+class Lives(Struct):
+    """The sampled keys whose lives go on.
+
+    Attributes:
+        keys: a list for each bucket of ages, ordered by when their lives began.
+        class_of, began: of each key: the class of its life, and when that began.
+    """
+
+    keys: KeyLists
+    class_of: I32Array
+    began: I64Array
+
+    def __init__(self, capacity: int, key_bytes: int) -> None:
+        super().__init__(
+            keys=KeyLists(capacity, key_bytes, NUM_AGES),
+            class_of=np.zeros(capacity, np.int32),
+            began=np.zeros(capacity, np.int64),
+        )
+
+
 class Lifetimes(Struct):
-    """The chance that a block of a class is used again, by the time since its last use.
+    """The chance that a block of a class is used again, by the time since its last use, or since the end of
+    the request that used it.
+
+    Both are lives of the same block, in two classes, side by side: while a request runs, its blocks are
+    judged by how long it takes until somebody uses them again, whether that request ends before or not.
 
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
     age reaches, and as reused in the bucket in which it is used; a future that is not yet known counts as
@@ -34,7 +63,8 @@ class Lifetimes(Struct):
     `worth` is the Gittins index of a block at the start of an age: the maximum, over all times for which it
     may be kept, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
 
-    A request is observed by `let_age`, and then `live_on` for each of its blocks, from the last to the first.
+    A request is observed by `let_age`, and then `live_on` for each of its blocks, from the last to the first;
+    its end by `let_age` and `live_after`.
 
     Args:
         num_classes: number of classes; `group_size` neighbouring classes have one use count, and `num_labels`
@@ -44,20 +74,18 @@ class Lifetimes(Struct):
         half_life: references after which evidence counts half; raised to four times the capacity if less.
 
     Attributes:
-        sample: a list for each bucket of ages, ordered by the time of the last use.
-        class_of, last: of each key in the sample: its class at its last use, and when that was.
+        begun: lives since the last use; ended: since the end of a request.
         bounds: where the buckets begin, and where the last ends.
         reused, exposed: shape ``(num_classes, NUM_AGES)``, float64: the evidence.
         hazard, worth: the same shape: what follows from it, as of time `evaluated`.
         next_evaluation: the time from which on `evaluate` is due.
 
     Cost: for one key in `sampled_one_in` an index probe and a few writes; every 16,384 references O(classes
-    * ages^2), 0.2 ms. Memory: 3 MB and 30,000 keys.
+    * ages^2), 0.2 ms. Memory: 3 MB and 60,000 keys.
     """
 
-    sample: KeyLists
-    class_of: I32Array
-    last: I64Array
+    begun: Lives
+    ended: Lives
     bounds: I64Array
     reused: F64Matrix
     exposed: F64Matrix
@@ -66,6 +94,7 @@ class Lifetimes(Struct):
     sampled_one_in: int
     group_size: int
     num_labels: int
+    entering: float
     has_labels: int
     half_life: float
     half: float
@@ -87,9 +116,8 @@ class Lifetimes(Struct):
             sampled_one_in *= 2
         shape = (num_classes, NUM_AGES)
         super().__init__(
-            sample=KeyLists(sample_capacity, key_bytes, NUM_AGES),
-            class_of=np.zeros(sample_capacity, np.int32),
-            last=np.zeros(sample_capacity, np.int64),
+            begun=Lives(sample_capacity, key_bytes),
+            ended=Lives(sample_capacity, key_bytes),
             bounds=age_bounds(),
             reused=np.zeros(shape, np.float64),
             exposed=np.zeros(shape, np.float64),
@@ -98,6 +126,7 @@ class Lifetimes(Struct):
             sampled_one_in=sampled_one_in,
             group_size=group_size,
             num_labels=num_labels,
+            entering=_ENTERING * capacity_blocks,
             half_life=max(half_life, 4 * capacity_blocks),
             half=0.5,
         )
@@ -105,7 +134,8 @@ class Lifetimes(Struct):
 
     def clear(self) -> None:
         """Forget all evidence."""
-        self.sample.clear()
+        self.begun.keys.clear()
+        self.ended.keys.clear()
         self.reused.fill(0.0)
         self.exposed.fill(0.0)
         self.has_labels = 0
@@ -118,26 +148,56 @@ class Lifetimes(Struct):
 
 
 @inline
-def let_age(lifetimes: Lifetimes, now: int) -> None:
-    """Move the keys that have become too old for their bucket to the next one."""
-    links, class_of, last = lifetimes.sample.lists.links, lifetimes.class_of, lifetimes.last
-    bounds, exposed, youngest = lifetimes.bounds, lifetimes.exposed, lifetimes.sample.lists.num_positions
+def _age(lifetimes: Lifetimes, lives: Lives, now: int) -> None:
+    links, class_of, began = lives.keys.lists.links, lives.class_of, lives.began
+    bounds, exposed, youngest = lifetimes.bounds, lifetimes.exposed, lives.keys.lists.num_positions
     # Each list is a bucket of ages, ordered by time: keys that are too old for it are at its end.
     for age in range(NUM_AGES - 1):
         key = links[youngest + age, PREV]
-        while key != youngest + age and last[key] + bounds[age + 1] <= now:
+        while key != youngest + age and began[key] + bounds[age + 1] <= now:
             move_to_head(links, youngest + age + 1, key)
             exposed[class_of[key], age + 1] += 1.0
             key = links[youngest + age, PREV]
 
 
 @inline
-def _forget_oldest(lifetimes: Lifetimes) -> None:
-    links = lifetimes.sample.lists.links
-    oldest = lifetimes.sample.lists.num_positions + NUM_AGES - 1
+def let_age(lifetimes: Lifetimes, now: int) -> None:
+    """Move the keys that have become too old for their bucket to the next one."""
+    _age(lifetimes, lifetimes.begun, now)
+    _age(lifetimes, lifetimes.ended, now)
+
+
+@inline
+def _forget_oldest(lives: Lives) -> None:
+    links = lives.keys.lists.links
+    oldest = lives.keys.lists.num_positions + NUM_AGES - 1
     while links[oldest, LIST] == 0:
         oldest -= 1
-    forget_coldest(lifetimes.sample, oldest)
+    forget_coldest(lives.keys, oldest)
+
+
+@inline
+def _end(lifetimes: Lifetimes, lives: Lives, key: int, now: int, is_hit: bool) -> None:
+    """A life has ended by a use, which was a hit or none."""
+    age = bucket_of_age(lifetimes.bounds, now - lives.began[key])
+    lifetimes.reused[lives.class_of[key], age] += is_hit
+
+
+@inline
+def _begin(
+    lifetimes: Lifetimes, lives: Lives, path: U64Matrix, row: int, h: np.uint64, key: int, block_class: int
+) -> int:
+    """A life begins, in this class; returns its position."""
+    links, youngest = lives.keys.lists.links, lives.keys.lists.num_positions
+    if key == ABSENT:
+        if links[youngest + NUM_AGES, LIST] == 0:
+            _forget_oldest(lives)
+        key = remember(lives.keys, youngest, path, row, h)
+    else:
+        move_to_head(links, youngest, key)
+    lives.class_of[key] = block_class
+    lifetimes.exposed[block_class, 0] += 1.0
+    return np.int64(key)
 
 
 @inline
@@ -148,38 +208,29 @@ def live_on(
     because the device has it, its life so far ended without a hit, and without counting as one."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
-    sample, links, class_of = lifetimes.sample, lifetimes.sample.lists.links, lifetimes.class_of
-    youngest = sample.lists.num_positions
-    key = find(sample.index, path, row, h)
-    if key == ABSENT:
-        if links[youngest + NUM_AGES, LIST] == 0:
-            _forget_oldest(lifetimes)
-        key = remember(sample, youngest, path, row, h)
-    else:
-        age = bucket_of_age(lifetimes.bounds, now - lifetimes.last[key])
-        lifetimes.reused[class_of[key], age] += asked
-        move_to_head(links, youngest, key)
-    class_of[key], lifetimes.last[key] = block_class, now
-    lifetimes.exposed[block_class, 0] += 1.0
+    begun, ended = lifetimes.begun, lifetimes.ended
+    key = find(begun.keys.index, path, row, h)
+    if key != ABSENT:
+        _end(lifetimes, begun, key, now, asked)
+    begun.began[_begin(lifetimes, begun, path, row, h, key, block_class)] = now
+    links, spare = ended.keys.lists.links, ended.keys.lists.num_positions + NUM_AGES
+    if links[spare, LIST] < ended.keys.lists.num_positions:
+        key = find(ended.keys.index, path, row, h)
+        if key != ABSENT:
+            _end(lifetimes, ended, key, now, asked)
+            forget(ended.keys, key)
 
 
 @inline
-def live_again(
+def live_after(
     lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int
 ) -> None:
-    """The request that used the block ``path[row]`` has ended: its age is counted from now, in this class."""
+    """The request that used the block ``path[row]`` has ended, and its label is part of this class."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
-    links, youngest = lifetimes.sample.lists.links, lifetimes.sample.lists.num_positions
-    key = find(lifetimes.sample.index, path, row, h)
-    if key != ABSENT:
-        # The time that the request ran is no evidence of who comes back after it.
-        for age in range(links[key, LIST] - youngest + 1):
-            exposed = lifetimes.exposed[lifetimes.class_of[key], age]
-            lifetimes.exposed[lifetimes.class_of[key], age] = max(exposed - 1.0, 0.0)
-        move_to_head(links, youngest, key)
-        lifetimes.class_of[key], lifetimes.last[key] = block_class, now
-        lifetimes.exposed[block_class, 0] += 1.0
+    ended = lifetimes.ended
+    key = find(ended.keys.index, path, row, h)
+    ended.began[_begin(lifetimes, ended, path, row, h, key, block_class)] = now
 
 
 @inline
@@ -214,9 +265,10 @@ def _estimate(lifetimes: Lifetimes, age: int) -> None:
 
 @inline
 def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
-    """The best ratio of hits to slot-time, over all times to stop, for a block at the start of an age."""
+    """The best ratio of hits to slot-time, over all times to stop, for a block at the start of an age. To
+    enter costs slot-time too."""
     hazard, bounds = lifetimes.hazard, lifetimes.bounds
-    alive, hits, slot_time = 1.0, 0.0, 0.0
+    alive, hits, slot_time = 1.0, 0.0, lifetimes.entering
     best_hits, best_time = 0.0, 1.0
     for until in range(age, NUM_AGES):
         reuse = hazard[block_class, until]

@@ -12,20 +12,22 @@ import numpy as np
 
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import HASH, Path, Used
-from kvoffload.core.state import REFUSED, Cache, Entering, coldest_evictable, evictable
-from kvoffload.hints import NUM_LABELS
+from kvoffload.core.state import REFUSED, Cache, Entering, coldest_evictable, evictable, is_expected
 from kvoffload.policies.hazard.age_buckets import at_age
 from kvoffload.policies.hazard.history import (
+    ENDED,
     NUM_CLASSES,
     NUM_GAP_CLASSES,
+    NUM_KINDS,
     History,
     begin_path,
     class_at,
     classify,
     end_use,
+    is_used_at,
     use_key,
 )
-from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_again, live_on
+from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_after, live_on
 from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
 from kvoffload.policies.hazard.shadow import compare, end_path, enter_shadow, shrink_to_capacity
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
@@ -36,7 +38,7 @@ from kvoffload.structures.structs import Struct
 _VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
 """A write cost below -1: then every new block is worth enough."""
-_TOLERATED, _FORGIVEN = 0.5, 0.35
+_TOLERATED, _FORGIVEN = 0.4, 0.28
 """Shares of the promise: by how much LRU may lead before it decides, because to become LRU again costs hits
 too; and how little that has to be of all references until it decides no more."""
 _SHORTEST_RUN = 100_000
@@ -64,11 +66,11 @@ class State(Struct):
             refused.
         write_cost, victim_write_cost: that of blocks of a prefix, and of blocks that come one by one.
         warm_up, promise: as in `Hazard`.
-        references: block references observed so far, the clock; now: its value when the last request began.
+        references: block references observed so far, the clock; now: its value when the last request began,
+            or ended.
         is_victim_tier: 1 if the blocks of the last store came one by one.
         oldest_victim: the highest age at which LRU has evicted lately.
         lru_decides: 1 while the promise needs it.
-        last_path: hash of the first key of the path that was observed last.
     """
 
     history: History
@@ -83,7 +85,6 @@ class State(Struct):
     active: I32Array
     is_active: I32Array
     num_active: int
-    last_path: int
     run: int
     run_time: int
     threshold: float
@@ -108,7 +109,8 @@ class Hazard(CompiledPolicy):
     resident or not (`Lifetimes`); from it follows each block's worth, a Gittins index. Each class is an LRU
     list, so its last block is its candidate. The candidate of lowest worth determines a request; of what is
     left of that request's path the *deepest* block leaves, since no block is useful without those before it.
-    A new block that is worth less than the candidate is refused, which saves its write.
+    A new block that is worth less than the candidate is refused, which saves its write, unless a request that
+    waits will ask for it.
 
     Two guards keep it from being much worse than LRU:
 
@@ -161,8 +163,8 @@ class Hazard(CompiledPolicy):
         )
         self.lifetimes = Lifetimes(
             NUM_CLASSES,
-            NUM_GAP_CLASSES * NUM_LABELS,
-            NUM_LABELS,
+            NUM_GAP_CLASSES * NUM_KINDS,
+            NUM_KINDS,
             capacity,
             index.key_bytes,
             self.sample_capacity,
@@ -270,7 +272,6 @@ def observe(own: State, path: Path) -> None:
             compare(history.shadow, place, is_held, asked, own.is_victim_tier)
     end_path(history.shadow)
     own.references += path.length - start
-    own.last_path = np.int64(path.records[0, HASH])
     if now >= own.lifetimes.next_evaluation:
         evaluate(own.lifetimes, now)
     _keep_promise(own)
@@ -279,20 +280,28 @@ def observe(own: State, path: Path) -> None:
 @Hazard.compiled
 def finished(own: State, path: Path) -> None:
     """Ages count from the end of a request, and from then on its label is known."""
-    history, links, keys, now = own.history, own.lists.links, path.index.keys[: path.length], own.references
-    # Nobody has come since it began.
-    if path.length == 0 or (path.label == 0 and own.last_path == np.int64(path.records[0, HASH])):
+    if path.length == 0:
         return
-    own.now = now
-    own.lifetimes.has_labels |= path.label
+    history, links, keys = own.history, own.lists.links, path.index.keys[: path.length]
+    # If nothing has happened since it began, its end is its beginning.
+    is_at_once = own.now + path.length == own.references and is_used_at(
+        history, keys, path.length - 1, own.now
+    )
+    if not is_at_once:
+        own.now = own.references
+    elif path.label == 0:
+        return
+    now = own.now
+    label = path.label if path.label != 0 else ENDED
+    own.lifetimes.has_labels = 1
     let_age(own.lifetimes, now)
     for row in range(path.length - 1, -1, -1):
         h, slot = path.records[row, HASH], path.found[row]
-        place = end_use(history, keys, row, h, path.label, now)
+        place = end_use(history, keys, row, h, label, now)
         if place == ABSENT:
             continue
         block_class = class_at(history, place)
-        live_again(own.lifetimes, keys, row, h, block_class, now)
+        live_after(own.lifetimes, keys, row, h, block_class, now)
         if slot >= 0 and links[slot, LIST] != UNLISTED:
             _list(own, block_class, slot)
             own.last[slot] = now
@@ -475,7 +484,7 @@ def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> 
         if lowest == ABSENT:
             return
         block_class, last = classify(own.history, new.keys, i, own.now)
-        if _is_refused(own, lowest, block_class, last):
+        if _is_refused(own, lowest, block_class, last) and not is_expected(cache, new, i):
             new.slots[i : new.count] = REFUSED
             _enter_all(own, new, i)
             return
@@ -495,7 +504,7 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
         if lowest == ABSENT:
             return
         block_class, last = classify(own.history, new.keys, i, own.now)
-        if _is_refused(own, lowest, block_class, last):
+        if _is_refused(own, lowest, block_class, last) and not is_expected(cache, new, i):
             slots[i] = REFUSED
             continue
         slot = _take_victim(own, cache, path, lowest)

@@ -12,7 +12,7 @@ from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import REFUSED
 from kvoffload.errors import PolicyError
-from kvoffload.hints import NUM_LABELS, Hints, Labels
+from kvoffload.hints import Hints, Labels
 from kvoffload.policies.hazard import history, lifetimes
 from kvoffload.policies.hazard import policy as hazard
 from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds
@@ -24,6 +24,7 @@ from kvoffload.testing.naive.choice import first_unprotected
 from kvoffload.testing.naive.shadow import NaiveShadow, hash_of
 
 NUM_CLASSES, NUM_GAP_CLASSES = history.NUM_CLASSES, history.NUM_GAP_CLASSES
+NUM_KINDS, ENDED = history.NUM_KINDS, history.ENDED
 
 
 @dataclass
@@ -38,10 +39,10 @@ class Known:
 
 @dataclass
 class Sampled:
-    """A key of the life table: its class, its last use, and the bucket of ages that it has lived to see."""
+    """A life in the table: its class, when it began, and the bucket of ages that it has lived to see."""
 
     block_class: int
-    last: int
+    began: int
     age: int = 0
 
 
@@ -62,7 +63,7 @@ class NaiveHazard(EvictionPolicy):
     Attributes:
         blocks: slot to block; `lru`: slots, the coldest first; `classes`: the same for each class.
         history: key to what is known of it, the most recent first.
-        sample: key to its line in the life table, the oldest first.
+        begun: key to its life since its last use, the oldest first; ended: since the end of a request.
         labels: numbers of labels, as the manager gives them.
         shadow: the twin of the shadow LRU.
     """
@@ -91,7 +92,8 @@ class NaiveHazard(EvictionPolicy):
         self.lru: list[int] = []
         self.classes: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
         self.history: dict[bytes, Known] = {}
-        self.sample: dict[bytes, Sampled] = {}
+        self.begun: dict[bytes, Sampled] = {}
+        self.ended: dict[bytes, Sampled] = {}
         # Of classes without evidence there is no row.
         self.reused: dict[int, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
         self.exposed: dict[int, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
@@ -100,7 +102,6 @@ class NaiveHazard(EvictionPolicy):
         self.now = self.references = self.num_runs = 0
         self.is_victim_tier = False
         self.lru_decides = self.has_labels = False
-        self.last_path = b""
         self.evaluated = 0
         self._evaluate()
 
@@ -128,26 +129,25 @@ class NaiveHazard(EvictionPolicy):
         if self.now >= self.next_evaluation:
             self._evaluate()
         self.references += len(slots)
-        self.last_path = keys[0]
         self._keep_promise()
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
         label, keys = self.labels.number(hints), list(path)
-        if not keys or (label == 0 and keys[0] == self.last_path):
+        # Where nobody has come or ended since it was observed.
+        leaf = self.history.get(keys[-1]) if keys else None
+        is_at_once = self.now + len(keys) == self.references and leaf is not None and leaf.last == self.now
+        if not keys or (label == 0 and is_at_once):
             return
-        self.now = self.references
-        self.has_labels |= label > 0
+        if not is_at_once:
+            self.now = self.references
+        self.has_labels = True
         self._age()
         for key, slot in [*zip(keys, slots.tolist(), strict=True)][::-1]:
             known = self.history.get(key)
             if known is None:
                 continue
-            known.last, known.label = self.now, label
-            if key in self.sample:
-                line = self.sample[key]
-                row = self.exposed[line.block_class]
-                row[: line.age + 1] = [max(count - 1.0, 0.0) for count in row[: line.age + 1]]
-                self._sample(key, _class_of(known))
+            known.last, known.label = self.now, label or ENDED
+            self._live(self.ended, key, _class_of(known))
             self._reclass(slot, _class_of(known))
         if not self.is_victim_tier:
             self.shadow.store([key for key in keys if key in self.shadow.keys])
@@ -209,25 +209,26 @@ class NaiveHazard(EvictionPolicy):
     # ---- the life table
 
     def _live_on(self, key: bytes, block_class: int, is_asked: bool) -> None:
-        if hash_of(key) % self.sampled_one_in:
-            return
-        known = self.sample.get(key)
-        if known is not None:
-            self.reused[known.block_class][known.age] += is_asked
-        elif len(self.sample) == self.sample_capacity:
-            del self.sample[next(iter(self.sample))]
-        self._sample(key, block_class)
+        for lives in (self.begun, self.ended):
+            if key in lives:
+                self.reused[lives[key].block_class][lives[key].age] += is_asked
+        self.ended.pop(key, None)
+        self._live(self.begun, key, block_class)
 
     def _age(self) -> None:
-        for line in self.sample.values():
-            while line.age < NUM_AGES - 1 and line.last + self.bounds[line.age + 1] <= self.now:
-                line.age += 1
-                self.exposed[line.block_class][line.age] += 1.0
+        for life in [*self.begun.values(), *self.ended.values()]:
+            while life.age < NUM_AGES - 1 and life.began + self.bounds[life.age + 1] <= self.now:
+                life.age += 1
+                self.exposed[life.block_class][life.age] += 1.0
 
-    def _sample(self, key: bytes, block_class: int) -> None:
-        """A life begins now."""
-        self.sample.pop(key, None)
-        self.sample[key] = Sampled(block_class, self.now)
+    def _live(self, lives: dict[bytes, Sampled], key: bytes, block_class: int) -> None:
+        """A life begins now, if the key is sampled."""
+        if hash_of(key) % self.sampled_one_in:
+            return
+        if key not in lives and len(lives) == self.sample_capacity:
+            del lives[next(iter(lives))]
+        lives.pop(key, None)
+        lives[key] = Sampled(block_class, self.now)
         self.exposed[block_class][0] += 1.0
 
     def _evaluate(self) -> None:
@@ -258,12 +259,12 @@ class NaiveHazard(EvictionPolicy):
     def chance(self, block_class: int, age: int) -> float:
         """The chance of a reuse in a bucket of ages, for a class, as of the last evaluation."""
         if (block_class, age) not in self.chances:
-            prior, size = lifetimes._PRIOR_WEIGHT, NUM_GAP_CLASSES * NUM_LABELS
+            prior, size = lifetimes._PRIOR_WEIGHT, NUM_GAP_CLASSES * NUM_KINDS
             reused, exposed = 0.5, 1.5
             for rows in self.evidence.values():
                 reused += rows[0][age]
                 exposed += rows[1][age]
-            for width in (size, NUM_LABELS):
+            for width in (size, NUM_KINDS):
                 first = block_class // width * width
                 reused, exposed = self._pooled(range(first, first + width), age, prior, reused / exposed)
             likely = min(reused / exposed, 1.0)
@@ -277,7 +278,7 @@ class NaiveHazard(EvictionPolicy):
     def worth(self, block_class: int, age: int) -> float:
         """The Gittins index of a class at the start of a bucket: the best, over all times to stop."""
         if (block_class, age) not in self.worths:
-            alive, hits, slot_time = 1.0, 0.0, 0.0
+            alive, hits, slot_time = 1.0, 0.0, lifetimes._ENTERING * self.capacity_blocks
             best_hits, best_time = 0.0, 1.0
             for until in range(age, NUM_AGES):
                 reuse = self.chance(block_class, until)
@@ -319,9 +320,9 @@ class NaiveHazard(EvictionPolicy):
         if self.is_lru:
             waiting = self._replace_as_lru(arriving, slots, num_free, protected)
         elif protected.one_prefix or protected.admitted:
-            waiting = self._replace_prefix(arriving, slots, num_free, protected)
+            waiting = self._replace_prefix(keys, arriving, slots, num_free, protected)
         else:
-            waiting = self._replace_one_by_one(arriving, slots, num_free, protected)
+            waiting = self._replace_one_by_one(keys, arriving, slots, num_free, protected)
         for row in reversed(waiting):
             self._enter_in_run(int(slots[row]), arriving[row])
 
@@ -338,11 +339,11 @@ class NaiveHazard(EvictionPolicy):
         return self._first_rows(len(arriving))
 
     def _replace_prefix(
-        self, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
+        self, keys: Keys, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
     ) -> list[int]:
         """Each block asks for room, the head first; after the first refusal all are refused."""
         for row in range(num_free, len(arriving)):
-            victim = self._victim(arriving[row], protected)
+            victim = self._victim(arriving[row], protected, protected.expects(keys[row]))
             if victim is None:
                 slots[row:] = REFUSED
                 return self._first_rows(row)
@@ -351,13 +352,13 @@ class NaiveHazard(EvictionPolicy):
         return self._first_rows(len(arriving))
 
     def _replace_one_by_one(
-        self, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
+        self, keys: Keys, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
     ) -> list[int]:
         """Each block asks for room, the tail first, and may leave again for one that comes after it."""
         entered: dict[int, int] = {}
         self._first_rows(0)
         for row in reversed(range(num_free, len(arriving))):
-            victim = self._victim(arriving[row], protected)
+            victim = self._victim(arriving[row], protected, protected.expects(keys[row]))
             if victim is None:
                 slots[row] = REFUSED
                 continue
@@ -369,8 +370,8 @@ class NaiveHazard(EvictionPolicy):
             self._enter_in_run(victim, arriving[row])
         return [*range(num_free)]
 
-    def _victim(self, arrival: Block, protected: Protected) -> int | None:
-        """The victim for a new block; None if no block is worth less."""
+    def _victim(self, arrival: Block, protected: Protected, is_expected: bool) -> int | None:
+        """The victim for a new block; None if no block is worth less, and nobody waits for the new one."""
         candidates = []
         for members in self.classes:
             slot = first_unprotected(members, protected)
@@ -383,7 +384,7 @@ class NaiveHazard(EvictionPolicy):
         if write_cost is None:
             write_cost = 0.0 if protected.one_prefix else hazard._VICTIM_WRITE_COST
         own = self.worth_of(arrival)
-        if not protected.admitted and (
+        if not (protected.admitted or is_expected) and (
             own < worth * (1.0 + write_cost) or (own == worth and arrival.last < last)
         ):
             return None
@@ -455,4 +456,4 @@ def _octaves(x: int) -> float:
 def _class_of(known: Known) -> int:
     by_count = sum(known.count >= least for least in (2, 3, 5, 10))
     by_gap = 0 if known.gap < 0.0 else min(1 + int(known.gap), NUM_GAP_CLASSES - 1)
-    return (by_count * NUM_GAP_CLASSES + by_gap) * NUM_LABELS + known.label
+    return (by_count * NUM_GAP_CLASSES + by_gap) * NUM_KINDS + known.label
