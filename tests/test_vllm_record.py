@@ -44,6 +44,9 @@ def request(name: str, tokens: int, *, at: float = 1e9, salt: int = 0, **other: 
             # The generated blocks are behind those of the prompt.
             "block_hashes": [bytes([salt, number]) * 16 for number in range(tokens // 16 + 3)],
             "priority": 0,
+            "cache_salt": None,
+            "stop_reason": None,
+            "kv_transfer_params": None,
             "get_finished_reason": lambda: Reason.STOP,
             **other,
         }
@@ -108,6 +111,23 @@ def test_nothing_of_the_engines_hashes_is_told(tmp_path: Path) -> None:
         ids.append(lines(one.path)[1]["hash_ids"])
     assert not set(ids[0]) & set(ids[1])
     assert all((bytes([7, 0]) * 16).hex() not in text for text in texts)
+
+
+def test_what_is_known_of_a_request_is_recorded_and_no_text_of_its_user(recorder: Recorder) -> None:
+    seen = Recording(recorder, 16, lambda: None)
+    told = {"kvoffload": {"session_over": True, "time_to_live_s": 60}}
+    seen.ended(request("a", 32, cache_salt="ACME", priority=2, stop_reason=7, kv_transfer_params=told))
+    seen.ended(request("b", 32, cache_salt="ACME", stop_reason="my secret"))
+    seen.ended(request("c", 32, priority=1, kv_transfer_params={"kvoffload": {"prio": 1}}))
+    recorder.close()
+    trace = read_trace(recorder.path)
+    first, second, third = map(trace.hints_of, range(3))
+    assert (first.finish_reason, first.session_over) == ("stop 7", True)
+    assert (first.priority, first.time_to_live_s) == (2, 60)
+    assert first.tenant == second.tenant != ""
+    assert second.finish_reason == "stop"
+    assert (third.priority, third.tenant) == (1, "")
+    assert all(text not in recorder.path.read_text() for text in ("ACME", "secret"))
 
 
 def test_each_life_has_a_file_of_its_own(tmp_path: Path) -> None:

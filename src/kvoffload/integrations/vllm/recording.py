@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvoffload.hints import Hints
+from kvoffload.integrations.vllm.hints import known_at_arrival, known_at_end, told_by_user
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.options import VLLMOptions
 from kvoffload.integrations.vllm.record import Ended, Recorder
@@ -76,18 +79,26 @@ class Recording:
         hashes = request.block_hashes[:blocks]
         if len(hashes) < blocks or None in hashes:
             raise ValueError(f"{len(hashes)} hashes for {blocks} blocks")
-        reason = request.get_finished_reason()
-        # Not `reason or ""`: vLLM's STOP is 0.
-        hints = Hints("" if reason is None else str(reason), priority=int(request.priority or 0))
         return Ended(
             arrival_s=float(request.arrival_time),
             ended_s=time.time(),
             input_tokens=tokens,
             output_tokens=int(request.num_output_tokens),
             hashes=hashes,
-            hints=hints,
+            hints=_hints(request),
             served_tokens=served,
         )
+
+
+def _hints(request: Any) -> Hints:
+    """What was known of it. A string at which it stopped is a user's text, and is left out."""
+    with suppress(ValueError):  # What a user says wrongly is nothing; the engine has told them.
+        told = told_by_user(request.kv_transfer_params)
+        said = known_at_arrival(request).updated(told).updated(known_at_end(request))
+        if not isinstance(request.stop_reason, str):
+            return said
+        return replace(said, finish_reason=str(request.get_finished_reason()))
+    return known_at_arrival(request)
 
 
 def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], None]) -> Recording | None:
