@@ -175,6 +175,39 @@ def test_a_trace_without_a_full_block_is_refused(tmp_path: Path) -> None:
     assert "at least one block (512 tokens)" in done.stderr
 
 
+@pytest.fixture
+def blocks_of_16(tmp_path: Path) -> Path:
+    """A trace of 40 requests with 30 blocks each, whose header says that they have 16 tokens."""
+    lines = ['{"kvoffload_trace":1,"block_tokens":16,"assumed":"no reuse"}']
+    for i in range(40):
+        ids = [0, *(1000 * (i % 20) + j for j in range(1, 30))]
+        lines.append(json.dumps({"timestamp": i, "input_length": 480, "output_length": 1, "hash_ids": ids}))
+    path = tmp_path / "small.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_sizes_are_divided_by_the_blocks_of_the_header(blocks_of_16: Path) -> None:
+    options = "--capacity", "4MiB", "--bytes-per-token", "1KiB", "--no-data", "--quiet"
+    done = kvoffload("replay", blocks_of_16, *options, "--format", "json")
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert (report["capacity_blocks"], report["tokens"]) == (256, 40 * 480)
+    assert "small (assumed: no reuse)" in kvoffload("replay", blocks_of_16, *options).stdout
+    refused = kvoffload("replay", blocks_of_16, *options, "--block-tokens", "32")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.endswith("small.jsonl:1: field block_tokens: 16, but --block-tokens is 32\n")
+    swept = ("sweep", blocks_of_16, "--policies", "lru", "--capacities", "4MiB", "--bytes-per-token", "1KiB",
+             "--jobs", "1", "--quiet")  # fmt: skip
+    (row,) = json.loads(kvoffload(*swept, "--format", "json").stdout)
+    assert (row["trace"], row["capacity_blocks"]) == ("small (assumed: no reuse)", 256)
+    both = kvoffload(*swept, "chat")
+    assert both.stderr == (
+        f"kvoffload: traces: 'chat' is not possible; its blocks have 512 tokens, those of {blocks_of_16} 16: "
+        "sizes need a sweep for each\n"
+    )
+
+
 @pytest.mark.parametrize("option", ["--output", "--decisions"])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_a_full_disk_is_one_clear_line(trace_file: Path, option: str) -> None:

@@ -40,6 +40,21 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
         },
         61 * 576 * 2,
     ),
+    "latent vectors that are expanded (MiniCPM3)": (
+        {
+            "model_type": "minicpm3",
+            "num_hidden_layers": 62,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+            "hidden_size": 2560,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "torch_dtype": "bfloat16",
+        },
+        62 * 2 * 40 * 96 * 2,
+    ),
     "sliding windows count": (
         {**LLAMA_8B, "layer_types": ["full_attention", "sliding_attention"] * 16},
         128 * 1024,
@@ -89,6 +104,18 @@ def test_bytes_of_a_token(tmp_path: Path, name: str) -> None:
     assert bytes_per_token(str(tmp_path / "config.json")) == bytes_per_token(str(tmp_path)) == expected
 
 
+def test_the_cache_may_have_another_dtype_than_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for dtype, kib in (("auto", 128), ("bfloat16", 128), ("float16", 128), ("fp8", 64), ("fp8_e5m2", 64)):
+        assert bytes_per_token(str(tmp_path), dtype) == kib * 1024
+        assert bytes_per_token("meta-llama/llama-3.1-8b", dtype) == kib * 1024
+        assert block_bytes(str(tmp_path), None, 16, dtype) == 16 * kib * 1024
+    with pytest.raises(ConfigError, match="kv-cache-dtype: 'int8' is not possible; allowed: auto, bfloat16"):
+        bytes_per_token(str(tmp_path), "int8")
+    with pytest.raises(ConfigError, match="kv-cache-dtype: 'fp8' is not possible; allowed: with --model"):
+        block_bytes(None, "128KiB", 16, "fp8")
+
+
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes_per_token("meta-llama/Llama-3.1-8B-Instruct") == 128 * 1024
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -109,6 +136,11 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (json.dumps({**LLAMA_8B, "attn_layer_period": 8}), "stands in attn_layer_period; give"),
         (json.dumps({**LLAMA_8B, "full_attention_interval": 4}), "stands in full_attention_interval; give"),
         (json.dumps({**LLAMA_8B, "layer_types": ["mamba"] * 9}), "it has no layer with attention"),
+        (json.dumps({**LLAMA_8B, "linear_attn_config": {}}), "stands in linear_attn_config; give"),
+        (
+            json.dumps({**LLAMA_8B, "index_head_dim": 128}),
+            "what it keeps of a token depends on index_head_dim",
+        ),
     ],
 )
 def test_what_cannot_be_understood_is_said(tmp_path: Path, content: str, reason: str) -> None:

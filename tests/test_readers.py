@@ -24,7 +24,7 @@ from kvoffload.traces import formats
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
-from kvoffload.traces.sources import load_trace
+from kvoffload.traces.sources import block_tokens_of, load_trace
 from kvoffload.traces.trace import Trace, TraceHints
 from kvoffload.traces.workloads import BUILTIN, builtin
 
@@ -415,3 +415,90 @@ def test_a_new_file_is_a_new_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "lengths.py").unlink()
     with pytest.raises(TraceError):
         read_trace(file)
+
+
+def header(block_tokens: object, **other: object) -> str:
+    return json.dumps({"kvoffload_trace": 1, "block_tokens": block_tokens, **other})
+
+
+def test_a_header_says_how_many_tokens_a_block_has(chat: Callable[..., Path]) -> None:
+    path = chat("", header(16), line([1, 2], input_length=40), line([1], input_length=16))
+    trace = read_trace(path)
+    assert (trace.block_tokens, chains(trace)) == (16, [[1, 2], [1]])
+    assert read_trace(path, block_tokens=16).block_tokens == 16
+    with pytest.raises(TraceError, match=r":2: field block_tokens: 16, but --block-tokens is 512$"):
+        read_trace(path, block_tokens=512)
+
+
+def test_what_was_assumed_is_a_part_of_the_name(chat: Callable[..., Path]) -> None:
+    lines = header(16, source="lengths", assumed="no reuse"), line([1], input_length=16)
+    assert read_trace(chat(*lines)).name == "chat (assumed: no reuse)"
+    other = (
+        header(16, assumed="turns"),
+        line([2], input_length=16),
+        header(16),
+        "bad",
+        line([3, 2], input_length=32),
+    )
+    joined = read_trace(chat(*lines, *lines[:1], *other), skip_bad_lines=True)
+    assert joined.name == "chat (assumed: no reuse, turns)", "also after lines were left out"
+    assert (chains(joined), joined.skipped_lines) == ([[1], [2]], 2)
+
+
+WRONG_HEADERS = {
+    "another size": ([header(16), line([1], input_length=16), header(32)], 3,
+                     "field block_tokens: 32, but 16 in the lines before"),
+    "too late": ([line([1]), header(16)], 2, "field block_tokens: 16, but 512 in the lines before"),
+    "no size": (['{"kvoffload_trace": 1}'], 1, "field block_tokens: missing"),
+    "nothing": ([header(0)], 1, "field block_tokens: expected int >= 1"),
+    "a later version": ([header(16).replace("1,", "2,", 1)], 1,
+                        "field kvoffload_trace: invalid enum value 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_HEADERS)
+def test_a_wrong_header_is_named(chat: Callable[..., Path], name: str) -> None:
+    lines, number, reason = WRONG_HEADERS[name]
+    path = chat(*lines)
+    with pytest.raises(TraceError) as error:
+        read_trace(path)
+    assert str(error.value) == f"{path}:{number}: {reason}"
+
+
+def test_lines_that_are_out_of_order_are_read_by_their_times(chat: Callable[..., Path]) -> None:
+    lines = [
+        line([1, 2], timestamp=3000, tenant="b"),
+        line([1], timestamp=1000, tenant="a"),
+        line([7, 2], timestamp=2500),
+        line([4], timestamp=1000, tenant="c"),
+    ]
+    said = json.dumps({"kvoffload_trace": 1, "block_tokens": 512, "in_order": False})
+    trace = read_trace(chat(said, *lines[:2], lines[3]))
+    assert chains(trace) == [[1], [4], [1, 2]]
+    assert trace.refs.tolist() == [0, 1, 0, 2], "codes follow the first appearance in time"
+    assert trace.timestamps_ms.tolist() == [1000, 1000, 3000]
+    assert [trace.hints_of(request).tenant for request in range(3)] == ["a", "c", "b"]
+    path = chat(said, *lines)
+    with pytest.raises(TraceError, match=r":2: field hash_ids\[1\]: id 2 follows id 1 here, .* 7 in line 4$"):
+        read_trace(path)
+    trace = read_trace(path, skip_bad_lines=True)
+    assert (chains(trace), trace.skipped_lines) == ([[1], [4], [7, 2]], 1), "the earlier one is believed"
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_size_that_is_not_the_usual_one_is_written_and_read(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"small.jsonl{suffix}"
+    trace = generate(builtin("chat", sessions=3, block_tokens=48))
+    write_trace(trace, path)
+    assert_equal(read_trace(path), trace)
+    assert read_trace(path).block_tokens == block_tokens_of(path) == 48
+    assert block_tokens_of(path, 16) == 16, "what was given; to read it so is refused"
+
+
+def test_block_tokens_of_what_says_nothing(chat: Callable[..., Path]) -> None:
+    assert block_tokens_of(chat(line([1]))) == block_tokens_of(chat("")) == block_tokens_of("rag") == 512
+    assert block_tokens_of("-") == 512
+    with pytest.raises(ConfigError, match="no such file"):
+        block_tokens_of("no-such")
+    with pytest.raises(TraceError, match=r":1: field block_tokens: missing"):
+        block_tokens_of(chat('{"kvoffload_trace": 1}'))

@@ -57,7 +57,7 @@ MAY_IMPORT = {
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *("hints", "options", "tiering", "tiers", "transfer", "weights"),
+        *("hints", "options", "tiering", "tiers", "traces", "transfer", "weights"),
         *("core", "structures", "config", "errors", "_version"),
     },
     "cli": {

@@ -71,6 +71,9 @@ def test_info_as_json() -> None:
     for row in found["optimum"]:
         assert 0 < row["lru_prefix_hit_ratio"] <= row["prefix_hit_ratio"]
     assert found["optimum"][2]["lru_prefix_hit_ratio"] == pytest.approx(0.1336, abs=0.0001)
+    assert found["ceiling"] == found["optimum"][-1]["prefix_hit_ratio"]
+    assert sum(period["new_blocks"] for period in found["working_set"]) == found["unique_blocks"]
+    assert next(iter(found["resembles"].items())) == ("chat", 1.0)
 
 
 def test_info_for_people(tmp_path: Path) -> None:
@@ -82,6 +85,7 @@ def test_info_for_people(tmp_path: Path) -> None:
     assert "trace two" in output
     assert "skipped lines" in output
     assert "no limit" in output
+    assert "LRU is as good as the optimum at every size above" in output
     assert "0.5000" in output
 
 

@@ -221,6 +221,9 @@ def test_statistics_of_a_trace_made_by_hand() -> None:
     # Tail first: 2 1 0, 3 0, 5 4 2 1 0, 5 4 2 1 0.
     # Distances: 0 sees 3; 2 sees 1 0 3 5 4, 1 sees 0 3 5 4 2, 0 sees 5 4 2 1; then everyone four others.
     assert found.reuse_distance_blocks == Percentiles(1, 4, 4, 4, 5, 5)
+    # Nine references are repeated; that of the second request is of a block that another session began.
+    assert (found.ceiling, found.repeated_in_session, found.shared_by_sessions) == (9 / 15, 8 / 15, 1 / 15)
+    assert found.blocks_of_several_sessions == 1 / 6
 
 
 def test_statistics_of_nothing() -> None:

@@ -28,6 +28,8 @@ OF_ENGINES = (
     "max_tracker_size",
     "prompt_only",
     "recompute_tokens_per_s",
+    "record",
+    "record_max_bytes",
     "store_threshold",
     "tier_deadline_s",
     "verify",

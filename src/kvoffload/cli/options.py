@@ -51,9 +51,12 @@ def configured(**parameters: str) -> Callable[[F], F]:
 
 
 def sized(function: F) -> F:
-    """Give a command ``--model`` and ``--bytes-per-token``: what sizes are divided by (`models`)."""
+    """Give a command ``--model``, ``--kv-cache-dtype`` and ``--bytes-per-token``: what sizes are divided by
+    (`models`)."""
     for option in (
         click.option("--bytes-per-token", metavar="SIZE", help="The same in bytes: 128KiB."),
+        click.option("--kv-cache-dtype", default="auto", show_default=True, metavar="DTYPE",
+                     help="As vLLM is told: auto, bfloat16, float16, fp8; with --model."),
         click.option("--model", metavar="CONFIG.JSON|NAME",
                      help="Whose KV blocks these are: for sizes such as 64GiB."),
     ):  # fmt: skip
@@ -66,6 +69,14 @@ def decoding(function: F) -> F:
     return click.option(
         "--decode-tokens-per-s", type=float, default=0.0, metavar="X",
         help="Requests end when they have generated their answers at this speed; without it, at once.",
+    )(function)  # fmt: skip
+
+
+def in_blocks(function: F) -> F:
+    """Give a command ``--block-tokens``: None where the trace's own header is to say it."""
+    return click.option(
+        "--block-tokens", type=click.IntRange(min=1), metavar="N",
+        help="Tokens in a block of the trace, if its header does not say it.  [default: 512]",
     )(function)  # fmt: skip
 
 

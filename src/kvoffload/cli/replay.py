@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvoffload import models
-from kvoffload.cli.options import configured, decoding, queueing, sized
+from kvoffload.cli.options import configured, decoding, in_blocks, queueing, sized
 from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
 from kvoffload.config import parse_capacity, parse_size
@@ -31,7 +31,7 @@ from kvoffload.sweep.grid import ANY_TRACE
 from kvoffload.sweep.grid import device_blocks as device_cache
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.options import TierOptions, parse_tiers
-from kvoffload.traces.sources import check_trace, load_trace
+from kvoffload.traces.sources import block_tokens_of, load_trace
 from kvoffload.traces.trace import Trace
 
 
@@ -65,8 +65,7 @@ from kvoffload.traces.trace import Trace
     "--inject", metavar="KIND:RATE", help="Damage stored blocks on purpose: bitflip:1e-4, swap, ..."
 )
 @click.option("--seed", default=0, show_default=True, help="Of --inject.")
-@click.option("--block-tokens", default=512, show_default=True, type=click.IntRange(min=1),
-              help="Tokens in a block of the trace.")  # fmt: skip
+@in_blocks
 @click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of the trace out, and count them.")
 @click.option(
     "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
@@ -85,12 +84,13 @@ def replay(
     decode_tokens_per_s: float,
     queue_requests: int,
     model: str | None,
+    kv_cache_dtype: str,
     bytes_per_token: str | None,
     block_bytes: str,
     no_data: bool,
     inject: str | None,
     seed: int,
-    block_tokens: int,
+    block_tokens: int | None,
     skip_bad_lines: bool,
     form: str,
     output: Path | None,
@@ -105,13 +105,9 @@ def replay(
     """
     # What can be known without the trace is said all at once, before it is read.
     problems = Problems("replay")
-    with problems:
-        check_trace(trace)
+    size = _block_bytes(problems, trace, block_tokens, model, bytes_per_token, kv_cache_dtype)
     with problems:
         moved_bytes = _moved_bytes(block_bytes)
-    size = None
-    with problems:
-        size = models.block_bytes(model, bytes_per_token, block_tokens)
     injection = None
     with problems:
         injection = parse_injection(inject, seed) if inject else None
@@ -132,8 +128,9 @@ def replay(
     loaded = load_trace(trace, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
     if loaded.block_refs == 0:
         raise ConfigError(
-            "trace", trace, f"it must have a request of at least one block ({block_tokens} tokens)"
+            "trace", trace, f"it must have a request of at least one block ({loaded.block_tokens} tokens)"
         )
+    size = models.block_bytes(model, bytes_per_token, loaded.block_tokens, kv_cache_dtype)
     blocks = parse_capacity("capacity", capacity, size, loaded.unique_blocks)
     behind = tuple(tier.in_blocks(size, loaded.unique_blocks) for tier in typed)
     if not no_data:
@@ -174,6 +171,18 @@ def _say_what_stays(tiers: Iterable[TierOptions], moved_bytes: int) -> None:
                 f"to be rid of it: kvoffload disk rm {path}",
                 err=True,
             )
+
+
+def _block_bytes(
+    problems: Problems, trace: str, block_tokens: int | None, model: str | None, token: str | None, dtype: str
+) -> int | None:
+    """Bytes of a block of the trace, before it is read."""
+    tokens = 1
+    with problems:
+        tokens = block_tokens_of(trace, block_tokens)
+    with problems:
+        return models.block_bytes(model, token, tokens, dtype)
+    return None
 
 
 def _moved_bytes(text: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from kvoffload.cli.options import configured, decoding, sized
+from kvoffload.cli.options import configured, decoding, in_blocks, sized
 from kvoffload.cli.sweep_progress import shown
 from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
@@ -19,6 +19,7 @@ from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.sweep import Sweep
 from kvoffload.tiers.options import NO_TIERS
+from kvoffload.traces.sources import block_tokens_of
 
 
 @click.command()
@@ -43,8 +44,7 @@ from kvoffload.tiers.options import NO_TIERS
 @click.option("--seed", default=0, show_default=True, help="Of the confidence intervals.")
 @click.option("--resamples", default=RESAMPLES, show_default=True, help="Of the confidence intervals.")
 @sized
-@click.option("--block-tokens", default=512, show_default=True, type=click.IntRange(min=1),
-              help="Tokens in a block of the traces.")  # fmt: skip
+@in_blocks
 @click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of traces out, and count them.")
 @click.option(
     "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
@@ -67,8 +67,9 @@ def sweep(
     seed: int,
     resamples: int,
     model: str | None,
+    kv_cache_dtype: str,
     bytes_per_token: str | None,
-    block_tokens: int,
+    block_tokens: int | None,
     skip_bad_lines: bool,
     form: str,
     quiet: bool,
@@ -90,7 +91,7 @@ def sweep(
         axis("capacities", capacities),
         axis("device-blocks", device_blocks),
         axis("stores", stores),
-        block_bytes(model, bytes_per_token, block_tokens),
+        _block_bytes(traces, block_tokens, model, bytes_per_token, kv_cache_dtype),
         axis("tiers", tiers),
         decode_tokens_per_s,
     )
@@ -121,6 +122,22 @@ def sweep(
         click.echo(f"kvoffload: better than the best there can be: {violation}", err=True)
     if result.violations:
         sys.exit(1)
+
+
+def _block_bytes(
+    traces: tuple[str, ...], block_tokens: int | None, model: str | None, token_bytes: str | None, dtype: str
+) -> int | None:
+    """What sizes are divided by: one number for all traces."""
+    if block_bytes(model, token_bytes, 1, dtype) is None:
+        return None
+    first, *others = [block_tokens_of(trace, block_tokens) for trace in traces]
+    for trace, tokens in zip(traces[1:], others, strict=True):
+        if tokens != first:
+            why = (
+                f"its blocks have {tokens} tokens, those of {traces[0]} {first}: sizes need a sweep for each"
+            )
+            raise ConfigError("traces", trace, why)
+    return block_bytes(model, token_bytes, first, dtype)
 
 
 def _how_to_go_on(run: Sweep) -> str:

@@ -15,17 +15,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli.beside_optimum import beside_optimum
+from kvoffload.cli.options import in_blocks
+from kvoffload.cli.trace_convert import convert
+from kvoffload.cli.trace_fit import fit
 from kvoffload.errors import ConfigError
-from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.traces.formats.mooncake import write_trace
+from kvoffload.traces.likeness import features, resemblance
 from kvoffload.traces.sessions import generate as generate_trace
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.statistics import Percentiles, TraceStatistics, describe
-from kvoffload.traces.trace import Trace
+from kvoffload.traces.working_set import Period, working_set
 from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload, builtin
-
-_CAPACITIES_PERCENT = (1, 2, 5, 10, 20)
 
 
 def _workload_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,6 +49,10 @@ def _workload_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.group()
 def trace() -> None:
     """Make traces, and say what a trace is like."""
+
+
+trace.add_command(convert)
+trace.add_command(fit)
 
 
 @trace.command()
@@ -84,40 +89,24 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
 
 @trace.command()
 @click.argument("trace_", metavar="TRACE")
-@click.option("--block-tokens", type=int, default=512, show_default=True, help="Tokens in one block.")
+@in_blocks
 @click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines out and count them.")
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal")
-def info(trace_: str, block_tokens: int, skip_bad_lines: bool, form: str) -> None:
+def info(trace_: str, block_tokens: int | None, skip_bad_lines: bool, form: str) -> None:
     """Say what TRACE, a file or a built-in name, is like, and what the best policy would reach on it."""
     loaded = load_trace(trace_, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
-    statistics, best = describe(loaded), _best(loaded)
+    statistics, best, periods = describe(loaded), beside_optimum(loaded), working_set(loaded)
+    like = resemblance(loaded)
     if form == "json":
-        click.echo(json.dumps(_as_json(loaded.name, statistics, best), indent=2))
+        more = {"working_set": [period._asdict() for period in periods], "resembles": like}
+        click.echo(json.dumps(_as_json(loaded.name, statistics, best) | more, indent=2))
     else:
         console = Console()
         console.print(_totals_table(loaded.name, statistics))
         console.print(_distributions_table(statistics))
+        console.print(_working_set_table(periods))
         console.print(_best_table(best))
-
-
-def _best(loaded: Trace) -> list[dict[str, Any]]:
-    """The optimum at some capacities, and LRU beside it; the last one without a limit."""
-    rows = []
-    for percent in (*_CAPACITIES_PERCENT, None):
-        capacity = None if percent is None else loaded.unique_blocks * percent // 100
-        result = infinite(loaded) if capacity is None else optimum(loaded, capacity)
-        lru = result if not capacity else Replay(loaded, ReplayConfig(capacity)).run()
-        rows.append(
-            {
-                "lru_prefix_hit_ratio": lru.prefix_hit_blocks / max(loaded.block_refs, 1),
-                "capacity_percent": percent,
-                "capacity_blocks": capacity,
-                "prefix_hit_blocks": result.prefix_hit_blocks,
-                "prefix_hit_ratio": result.prefix_hit_blocks / max(loaded.block_refs, 1),
-                "blocks_written": result.blocks_written,
-            }
-        )
-    return rows
+        console.print(_words(statistics, best, like), soft_wrap=True, highlight=False)
 
 
 def _as_json(name: str, statistics: TraceStatistics, best: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,7 +139,41 @@ def _distributions_table(statistics: TraceStatistics) -> Table:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+    # Shares need more digits than times and counts.
+    digits = 4 if 0 < value < 1 else 1
+    return f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _working_set_table(periods: list[Period]) -> Table:
+    title = "working set: different blocks in use, in parts of the time"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("from, min", "requests", "references", "different blocks", "new", "ceiling"):
+        table.add_column(heading, justify="right")
+    for period in periods:
+        counts = (period.requests, period.block_refs, period.different_blocks, period.new_blocks)
+        table.add_row(
+            f"{period.start_s / 60:,.1f}", *(f"{count:,}" for count in counts), f"{period.ceiling:.4f}"
+        )
+    return table
+
+
+def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[str, float]) -> str:
+    """What the tables say."""
+    widest = max(best, key=lambda row: row["prefix_hit_ratio"] - row["lru_prefix_hit_ratio"])
+    gap = widest["prefix_hit_ratio"] - widest["lru_prefix_hit_ratio"]
+    (nearest, factor), *others = like.items()
+    said = [
+        f"No cache saves more than {statistics.ceiling:.1%} of the prefill: "
+        f"{statistics.repeated_in_session:.1%} is repeated within a session, "
+        f"{statistics.shared_by_sessions:.1%} comes from other sessions.",
+        f"LRU is {100 * gap:.1f} points below the optimum where it is furthest, at "
+        f"{widest['capacity_percent']} % of the blocks."
+        if gap > 0
+        else "LRU is as good as the optimum at every size above: policies do not matter here.",
+        f"It is most like {nearest}: {factor:.1f} times apart in the mean of {len(features(statistics))} "
+        f"features ({', '.join(f'{name} {far:.1f}' for name, far in others)}).",
+    ]
+    return "\n".join(f"  {one}" for one in said)
 
 
 def _best_table(best: list[dict[str, Any]]) -> Table:

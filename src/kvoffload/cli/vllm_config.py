@@ -32,6 +32,7 @@ _LEAST_RAM_BYTES = 2**20
 @click.option("--all-tokens", is_flag=True, help="Store what was generated, too; vLLM leaves it out.")
 @click.option("--blocks-per-chunk", type=int, help="Engine blocks in one block of RAM.  [default: 1]")
 @click.option("--connector", is_flag=True, help="Use KVOffloadConnector: prefixes are looked up at once.")
+@click.option("--record", metavar="PATH.jsonl", help="Record what the engine is asked, as a trace.")
 @click.option("--format", "form", type=click.Choice(["flag", "json"]), default="flag", show_default=True)
 def vllm_config(
     ram: str,
@@ -43,12 +44,13 @@ def vllm_config(
     all_tokens: bool,
     blocks_per_chunk: int | None,
     connector: bool,
+    record: str | None,
     form: str,
 ) -> None:
     """Print the flag that makes vLLM offload through kvoffload, checked and quoted for a shell.
 
-    Storing on-device-eviction needs the connector, and turns it on. On more than one machine RAM is what all
-    workers of one engine use together, as in vLLM.
+    Storing on-device-eviction and a recording need the connector, and turn it on. On more than one
+    machine RAM is what all workers of one engine use together, as in vLLM.
     """
     given = {
         "cpu_bytes_to_use": ram,
@@ -59,6 +61,7 @@ def vllm_config(
         "tiers": list(tiers) or None,
         "offload_prompt_only": False if all_tokens else None,
         "blocks_per_chunk": blocks_per_chunk,
+        "record": record,
     }
     extra: dict[str, Any] = {"spec_name": "KVOffloadSpec", "spec_module_path": _HOME}
     extra |= {name: value for name, value in given.items() if value is not None}
@@ -68,7 +71,7 @@ def vllm_config(
     if parse_options(extra).ram_bytes < _LEAST_RAM_BYTES:
         raise ConfigError("ram", ram, "allowed: a size such as 64GiB")
     flag: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
-    if connector or store == ON_DEVICE_EVICTION:
+    if connector or store == ON_DEVICE_EVICTION or extra.get("record") is not None:
         flag = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": f"{_HOME}.connector"}
     # vLLM's default ends a request whose blocks could not be loaded with an error.
     flag |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}

@@ -94,7 +94,7 @@ class Sweep:
         traces: Sequence[str],
         grid: Grid,
         *,
-        block_tokens: int = 512,
+        block_tokens: int | None = None,
         skip_bad_lines: bool = False,
         output: Path | None = None,
         force: bool = False,
@@ -220,7 +220,7 @@ def _swept(source: TraceSource) -> SweptTrace:
     if trace.block_refs == 0:
         raise ConfigError(
             "trace", source.name_or_path,
-            f"it must have a request of at least one block ({source.block_tokens} tokens)",
+            f"it must have a request of at least one block ({trace.block_tokens} tokens)",
         )  # fmt: skip
     refs = window_sums(np.diff(trace.offsets), WINDOWS)
     return SweptTrace(

@@ -57,7 +57,7 @@ class TraceSource:
     """
 
     name_or_path: str
-    block_tokens: int
+    block_tokens: int | None
     skip_bad_lines: bool
     digest: str = ""
 
@@ -95,7 +95,7 @@ def identified(source: TraceSource) -> TraceSource:
 
 
 @functools.lru_cache(maxsize=2)
-def _read(name_or_path: str, block_tokens: int, skip_bad_lines: bool) -> tuple[Trace, str]:
+def _read(name_or_path: str, block_tokens: int | None, skip_bad_lines: bool) -> tuple[Trace, str]:
     trace = load_trace(name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
     return trace, content_digest(trace)
 

@@ -29,11 +29,11 @@ class TraceFormat(ABC):
         self,
         path: Path,
         *,
-        block_tokens: int,
+        block_tokens: int | None,
         skip_bad_lines: bool,
         progress: Callable[[float], None] | None,
     ) -> Trace:
-        """As `read_trace`, for a file of this format."""
+        """As `read_trace`, for a file of this format; `block_tokens` is at least 1, if given."""
 
 
 FORMATS: Registry[TraceFormat] = Registry("trace format", TraceFormat, "kvoffload.traces.formats")
@@ -55,7 +55,7 @@ def format_of(path: Path) -> TraceFormat:
 def read_trace(
     path: str | Path,
     *,
-    block_tokens: int = 512,
+    block_tokens: int | None = None,
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Trace:
@@ -64,7 +64,7 @@ def read_trace(
     The order of the file is the order of arrival, whatever the timestamps are. Blank lines are ignored.
 
     Args:
-        block_tokens: Tokens in one block of the file.
+        block_tokens: Tokens in one block of the file. None: what its header says, or 512.
         skip_bad_lines: Leave bad lines out and count them in `Trace.skipped_lines`. A file that cannot
             be read to its end, or has no good line, is still an error.
         progress: Called from time to time with the share of the file that has been read, 0 to 1.
@@ -72,7 +72,7 @@ def read_trace(
     Cost: about 0.3 s per million block references.
     Raises: `TraceError`, one line: file, line number, field, reason. `ConfigError` for `block_tokens`.
     """
-    if block_tokens < 1:
+    if block_tokens is not None and block_tokens < 1:
         raise ConfigError("block_tokens", block_tokens, "allowed: 1 or more")
     path = Path(path)
     return format_of(path).read(

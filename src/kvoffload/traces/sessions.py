@@ -8,6 +8,7 @@ libm nor numpy's generators: both differ between machines and versions.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
@@ -168,13 +169,17 @@ class _Server:
         return bisect_right(shares, self._random() * shares[-1])
 
     def _draw(self, quantity: LogNormal, unit: int = 1) -> int:
-        """A whole number of 1/`unit`, at least 1."""
-        # The sum of twelve uniform numbers is close to normal up to three sigma, and needs no logarithm. They
-        # are added one by one, because `sum` rounds differently since Python 3.12.
-        normal = -6.0
-        for _ in range(12):
-            normal += self._random()
-        return max(1, int(quantity.median * unit * _exp(quantity.sigma * normal) + 0.5))
+        return draw(self._random, quantity, unit)
+
+
+def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int:
+    """A whole number of 1/`unit`, at least 1, from uniform numbers; the same ones on every machine."""
+    # The sum of twelve uniform numbers is close to normal up to three sigma, and needs no logarithm. They
+    # are added one by one, because `sum` rounds differently since Python 3.12.
+    normal = -6.0
+    for _ in range(12):
+        normal += random()
+    return max(1, int(quantity.median * unit * _exp(quantity.sigma * normal) + 0.5))
 
 
 def _exp(x: float) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvoffload.config import nearest
 from kvoffload.errors import ConfigError
+from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, stated_header
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
@@ -17,23 +18,36 @@ from kvoffload.traces.workloads import BUILTIN, builtin
 def load_trace(
     name_or_path: str | Path,
     *,
-    block_tokens: int = 512,
+    block_tokens: int | None = None,
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Trace:
     """Generate a built-in workload, or read a file. A built-in name has priority; ``./chat`` is a file, and
     ``-`` is standard input.
 
-    The arguments are those of `read_trace`; a built-in is cut into blocks of `block_tokens`.
+    The arguments are those of `read_trace`; a built-in is cut into blocks of `block_tokens`, or 512.
 
     Raises: `ConfigError` if there is neither, `TraceError` as `read_trace` does.
     """
     if str(name_or_path) in BUILTIN:
-        return generate(builtin(str(name_or_path), block_tokens=block_tokens))
+        tokens = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
+        return generate(builtin(str(name_or_path), block_tokens=tokens))
     check_trace(name_or_path)
     return read_trace(
         name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, progress=progress
     )
+
+
+def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -> int:
+    """Tokens in a block of what `load_trace` would load; reads no more than the first line.
+
+    Standard input is not looked into: 512, unless given. Raises as `load_trace`.
+    """
+    check_trace(name_or_path)
+    if block_tokens is not None:
+        return block_tokens
+    stated = None if str(name_or_path) in BUILTIN else stated_header(Path(name_or_path))
+    return DEFAULT_BLOCK_TOKENS if stated is None else stated.block_tokens
 
 
 def check_trace(name_or_path: str | Path) -> None:

@@ -14,8 +14,9 @@ from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.options import ONE_BY_ONE
+from kvoffload.integrations.vllm.recording import Recording, recording
 from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEvictionScheduler
-from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, checked_options
+from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, SEES_REQUESTS, checked_options
 from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
 
 
@@ -49,11 +50,13 @@ class KVOffloadConnector(OffloadingConnector):
             raise ConfigError(
                 "store", options.store, "allowed: only with vLLM's prefix caching: enable_prefix_caching"
             )
-        offering = OFFERS_DROPPED.set(victim_mode)
+        self._recording: Recording | None = None
+        offering, seeing = OFFERS_DROPPED.set(victim_mode), SEES_REQUESTS.set(True)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
             OFFERS_DROPPED.reset(offering)
+            SEES_REQUESTS.reset(seeing)
         if self.connector_scheduler is None:
             return
         if victim_mode and self.connector_scheduler.config.blocks_per_chunk > 1:
@@ -62,6 +65,48 @@ class KVOffloadConnector(OffloadingConnector):
         scheduler_side = OnDeviceEvictionScheduler if victim_mode else KVOffloadScheduler
         self.connector_scheduler = scheduler_side.of(self.connector_scheduler)
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._recording = recording(options, self._tokens_per_hash(), self._count_unrecorded)
+
+    def _tokens_per_hash(self) -> int:
+        group = self.connector_scheduler.config.kv_group_configs[0]
+        return int(group.tokens_per_chunk // group.hashes_per_chunk)
+
+    def _count_unrecorded(self) -> None:
+        self.connector_scheduler.manager.metrics.counts["unrecorded_requests"] += 1
+
+    # ---- what a recording has to see, and else nothing
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        """As vLLM's."""
+        if self._recording is not None:
+            self._recording.asked(request, num_computed_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """As vLLM's."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._recording is not None:
+            self._recording.begins(
+                request, lambda: self.get_external_cache_hit_sources(request, num_external_tokens)
+            )
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        """As vLLM's."""
+        if self._recording is not None:
+            self._recording.ended(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        """As vLLM's."""
+        if self._recording is not None:
+            self._recording.ended(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def shutdown(self) -> None:
+        """As vLLM's."""
+        super().shutdown()
+        if self._recording is not None:
+            self._recording.recorder.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Called by vLLM when its pool of blocks exists."""

@@ -30,6 +30,7 @@ COUNTERS = {
     "failed_load_blocks": "Blocks that a worker could not load: computed again.",
     "failed_store_blocks": "Blocks that a worker could not store: forgotten.",
     "lost_blocks": "With store on-device-eviction: blocks that the GPU dropped before they were offered.",
+    "unrecorded_requests": "With record: requests that are not in the recording.",
     "internal_errors": "Errors of ours that were contained: offloading pauses until the cache is reset.",
 }
 NATIVE_GAUGES = {

@@ -53,6 +53,8 @@ class VLLMOptions:
         tier_deadline_s: how long a request waits for tiers at the longest.
         recompute_tokens_per_s: how fast the engine computes prompts: reads that would take longer are not
             begun. None while it is not known.
+        record: an absolute path for a trace of what the engine is asked (`record.Recorder`).
+        record_max_bytes: at which the recording ends.
     """
 
     ram_bytes: Size = field(metadata={"option": "ram"})
@@ -67,6 +69,8 @@ class VLLMOptions:
     tiers: Tiers = ()
     tier_deadline_s: Positive = 2.0
     recompute_tokens_per_s: Positive | None = None
+    record: str | None = None
+    record_max_bytes: Size = 2**30
 
 
 ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, as the GPU drops them"
@@ -122,6 +126,10 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     problems = list(_wrong_in_engines(options.tiers))
     if options.store == ON_DEVICE_EVICTION and (options.blocks_per_chunk or 1) > 1:
         problems.append(ConfigError("blocks_per_chunk", options.blocks_per_chunk, ONE_BY_ONE))
+    if options.record is not None and not (
+        os.path.isabs(options.record) and options.record.endswith(".jsonl")
+    ):
+        problems.append(ConfigError("record", options.record, "allowed: an absolute path, NAME.jsonl"))
     if problems:
         raise CombinedConfigError(WHERE, problems)
     return options

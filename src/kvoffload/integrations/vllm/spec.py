@@ -42,6 +42,11 @@ OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", defaul
 """Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
 
 
+SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
+"""Whether the connector that makes a specification sees requests as the engine has them; vLLM's own has no
+place where we could."""
+
+
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     """As `parse_options`; says each problem in a line of its own, which a traceback of vLLM's would bury."""
     try:
@@ -78,6 +83,10 @@ class KVOffloadSpec(OffloadingSpec):
         if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
             raise ConfigError(
                 "store", self.options.store, "allowed: only with kv_connector: KVOffloadConnector"
+            )
+        if self.options.record is not None and not SEES_REQUESTS.get():
+            raise ConfigError(
+                "record", self.options.record, "allowed: only with kv_connector: KVOffloadConnector"
             )
         self.offload_prompt_only = self.options.prompt_only
         # If all workers hold the same bytes, one of them stores and all of them load one part.

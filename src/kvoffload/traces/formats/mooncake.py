@@ -9,17 +9,17 @@ count, so a request is its first ``input_length // block_tokens`` ids; one more,
 follow. The format guarantees that an id identifies its prefix: an id always follows the same id. A line that
 breaks any of this is bad, because every number computed from it would be wrong.
 
+The first line may be a `Header`: how many tokens a block has, and what the file was made from. Where files
+have been put one behind the other it may come again.
+
 What other writers do is read too: ids of any width, in decimal, hexadecimal or any other text (those that are
 no signed 64-bit number are numbered), and times in seconds: if one is written with a fraction, all are.
 """
 
 from __future__ import annotations
 
-import codecs
-import math
-import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -31,8 +31,10 @@ import numpy.typing as npt
 
 from kvoffload.errors import TraceError
 from kvoffload.hints import Hints
-from kvoffload.traces.compressed import DAMAGE, STDIN, compressing, decompressing, opened
+from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, header_in
+from kvoffload.traces.compressed import STDIN, compressing
 from kvoffload.traces.format import TraceFormat
+from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
 from kvoffload.traces.trace import Trace, TraceHints
 
 _Int64s = npt.NDArray[np.int64]
@@ -41,11 +43,12 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Time = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
-_PROGRESS_LINES = 256
 _NO_PARENT = -1
 
 
-class _Line(msgspec.Struct, omit_defaults=True):
+class Line(msgspec.Struct, omit_defaults=True):
+    """One line: a request."""
+
     timestamp: _Time | _Seconds
     input_length: _Count
     output_length: _Count
@@ -56,8 +59,26 @@ class _Line(msgspec.Struct, omit_defaults=True):
     time_to_live_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     tenant: str | None = None
 
+    @classmethod
+    def of(
+        cls, time_ms: int, input_tokens: int, output_tokens: int, ids: list[int | str], hints: Hints
+    ) -> Line:
+        """The line of a request. What is not known of it is left out."""
+        return cls(
+            timestamp=time_ms,
+            input_length=input_tokens,
+            output_length=output_tokens,
+            hash_ids=ids,
+            finish_reason=hints.finish_reason or None,
+            session_over=hints.session_over or None,
+            priority=hints.priority or None,
+            time_to_live_s=hints.time_to_live_s,
+            tenant=hints.tenant or None,
+        )
+
     @property
     def hints(self) -> Hints:
+        """What is known of the request besides."""
         return Hints(
             self.finish_reason or "",
             self.session_over or False,
@@ -67,11 +88,8 @@ class _Line(msgspec.Struct, omit_defaults=True):
         )
 
 
-_decode = msgspec.json.Decoder(_Line).decode
-
-
-class _BadLineError(Exception):
-    """Why a line is not a request: ``field NAME: reason``."""
+_decode = msgspec.json.Decoder(Line).decode
+encode_line = msgspec.json.Encoder().encode
 
 
 class Mooncake(TraceFormat):
@@ -84,23 +102,24 @@ class Mooncake(TraceFormat):
         self,
         path: Path,
         *,
-        block_tokens: int,
+        block_tokens: int | None,
         skip_bad_lines: bool,
         progress: Callable[[float], None] | None,
     ) -> Trace:
-        requests = _Requests()
-        for number, text in _lines(path, progress):
+        requests = _Requests(block_tokens)
+        for number, text in numbered_lines(path, progress):
             try:
-                requests.add(number, text, block_tokens)
-            except _BadLineError as bad:
+                requests.add(number, text)
+            except BadLineError as bad:
                 if not skip_bad_lines:
                     raise TraceError(f"{path}:{number}: {bad}") from None
                 requests.skipped_lines += 1
         if requests.has_unclear_ids:
             raise TraceError(f"{path}: field hash_ids: negative ids beside ids that are no 64-bit numbers")
+        requests = requests.in_order()
         try:
             block_ids, refs = requests.chained()
-        except _BadLineError as bad:
+        except BadLineError as bad:
             if not skip_bad_lines:
                 raise TraceError(f"{path}:{bad}") from None
             requests = requests.without_broken_chains()
@@ -109,8 +128,8 @@ class Mooncake(TraceFormat):
         if not requests.lengths:
             raise TraceError(f"{path}: no requests in it" + (f" ({skipped} bad lines)" if skipped else ""))
         return Trace(
-            name="stdin" if path == STDIN else path.name.split(".")[0],
-            block_tokens=block_tokens,
+            name=requests.named("stdin" if path == STDIN else path.name.split(".")[0]),
+            block_tokens=requests.block_size.tokens,
             block_ids=block_ids,
             refs=refs,
             offsets=requests.offsets(),
@@ -121,58 +140,58 @@ class Mooncake(TraceFormat):
         )
 
 
+def decode_line(text: bytes) -> Line:
+    """The request that a line is; raises `BadLineError`."""
+    return decoded(_decode, text)
+
+
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Write `trace` as Mooncake JSONL, replacing an existing file.
+
+    A `Header` comes first if its blocks are not of 512 tokens.
 
     The bytes depend only on the trace (and on the compressor's version). `input_length` counts full blocks
     only, because a `Trace` has no more. Raises `OSError`.
     """
-    path, encode = Path(path), msgspec.json.Encoder().encode
+    path = Path(path)
     with ExitStack() as stack:
         file = stack.enter_context(compressing(stack.enter_context(path.open("wb")), path.suffix))
+        if trace.block_tokens != DEFAULT_BLOCK_TOKENS:
+            file.write(Header(1, trace.block_tokens).line())
         for request in range(trace.requests):
             codes = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
-            hints = trace.hints_of(request)
-            line = _Line(
-                timestamp=int(trace.timestamps_ms[request]),
-                input_length=len(codes) * trace.block_tokens,
-                output_length=int(trace.output_tokens[request]),
-                hash_ids=trace.block_ids[codes].tolist(),
-                finish_reason=hints.finish_reason or None,
-                session_over=hints.session_over or None,
-                priority=hints.priority or None,
-                time_to_live_s=hints.time_to_live_s,
-                tenant=hints.tenant or None,
+            line = Line.of(
+                int(trace.timestamps_ms[request]),
+                len(codes) * trace.block_tokens,
+                int(trace.output_tokens[request]),
+                trace.block_ids[codes].tolist(),
+                trace.hints_of(request),
             )
-            file.write(encode(line) + b"\n")
+            file.write(encode_line(line) + b"\n")
 
 
 class _Requests:
     """The requests read so far: `ids` of all, one after the other, and one entry each in the other lists."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int | None) -> None:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
         self.timestamps, self.output_tokens = array("d"), array("q")
         self.hints: list[Hints] = []
-        self._are_seconds = False
+        self.block_size = BlockSize(block_tokens or DEFAULT_BLOCK_TOKENS)
         self.skipped_lines = 0
+        self._are_seconds = False
+        self._given_block_tokens, self._assumed = block_tokens, list[str]()
+        self._is_in_order = True
         self._number_of: dict[int | str, int] = {}
         self._num_numbered = 0
-        # No block has fewer, nor more tokens than the lines so far allow.
-        self._fewest, self._most = 0.0, math.inf
 
-    def add(self, number: int, text: bytes, block_tokens: int) -> None:
-        """Append the request of one line, or raise `_BadLineError` and append nothing."""
-        line = _parse(text)
-        blocks, num_ids = line.input_length // block_tokens, len(line.hash_ids)
-        if num_ids:
-            self._fewest = max(self._fewest, line.input_length / (num_ids + 1))
-            self._most = min(self._most, line.input_length / (num_ids - 1) if num_ids > 1 else math.inf)
-        if not blocks <= num_ids <= -(-line.input_length // block_tokens):
-            raise _BadLineError(
-                f"field hash_ids: {num_ids} ids, but input_length {line.input_length} "
-                f"has {blocks} blocks of {block_tokens} tokens{self._fitting()}"
-            )
+    def add(self, number: int, text: bytes) -> None:
+        """Append the request of one line, or raise `BadLineError` and append nothing."""
+        if (header := header_in(text)) is not None:
+            self._follow(header)
+            return
+        line = decode_line(text)
+        blocks = self.block_size.full_blocks(line.input_length, len(line.hash_ids))
         ids: list[Any] = line.hash_ids[:blocks]
         try:
             self.ids.fromlist(ids)
@@ -185,10 +204,36 @@ class _Requests:
         self.output_tokens.append(line.output_length)
         self.hints.append(line.hints)
 
-    def _fitting(self) -> str:
-        """The tokens of a block that would fit all lines so far: a power of two, if one does."""
-        powers = [1 << bit for bit in range(20) if self._fewest < 1 << bit < self._most]
-        return f"; --block-tokens {powers[-1]} would fit" if powers else ""
+    def _follow(self, header: Header) -> None:
+        said, tokens = self._given_block_tokens, self.block_size.tokens
+        if said is not None and header.block_tokens != said:
+            raise BadLineError(f"field block_tokens: {header.block_tokens}, but --block-tokens is {said}")
+        if self.lengths and header.block_tokens != tokens:
+            raise BadLineError(f"field block_tokens: {header.block_tokens}, but {tokens} in the lines before")
+        if header.block_tokens != tokens:
+            self.block_size = BlockSize(header.block_tokens)
+        self._is_in_order &= header.in_order
+        if header.assumed and header.assumed not in self._assumed:
+            self._assumed.append(header.assumed)
+
+    def in_order(self) -> _Requests:
+        """These requests; by their times, if the file says that its lines do not stand so."""
+        return self if self._is_in_order else self._those(np.argsort(self.timestamps, kind="stable").tolist())
+
+    def _those(self, requests: Iterable[int]) -> _Requests:
+        """These of the requests, in this order."""
+        kept, starts = _Requests(self.block_size.tokens), self.offsets().tolist()
+        kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
+        kept._assumed = self._assumed
+        for request in requests:
+            kept.ids.extend(self.ids[starts[request] : starts[request + 1]])
+            for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "hints"):
+                getattr(kept, name).append(getattr(self, name)[request])
+        return kept
+
+    def named(self, name: str) -> str:
+        """The name for reports. What was assumed of the requests is a part of it: every report says it."""
+        return f"{name} (assumed: {', '.join(self._assumed)})" if self._assumed else name
 
     def _numbered(self, one: int | str) -> int:
         """The number of an id that is none of 64 bits: -1, -2, ..., as they come."""
@@ -212,7 +257,7 @@ class _Requests:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(_int64s(self.lengths))])
 
     def chained(self) -> tuple[_Int64s, npt.NDArray[np.int32]]:
-        """`Trace.block_ids` and `Trace.refs`; raises `_BadLineError` if a chain is broken."""
+        """`Trace.block_ids` and `Trace.refs`; raises `BadLineError` if a chain is broken."""
         ids, offsets = _int64s(self.ids), self.offsets()
         sorted_ids, first_seen, sorted_refs = np.unique(ids, return_index=True, return_inverse=True)
         by_appearance = np.argsort(first_seen)
@@ -236,74 +281,30 @@ class _Requests:
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"
         if here == there:
-            raise _BadLineError(f"{field} occurs twice in this request")
+            raise BadLineError(f"{field} occurs twice in this request")
         now, before = (
             f"follows id {ids[at - 1]}" if at > offsets[request] else "comes first"
             for at, request in ((position, here), (first, there))
         )
-        raise _BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
+        raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
 
     def without_broken_chains(self) -> _Requests:
         """The requests whose chains agree with those of the kept requests before them.
 
         One by one, because a request that is left out must not define chains.
         """
-        kept, parents = _Requests(), dict[int, int | None]()
-        kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
+        kept, parents, num_broken = list[int](), dict[int, int | None](), 0
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):
             ids = self.ids[start:end]
             chain = dict(zip(ids, (None, *ids[:-1]), strict=True)) if ids else {}
             if len(chain) < len(ids) or any(parents.get(i, parent) != parent for i, parent in chain.items()):
-                kept.skipped_lines += 1
+                num_broken += 1
                 continue
             parents.update(chain)
-            kept.ids.extend(ids)
-            for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "hints"):
-                getattr(kept, name).append(getattr(self, name)[request])
-        return kept
-
-
-def _parse(text: bytes) -> _Line:
-    try:
-        text.decode()
-        return _decode(text)
-    except UnicodeDecodeError as error:
-        raise _BadLineError(f"not UTF-8 (byte {error.start})") from None
-    except msgspec.ValidationError as error:
-        raise _BadLineError(_validation_reason(str(error))) from None
-    except msgspec.DecodeError as error:
-        raise _BadLineError(f"invalid JSON ({error})") from None
-
-
-def _validation_reason(message: str) -> str:
-    """msgspec's message, in our form: ``Expected `int`, got `str` - at `$.timestamp``` and the like."""
-    plain = message.replace("`", "")
-    if missing := re.fullmatch(r"Object missing required field (\w+)", plain):
-        return f"field {missing[1]}: missing"
-    reason, _, place = plain.partition(" - at $.")
-    reason = reason[0].lower() + reason[1:]
-    return f"field {place}: {reason}" if place else f"line: {reason}"
-
-
-def _lines(path: Path, progress: Callable[[float], None] | None) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1. All failures of the file raise `TraceError`."""
-    number = 0
-    try:
-        with opened(path) as raw:
-            size = 0 if path == STDIN else path.stat().st_size  # 0 for a pipe, whose size is unknown
-            for number, line in enumerate(decompressing(raw, path.suffix), 1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if progress is not None and size > 0 and number % _PROGRESS_LINES == 0:
-                    progress(raw.tell() / size)
-                if not line.isspace():
-                    yield number, line
-    except DAMAGE as error:
-        raise TraceError(f"{path}: damaged or truncated after line {number} ({error})") from None
-    except OSError as error:
-        raise TraceError(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    if progress is not None:
-        progress(1.0)
+            kept.append(request)
+        those = self._those(kept)
+        those.skipped_lines += num_broken
+        return those
 
 
 def _int64s(values: array[int]) -> _Int64s:

@@ -1,0 +1,31 @@
+"""LRU beside the optimum at some capacities, for commands that show what policies could win."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffload.replay.optimum import infinite, optimum
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.traces.trace import Trace
+
+_CAPACITIES_PERCENT = (1, 2, 5, 10, 20)
+
+
+def beside_optimum(trace: Trace) -> list[dict[str, Any]]:
+    """The optimum at some capacities, and LRU beside it; the last one without a limit."""
+    rows = []
+    for percent in (*_CAPACITIES_PERCENT, None):
+        capacity = None if percent is None else trace.unique_blocks * percent // 100
+        result = infinite(trace) if capacity is None else optimum(trace, capacity)
+        lru = result if not capacity else Replay(trace, ReplayConfig(capacity)).run()
+        rows.append(
+            {
+                "lru_prefix_hit_ratio": lru.prefix_hit_blocks / max(trace.block_refs, 1),
+                "capacity_percent": percent,
+                "capacity_blocks": capacity,
+                "prefix_hit_blocks": result.prefix_hit_blocks,
+                "prefix_hit_ratio": result.prefix_hit_blocks / max(trace.block_refs, 1),
+                "blocks_written": result.blocks_written,
+            }
+        )
+    return rows

@@ -1,0 +1,175 @@
+"""Runs a source: its requests into a trace file, one after the other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from kvoffload.errors import ConfigError, TraceError
+from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, stated_header
+from kvoffload.traces.compressed import STDIN, compressing
+from kvoffload.traces.conversion.keys import KeptKeys, Keys
+from kvoffload.traces.conversion.live import is_address
+from kvoffload.traces.conversion.source import SOURCES, Given, Request, Source, kind_of
+from kvoffload.traces.conversion.tokens import FileTokens, Tokens
+from kvoffload.traces.formats.mooncake import Line, encode_line
+from kvoffload.traces.lines import BadLineError
+
+_LATEST_MS = 2**53
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What came of it.
+
+    Attributes:
+        source, assumed, block_tokens: as the header of the trace has them.
+        early_requests: that came before the first one of the file, and count as at its time.
+        remarks: what the source says of itself.
+    """
+
+    source: str
+    assumed: str
+    block_tokens: int
+    requests: int
+    block_refs: int
+    early_requests: int
+    skipped_lines: int
+    remarks: tuple[str, ...]
+
+
+def convert(
+    place: str,
+    out: Path,
+    *,
+    source: str | None = None,
+    block_tokens: int | None = None,
+    tokenizer: Path | None = None,
+    salt: str | None = None,
+    keep_ids: bool = False,
+    skip_bad_lines: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> Converted:
+    """Write a recording as a trace. Times count from its first request.
+
+    An output that exists is replaced, and only when all has been written; until then it is ``OUT.part``.
+
+    Args:
+        place: a file, ``-``, or the address of a publisher of KV events (``tcp://host:port``).
+        source: name of a kind, with parameters; None: what recognises the first record.
+        block_tokens: of the trace; None: what the file says, or the kind's own, or 512.
+        tokenizer: a ``tokenizer.json``, for text.
+        salt: of the ids: equal salts give equal ids to equal prefixes. None: a random one, that nobody knows.
+        keep_ids: write ids and names as the source has them.
+        progress: called from time to time with the share of the file that has been read, 0 to 1.
+
+    Memory: that of the source; it does not grow with the number of requests. Cost: about 1 s per million
+    block references; for text that of its tokenizer.
+    Raises: `ConfigError` for options and for an output whose name does not say what is assumed, `TraceError`.
+    """
+    path = Path(place)
+    if is_address(place):
+        kind = SOURCES.find(source or "kv_events")
+    elif path != STDIN and not path.exists():
+        raise ConfigError("source", place, "there is no such file; allowed: a file, -, or tcp://host:port")
+    else:
+        kind = SOURCES.find(source) if source is not None else kind_of(path)
+    if keep_ids and not kind.has_ids:
+        raise ConfigError("keep-ids", True, f"{kind.name} has no ids of prefixes")
+    stated = stated_header(Path(place)) if kind.has_ids else None
+    tokens = _block_tokens(place, kind, block_tokens, stated)
+    keys = KeptKeys(b"") if keep_ids else Keys(salt.encode() if salt is not None else secrets.token_bytes(32))
+    read = Tokens() if tokenizer is None else FileTokens(tokenizer)
+    made = kind(Given(keys, BlockSize(tokens), read, stated or Header(1, tokens)))
+    requests = _Requests(made, place, skip_bad_lines, progress)
+    return _write(requests, made, out, tokens)
+
+
+def _block_tokens(place: str, kind: type[Source], given: int | None, stated: Header | None) -> int:
+    if given is not None and stated is not None and stated.block_tokens != given:
+        raise ConfigError("block-tokens", given, f"the header of {place} says {stated.block_tokens}")
+    return given or (stated.block_tokens if stated else None) or kind.block_tokens or DEFAULT_BLOCK_TOKENS
+
+
+class _Requests:
+    """The requests of a source, in order, and the lines that were none."""
+
+    def __init__(
+        self, source: Source, place: str, skip_bad_lines: bool, progress: Callable[[float], None] | None
+    ) -> None:
+        self.skipped_lines = 0
+        self._source, self.place = source, place
+        self._skip_bad_lines, self._progress = skip_bad_lines, progress
+
+    def __iter__(self) -> Iterator[Request]:
+        for number, record in self._source.records(self.place, self._progress):
+            found: Iterable[Request] = ()
+            try:
+                found = self._source.read(record)
+            except BadLineError as bad:
+                if not self._skip_bad_lines:
+                    raise TraceError(f"{self.place}:{number}: {bad}") from None
+                self.skipped_lines += 1
+            yield from found
+        yield from self._source.rest()
+
+
+def _write(requests: _Requests, source: Source, out: Path, block_tokens: int) -> Converted:
+    part = out.with_name(out.name + ".part")
+    try:
+        counts = _written(requests, source, out, part, block_tokens)
+        os.replace(part, out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(
+            "out", str(out), f"allowed: a file that can be written ({error.strerror})"
+        ) from None
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return Converted(
+        source.name, source.assumed, block_tokens, *counts, requests.skipped_lines, tuple(source.remarks())
+    )
+
+
+def _written(
+    requests: _Requests, source: Source, out: Path, part: Path, block_tokens: int
+) -> tuple[int, int, int]:
+    """Write all requests; how many they are, their blocks, and how many came before the first."""
+    num_requests = num_refs = num_early = 0
+    rest = iter(requests)
+    first = next(rest, None)
+    if first is None:
+        skipped = f" ({requests.skipped_lines} bad lines)" if requests.skipped_lines else ""
+        raise TraceError(f"{requests.place}: no requests in it{skipped}")
+    _check_name(out, source.assumed)
+    in_order = source.given.header.in_order
+    # Times of lines that are to be sorted by them stay as they are: the first is not the earliest.
+    first_s = first.time_s if in_order else 0.0
+    with part.open("wb") as raw, compressing(raw, out.suffix) as file:
+        file.write(Header(1, block_tokens, source.name, source.assumed, in_order).line())
+        for request in chain((first,), rest):
+            time_ms = round(1000 * (request.time_s - first_s))
+            if time_ms > _LATEST_MS:
+                raise TraceError(
+                    f"{requests.place}: request {num_requests + 1}: {request.time_s} s is no time"
+                )
+            num_early += time_ms < 0
+            num_requests += 1
+            num_refs += len(request.ids)
+            line = Line.of(
+                max(0, time_ms), request.input_tokens, request.output_tokens, request.ids, request.hints
+            )
+            file.write(encode_line(line) + b"\n")
+    return num_requests, num_refs, num_early
+
+
+def _check_name(out: Path, assumed: str) -> None:
+    if assumed and assumed not in out.name:
+        stem, dot, suffixes = out.name.partition(".")
+        right = out.with_name(f"{stem}.{assumed}{dot}{suffixes}")
+        raise ConfigError("out", str(out), f"its name must say what is assumed: {right}")

@@ -1,0 +1,44 @@
+"""Qwen-Bailian's anonymised recordings: blocks of 16 tokens, times in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from kvoffload.traces.conversion.source import Request, Source
+from kvoffload.traces.lines import decoded
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _Line(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+    input_length: _Count
+    output_length: _Count
+    hash_ids: list[int | str]
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+class Bailian(Source):
+    """Lines with `chat_id`, `parent_chat_id`, `timestamp`, `input_length`, `output_length`, `type`, `turn`,
+    `hash_ids`. Which conversation a request belongs to is left out: its blocks say what it shares."""
+
+    name = "bailian"
+    block_tokens: ClassVar[int | None] = 16
+    has_ids: ClassVar[bool] = True
+
+    @classmethod
+    def recognises(cls, names: frozenset[str]) -> bool:
+        """By `chat_id` beside `hash_ids`."""
+        return {"chat_id", "hash_ids"} <= names
+
+    def read(self, record: bytes) -> Iterable[Request]:
+        """One line is one request."""
+        line = decoded(_decode, record)
+        blocks = self.given.block_size.full_blocks(line.input_length, len(line.hash_ids))
+        ids = self.given.keys.of(line.hash_ids[:blocks])
+        return [Request(line.timestamp, line.input_length, line.output_length, ids)]

@@ -1,0 +1,157 @@
+"""Tables of lengths: Azure's and BurstGPT's CSV. Nobody can tell from lengths what prompts share."""
+
+from __future__ import annotations
+
+import csv
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Literal
+
+from kvoffload.config import Positive
+from kvoffload.errors import ConfigError
+from kvoffload.traces.conversion.source import Given, Request, Source
+from kvoffload.traces.conversion.times import seconds_of
+from kvoffload.traces.lines import BadLineError
+
+_TIME = ("timestamp", "arrival_timestamp", "arrived_at", "time")
+_INPUT = ("contexttokens", "request tokens", "input_length", "prompt_tokens", "input_tokens")
+_OUTPUT = ("generatedtokens", "response tokens", "output_length", "completion_tokens", "output_tokens")
+_SESSION = ("session id", "session_id", "sessionid", "conversation_id")
+_MOST_TOKENS = 2**31
+
+
+class Lengths(Source):
+    """A table with columns for time, prompt tokens and generated tokens. What prompts share must be assumed.
+
+    `none`: nothing, which is the least that any trace of these lengths shares. `continued`: a prompt begins
+    with the longest context (prompt and answer of an earlier request) that is not longer than it, has been
+    idle for less than `within_s`, and has not been continued: near the most that conversations could share.
+    `sessions`: what has one session id is one conversation while it pauses for less than `within_s`; a prompt
+    that is shorter than the context before begins it anew.
+    """
+
+    name = "lengths"
+    reuse: Literal["", "none", "continued", "sessions"] = ""
+    within_s: Positive = 600.0
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self._columns: dict[str, int] = {}
+        self._num_contexts = 0
+        # Contexts that may be continued: by name, and for `continued` by length too.
+        self._open: OrderedDict[object, tuple[float, int, int]] = OrderedDict()
+        self._by_tokens: list[tuple[int, int]] = []
+        self._ids: dict[int, list[int | str]] = {}
+
+    @classmethod
+    def recognises(cls, names: frozenset[str]) -> bool:
+        """By its columns."""
+        return bool(names & set(_INPUT)) and bool(names & set(_OUTPUT)) and "hash_ids" not in names
+
+    @property
+    def assumed(self) -> str:
+        """Which prompts share what."""
+        return {
+            "none": "none-shared",
+            "continued": f"continued-within-{self.within_s:g}s",
+            "sessions": f"sessions-within-{self.within_s:g}s",
+        }[self.reuse]
+
+    def read(self, record: bytes) -> Iterable[Request]:
+        """The head of the table, or one request."""
+        try:
+            row = next(csv.reader([record.decode()]))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise BadLineError(f"line: no row of a table ({error})") from None
+        if not self._columns:
+            self._begin([name.strip().lower() for name in row])
+            return []
+        time_s = seconds_of("timestamp", self._text(row, "time"))
+        input_tokens, output_tokens = self._count(row, "input"), self._count(row, "output")
+        context = self._context(time_s, input_tokens, row)
+        self._keep(context, time_s, input_tokens + output_tokens, row)
+        return [Request(time_s, input_tokens, output_tokens, self._blocks(context, input_tokens))]
+
+    def _begin(self, head: list[str]) -> None:
+        for what, names in (("time", _TIME), ("input", _INPUT), ("output", _OUTPUT), ("session", _SESSION)):
+            place = next((head.index(name) for name in names if name in head), None)
+            if place is not None:
+                self._columns[what] = place
+            elif what != "session":
+                raise BadLineError(f"column {what}: missing; allowed: {', '.join(names)}")
+        if not self.reuse:
+            raise ConfigError(
+                "from",
+                self.name,
+                "lengths do not tell which prompts share a prefix: say what to assume; allowed: lengths:none "
+                "(nothing is shared), lengths:continued (a prompt continues the longest context that fits), "
+                "lengths:sessions (by the column of session ids)",
+            )
+        if self.reuse == "sessions" and "session" not in self._columns:
+            raise ConfigError("from", f"{self.name}:{self.reuse}", "the table has no column of session ids")
+
+    def _text(self, row: list[str], what: str) -> str:
+        place = self._columns[what]
+        if place >= len(row):
+            raise BadLineError(f"column {what}: missing")
+        return row[place].strip()
+
+    def _count(self, row: list[str], what: str) -> int:
+        text = self._text(row, what)
+        try:
+            count = int(float(text))
+        except (ValueError, OverflowError):
+            count = -1
+        if not 0 <= count <= _MOST_TOKENS:
+            raise BadLineError(f"column {what}: {text!r} is no number of tokens")
+        return count
+
+    def _context(self, time_s: float, input_tokens: int, row: list[str]) -> int:
+        """The context that this request continues, or a new one."""
+        self._close_before(time_s - self.within_s)
+        name: object = None
+        if self.reuse == "sessions":
+            name = self._text(row, "session")
+        elif self.reuse == "continued":
+            place = bisect_right(self._by_tokens, (input_tokens, 2**62))
+            name = self._by_tokens[place - 1][1] if place else None
+        _, tokens, context = self._open.get(name, (0.0, 0, -1))
+        if name is not None and context >= 0:
+            self._forget(name)
+            if tokens <= input_tokens:
+                return context
+            self._ids.pop(context, None)
+        self._num_contexts += 1
+        return self._num_contexts
+
+    def _keep(self, context: int, time_s: float, tokens: int, row: list[str]) -> None:
+        if self.reuse == "none":
+            return
+        name = self._text(row, "session") if self.reuse == "sessions" else context
+        self._open[name] = (time_s, tokens, context)
+        if self.reuse == "continued":
+            insort(self._by_tokens, (tokens, context))
+
+    def _close_before(self, time_s: float) -> None:
+        while self._open and (name := next(iter(self._open))) is not None:
+            last_s, _, context = self._open[name]
+            if last_s >= time_s:
+                return
+            self._forget(name)
+            self._ids.pop(context, None)
+
+    def _forget(self, name: object) -> None:
+        _, tokens, context = self._open.pop(name)
+        if self.reuse == "continued":
+            del self._by_tokens[bisect_right(self._by_tokens, (tokens, context)) - 1]
+
+    def _blocks(self, context: int, input_tokens: int) -> list[int | str]:
+        blocks = input_tokens // self.given.block_size.tokens
+        ids = self._ids.get(context, [])
+        if len(ids) < blocks:
+            contents = (f"{context}:{number}".encode() for number in range(len(ids), blocks))
+            ids = self.given.keys.after(ids, contents)
+        if self.reuse != "none":
+            self._ids[context] = ids
+        return ids[:blocks]

@@ -1,0 +1,178 @@
+"""Prompts and conversations as text: ShareGPT, OpenAI's `messages`, batches, logs with bodies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvoffload.hints import Hints
+from kvoffload.traces.compressed import STDIN
+from kvoffload.traces.conversion.json_elements import elements, is_array
+from kvoffload.traces.conversion.paced import PacedSource
+from kvoffload.traces.conversion.source import Request
+from kvoffload.traces.conversion.times import seconds_of
+from kvoffload.traces.conversion.tokens import blocks_of
+from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
+
+_CONVERSATION = ("conversations", "conversation", "messages")
+_TIMES = ("timestamp", "time", "created", "created_at", "@timestamp")
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
+"""What ShareGPT calls them."""
+_ANSWERS = ("completion", "response", "answer", "output")
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Text(PacedSource):
+    """A JSON array or JSON lines. A record with a time, or a `body`, is one request; another one with
+    messages is a conversation, in which each answer was a request.
+
+    Text becomes tokens a message at a time, in the frame ``<|im_start|>role\\n...<|im_end|>\\n``: so that
+    a turn begins with all tokens of the one before, as in an engine. The model's own template is not applied;
+    its frames differ by a few tokens a message. A `prompt` has no frame.
+    """
+
+    name = "text"
+
+    @classmethod
+    def recognises(cls, names: frozenset[str]) -> bool:
+        """By the field of the text."""
+        return bool(names & {*_CONVERSATION, "prompt", "body"}) and "hash_ids" not in names
+
+    def records(
+        self, place: str, progress: Callable[[float], None] | None = None
+    ) -> Iterator[tuple[int, bytes]]:
+        """The lines, or the elements of the array."""
+        path = Path(place)
+        return (
+            elements(path, progress) if path != STDIN and is_array(path) else numbered_lines(path, progress)
+        )
+
+    def read(self, record: bytes) -> Iterable[Request]:
+        """The requests of one record."""
+        fields = decoded(_decode, record)
+        body = fields.get("body")
+        if isinstance(body, str):
+            body = decoded(_decode, body.encode())
+        is_request = isinstance(body, dict)
+        text: Mapping[str, Any] = body if isinstance(body, dict) else fields
+        named = next((name for name in _TIMES if fields.get(name) is not None), None)
+        time_s = None if named is None else seconds_of(named, fields[named])
+        if isinstance(text.get("prompt"), str):
+            turns = [self._asked(self.given.tokens.of(text["prompt"]), fields)]
+        else:
+            messages = _messages(text)
+            if is_request or time_s is not None:
+                turns = [self._last(messages, fields)]
+            else:
+                turns = list(self._turns(messages))
+        stamped = [_at(time_s, turn) for turn in turns]
+        return self.arriving(time_s, stamped)
+
+    def _asked(self, tokens: list[int], fields: Mapping[str, Any], answer: int | None = None) -> Request:
+        """A prompt that was one request."""
+        if answer is None:
+            answer = self._answer_tokens(fields)
+        ids = self.given.keys.after((), blocks_of(tokens, self.given.block_size.tokens))
+        reason = fields.get("finish_reason")
+        return Request(0.0, len(tokens), answer, ids, Hints(reason if isinstance(reason, str) else ""))
+
+    def _last(self, messages: list[tuple[str, str]], fields: Mapping[str, Any]) -> Request:
+        """All messages are one request; an answer behind them is what it was answered."""
+        answer = None
+        if messages[-1][0] == "assistant":
+            answer = len(self._closed(messages.pop()[1]))
+        tokens: list[int] = []
+        for role, text in messages:
+            tokens += [*self._opening(role), *self._closed(text)]
+        return self._asked(tokens + self._opening("assistant"), fields, answer)
+
+    def _turns(self, messages: list[tuple[str, str]]) -> Iterator[Request]:
+        """Each answer was a request, and what nobody has answered is one."""
+        size, tokens = self.given.block_size.tokens, list[int]()
+        ids: list[int | str] = []
+        for number, (role, text) in enumerate(messages):
+            tokens += self._opening(role)
+            if role == "assistant":
+                ids = self.given.keys.after(ids, blocks_of(tokens, size, len(ids)))
+                answer = self._closed(text)
+                yield Request(0.0, len(tokens), len(answer), ids)
+                tokens += answer
+                continue
+            tokens += self._closed(text)
+            if number == len(messages) - 1:
+                tokens += self._opening("assistant")
+                yield Request(
+                    0.0, len(tokens), 0, self.given.keys.after(ids, blocks_of(tokens, size, len(ids)))
+                )
+
+    def _opening(self, role: str) -> list[int]:
+        return self.given.tokens.of(f"<|im_start|>{role}\n")
+
+    def _closed(self, text: str) -> list[int]:
+        return self.given.tokens.of(text) + self.given.tokens.of("<|im_end|>\n")
+
+    def _answer_tokens(self, fields: Mapping[str, Any]) -> int:
+        response = fields.get("response")
+        places = (fields, response) if isinstance(response, dict) else (fields,)
+        for place in places:
+            usage = place.get("usage")
+            for counts, name in ((place, "output_length"), (usage, "completion_tokens")):
+                if isinstance(counts, dict) and isinstance(found := counts.get(name), int) and found >= 0:
+                    return found
+        text = next((fields[name] for name in _ANSWERS if isinstance(fields.get(name), str)), "")
+        return len(self.given.tokens.of(text)) if text else 0
+
+
+def _at(time_s: float | None, turn: Request) -> Request:
+    return Request(time_s or 0.0, turn.input_tokens, turn.output_tokens, turn.ids, turn.hints)
+
+
+def _messages(text: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Role and text of each message; raises `BadLineError`."""
+    name = next((name for name in _CONVERSATION if name in text), _CONVERSATION[-1])
+    found = text.get(name)
+    if not isinstance(found, list) or not found:
+        raise BadLineError(f"field {name}: {'missing' if name not in text else 'no list of messages'}")
+    messages = []
+    if isinstance(text.get("tools"), list):
+        messages.append(("system", json.dumps(text["tools"], ensure_ascii=False)))
+    for number, message in enumerate(found):
+        where = f"{name}[{number}]"
+        if not isinstance(message, dict):
+            raise BadLineError(f"field {where}: no object")
+        role = message.get("role", message.get("from"))
+        if not isinstance(role, str):
+            raise BadLineError(f"field {where}.role: missing")
+        content = _content(where, message.get("content", message.get("value")))
+        if message.get("tool_calls"):
+            content += json.dumps(message["tool_calls"], ensure_ascii=False)
+        messages.append((_ROLES.get(role, role), content))
+    return messages
+
+
+def _content(where: str, content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise BadLineError(
+                f"field {where}.content: a part of type {kind} has no tokens that are known here"
+            )
+        texts.append(part["text"])
+    return "".join(texts)

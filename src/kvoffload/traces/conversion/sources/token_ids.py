@@ -1,0 +1,54 @@
+"""Prompts as ids of tokens, one JSON object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+
+from kvoffload.traces.conversion.paced import PacedSource
+from kvoffload.traces.conversion.source import Request
+from kvoffload.traces.conversion.times import seconds_of
+from kvoffload.traces.conversion.tokens import blocks_of
+from kvoffload.traces.lines import BadLineError, decoded
+
+_Token = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_PROMPTS = ("prompt_token_ids", "token_ids", "input_ids", "tokens")
+
+
+class _Line(msgspec.Struct):
+    prompt_token_ids: list[_Token] | None = None
+    token_ids: list[_Token] | None = None
+    input_ids: list[_Token] | None = None
+    tokens: list[_Token] | None = None
+    output_token_ids: list[_Token] | None = None
+    output_length: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    timestamp: Any = None
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+class TokenIds(PacedSource):
+    """Lines with `prompt_token_ids` (or `token_ids`, `input_ids`, `tokens`) and perhaps `timestamp` (seconds
+    or ISO 8601), `output_length` or `output_token_ids`. A line is a request of its own."""
+
+    name = "token_ids"
+
+    @classmethod
+    def recognises(cls, names: frozenset[str]) -> bool:
+        """By the field of the prompt."""
+        return bool(names & set(_PROMPTS))
+
+    def read(self, record: bytes) -> Iterable[Request]:
+        """One line is one request."""
+        line = decoded(_decode, record)
+        prompt = next((found for name in _PROMPTS if (found := getattr(line, name)) is not None), None)
+        if prompt is None:
+            raise BadLineError(f"field {_PROMPTS[0]}: missing")
+        output = line.output_length if line.output_length is not None else len(line.output_token_ids or ())
+        contents = blocks_of(prompt, self.given.block_size.tokens)
+        time_s = None if line.timestamp is None else seconds_of("timestamp", line.timestamp)
+        request = Request(time_s or 0.0, len(prompt), output, self.given.keys.after((), contents))
+        return self.arriving(time_s, [request])

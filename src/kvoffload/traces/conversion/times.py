@@ -1,0 +1,42 @@
+"""Times as recordings write them."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import datetime, timezone
+
+from kvoffload.traces.lines import BadLineError
+
+_CALENDAR = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*(Z|[+-]\d\d:?\d\d)?")
+_MS_FROM = 1e11
+"""A count since 1970 that is larger is one of milliseconds: as seconds it would be the year 5138."""
+
+
+def seconds_of(field: str, value: object) -> float:
+    """Seconds that a number (of seconds, or of milliseconds since 1970) or an ISO 8601 text means.
+
+    A time without a zone is UTC. Raises `BadLineError`.
+    """
+    if isinstance(value, str):
+        if match := _CALENDAR.fullmatch(value.strip()):
+            date, time, fraction, zone = match.groups()
+            zone = "+00:00" if zone in (None, "Z") else zone if ":" in zone else f"{zone[:3]}:{zone[3:]}"
+            try:
+                moment = datetime.fromisoformat(f"{date}T{time}{zone}")
+            except ValueError as error:
+                raise BadLineError(f"field {field}: {value!r} is no time ({error})") from None
+            epoch = datetime(1970, 1, 1, tzinfo=timezone.utc)
+            return (moment - epoch).total_seconds() + float(f"0.{fraction or 0}")
+        try:
+            value = float(value)
+        except ValueError:
+            raise BadLineError(f"field {field}: {value!r} is neither seconds nor ISO 8601") from None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value < 0
+    ):
+        raise BadLineError(f"field {field}: {value!r} is no time")
+    return value / 1000 if value >= _MS_FROM else float(value)

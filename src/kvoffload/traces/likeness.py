@@ -1,0 +1,90 @@
+"""How alike two traces are, whatever their size: a few numbers of each, and how far these are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.statistics import TraceStatistics, describe
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import BUILTIN, builtin
+
+_LEAST_SHARE = 0.005
+"""Shares below are as good as none."""
+
+
+def features(statistics: TraceStatistics) -> dict[str, float]:
+    """What a workload is like: tokens, seconds and shares, all positive; nothing that only size decides."""
+    tokens, unique = statistics.block_tokens, max(statistics.unique_blocks, 1)
+    sizes = {
+        "tokens of a prompt, p50": statistics.blocks_per_request.p50 * tokens,
+        "tokens of a prompt, p90": statistics.blocks_per_request.p90 * tokens,
+        "new tokens of a first turn, p50": statistics.new_blocks_first_turn.p50 * tokens,
+        "new tokens of a next turn, p90": statistics.new_blocks_next_turn.p90 * tokens,
+        "tokens of an answer, p50": statistics.output_tokens.p50,
+        "turns of a session, mean": statistics.mean_turns,
+        "turns of a session, p90": statistics.turns_per_session.p90,
+        "seconds between turns, p50": statistics.turn_gap_s.p50,
+        "seconds until reuse, p50": statistics.reuse_time_s.p50,
+        "seconds until reuse, p90": statistics.reuse_time_s.p90,
+    }
+    shares = {
+        "ceiling": statistics.ceiling,
+        "repeated in a session": statistics.repeated_in_session,
+        "shared by sessions": statistics.shared_by_sessions,
+        "blocks used until reuse, p50, of all": statistics.reuse_distance_blocks.p50 / unique,
+        "blocks used until reuse, p90, of all": statistics.reuse_distance_blocks.p90 / unique,
+    }
+    return {
+        **{name: max(value, 1.0) for name, value in sizes.items()},
+        **{name: max(value, _LEAST_SHARE) for name, value in shares.items()},
+    }
+
+
+def distance(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """By which factor the features are apart, in the (geometric) mean: 1 is equal."""
+    logs = [abs(math.log(value / other[name])) for name, value in one.items()]
+    return math.exp(sum(logs) / len(logs))
+
+
+def comparable(trace: Trace) -> Trace:
+    """The trace in blocks of about 512 tokens, if its own are smaller: those are what workloads are made of.
+
+    The id of a block stands for all that comes before, so every n-th id of a request is that of a block of n.
+    """
+    several = DEFAULT_BLOCK_TOKENS // trace.block_tokens
+    if several < 2:
+        return trace
+    lengths = np.diff(trace.offsets)
+    places = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], lengths)
+    kept = trace.refs[places % several == several - 1]
+    codes, first_seen, refs = np.unique(kept, return_index=True, return_inverse=True)
+    order = np.argsort(first_seen)
+    code_of = np.empty(len(codes), np.int32)
+    code_of[order] = np.arange(len(codes), dtype=np.int32)
+    return replace(
+        trace,
+        block_tokens=several * trace.block_tokens,
+        block_ids=trace.block_ids[codes[order]],
+        refs=code_of[refs.reshape(-1)],
+        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths // several)]),
+    )
+
+
+def resemblance(trace: Trace) -> dict[str, float]:
+    """The distance of a trace to each built-in workload, nearest first. Deterministic.
+
+    Cost: a second, to generate them, besides that of `describe`.
+    """
+    trace = comparable(trace)
+    own = features(describe(trace))
+    found = {
+        name: distance(own, features(describe(generate(builtin(name, block_tokens=trace.block_tokens)))))
+        for name in BUILTIN
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1]))

@@ -1,0 +1,72 @@
+"""Lines of a file that may be compressed, and what is wrong with one. Does not know what they mean."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from kvoffload.errors import TraceError
+from kvoffload.traces.compressed import DAMAGE, STDIN, decompressing, opened
+
+T = TypeVar("T")
+
+_PROGRESS_LINES = 256
+
+
+class BadLineError(Exception):
+    """Why a line cannot be used: ``field NAME: reason``. Outside of this room it is a `TraceError`."""
+
+
+def numbered_lines(
+    path: Path, progress: Callable[[float], None] | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, numbered from 1. All failures of the file raise `TraceError`.
+
+    Args:
+        progress: called from time to time with the share of the file that has been read, 0 to 1.
+    """
+    number = 0
+    try:
+        with opened(path) as raw:
+            size = 0 if path == STDIN else path.stat().st_size  # 0 for a pipe, whose size is unknown
+            for number, line in enumerate(decompressing(raw, path.suffix), 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if progress is not None and size > 0 and number % _PROGRESS_LINES == 0:
+                    progress(raw.tell() / size)
+                if not line.isspace():
+                    yield number, line
+    except DAMAGE as error:
+        raise TraceError(f"{path}: damaged or truncated after line {number} ({error})") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    if progress is not None:
+        progress(1.0)
+
+
+def decoded(decode: Callable[[bytes], T], text: bytes) -> T:
+    """What a decoder of msgspec makes of a line; raises `BadLineError` that names the field."""
+    try:
+        text.decode()
+        return decode(text)
+    except UnicodeDecodeError as error:
+        raise BadLineError(f"not UTF-8 (byte {error.start})") from None
+    except msgspec.ValidationError as error:
+        raise BadLineError(_validation_reason(str(error))) from None
+    except msgspec.DecodeError as error:
+        raise BadLineError(f"invalid JSON ({error})") from None
+
+
+def _validation_reason(message: str) -> str:
+    """msgspec's message, in our form: ``Expected `int`, got `str` - at `$.timestamp``` and the like."""
+    plain = message.replace("`", "")
+    if missing := re.fullmatch(r"Object missing required field (\w+)", plain):
+        return f"field {missing[1]}: missing"
+    reason, _, place = plain.partition(" - at $.")
+    reason = reason[0].lower() + reason[1:]
+    return f"field {place}: {reason}" if place else f"line: {reason}"

@@ -1,0 +1,58 @@
+"""How many different blocks are in use, and how many are new, as time goes on. Knows no caches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.traces.trace import Trace
+
+
+class Period(NamedTuple):
+    """A part of the recording.
+
+    Attributes:
+        start_s, end_s: since the first arrival.
+        different_blocks: that its requests use: what a cache would have to hold to serve it alone.
+        new_blocks: those among them that no earlier period used.
+        ceiling: share of its references that are not the first one of their block.
+    """
+
+    start_s: float
+    end_s: float
+    requests: int
+    block_refs: int
+    different_blocks: int
+    new_blocks: int
+    ceiling: float
+
+
+def working_set(trace: Trace, parts: int = 12) -> list[Period]:
+    """The working set in parts of equal duration; one part if all requests come at once.
+
+    Cost: about 0.2 s per million block references.
+    """
+    times = trace.timestamps_ms
+    if not trace.requests:
+        return []
+    first_ms, duration_ms = int(times.min()), int(times.max() - times.min())
+    parts = parts if duration_ms else 1
+    part_of = np.minimum((times - first_ms) * parts // max(duration_ms, 1), parts - 1)
+    part_of_ref = np.repeat(part_of, np.diff(trace.offsets))
+    pairs = np.unique(part_of_ref * max(trace.unique_blocks, 1) + trace.refs)
+    parts_of_pairs, codes = np.divmod(pairs, max(trace.unique_blocks, 1))
+    first_part = np.full(trace.unique_blocks, parts)
+    np.minimum.at(first_part, codes, parts_of_pairs)
+    requests, refs, different, new = (
+        np.bincount(values, minlength=parts).tolist()
+        for values in (part_of, part_of_ref, parts_of_pairs, first_part)
+    )
+    step_s = duration_ms / 1000 / parts
+    return [
+        Period(
+            n * step_s, (n + 1) * step_s, requests[n], refs[n], different[n], new[n],
+            1 - new[n] / refs[n] if refs[n] else 0.0,
+        )
+        for n in range(parts)
+    ]  # fmt: skip

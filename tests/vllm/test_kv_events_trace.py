@@ -1,0 +1,73 @@
+"""KV events, as vLLM publishes them, become the trace of what it was asked: beside a recording of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from needs import CONNECTOR, needs
+from traffic import Expected
+
+from kvoffload.traces.conversion.convert import convert
+from kvoffload.traces.format import read_trace
+
+# vLLM's warnings are not ours.
+pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
+
+
+def test_events_of_an_engine_are_its_requests(
+    start_engine: Callable[..., Any],
+    llama: Path,
+    on_llama: Expected,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.config import KVEventsConfig
+
+    engine = start_engine(
+        llama,
+        {"ram": "8MiB", "record": str(tmp_path / "recorded.jsonl")},
+        connector=True,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    )
+    batches: list[Any] = []
+    publisher = engine.core.scheduler.kv_event_publisher
+    monkeypatch.setattr(publisher, "publish", batches.append)
+    prompts = [on_llama.prompts[0], on_llama.prompts[1], on_llama.prompts[0], on_llama.prompts[0][:100]]
+    # The third one's head is on the device; of the last one nothing is computed that fills a block.
+    prompts.insert(2, prompts[1][:150] + prompts[0][:140])
+    for number, prompt in enumerate(prompts):
+        engine.tokens([prompt])
+        engine.drain()
+        for batch in batches:
+            # A clock of our own: requests are ten seconds apart, whatever the machine does.
+            batch.ts = 10.0 * number if batch.ts > 1e6 else batch.ts
+    engine.connector._recording.recorder.close()
+    lines = [json.dumps(_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(batch)))) for batch in batches]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "events.gap-2s.jsonl"
+    done = convert(str(tmp_path / "events.jsonl"), out, block_tokens=32)
+    assert done.source == "kv_events"
+    inferred, recorded = read_trace(out), read_trace(tmp_path / "recorded.jsonl")
+    assert inferred.block_tokens == recorded.block_tokens == 32
+    lengths = np.diff(recorded.offsets).tolist()
+    assert lengths == [len(prompt) // 32 for prompt in prompts]
+    found = np.diff(inferred.offsets).tolist()
+    # What came back from RAM is stored on the device anew, and an event too.
+    assert found == [*lengths[:4]], "the last one is unseen: the device had all of its whole blocks"
+    assert inferred.refs.tolist() == recorded.refs[: sum(found)].tolist(), "the same blocks in the same order"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return value
