@@ -1,9 +1,8 @@
 """One connection to a server that speaks RESP2: Valkey, Redis, and what is like them.
 
 Owns bytes on a socket. A value that has the expected length is received straight into its destination. Does
-not
-know what a value means, and never tries again: after any error the connection is closed, and never read
-    further.
+not know what a value means, and never tries again: after any error the connection is closed, and never read
+further.
 """
 
 from __future__ import annotations
