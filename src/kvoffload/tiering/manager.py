@@ -279,8 +279,8 @@ class TieredManager(OffloadingManager):
             wanted, request.wanted = request.wanted, []
             if not request.finished:
                 self._promote(self.pack([*dict.fromkeys(wanted)]), ctx, request)
-        while self._ahead and self._num_reading == 0:
-            self._read_ahead()
+        if self._ahead and self._num_reading == 0:
+            self._read_ahead()  # one a step: a burst of requests must not make one step long
         return self.has_jobs
 
     @property
