@@ -392,6 +392,28 @@ def test_rows_of_another_speed_do_not_mix(chat: str, tmp_path: Path, replays: li
     assert row.decisions_sha256 != Sweep([chat], SMALL, jobs=1).run().rows[0].decisions_sha256
 
 
+def test_rows_of_another_queue_do_not_mix(chat: str, tmp_path: Path, replays: list[Task]) -> None:
+    output = tmp_path / "out.csv"
+    interrupted(chat, output, 6)
+    queued = dataclasses.replace(SMALL, queue_requests=8)
+    replays.clear()
+    result = Sweep([chat], queued, jobs=1, output=output).run()
+    assert (result.from_journal, len(replays)) == (0, 16)
+    assert {row.queue_requests for row in result.rows} == {8}
+    row = result.rows[0]
+    config = ReplayConfig(row.capacity_blocks, row.policy, row.admission, queue_requests=8)
+    assert row.decisions_sha256 == Replay(load_trace(chat), config).run().decisions_sha256
+    blind = Sweep([chat], SMALL, jobs=1).run().rows
+    assert any(a.decisions_sha256 != b.decisions_sha256 for a, b in zip(result.rows, blind, strict=True))
+
+
+def test_an_assumed_queue_is_said(chat: str) -> None:
+    done = kvoffload("sweep", chat, "--capacities", "5%", "--policies", "lru", "--queue", "8", "--quiet")
+    assert "The next 8 requests wait, and are expected: assumed" in done.stdout
+    wrong = kvoffload("sweep", chat, "--queue", "-1")
+    assert (wrong.returncode, "queue: -1 is not possible" in wrong.stderr) == (2, True)
+
+
 def test_an_assumed_speed_is_said(chat: str) -> None:
     axes = ("--policies", "lru", "--capacities", "5%", "--jobs", "1")
     said = "Requests end when 50 tokens/s have generated their answers: assumed"

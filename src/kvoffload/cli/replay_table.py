@@ -76,7 +76,7 @@ def _verdict(report: ReplayReport) -> Text:
     if report.decode_tokens_per_s:
         text.append(f"  {assumption(report.decode_tokens_per_s)}.\n")
     if report.queue_requests:
-        text.append(f"  The next {report.queue_requests:,} requests wait, and are expected: assumed.\n")
+        text.append(f"  {assumed_queue(report.queue_requests)}.\n")
     if report.skipped_lines:
         text.append(f"  {report.skipped_lines:,} bad lines of the trace were left out.\n")
     text.append(f"  CPU time for deciding: {report.control_plane_s:.2f} s")
@@ -91,6 +91,11 @@ def _verdict(report: ReplayReport) -> Text:
 def assumption(decode_tokens_per_s: float) -> str:
     """What a report says of ends that no trace has."""
     return f"Requests end when {decode_tokens_per_s:,g} tokens/s have generated their answers: assumed"
+
+
+def assumed_queue(num_requests: int) -> str:
+    """What a report says of a queue that no trace has."""
+    return f"The next {num_requests:,} requests wait, and are expected: assumed"
 
 
 def size(num_bytes: int) -> str:

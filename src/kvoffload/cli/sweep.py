@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from kvoffload.cli.options import configured, decoding, in_blocks, sized
+from kvoffload.cli.options import configured, decoding, in_blocks, queueing, sized
 from kvoffload.cli.sweep_progress import shown
 from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
@@ -35,6 +35,7 @@ from kvoffload.traces.sources import block_tokens_of
 @click.option("--tiers", default=NO_TIERS, show_default=True, metavar="CAPACITY[,policy=NAME]",
               help="Behind RAM: 10%, 10%,policy=hazard; one behind another with +.")  # fmt: skip
 @decoding
+@queueing
 @click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
 @click.option("--output", type=click.Path(path_type=Path),
@@ -59,6 +60,7 @@ def sweep(
     stores: str,
     tiers: str,
     decode_tokens_per_s: float,
+    queue_requests: int,
     jobs: int | None,
     scheduler: str | None,
     output: Path | None,
@@ -94,6 +96,7 @@ def sweep(
         _block_bytes(traces, block_tokens, model, bytes_per_token, kv_cache_dtype),
         axis("tiers", tiers),
         decode_tokens_per_s,
+        queue_requests,
     )
     run = Sweep(
         traces, grid, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, output=output, force=force,

@@ -21,6 +21,7 @@ from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.ends import check_decode_speed
 from kvoffload.replay.keys import KEY_BYTES
+from kvoffload.replay.queue import check_queue
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.tiers.options import NO_TIERS, SizedTierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
@@ -46,7 +47,7 @@ class Point:
         trace: position among the traces of the sweep.
         capacity, device: sizes as the user typed them; the same in blocks beside them.
         tiers: what is behind RAM, as typed; tier_options: the same, in blocks.
-        decode_tokens_per_s: as in `ReplayConfig`.
+        decode_tokens_per_s, queue_requests: as in `ReplayConfig`.
     """
 
     trace: int
@@ -60,6 +61,7 @@ class Point:
     tiers: str = NO_TIERS
     tier_options: tuple[SizedTierOptions, ...] = ()
     decode_tokens_per_s: float = 0.0
+    queue_requests: int = 0
 
     def config(self) -> ReplayConfig:
         """What is replayed."""
@@ -71,6 +73,7 @@ class Point:
             self.store,
             self.tier_options,
             self.decode_tokens_per_s,
+            self.queue_requests,
         )
 
     def __str__(self) -> str:
@@ -93,7 +96,7 @@ class Grid:
         tiers: what is behind RAM: ``none``, ``10%``, ``10%,policy=hazard``; several behind one another with
             a ``+``. Tiers keep account of blocks, as in production, and keep none.
         block_bytes: what a size is divided by; None if there are none among the capacities.
-        decode_tokens_per_s: no axis: that of all replays (`ReplayConfig`).
+        decode_tokens_per_s, queue_requests: no axes: those of all replays (`ReplayConfig`).
     """
 
     policies: tuple[str, ...]
@@ -104,6 +107,7 @@ class Grid:
     block_bytes: int | None = None
     tiers: tuple[str, ...] = (NO_TIERS,)
     decode_tokens_per_s: float = 0.0
+    queue_requests: int = 0
 
     def __post_init__(self) -> None:
         for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers"):
@@ -122,6 +126,8 @@ class Grid:
                     raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
         with problems:
             check_decode_speed(self.decode_tokens_per_s)
+        with problems:
+            check_queue(self.queue_requests)
         # Whether it can be understood is known before a trace is read.
         with problems:
             self._sizes(ANY_TRACE)
@@ -170,6 +176,7 @@ class Grid:
                             tiers,
                             _tier_options(tiers, self.block_bytes, unique_blocks),
                             float(self.decode_tokens_per_s),
+                            self.queue_requests,
                         )
                     )
         return points, left_out

@@ -33,6 +33,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         tiers, tier_blocks: what is behind RAM, as typed, and how many blocks that holds.
         decode_tokens_per_s: the speed at which requests were assumed to generate their answers; 0: they ended
             as soon as they were served.
+        queue_requests: how many requests were assumed to wait in the engine's queue.
         prefix_hit_ratio: references served by device and tier together, along the prefix.
         ci_low, ci_high, ci_correlation: its confidence interval, and whether that holds
             (`bootstrap.Interval`); null for fewer requests than `FEWEST_WINDOWS`.
@@ -73,6 +74,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     tiers: str
     tier_blocks: int
     decode_tokens_per_s: float
+    queue_requests: int
     prefix_hit_ratio: float
     ci_low: float | None
     ci_high: float | None
@@ -250,6 +252,7 @@ def _measured(runs: Runs, number: int, block_bytes: int | None) -> Row:
         tiers=point.tiers,
         tier_blocks=sum(tier.num_blocks for tier in point.tier_options),
         decode_tokens_per_s=report.decode_tokens_per_s,
+        queue_requests=report.queue_requests,
         prefix_hit_ratio=report.prefix_hit_ratio,
         ci_low=interval.low if interval else None,
         ci_high=interval.high if interval else None,
