@@ -66,9 +66,9 @@ def engine_keys(engine: Any, prompt: list[int]) -> list[bytes]:
     noted: list[bytes] = []
     core, begin, touch = engine.manager.core, engine.manager.core.begin_request, engine.manager.core.touch
 
-    def listen(request_id: str, keys: list[bytes]) -> Any:
+    def listen(request_id: str, keys: list[bytes], **known: Any) -> Any:
         noted[:] = keys
-        return begin(request_id, keys)
+        return begin(request_id, keys, **known)
 
     def listen_before_0_31(keys: list[bytes], ctx: Any) -> None:
         noted[:] = keys
