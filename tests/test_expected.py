@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.hazard import NaiveHazard
+from kvoffload.tiers.kinds.simulated import SimulatedOptions
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
 from letters import HIT, MISS, keys, load, make, states, store, text, use
@@ -211,6 +213,16 @@ def test_to_know_the_queue_brings_hits(agents: Any, policy: str, mode: dict[str,
     assert [report.queue_requests for report in reports] == [0, 16]
     assert num_expected(knowing.manager) == 0
     audit(knowing.manager)
+
+
+def test_who_waited_is_who_is_served_and_tiers_are_credited(agents: Any) -> None:
+    config = ReplayConfig(300, queue_requests=16, tiers=(SimulatedOptions(capacity="2000"),))
+    waited = Replay(agents, config)
+    report = waited.run()
+    assert waited.manager._requests == {}, "nobody is left behind"  # type: ignore[attr-defined]
+    assert waited.manager.counts.read_ahead > 0  # type: ignore[attr-defined]
+    assert report.tiers[1].hit_blocks > 0, "what was read ahead came from the tier"
+    assert report.prefix_hit_ratio >= Replay(agents, replace(config, tiers=())).run().prefix_hit_ratio
 
 
 @given(st.integers(-3, 3) | st.sampled_from([1 << 17, 1.5, "many"]))

@@ -24,23 +24,24 @@ def check_queue(num_requests: object) -> int:
     raise ConfigError("queue", num_requests, f"allowed: 0 to {MOST_REQUESTS} requests")
 
 
-class Queue:
-    """The next `num_requests` of a trace wait, and their manager expects them."""
+class EngineQueue:
+    """Begins the requests of a trace; the next `num_requests` wait, and their manager expects them."""
 
     def __init__(self, manager: OffloadingManager, trace: Trace, keys: TraceKeys, num_requests: int) -> None:
         self._manager, self._trace, self._keys, self._num_requests = manager, trace, keys, num_requests
         self._waiting: deque[RequestContext] = deque()
-        self._next = 0
 
-    def serve(self, request: int) -> None:
+    def serve(self, request: int) -> RequestContext:
         """It is the turn of this request, the next one: it leaves the queue, and others join."""
-        if self._waiting:
-            self._manager.withdraw(self._waiting.popleft())
-        self._next = max(self._next, request + 1)
-        while len(self._waiting) < self._num_requests and self._next < self._trace.requests:
-            first, end = self._trace.offsets[self._next : self._next + 2]
-            keys = self._keys.of_blocks(self._trace.refs[first:end])
-            ctx = self._manager.begin_request(f"{self._next} waits", keys)
-            self._manager.expect(ctx)
-            self._waiting.append(ctx)
-            self._next += 1
+        ctx = self._waiting.popleft() if self._waiting else self._begin(request)
+        self._manager.withdraw(ctx)
+        last = min(request + self._num_requests, self._trace.requests - 1)
+        for number in range(request + 1 + len(self._waiting), last + 1):
+            self._waiting.append(self._begin(number))
+            self._manager.expect(self._waiting[-1])
+        return ctx
+
+    def _begin(self, request: int) -> RequestContext:
+        first, end = self._trace.offsets[request : request + 2]
+        keys, hints = self._keys.of_blocks(self._trace.refs[first:end]), self._trace.hints_of(request)
+        return self._manager.begin_request(str(request), keys, hints=hints.at_begin)

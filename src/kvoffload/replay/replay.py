@@ -29,7 +29,7 @@ from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.ends import End, EndsAtOnce, EndsWhenGenerated, check_decode_speed
 from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.queue import Queue, check_queue
+from kvoffload.replay.queue import EngineQueue, check_queue
 from kvoffload.replay.report import ReplayReport, TierReport
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
@@ -125,8 +125,7 @@ class Replay:
             )
         else:
             self.manager = OffloadingManager(num_slots, **options)
-        num_waiting = check_queue(config.queue_requests)
-        self._queue = Queue(self.manager, trace, self._keys, num_waiting) if num_waiting else None
+        self._queue = EngineQueue(self.manager, trace, self._keys, check_queue(config.queue_requests))
         self._device: OffloadingManager | None = None
         if config.device_blocks:
             num_device_slots = slots_needed(trace, config.device_blocks)
@@ -158,9 +157,7 @@ class Replay:
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
-        if self._queue is not None:
-            self._queue.serve(request)
-        ctx = self.manager.begin_request(str(request), keys, hints=self._trace.hints_of(request).at_begin)
+        ctx = self._queue.serve(request)
         device_ctx = None
         on_device = 0
         if self._device is not None:
