@@ -1,12 +1,13 @@
 """What each thing that an engine knows is worth to `hazard`, and whether it keeps its promise, on recordings.
 
 For each recording, capacity and side (on compute, behind a device of the same size, as a victim tier of that
-size): LRU, `hazard` told nothing, told when requests end, told a label as well, told a label that means
-nothing, and both with a queue. The label is one bit at the end of a request, "the next turn of the session
-comes within 30 s", right 9 times in 10; it is made from the recording's future, so it shows what a label of
-that quality would be worth, not that engines have one. Prints a table for each recording; a cell is the hit
-ratio, its lead over LRU that is told as much, in points, with the interval of a paired bootstrap, and writes
-per reference. Exits with 1 if `hazard` is below LRU by more than its promise; with a queue it has none.
+size): LRU, `hazard` told nothing, told when requests end, told a label (as soon as a request begins, or at
+its end), told a label that means nothing or is always wrong, and both with a queue. The label is one bit of a
+request, "the next turn of the session comes within 30 s", right 9 times in 10; it is made from the
+recording's future, so it shows what a label of that quality would be worth, not that engines have one. Prints
+a table for each recording; a cell is the hit ratio, its lead over LRU that is told as much, in points, with
+the interval of a paired bootstrap, and writes per reference. Exits with 1 if `hazard` is below LRU by more
+than its promise.
 
     python bench/policies.py TRACES [CAPACITY ...]        minutes; capacities 1% 2% 5% unless named
 """
@@ -53,8 +54,10 @@ class Knowing:
 KNOWLEDGE = (
     Knowing("nothing"),
     Knowing("ends", ends=True),
+    Knowing("label at once", label="told"),
     Knowing("ends, label", ends=True, label="told"),
     Knowing("ends, label that means nothing", ends=True, label="meaningless"),
+    Knowing("ends, label that is always wrong", ends=True, label="wrong"),
     Knowing("queue", queue=QUEUE),
     Knowing("queue, ends, label", ends=True, label="told", queue=QUEUE),
 )
@@ -73,11 +76,14 @@ class Recording:
     def with_labels(self, kind: str) -> Trace:
         if not kind:
             return self.trace
-        dice, soon = random.Random(SEED), self._comes_soon
-        assert soon is not None
-        bits = [(bit if dice.random() < RIGHT else not bit) for bit in soon.tolist()]
-        if kind == "meaningless":
-            bits = [dice.random() < 0.5 for _ in bits]
+        dice = random.Random(SEED)
+        assert self._comes_soon is not None
+        soon = self._comes_soon.tolist()
+        bits = {
+            "told": [bit if dice.random() < RIGHT else not bit for bit in soon],
+            "meaningless": [dice.random() < 0.5 for _ in soon],
+            "wrong": [not bit for bit in soon],
+        }[kind]
         return replace(
             self.trace, hints=TraceHints.of(Hints("tool_calls" if bit else "stop") for bit in bits)
         )
@@ -146,7 +152,7 @@ def rows(recording: Recording, capacities: list[str], broken: list[str]) -> Iter
         broken += [
             f"{recording.trace.name}, {capacity}, {side}, told {known.words}: {lead * 100:+.2f} points"
             for (capacity, side), (lead, _) in zip(places, found, strict=True)
-            if lead < -Hazard.promise and not known.queue
+            if lead < -Hazard.promise
         ]
 
 

@@ -223,7 +223,7 @@ def test_absurd_groups(tmp_path: Path, sound_slab: tuple[str, bytes], name: str)
 def documented(heading: str) -> dict[int, int]:
     """Offsets and lengths in the table under a heading of docs/formats.md."""
     text = (ROOT / "docs" / "formats.md").read_text()
-    section = text.split(f"### {heading}\n")[1].split("\n### ")[0]
+    section = re.split(r"\n##", text.split(f"### {heading}\n")[1])[0]
     return {int(at): int(size) for at, size in re.findall(r"^\| (\d+) \| (\d+) \|", section, re.M)}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +20,11 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.structures.index import Index
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit
 from kvoffload.testing.naive.hazard import NaiveHazard
+from kvoffload.testing.naive.lru import NaiveLRU
 from kvoffload.tiers.kinds.simulated import SimulatedOptions
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
@@ -166,6 +170,51 @@ def test_what_is_expected_is_not_refused(policy: Any, store_mode: str) -> None:
     assert text(store(manager, "w").keys) == "w"
     assert manager.stats().refused == refused
     assert text(store(manager, "x").keys) == "", "that nobody expects"
+
+
+class Listens(NaiveLRU):
+    """A policy in Python that hears of requests that wait."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.told: list[str] = []
+
+    def expect(self, path: Keys, start: int) -> None:
+        self.told.append(f"{text(path[:start])}+{text(path[start:])}")
+
+
+def test_a_policy_hears_once_of_each_block_that_is_expected() -> None:
+    manager = make(Listens, 8)  # seven keys at most
+    told = cast(Listens, manager.policy).told
+    first, second = wait(manager, "abcd"), wait(manager, "pqrst")
+    assert told == ["+abcd", "+pqr"], "of the second as much as has room"
+    manager.lookup(keys("abcdx"), first)
+    manager.expect(first)
+    assert told[2:] == [], "no room for the fifth"
+    manager.withdraw(first)
+    assert told[2:] == ["pqr+st"]
+    manager.expect(second)
+    manager.withdraw(second)
+    manager.expect(second)
+    assert told[3:] == [], "it was told"
+
+
+def test_hazard_learns_when_a_block_is_expected_and_not_when_it_is_served() -> None:
+    class Sure(Hazard):
+        sample_capacity = 64
+
+    learnt = []
+    for has_queue in (False, True):
+        manager = make(Sure, 64)
+        lives = cast(Hazard, manager.policy).lifetimes
+        use(manager, path := "abcdefgh")
+        waiting = wait(manager, path) if has_queue else manager.begin_request(path, keys(path))
+        for letter in "ijklmnopqrstuvwxyzABCDEFGHIJKLMNOP":
+            use(manager, letter)
+        manager.touch(keys(path), waiting)
+        learnt.append([bucket for _, bucket in np.argwhere(lives.reused > 0)])
+    assert len(learnt[0]) == len(learnt[1]) > 0
+    assert max(learnt[1]) < min(learnt[0]), "at the age at which it was known"
 
 
 def test_a_cache_of_one_block_expects_nothing() -> None:

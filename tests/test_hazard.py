@@ -26,7 +26,7 @@ from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit
-from kvoffload.testing.naive.hazard import NaiveHazard
+from kvoffload.testing.naive.hazard import NaiveHazard, Sampled
 from kvoffload.testing.naive.shadow import hash_of
 from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
 from kvoffload.traces.sessions import generate
@@ -626,7 +626,7 @@ def state(manager: OffloadingManager) -> Any:
         classes = [members[::-1] for members in policy.classes]
         known, sampled, shadow = (
             [*policy.history],
-            [[*lives][::-1] for lives in (policy.begun, policy.ended)],
+            [youngest_first(lives) for lives in (policy.begun, policy.ended)],
             policy.shadow.keys[::-1],
         )
         guards = [bool(policy.lru_decides), policy.oldest_victim]
@@ -640,11 +640,17 @@ def state(manager: OffloadingManager) -> Any:
         shadow = [policy.history.keys.index.key_at(place) for place in shadow.members(0)]
         lifetimes = policy.lifetimes
         sampled = [
-            [key for age in range(NUM_AGES) for key in lives.keys.members(age)]
+            [key for age in range(NUM_AGES + 1) for key in lives.keys.members(age)]
             for lives in (lifetimes.begun, lifetimes.ended)
         ]
         guards = [bool(policy.state.lru_decides), policy.state.oldest_victim]
     return blocks, classes, known, sampled, shadow, guards, policy.order(), policy.stats()
+
+
+def youngest_first(lives: dict[bytes, Sampled]) -> list[bytes]:
+    """And then those that have stopped."""
+    stopped = [key for key, life in lives.items() if life.has_stopped]
+    return [key for key in lives if key not in stopped][::-1] + stopped[::-1]
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -753,7 +759,8 @@ def test_reset_forgets_everything(store: str) -> None:
         "warm_up": 1,
     }
     used, fresh = (both(attributes, 4, store=store)[0] for _ in range(2))
-    play(used, random_script(1, 700))
+    # Requests that wait go on waiting.
+    play(used, [*random_script(1, 700), *(("served", number, []) for number in range(3))])
     assert used.policy.stats()["references"] > 400
     used.reset(drop_in_flight=True)
     audit(used)

@@ -400,11 +400,19 @@ def test_rows_of_another_queue_do_not_mix(chat: str, tmp_path: Path, replays: li
     result = Sweep([chat], queued, jobs=1, output=output).run()
     assert (result.from_journal, len(replays)) == (0, 16)
     assert {row.queue_requests for row in result.rows} == {8}
-    row = result.rows[0]
-    config = ReplayConfig(row.capacity_blocks, row.policy, row.admission, queue_requests=8)
-    assert row.decisions_sha256 == Replay(load_trace(chat), config).run().decisions_sha256
-    blind = Sweep([chat], SMALL, jobs=1).run().rows
-    assert any(a.decisions_sha256 != b.decisions_sha256 for a, b in zip(result.rows, blind, strict=True))
+
+
+def test_a_row_with_a_queue_is_that_replay(tmp_path: Path) -> None:
+    path = tmp_path / "agents.jsonl"
+    write_trace(generate(builtin("agent", sessions=5)), path)
+    decided = []
+    for queue in (0, 8):
+        axes = Grid(("lru",), ("all",), ("5%",), ("0",), queue_requests=queue)
+        (row,) = Sweep([str(path)], axes, jobs=1).run().rows
+        config = ReplayConfig(row.capacity_blocks, row.policy, row.admission, queue_requests=queue)
+        assert row.decisions_sha256 == Replay(load_trace(str(path)), config).run().decisions_sha256
+        decided.append(row.decisions_sha256)
+    assert decided[0] != decided[1]
 
 
 def test_an_assumed_queue_is_said(chat: str) -> None:

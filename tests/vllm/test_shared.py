@@ -14,6 +14,8 @@ from traffic import PATIENCE_S, Expected
 
 from valkey_server import Server, running
 
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FOUR = 4

@@ -7,6 +7,7 @@ these blocks if there is room without them (`state.evictable`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,10 +85,15 @@ def _expect_no_more(expected: Expected, path: Path) -> None:
 
 
 class Queue:
-    """The requests that wait, in the order in which they came: the first get what room there is."""
+    """The requests that wait, in the order in which they came: the first get what room there is.
 
-    def __init__(self, expected: Expected) -> None:
+    Args:
+        tell: called with a request after blocks of it may have come to be expected.
+    """
+
+    def __init__(self, expected: Expected, tell: Callable[[RequestContext], None]) -> None:
         self._expected: Any = expected.memory
+        self._tell = tell
         self._waiting: dict[RequestContext, None] = {}
         self._is_full = False
 
@@ -104,4 +110,6 @@ class Queue:
             self._is_full = self._is_full and not all(map(self._expect_all, self._waiting))
 
     def _expect_all(self, ctx: RequestContext) -> bool:
-        return bool(_expect(self._expected, ctx.memory) == ctx.length)
+        has_room = bool(_expect(self._expected, ctx.memory) == ctx.length)
+        self._tell(ctx)
+        return has_room

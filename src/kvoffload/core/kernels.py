@@ -216,6 +216,18 @@ def _tell(cache: Cache, path: Path) -> int:
 
 
 @kernel
+def expect(cache: Cache, path: Path) -> int:
+    """A compiled policy hears of the blocks of the path that have come to be expected. Returns the position
+    of the first of them: those before it were told already."""
+    start = path.foreseen
+    if start < path.num_expected:
+        if cache.expect != 0:
+            call_2(cache.expect, cache.policy, path)
+        path.foreseen = path.num_expected
+    return start
+
+
+@kernel
 def observe(cache: Cache, path: Path) -> None:
     """For store modes that have the policy observe a request at another time."""
     _observe(cache, path)

@@ -121,7 +121,7 @@ class OffloadingManager:
         mode = OnDeviceEviction if self._follows_device else OnCompute
         self.store_mode = mode(self.policy, self.admission, self._state)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        self._labels, self._queue = Labels(), Queue(self._state.expected)
+        self._labels, self._queue = Labels(), Queue(self._state.expected, self.store_mode.expect)
         self._epoch = self._void_before = 0
         compile_all()
 

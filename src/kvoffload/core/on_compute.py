@@ -37,6 +37,7 @@ class OnCompute:
 
     def __init__(self, policy: EvictionPolicy, admission: Admission | None, cache: Cache) -> None:
         self.policy, self.admission, self.cache = policy, admission, cache
+        self._policy_expects = type(policy).expect is not EvictionPolicy.expect
         self._policy_observes = type(policy).observe is not EvictionPolicy.observe
         self._policy_hears_of_ends = type(policy).finished is not EvictionPolicy.finished
         self.asks_nobody = False
@@ -48,6 +49,7 @@ class OnCompute:
         if not isinstance(policy, CompiledPolicy):
             return
         cache.policy, cache.observe = policy.state.address, policy.address_of("observe")
+        cache.expect = 0 if self._policy_expects else policy.address_of("expect")
         cache.finished = 0 if self._policy_hears_of_ends else policy.address_of("finished")
         if policy.is_compiled and not self._policy_observes:
             cache.access, cache.remove = policy.address_of("access"), policy.address_of("remove")
@@ -55,6 +57,15 @@ class OnCompute:
             self.asks_nobody = self.admission is None and not self._policy_hears_of_ends
 
     # ---- requests
+
+    def expect(self, ctx: RequestContext) -> None:
+        """Tell the policy which blocks of a waiting request are expected: each once a request."""
+        if not (self._policy_expects or self.cache.expect):
+            return
+        start = kernels.expect(self.cache.memory, ctx.memory)
+        stop = Path.over(ctx.memory).foreseen
+        if start < stop and self._policy_expects:
+            self.policy.expect(ctx.keys()[:stop], start)
 
     def observe(self, ctx: RequestContext) -> None:
         """Report the request's blocks to policy and admission rule: each once a request."""

@@ -109,6 +109,18 @@ class EvictionPolicy(ABC):
         """These blocks left without being chosen as victims: a store failed, a block was damaged, or, in a
         victim tier, the device holds the block again."""
 
+    def expect(self, path: Keys, start: int) -> None:  # noqa: B027  (most ignore it)
+        """A request that waits in the engine's queue will refer to these blocks, resident or not: for
+        policies that learn when blocks are used. Until it is served others leave before them, and they are
+        not refused.
+
+        Called once for each block of a request, before `observe`. The request may never be served.
+
+        Args:
+            path: the head of the request's keys, as far as it is expected.
+            start: number of blocks of the path in earlier calls.
+        """
+
     def observe(  # noqa: B027  (most ignore it)
         self, path: Keys, slots: SlotArray, start: int, on_device: int
     ) -> None:
@@ -222,13 +234,15 @@ class CompiledPolicy(EvictionPolicy):
 
     The functions are given with ``@MyPolicy.compiled``, and are called as the methods of the same names::
 
+        expect(own: State, path: Path)  # if it learns from requests that wait
         observe(own: State, path: Path)  # if it learns from all traffic
         finished(own: State, path: Path)  # if it learns from how requests end
         access(own: State, used: Used)
         replace(own: State, new: Entering, cache: Cache, path: Path)
         remove(own: State, used: Used)
 
-    `State` is a `Struct` of the policy's own, the class of its `state`. `observe` finds the blocks that are
+    `State` is a `Struct` of the policy's own, the class of its `state`. `expect` finds the blocks from
+    ``path.foreseen`` to ``path.num_expected`` new. `observe` finds the blocks that are
     new to it on the path, from ``path.observed`` on, and their slots in ``path.found``; `finished` the whole
     path, and what is known of the request as a number, ``path.label``. `replace` asks
     `state.evictable` which blocks may leave. A function that does what another policy's does is inherited

@@ -53,7 +53,8 @@ class Path(Struct):
         on_device: number of blocks at its head that the device has: those before the first lookup; was_asked:
             1 after that.
         label: what the engine knows of the request (`hints.Labels`).
-        num_expected: the request waits in the engine's queue, and so many blocks at its head are expected.
+        num_expected: the request waits in the engine's queue, and so many blocks at its head are expected;
+        foreseen: of these the policy has been told.
     """
 
     index: Index
@@ -67,6 +68,7 @@ class Path(Struct):
     was_asked: int
     label: int
     num_expected: int
+    foreseen: int
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
@@ -285,4 +287,4 @@ def _enlarge(path: Path, larger: Path) -> None:
             larger.records[position, column] = path.records[position, column]
     larger.length, larger.observed = path.length, path.observed
     larger.on_device, larger.was_asked, larger.label = path.on_device, path.was_asked, path.label
-    larger.num_expected = path.num_expected
+    larger.num_expected, larger.foreseen = path.num_expected, path.foreseen

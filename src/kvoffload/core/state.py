@@ -33,8 +33,8 @@ class Cache(Struct):
         known: keys that requests used, of blocks that the policy does not order (`returning`). Of no keys if
             the policy is not told of them, and if not `follows_device`.
         expected: what waiting requests will ask for; spares: 1 while the store at hand has room without that.
-        policy: address of the policy's state; observe, finished, access, replace, remove: of its functions.
-            0 if the manager calls the policy in Python.
+        policy: address of the policy's state; expect, observe, finished, access, replace, remove: of its
+            functions. 0 if the manager calls the policy in Python.
         follows_device: 1 in a victim tier.
         stored, ...: as in `ManagerStats`.
     """
@@ -46,6 +46,7 @@ class Cache(Struct):
     expected: Expected
     spares: int
     policy: int
+    expect: int
     observe: int
     finished: int
     access: int

@@ -38,7 +38,9 @@ Step: TypeAlias = tuple[str, int, list[int]]
 """Name of a step; number of a request or job; numbers of keys."""
 
 ACTIONS = (
-    ["store", "stored"] * 4 + ["load", "loaded", "finish"] * 2 + ["touch", "failed", "damaged", "discard"]
+    ["store", "stored"] * 4
+    + ["load", "loaded", "finish"] * 2
+    + ["touch", "failed", "damaged", "discard", "wait", "served"]
 )
 
 
@@ -106,6 +108,11 @@ def play(
             manager.touch(keys, ctx)
         elif action == "discard":
             decision = manager.discard(keys[:1])
+        elif action == "wait":
+            manager.lookup(keys, ctx)
+            manager.expect(ctx)
+        elif action == "served":
+            manager.withdraw(ctx)
         elif action == "finish":
             manager.finish_request(contexts.pop(number), hints=next(said))
         log.append((action, decision, after_step(manager)))

@@ -31,19 +31,23 @@ class Lives(Struct):
     """The sampled keys whose lives go on.
 
     Attributes:
-        keys: a list for each bucket of ages, ordered by when their lives began.
-        class_of, began: of each key: the class of its life, and when that began.
+        keys: a list for each bucket of ages, ordered by when their lives began, and one of those whose lives
+            have stopped because a request waits for them.
+        class_of, began: of each key: the class of its life, and when that began; stopped: in which bucket of
+            ages it has stopped.
     """
 
     keys: KeyLists
     class_of: I32Array
     began: I64Array
+    stopped: I32Array
 
     def __init__(self, capacity: int, key_bytes: int) -> None:
         super().__init__(
-            keys=KeyLists(capacity, key_bytes, NUM_AGES),
+            keys=KeyLists(capacity, key_bytes, NUM_AGES + 1),
             class_of=np.zeros(capacity, np.int32),
             began=np.zeros(capacity, np.int64),
+            stopped=np.zeros(capacity, np.int32),
         )
 
 
@@ -53,6 +57,9 @@ class Lifetimes(Struct):
 
     Both are lives of the same block, in two classes, side by side: while a request runs, its blocks are
     judged by how long it takes until somebody uses them again, whether that request ends before or not.
+
+    A life ends when the block is used, or stops before, when a request begins to wait for it: from then on
+    nothing has to be guessed. It counts when the request is served.
 
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
     age reaches, and as reused in the bucket in which it is used; a future that is not yet known counts as
@@ -64,7 +71,7 @@ class Lifetimes(Struct):
     may be kept, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
 
     A request is observed by `let_age`, and then `live_on` for each of its blocks, from the last to the first;
-    its end by `let_age` and `live_after`.
+    its end by `let_age` and `live_after`; that it waits, before, by `let_age` and `stop`.
 
     Args:
         num_classes: number of classes; `group_size` neighbouring classes have one use count, and `num_labels`
@@ -169,18 +176,29 @@ def let_age(lifetimes: Lifetimes, now: int) -> None:
 
 @inline
 def _forget_oldest(lives: Lives) -> None:
-    links = lives.keys.lists.links
-    oldest = lives.keys.lists.num_positions + NUM_AGES - 1
-    while links[oldest, LIST] == 0:
+    links, youngest = lives.keys.lists.links, lives.keys.lists.num_positions
+    oldest = youngest + NUM_AGES - 1
+    while links[oldest, LIST] == 0 and oldest > youngest:
         oldest -= 1
-    forget_coldest(lives.keys, oldest)
+    forget_coldest(lives.keys, oldest if links[oldest, LIST] != 0 else youngest + NUM_AGES)
 
 
 @inline
 def _end(lifetimes: Lifetimes, lives: Lives, key: int, now: int, is_hit: bool) -> None:
     """A life has ended by a use, which was a hit or none."""
     age = bucket_of_age(lifetimes.bounds, now - lives.began[key])
+    if lives.keys.lists.links[key, LIST] == lives.keys.lists.num_positions + NUM_AGES:
+        age = lives.stopped[key]
     lifetimes.reused[lives.class_of[key], age] += is_hit
+
+
+@inline
+def _stop(lifetimes: Lifetimes, lives: Lives, path: U64Matrix, row: int, h: np.uint64, now: int) -> None:
+    links, waiting = lives.keys.lists.links, lives.keys.lists.num_positions + NUM_AGES
+    key = find(lives.keys.index, path, row, h)
+    if key != ABSENT and links[key, LIST] != waiting:
+        lives.stopped[key] = bucket_of_age(lifetimes.bounds, now - lives.began[key])
+        move_to_head(links, waiting, key)
 
 
 @inline
@@ -190,7 +208,7 @@ def _begin(
     """A life begins, in this class; returns its position."""
     links, youngest = lives.keys.lists.links, lives.keys.lists.num_positions
     if key == ABSENT:
-        if links[youngest + NUM_AGES, LIST] == 0:
+        if links[links.shape[0] - 1, LIST] == 0:
             _forget_oldest(lives)
         key = remember(lives.keys, youngest, path, row, h)
     else:
@@ -213,8 +231,8 @@ def live_on(
     if key != ABSENT:
         _end(lifetimes, begun, key, now, asked)
     begun.began[_begin(lifetimes, begun, path, row, h, key, block_class)] = now
-    links, spare = ended.keys.lists.links, ended.keys.lists.num_positions + NUM_AGES
-    if links[spare, LIST] < ended.keys.lists.num_positions:
+    links = ended.keys.lists.links
+    if links[links.shape[0] - 1, LIST] < ended.keys.lists.num_positions:
         key = find(ended.keys.index, path, row, h)
         if key != ABSENT:
             _end(lifetimes, ended, key, now, asked)
@@ -231,6 +249,15 @@ def live_after(
     ended = lifetimes.ended
     key = find(ended.keys.index, path, row, h)
     ended.began[_begin(lifetimes, ended, path, row, h, key, block_class)] = now
+
+
+@inline
+def stop(lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, now: int) -> None:
+    """A request waits that will use the block ``path[row]``."""
+    if h & np.uint64(lifetimes.sampled_one_in - 1):
+        return
+    _stop(lifetimes, lifetimes.begun, path, row, h, now)
+    _stop(lifetimes, lifetimes.ended, path, row, h, now)
 
 
 @inline

@@ -27,7 +27,7 @@ from kvoffload.policies.hazard.history import (
     is_used_at,
     use_key,
 )
-from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_after, live_on
+from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_after, live_on, stop
 from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
 from kvoffload.policies.hazard.shadow import compare, end_path, enter_shadow, shrink_to_capacity
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
@@ -249,6 +249,20 @@ def _list(own: State, block_class: int, slot: int) -> None:
         push_head(links, sentinel, slot)
     else:
         move_to_head(links, sentinel, slot)
+
+
+@Hazard.compiled
+def expect(own: State, path: Path) -> None:
+    """What is expected is settled: there is no more to learn of it until it is used."""
+    history, keys, shadow = own.history, path.index.keys[: path.length], own.history.shadow
+    let_age(own.lifetimes, own.references)
+    for row in range(path.num_expected - 1, path.foreseen - 1, -1):
+        h = path.records[row, HASH]
+        stop(own.lifetimes, keys, row, h, own.references)
+        place = find(history.keys.index, keys, row, h)
+        # An LRU that knows the queue spares the block, for about as long as if it had been used.
+        if place != ABSENT and shadow.blocks.links[place, LIST] != UNLISTED:
+            enter_shadow(shadow, place)
 
 
 @Hazard.compiled

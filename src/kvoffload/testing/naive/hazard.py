@@ -39,11 +39,13 @@ class Known:
 
 @dataclass
 class Sampled:
-    """A life in the table: its class, when it began, and the bucket of ages that it has lived to see."""
+    """A life in the table: its class, when it began, and the bucket of ages that it has lived to see; whether
+    it has stopped there, because a request waits for the block."""
 
     block_class: int
     began: int
     age: int = 0
+    has_stopped: bool = False
 
 
 @dataclass
@@ -63,7 +65,8 @@ class NaiveHazard(EvictionPolicy):
     Attributes:
         blocks: slot to block; `lru`: slots, the coldest first; `classes`: the same for each class.
         history: key to what is known of it, the most recent first.
-        begun: key to its life since its last use, the oldest first; ended: since the end of a request.
+        begun: key to its life since its last use, the oldest first, and those that have stopped in the order
+            in which they did; ended: since the end of a request.
         labels: numbers of labels, as the manager gives them.
         shadow: the twin of the shadow LRU.
     """
@@ -107,11 +110,20 @@ class NaiveHazard(EvictionPolicy):
 
     # ---- what a request teaches
 
+    def expect(self, path: Keys, start: int) -> None:
+        self._age(self.references)
+        for key in [*path][start:][::-1]:
+            for lives in (self.begun, self.ended):
+                if key in lives and not lives[key].has_stopped:
+                    lives[key] = lives.pop(key)
+                    lives[key].has_stopped = True
+        self.shadow.store([key for key in [*path][start:] if key in self.shadow.keys])
+
     def observe(self, path: Keys, slots: SlotArray, start: int, on_device: int) -> None:
         self.now = self.references
         keys, in_lru, held = list(path), [], []
         self._begin(keys, start)
-        self._age()
+        self._age(self.now)
         for row in reversed(range(start, len(keys))):
             key, slot = keys[row], int(slots[row - start])
             is_asked, is_held = row >= on_device, slot in self.blocks
@@ -141,7 +153,7 @@ class NaiveHazard(EvictionPolicy):
         if not is_at_once:
             self.now = self.references
         self.has_labels = True
-        self._age()
+        self._age(self.now)
         for key, slot in [*zip(keys, slots.tolist(), strict=True)][::-1]:
             known = self.history.get(key)
             if known is None:
@@ -215,9 +227,13 @@ class NaiveHazard(EvictionPolicy):
         self.ended.pop(key, None)
         self._live(self.begun, key, block_class)
 
-    def _age(self) -> None:
+    def _age(self, now: int) -> None:
         for life in [*self.begun.values(), *self.ended.values()]:
-            while life.age < NUM_AGES - 1 and life.began + self.bounds[life.age + 1] <= self.now:
+            while (
+                not life.has_stopped
+                and life.age < NUM_AGES - 1
+                and life.began + self.bounds[life.age + 1] <= now
+            ):
                 life.age += 1
                 self.exposed[life.block_class][life.age] += 1.0
 
@@ -226,7 +242,7 @@ class NaiveHazard(EvictionPolicy):
         if hash_of(key) % self.sampled_one_in:
             return
         if key not in lives and len(lives) == self.sample_capacity:
-            del lives[next(iter(lives))]
+            del lives[next((key for key in lives if not lives[key].has_stopped), next(iter(lives)))]
         lives.pop(key, None)
         lives[key] = Sampled(block_class, self.now)
         self.exposed[block_class][0] += 1.0
