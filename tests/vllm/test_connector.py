@@ -196,3 +196,19 @@ def test_what_waiting_requests_will_ask_for_is_expected(
     assert seen == [*range(81, 0, -9)], "81 blocks in all, nine fewer with each that is served"
     assert core.counters().expected == 0
     audit(core)
+
+
+def test_who_is_preempted_waits_again(
+    start_engine: Callable[..., Any], llama: Path, on_llama: Expected
+) -> None:
+    engine = start_engine(llama, {"ram": "32MiB"}, connector=True)
+    core, waited = engine.manager.core, list[Any]()
+    expect = core.expect
+    core.expect = lambda ctx: waited.append(ctx) or expect(ctx)
+    outcome = drive(engine, on_llama.chats, on_llama.chat_answers, seed=3, requests=60)
+    assert not outcome.wrong, outcome
+    assert outcome.preempted > 0
+    assert len(waited) == 60 + outcome.preempted
+    assert len({id(ctx) for ctx in waited}) == 60
+    assert core.counters().expected == 0
+    audit(core)

@@ -57,6 +57,14 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         self.manager.withdraw(request.request_id)
         super().update_state_after_alloc(request, *arguments)
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """A step was scheduled: who was preempted for it waits again."""
+        for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
+            status = self._req_status.get(request_id)
+            if status is not None and request_id not in scheduler_output.num_scheduled_tokens:
+                self.manager.expect(status.req_context)
+        return super().build_connector_meta(scheduler_output)
+
     def request_finished(self, request: Any) -> Any:
         """A request has ended; the manager is told so later, when its last blocks have been offered."""
         self.manager.hear(request.request_id, known_at_end(request))
