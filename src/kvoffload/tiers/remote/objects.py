@@ -66,7 +66,7 @@ class ObjectGreeting(Greeting):
         if self.is_reset:
             await bucket.put(name, new)
         elif await bucket.get(name) is None:
-            # Several machines may find none at the same instant: the first makes it, and all take what is there.
+            # Several machines may find none at once: the first makes it, and all take what is there.
             await bucket.put(name, new, only_new=True)
         self.number = _epoch_of(await bucket.get(name))
         if self.number is None:
@@ -213,7 +213,7 @@ class ObjectWrite(_ObjectBatch, Write):
         connection.run([self._put(connection, part) for part in missing], self.deadline)
 
     async def _put(self, bucket: Bucket, part: Part) -> None:
-        # A copy: a request that is given up may still be read for a moment, when its rows have been given away.
+        # A copy: a request that is given up may be read for a moment, when its rows have been given away.
         data = np.empty((len(part.rows), HEADER_BYTES + self.block_bytes), np.uint8)
         headers = self.epoch.headers(self.keys.take(part.rows), self._addresses(part.rows), self.block_bytes)
         data[:, :HEADER_BYTES] = headers.view(np.uint8).reshape(-1, HEADER_BYTES)

@@ -1,4 +1,4 @@
-"""A tier in a bucket, as the scheduler's thread sees it: a `RemoteTier` whose blocks lie several in an object."""
+"""A tier in a bucket, as the scheduler's thread sees it: a `RemoteTier` with several blocks in an object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINES = 4
 
 @dataclass(eq=False)
 class _Followed(RemoteRequest):
-    """A request, how many blocks of its path have been given their place, and in which generation of places."""
+    """A request, how many blocks of its path have their place, and in which generation of places."""
 
     num_placed: int = 0
     generation: int = 0

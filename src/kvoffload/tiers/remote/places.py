@@ -52,9 +52,8 @@ class Places:
 
     def __init__(self, group_blocks: int) -> None:
         self.group_blocks = group_blocks
-        # Digest of a block's key -> its object, and where in it. What is not told again within a generation may be
-        # forgotten.
         self.generation = 0
+        # Digest of a block's key -> its object, and where in it.
         self._young: dict[int, tuple[str, int]] = {}
         self._old: dict[int, tuple[str, int]] = {}
 
