@@ -23,8 +23,10 @@ from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.options import TierOwner, parse_tiers
+from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
-from s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Rclone, running
+from kvoffload.traces.workloads import builtin
+from s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, running
 from test_tiered_valkey import BLOCK_BYTES, CAPACITY, Machine, small_chat, some_keys
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -121,12 +123,11 @@ def test_what_waits_for_its_turn_is_written_in_whole_groups(
     first, second = make(server.port), make(server.port)
     first.serve(*range(1, 25))
     first.rest()
-    assert 0 < first.tier.stats().written < 24, "what a cut went through"
-    for _ in range(4):
-        assert first.serve(*range(1, 25)) == 24
-        first.rest()
-    assert first.tier.stats().written == 24, "is offered again by whoever uses it"
-    assert second.serve(*range(1, 25)) > 0
+    assert first.tier.stats().written == 24
+    assert second.serve(*range(1, 25)) == 24
+    first.serve(*range(1, 23), *range(101, 112))
+    first.rest()
+    assert first.tier.stats().written == 24 + 8, "from the sixth group on it is another path"
 
 
 def test_a_part_of_an_object_is_read_when_ram_has_the_rest(
@@ -239,10 +240,13 @@ def replay(trace: Trace, port: int, more: str = "") -> ReplayReport:
 
 
 def test_a_replay_with_an_object_for_each_block_is_one_with_a_tier_that_holds_all(
-    server: Rclone, small_chat: Trace
+    tmp_path: Path,
 ) -> None:
-    found = replay(small_chat, server.port, "&pack=0")
-    planned = Replay(small_chat, ReplayConfig(40, tiers=parse_tiers("tiers", "1000000"))).run()
+    """Moto: now and then rclone answers 500 to one of several that come at once."""
+    trace = generate(builtin("chat", sessions=25))
+    with running(Moto, tmp_path) as server:
+        found = replay(trace, server.port, "&pack=0")
+    planned = Replay(trace, ReplayConfig(40, tiers=parse_tiers("tiers", "1000000"))).run()
     assert found.mismatches_served == 0
     assert found.prefix_hit_ratio == planned.prefix_hit_ratio
     assert found.tiers[1].name == "s3"
@@ -252,7 +256,6 @@ def test_a_replay_with_an_object_for_each_block_is_one_with_a_tier_that_holds_al
 def test_a_replay_with_packed_objects_has_fewer_requests_and_the_ends_of_paths_less(
     server: Rclone, small_chat: Trace
 ) -> None:
-    """The numbers of docs/tiers.md."""
     single = replay(small_chat, server.port, "&pack=0")
     packed = replay(small_chat, server.port, "&pack=16KiB")
     assert packed.mismatches_served == packed.tiers[1].mismatches_caught == 0

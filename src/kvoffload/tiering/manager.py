@@ -558,6 +558,7 @@ class TieredManager(OffloadingManager):
         lane = self._lanes[row]
         room = self._room_for_writes(row)
         if len(keys) > room:
+            room = lane.tier.cut(keys, room)
             lane.waiting.update(dict.fromkeys(keys[room:]))
             num_lost = max(0, len(lane.waiting) - self.capacity_blocks)
             for key in [*islice(lane.waiting, num_lost)]:
@@ -591,13 +592,19 @@ class TieredManager(OffloadingManager):
             return 0
         if self._max_in_flight == self.capacity_blocks:
             # As in a replay, whose decisions may not depend on how fast a disk is.
-            return lane.tier.queue_room
-        return min(write_room(self._lanes, row, self._max_in_flight), lane.tier.queue_room)
+            room = lane.tier.queue_room
+        else:
+            room = min(write_room(self._lanes, row, self._max_in_flight), lane.tier.queue_room)
+        group = lane.tier.group_blocks
+        if group > 1 and room < group:
+            return 0 if lane.num_writing else group  # one group at least, or none would ever be written
+        return room
 
     def _offer_waiting(self, row: int, lane: TierLane) -> None:
         """Offer the blocks that have waited the longest, if they are still here."""
         while lane.waiting and (room := self._room_for_writes(row)):
-            keys = self.pack([*islice(lane.waiting, room)])
+            keys = self.pack([*islice(lane.waiting, room + 1)])
+            keys = keys[: lane.tier.cut(keys, room)]
             for key in keys:
                 del lane.waiting[key]
             here = self.ready_slots_of(keys) >= 0

@@ -95,6 +95,11 @@ class SecondaryTier(Protocol):
         blocks or offered them, again when more is known. A view: it is not kept. Cost: O(what is new)."""
         return
 
+    def cut(self, keys: Keys, room: int) -> int:
+        """How many of these to offer first where there is room for so many: fewer, so that no group is cut in
+        two. Cost: as `contains`."""
+        return min(room, len(keys))
+
     def finish_request(self, request: object, path: Keys) -> None:
         """The request used these blocks, wherever they were served from. This is its last call."""
         ...

@@ -108,6 +108,9 @@ class BudgetedTier(SecondaryTier):
     def follow(self, request: object, path: Keys) -> None:
         self._tier.follow(request, path)
 
+    def cut(self, keys: Keys, room: int) -> int:
+        return self._tier.cut(keys, room)
+
     def finish_request(self, request: object, path: Keys) -> None:
         self._tier.finish_request(request, path)
 

@@ -76,6 +76,13 @@ class PackedTier(RemoteTier):
             self._places.add(path[request.num_placed : length])
             request.num_placed = length
 
+    def cut(self, keys: Keys, room: int) -> int:
+        count = min(room, len(keys))
+        if self.group_blocks == 1 or count == len(keys):
+            return count
+        ends = np.flatnonzero(self._places.ends(keys[:count]))
+        return int(ends[-1]) + 1 if len(ends) else count
+
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         found: Mask = super().contains(keys, request) & self._places.known(key_digests(keys))
         return found

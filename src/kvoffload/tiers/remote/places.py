@@ -77,6 +77,12 @@ class Places:
         young, old = self._young, self._old
         return np.array([digest in young or digest in old for digest in digests.tolist()], np.bool_)
 
+    def ends(self, keys: Keys) -> Mask:
+        """Which blocks are the last of their group."""
+        last, young, old = self.group_blocks - 1, self._young, self._old
+        places = [young.get(digest) or old.get(digest) for digest in key_digests(keys).tolist()]
+        return np.array([place is not None and place[1] == last for place in places], np.bool_)
+
     def parts(self, keys: Keys) -> list[Part]:
         """The objects of these blocks, as far as they are known."""
         if self.group_blocks == 1:
