@@ -7,6 +7,7 @@ machine.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from kvoffload.tiers.options import TierOwner, parse_tier
 from kvoffload.tiers.remote.identity import HEADER_BYTES
 from kvoffload.tiers.remote.objects import object_name
 from kvoffload.tiers.remote.packed import PackedTier
+from kvoffload.tiers.striped import StripedTier
 from s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, S3Server, running
 
 BLOCK_BYTES, NUM_SLOTS, PACK = 24 * 1024, 64, 4
@@ -770,6 +772,31 @@ def test_how_many_blocks_an_object_has(pack: int, block_bytes: int, group_blocks
     options = S3Options(url="s3://bucket/ns", pack=pack)
     assert options._group_blocks(TierOwner(block_bytes, 36, "m")) == group_blocks
     assert options._group_blocks(TierOwner(block_bytes, 36, "m", tells_paths=False)) == 1
+
+
+def test_without_obstore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvoffload\[s3\]'"):
+        S3Options(url="s3://bucket/ns").open(TierOwner(BLOCK_BYTES, 36, "m"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_said"),
+    [
+        ("http://cache:9000", True),
+        ("https://cache:9000", False),
+        ("http://localhost:9000", False),
+        ("", False),
+    ],
+)
+def test_a_way_without_tls_is_said(endpoint: str, is_said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    S3Options(url="s3://bucket/ns", endpoint=endpoint)._warn_if_in_the_clear()
+    assert ("without TLS" in caplog.text) is is_said
+
+
+def test_it_does_not_stand_beside_others(client: Client) -> None:
+    with pytest.raises(ConfigError, match="groups of 4"):
+        StripedTier([client.tier])
 
 
 def test_a_bucket_that_is_not_there_is_refused(any_server: S3Server) -> None:
