@@ -603,6 +603,7 @@ class TieredManager(OffloadingManager):
     def _offer_waiting(self, row: int, lane: TierLane) -> None:
         """Offer the blocks that have waited the longest, if they are still here."""
         while lane.waiting and (room := self._room_for_writes(row)):
+            room = min(room, len(lane.waiting))
             keys = self.pack([*islice(lane.waiting, room + 1)])
             keys = keys[: lane.tier.cut(keys, room)]
             for key in keys:
