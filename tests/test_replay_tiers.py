@@ -134,7 +134,7 @@ def test_damage_in_ram_never_reaches_the_disk_as_sound(small_chat: Trace, tmp_pa
     [
         ("disk:/x", "tier.path: None is not possible; it must be given"),
         ("disk::10%", "tier.path: None is not possible; it must be given"),
-        ("ssd:/x:10%", "tier.type: 'ssd' is not possible; allowed: disk, simulated"),
+        ("ssd:/x:10%", "tier.type: 'ssd' is not possible; allowed: disk, s3, simulated"),
         ("simulated:/x:10%", "tier.path: ['/x'] is not possible; there is no such option"),
         ("disk:/x:ten", "tier.capacity: 'ten' is not possible; allowed: a size"),
         ("disk:/x:10%,policy", "'policy' is no option; allowed: "),
@@ -262,7 +262,7 @@ def test_a_new_file_is_a_new_kind_of_tier(
     assert Replay(small_chat, ReplayConfig(10, tiers=tiers)).run().tiers[1].blocks_written > 0
     monkeypatch.delitem(sys.modules, "kvoffload.tiers.kinds.toy")
     (tmp_path / "toy.py").unlink()
-    with pytest.raises(ConfigError, match="allowed: disk, simulated, valkey, module"):
+    with pytest.raises(ConfigError, match="allowed: disk, s3, simulated, valkey, module"):
         parse_tiers("tiers", "toy:100")
 
 
@@ -282,7 +282,7 @@ def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
     tiers = json.loads(done.stdout)["tiers"]
     assert set(tiers[1]) == {
         "name", "hit_blocks", "blocks_written", "blocks_evicted", "bytes_written", "bytes_read",
-        "mismatches_caught",
+        "mismatches_caught", "requests", "cost",
     }  # fmt: skip
     done = kvoffload(*arguments, "--tier", f"disk:{trace}:400")
     assert done.returncode != 0

@@ -25,7 +25,7 @@ from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.tiers.options import TierOwner, parse_tiers
+from kvoffload.tiers.options import TierOptions, TierOwner, parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
@@ -54,10 +54,8 @@ def some_keys(*numbers: int) -> list[bytes]:
 class Machine:
     """RAM, a server behind it, and an engine that computes blocks: a block has the bytes of its number."""
 
-    def __init__(self, port: int, **options: Any) -> None:
-        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
-        described = ValkeyOptions(url=f"valkey://127.0.0.1:{port}/ns", **(patient | options))
-        self.tier = described.open(TierOwner(BLOCK_BYTES, 36, "model"))
+    def __init__(self, described: TierOptions) -> None:
+        self.tier: Any = described.open(TierOwner(BLOCK_BYTES, 36, "model"))
         self.ram = MemoryTier(CAPACITY, BLOCK_BYTES)
         self.manager = TieredManager(
             CAPACITY, key_bytes=36, ram=self.ram, tiers=[self.tier], deadline_s=PATIENCE_S, max_in_flight=1.0
@@ -100,7 +98,8 @@ def make() -> Iterator[Callable[..., Machine]]:
     made: list[Machine] = []
 
     def one(port: int, **options: Any) -> Machine:
-        made.append(Machine(port, **options))
+        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
+        made.append(Machine(ValkeyOptions(url=f"valkey://127.0.0.1:{port}/ns", **(patient | options))))
         return made[-1]
 
     yield one

@@ -863,7 +863,7 @@ def test_a_password_is_in_no_log_and_no_text(
         ("valkey://host/ns?timeout=0", "tier.timeout: '0' is not possible"),
         ("valkey://host/ns?admission=some", "tier.admission: 'some' is not possible"),
         ("valkey://host/ns?capacity=5GiB", "tier.capacity: '5GiB' is not possible; there is no such option"),
-        ("redis://host/ns", "allowed: valkey://, valkeys://"),
+        ("redis://host/ns", "allowed: s3://, valkey://, valkeys://"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, message: str) -> None:

@@ -106,6 +106,10 @@ def test_a_server_behind_ram() -> None:
     ]
     assert extra["tiers"] == ["disk:/nvme/kv:1TiB", url]
     assert [tier.name for tier in parse_options(extra).tiers] == ["disk", "valkey"]
+    bucket = "s3://kv-cache/team-a?region=eu-1&pack=8MiB"
+    extra = printed("--ram", "64GiB", "--tier", bucket)["kv_connector_extra_config"]
+    assert extra["tiers"] == [bucket]
+    assert [tier.name for tier in parse_options(extra).tiers] == ["s3"]
     done = CliRunner().invoke(vllm_config, ["--ram", "64GiB", "--tier", "valkey://me:hunter2@cache/team-a"])
     assert isinstance(done.exception, ConfigError)
     assert "hunter2" not in f"{done.output} {done.exception}"

@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+import s3_server
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
 from valkey_server import Server, running
@@ -281,6 +282,25 @@ def test_one_engine_finds_what_another_has_stored(server: Server) -> None:
     assert second.load([1, 3]) == [], "and nobody gets what was before"
     for life in (first, second):
         life.tier.shutdown()
+
+
+def test_engines_find_in_a_bucket_what_others_have_stored_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.SECRET)
+    with s3_server.running(s3_server.Rclone, tmp_path) as bucket:
+        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S, "identity": "weights"}
+        url = f"s3://{s3_server.BUCKET}/ns?endpoint={bucket.endpoint}&region=us-east-1"
+        first, second = (Life(None, url=url, **patient) for _ in range(2))
+        assert until_known(first, [1, 2]) == [MISS] * 2
+        assert first.store([1, 2]).success
+        assert first.store([3]).success
+        assert second.tier.locality is Locality.REMOTE
+        assert until_known(second, [1, 2, 3, 4]) == [HIT] * 3 + [MISS]
+        assert second.load([3, 1]) == [3, 1]
+        for life in (first, second):
+            life.tier.shutdown()
 
 
 def test_engines_of_other_weights_share_nothing(server: Server) -> None:

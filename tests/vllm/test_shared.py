@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from traffic import PATIENCE_S, Expected
 
+import s3_server
 from valkey_server import Server, running
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
@@ -74,6 +75,32 @@ def test_the_first_request_of_an_engine_hits_what_another_has_computed(
     engine.drain()
     assert sum(engine.manager.core.hit_blocks) >= 9 * (FOUR - 1)
     engine.close()
+
+
+def test_an_engine_that_is_started_on_an_empty_machine_finds_a_bucket_warm(
+    on_llama: Expected, start_engine: Callable[..., Any], llama: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Three blocks of 128 KiB in an object, nine in a prompt."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.SECRET)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "s3").mkdir()
+    with s3_server.running(s3_server.Rclone, tmp_path / "s3") as bucket:
+        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S, "pack": "384KiB"}
+        url = f"s3://{s3_server.BUCKET}/engines?endpoint={bucket.endpoint}&region=us-east-1"
+        options = {"ram": "6MiB", "tiers": [{"url": url, **patient}], "tier_deadline_s": PATIENCE_S}
+        first = start_engine(llama, options)
+        on_llama.check(first, 1)
+        first.drain()
+        assert first.manager.core.settle(PATIENCE_S)
+        assert first.manager.core.tier_stats()[0].written == 9
+        first.close()
+        second = start_engine(llama, options)
+        on_llama.check(second, 1)
+        second.drain()
+        assert second.manager.core.hit_blocks == [0, 9]
+        second.close()
 
 
 def test_engines_of_other_weights_get_nothing(

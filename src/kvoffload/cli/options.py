@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from kvoffload.options import SHARED, gathered
+from kvoffload.replay.routing import ROUTINGS, SESSION
 from kvoffload.tiers.options import NO_TIERS, parse_tiers
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,6 +71,18 @@ def decoding(function: F) -> F:
         "--decode-tokens-per-s", type=float, default=0.0, metavar="X",
         help="Requests end when they have generated their answers at this speed; without it, at once.",
     )(function)  # fmt: skip
+
+
+def sharing(function: F) -> F:
+    """Give a command ``--instances`` and ``--routing``: how many engines share the last tier."""
+    for option in (
+        click.option("--routing", type=click.Choice(ROUTINGS), default=SESSION, show_default=True,
+                     help="With --instances: where a request goes."),
+        click.option("--instances", type=int, default=1, show_default=True, metavar="N",
+                     help="Engines with RAM of their own, which share the last tier behind it."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
 
 
 def in_blocks(function: F) -> F:

@@ -61,6 +61,8 @@ def _work(report: ReplayReport) -> Table:
         for tier in report.tiers[1:]:
             table.add_row(f"written to {tier.name}", f"{tier.blocks_written:,}", size(tier.bytes_written))
             table.add_row(f"mismatches caught by {tier.name}", f"{tier.mismatches_caught:,}", "")
+            if tier.requests:
+                table.add_row(f"requests to {tier.name}, cost", f"{tier.requests:,}", f"{tier.cost:.2g}")
         style = "bold red" if report.mismatches_served else "bold green"
         table.add_row("mismatches served", Text(f"{report.mismatches_served:,}", style), "")
     return table

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from kvoffload.cli.options import configured, decoding, in_blocks, queueing, sized
+from kvoffload.cli.options import configured, decoding, in_blocks, queueing, sharing, sized
 from kvoffload.cli.sweep_progress import shown
 from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
@@ -36,6 +36,7 @@ from kvoffload.traces.sources import block_tokens_of
               help="Behind RAM: 10%, 10%,policy=hazard; one behind another with +.")  # fmt: skip
 @decoding
 @queueing
+@sharing
 @click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
 @click.option("--output", type=click.Path(path_type=Path),
@@ -61,6 +62,8 @@ def sweep(
     tiers: str,
     decode_tokens_per_s: float,
     queue_requests: int,
+    instances: int,
+    routing: str,
     jobs: int | None,
     scheduler: str | None,
     output: Path | None,
@@ -97,6 +100,8 @@ def sweep(
         axis("tiers", tiers),
         decode_tokens_per_s,
         queue_requests,
+        instances,
+        routing,
     )
     run = Sweep(
         traces, grid, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, output=output, force=force,

@@ -124,6 +124,12 @@ def _note(rows: list[Row]) -> Text:
         note += f"\n  {assumption(rows[0].decode_tokens_per_s)}"
     if rows[0].queue_requests:
         note += f"\n  {assumed_queue(rows[0].queue_requests)}"
+    if rows[0].instances > 1:
+        note += (
+            f"\n  {rows[0].instances} instances have RAM of this size each; requests go by {rows[0].routing}"
+        )
+        shares = [row.others_hit_ratio for row in rows]
+        note += f"\n  Of all references {_range(shares)} hit what another instance had written"
     correlations = [
         row.diff_correlation for row in rows if row.diff_vs_lru and row.diff_correlation is not None
     ]
@@ -133,6 +139,11 @@ def _note(rows: list[Row]) -> Text:
             "(docs/sweep.md)"
         )
     return Text(note + "\n")
+
+
+def _range(shares: list[float]) -> str:
+    low, high = f"{min(shares):.1%}", f"{max(shares):.1%}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _label(row: Row, several: _Several) -> str:

@@ -28,7 +28,7 @@ _LEAST_RAM_BYTES = 2**20
 @click.option("--verify", type=click.Choice(VERIFY), help="Which blocks are verified.  [default: tiers]")
 @click.option("--tiers", "--tier", "tiers", multiple=True, metavar="disk:PATH:CAPACITY",
               help="A disk behind RAM; takes ,policy=NAME and ,admission=RULE. "
-              "Or a server: valkey://HOST/NAMESPACE.")  # fmt: skip
+              "Or what machines share: valkey://HOST/NAMESPACE, s3://BUCKET/PREFIX.")  # fmt: skip
 @click.option("--all-tokens", is_flag=True, help="Store what was generated, too; vLLM leaves it out.")
 @click.option("--blocks-per-chunk", type=int, help="Engine blocks in one block of RAM.  [default: 1]")
 @click.option("--connector", is_flag=True, help="Use KVOffloadConnector: prefixes are looked up at once.")

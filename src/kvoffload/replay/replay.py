@@ -31,8 +31,10 @@ from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import EngineQueue, check_queue
 from kvoffload.replay.report import ReplayReport, TierReport
+from kvoffload.replay.routing import SESSION
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.options import TierOptions, TierOwner, open_tiers
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.traces.trace import Trace
@@ -54,6 +56,8 @@ class ReplayConfig:
         decode_tokens_per_s: at which speed each request generates its answer, and so when it ends: assumed,
             as no trace says it. 0: it ends as soon as it is served. On the device all requests end at once.
         queue_requests: how many requests wait in the engine's queue, and so are expected: assumed, too.
+        instances: of the engine, each with all of this but the last tier, which they share; more than one are
+            for `replay.instances`. routing: which of them serves what (`replay.routing`).
     """
 
     capacity_blocks: int
@@ -64,6 +68,8 @@ class ReplayConfig:
     tiers: tuple[TierOptions, ...] = ()
     decode_tokens_per_s: float = 0.0
     queue_requests: int = 0
+    instances: int = 1
+    routing: str = SESSION
 
     @property
     def offload_blocks(self) -> int:
@@ -84,6 +90,7 @@ class Replay:
         config: through what.
         data: the data plane; None replays the decisions alone.
         decisions: where the decision log is written; it is hashed in any case.
+        shared: stands in for the last tier, which is not opened then: others use it, too.
 
     Attributes:
         hits_per_request: prefix hits of device and tier together, shape ``(requests,)``, int32.
@@ -95,6 +102,8 @@ class Replay:
         config: ReplayConfig,
         data: DataPlane | None = None,
         decisions: BinaryIO | None = None,
+        *,
+        shared: SecondaryTier | None = None,
     ) -> None:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
@@ -117,7 +126,8 @@ class Replay:
         if config.tiers:
             ram = data.ram if data is not None else NoMemory(num_slots)
             owner = TierOwner(ram.pool.shape[1], KEY_BYTES, FINGERPRINT, counts_blocks=True)
-            tiers = open_tiers(config.tiers, owner)
+            own = config.tiers if shared is None else config.tiers[:-1]
+            tiers = [*open_tiers(own, owner), *([] if shared is None else [shared])]
             # A replay has time: no request gives up, and promotions may use all of RAM.
             patience: dict[str, Any] = {"deadline_s": _SETTLE_S, "max_in_flight": 1.0, "enable_events": True}
             self.manager = self._tiered = TieredManager(
@@ -145,14 +155,19 @@ class Replay:
             if self._tiered is not None:
                 stack.callback(self._tiered.close)
             for request in range(self._trace.requests):
-                self._serve(request)
+                self.serve(request)
                 if (request + 1) % step == 0:
                     progress(request + 1)
-            self._end(self._ends.rest())
             progress(self._trace.requests)
-            return self._report()
+            return self.finish()
 
-    def _serve(self, request: int) -> None:
+    def finish(self) -> ReplayReport:
+        """All requests have been served: what was found."""
+        self._end(self._ends.rest())
+        return self._report()
+
+    def serve(self, request: int) -> None:
+        """Replay this request, the next one. `run` does, for all."""
         self._end(self._ends.due(request))
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)
@@ -385,6 +400,8 @@ class Replay:
                     bytes_written=tier.bytes_written,
                     bytes_read=tier.bytes_read,
                     mismatches_caught=tier.mismatches,
+                    requests=tier.puts + tier.gets,
+                    cost=tier.cost,
                 )
                 for name, hit_blocks, tier in zip(
                     self._tiered.tier_names, hits[1:], self._tiered.tier_stats(), strict=True

@@ -14,6 +14,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
         blocks_written, blocks_evicted: of RAM also what came up from below.
         bytes_written, bytes_read: 0 without data.
         mismatches_caught: blocks that were not what had been stored, and became misses.
+        requests: to a bucket; cost: what they and the bytes received come to, at the tier's prices.
     """
 
     name: str
@@ -23,6 +24,8 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_written: int
     bytes_read: int
     mismatches_caught: int
+    requests: int = 0
+    cost: float = 0.0
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +64,9 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
             as soon as they were served.
         queue_requests: how many requests were assumed to wait in the engine's queue.
         policy_state: what the policy says of itself at the end.
+        instances: of the engine; routing: which of them served what. Sizes are of each; all else is of all
+            together.
+        hit_blocks_of_others: references served from blocks that another instance wrote to the shared tier.
         tiers: RAM and what is behind it, top to bottom; their `hit_blocks` add up to `offload_hit_blocks`.
     """
 
@@ -103,6 +109,9 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     queue_requests: int
     policy_state: dict[str, float]
     tiers: list[TierReport]
+    instances: int = 1
+    routing: str = ""
+    hit_blocks_of_others: int = 0
 
     def to_json(self) -> bytes:
         """One JSON object, indented."""

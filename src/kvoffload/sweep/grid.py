@@ -23,6 +23,7 @@ from kvoffload.replay.ends import check_decode_speed
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.queue import check_queue
 from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.routing import SESSION, check_instances, check_routing
 from kvoffload.tiers.options import NO_TIERS, SizedTierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
 
@@ -47,7 +48,7 @@ class Point:
         trace: position among the traces of the sweep.
         capacity, device: sizes as the user typed them; the same in blocks beside them.
         tiers: what is behind RAM, as typed; tier_options: the same, in blocks.
-        decode_tokens_per_s, queue_requests: as in `ReplayConfig`.
+        decode_tokens_per_s, queue_requests, instances, routing: as in `ReplayConfig`.
     """
 
     trace: int
@@ -62,6 +63,8 @@ class Point:
     tier_options: tuple[SizedTierOptions, ...] = ()
     decode_tokens_per_s: float = 0.0
     queue_requests: int = 0
+    instances: int = 1
+    routing: str = SESSION
 
     def config(self) -> ReplayConfig:
         """What is replayed."""
@@ -74,6 +77,8 @@ class Point:
             self.tier_options,
             self.decode_tokens_per_s,
             self.queue_requests,
+            self.instances,
+            self.routing,
         )
 
     def __str__(self) -> str:
@@ -96,7 +101,8 @@ class Grid:
         tiers: what is behind RAM: ``none``, ``10%``, ``10%,policy=hazard``; several behind one another with
             a ``+``. Tiers keep account of blocks, as in production, and keep none.
         block_bytes: what a size is divided by; None if there are none among the capacities.
-        decode_tokens_per_s, queue_requests: no axes: those of all replays (`ReplayConfig`).
+        decode_tokens_per_s, queue_requests, instances, routing: no axes: those of all replays
+            (`ReplayConfig`).
     """
 
     policies: tuple[str, ...]
@@ -108,6 +114,8 @@ class Grid:
     tiers: tuple[str, ...] = (NO_TIERS,)
     decode_tokens_per_s: float = 0.0
     queue_requests: int = 0
+    instances: int = 1
+    routing: str = SESSION
 
     def __post_init__(self) -> None:
         for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers"):
@@ -128,6 +136,10 @@ class Grid:
             check_decode_speed(self.decode_tokens_per_s)
         with problems:
             check_queue(self.queue_requests)
+        with problems:
+            check_instances(self.instances)
+        with problems:
+            check_routing(self.routing)
         # Whether it can be understood is known before a trace is read.
         with problems:
             self._sizes(ANY_TRACE)
@@ -177,6 +189,8 @@ class Grid:
                             _tier_options(tiers, self.block_bytes, unique_blocks),
                             float(self.decode_tokens_per_s),
                             self.queue_requests,
+                            self.instances,
+                            self.routing,
                         )
                     )
         return points, left_out

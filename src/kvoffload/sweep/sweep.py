@@ -232,7 +232,7 @@ def _key(trace: SweptTrace, point: Point) -> str:
     """What a measurement is known by: all that it depends on."""
     parts = [_FORMAT, WINDOWS, trace.source.digest, code_digest(point.policy), point.policy,
              point.admission, point.store, point.capacity_blocks, point.device_blocks,
-             point.decode_tokens_per_s, point.queue_requests,
+             point.decode_tokens_per_s, point.queue_requests, point.instances, point.routing,
              [(tier.num_blocks, tier.policy, tier.admission, code_digest(tier.policy))
               for tier in point.tier_options]]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

@@ -34,11 +34,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         decode_tokens_per_s: the speed at which requests were assumed to generate their answers; 0: they ended
             as soon as they were served.
         queue_requests: how many requests were assumed to wait in the engine's queue.
+        instances: of the engine, each with RAM and device of these sizes, which share the last tier; routing:
+            which of them served what.
         prefix_hit_ratio: references served by device and tier together, along the prefix.
         ci_low, ci_high, ci_correlation: its confidence interval, and whether that holds
             (`bootstrap.Interval`); null for fewer requests than `FEWEST_WINDOWS`.
         offload_hit_ratio: what RAM and the tiers behind it add to the device; tier_hit_ratio: the part of
             it that comes from behind RAM.
+        others_hit_ratio: the part of that which another instance had written: what sharing brings.
         block_hit_ratio: share of references whose block the tier held, at any depth.
         blocks_written, writes_per_ref: what was stored in RAM, and per reference; bytes_written: the same in
             bytes, null where nobody has said what a token takes.
@@ -75,12 +78,15 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     tier_blocks: int
     decode_tokens_per_s: float
     queue_requests: int
+    instances: int
+    routing: str
     prefix_hit_ratio: float
     ci_low: float | None
     ci_high: float | None
     ci_correlation: float | None
     offload_hit_ratio: float
     tier_hit_ratio: float
+    others_hit_ratio: float
     block_hit_ratio: float
     blocks_written: int
     writes_per_ref: float
@@ -253,12 +259,15 @@ def _measured(runs: Runs, number: int, block_bytes: int | None) -> Row:
         tier_blocks=sum(tier.num_blocks for tier in point.tier_options),
         decode_tokens_per_s=report.decode_tokens_per_s,
         queue_requests=report.queue_requests,
+        instances=point.instances,
+        routing=point.routing,
         prefix_hit_ratio=report.prefix_hit_ratio,
         ci_low=interval.low if interval else None,
         ci_high=interval.high if interval else None,
         ci_correlation=interval.correlation if interval else None,
         offload_hit_ratio=report.offload_hit_blocks / trace.block_refs,
         tier_hit_ratio=sum(tier.hit_blocks for tier in behind) / trace.block_refs,
+        others_hit_ratio=report.hit_blocks_of_others / trace.block_refs,
         block_hit_ratio=report.block_hit_ratio,
         blocks_written=report.blocks_written,
         writes_per_ref=report.writes_per_ref,

@@ -17,7 +17,8 @@ import msgspec
 from kvoffload._version import __version__
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import TraceError
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.instances import replay_of
+from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.report import ReplayReport
 from kvoffload.sweep.bootstrap import window_sums
 from kvoffload.sweep.grid import content_digest
@@ -112,7 +113,7 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
     a worker.
     """
     try:
-        run = Replay(trace or load(task.source), task.config)
+        run = replay_of(trace or load(task.source), task.config)
         report = run.run()
     except Exception as error:
         return Failure(f"{type(error).__name__}: {error}")

@@ -30,6 +30,8 @@ class Faults:
         flip_at: the lowest bit of that byte is flipped, counted in the same way.
         replies: gets the replies to one or more commands that have arrived together, and returns what is
             passed on instead. None for what the server says.
+        answer: said instead of asking the server, or a function from what has been asked to that, or to None
+            for the server's own answer; then the connection is closed.
     """
 
     refuse: bool = False
@@ -39,6 +41,7 @@ class Faults:
     cut_after: int | None = None
     flip_at: int | None = None
     replies: Callable[[list[bytes]], list[bytes]] | None = None
+    answer: bytes | Callable[[bytes], bytes | None] | None = None
 
 
 class FaultProxy:
@@ -134,6 +137,9 @@ class FaultProxy:
                 while self.faults.hang and not self._closed:
                     time.sleep(0.001)
                 if not is_reply:
+                    if (answer := self._answer(piece)) is not None:
+                        source.sendall(answer)
+                        return
                     to.sendall(piece)
                     continue
                 if self.faults.replies is not None:
@@ -148,6 +154,10 @@ class FaultProxy:
             pass
         finally:
             self._hang_up(source, to)
+
+    def _answer(self, asked: bytes) -> bytes | None:
+        answer = self.faults.answer
+        return answer(asked) if callable(answer) else answer
 
     def _slowly(self, piece: bytes) -> Iterator[bytes]:
         faults = self.faults

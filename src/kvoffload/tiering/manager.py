@@ -107,6 +107,14 @@ class TieredManager(OffloadingManager):
                     f"blocks of {tier.block_bytes} bytes",
                     f"those of RAM have {block_bytes}",
                 )
+            most = max(1, int(max_in_flight * self.capacity_blocks))
+            if tier.group_blocks > most:
+                raise ConfigError(
+                    f"tier {tier.name}",
+                    f"objects of {tier.group_blocks} blocks",
+                    f"RAM of {self.capacity_blocks} blocks has at most {most} on their way: make it "
+                    "larger, or pack= smaller on all machines",
+                )
         # A block that RAM's policy refuses would reach no tier, so it refuses only if the user asks for it.
         self.policy_may_refuse &= not tiers or self.policy.write_cost is not None
         self._ram = ram
@@ -137,6 +145,7 @@ class TieredManager(OffloadingManager):
         """As `OffloadingManager.begin_request`."""
         ctx = super().begin_request(request_id, keys, hints=hints)
         self._requests[ctx] = TierWait([lane.tier.begin_request(request_id) for lane in self._lanes])
+        self._follow(ctx, self._requests[ctx])
         return ctx
 
     def finish_request(
@@ -195,6 +204,7 @@ class TieredManager(OffloadingManager):
         request = self._requests[ctx]
         if len(request.left_out) == len(self._lanes):
             return found
+        self._follow(ctx, request)
         rest = self.pack(keys[found.num_ready :])
         self._promote(rest, ctx, request)
         if rest[0] in self._promoting:
@@ -254,6 +264,8 @@ class TieredManager(OffloadingManager):
         super().complete_store(plan, success)
         request = self._requests.get(plan.request)
         if success and plan.epoch == self._epoch:
+            if request is not None:
+                self._follow(plan.request, request)
             for row in range(len(self._lanes)):
                 self._cascade(row, plan.keys, request)
         if request is not None:
@@ -365,6 +377,12 @@ class TieredManager(OffloadingManager):
             lane.tier.close()
 
     # ---- inside
+
+    def _follow(self, ctx: RequestContext, request: TierWait) -> None:
+        """Tell tiers that write blocks in groups what is known of a request's path."""
+        for lane, record in zip(self._lanes, request.records, strict=True):
+            if lane.tier.group_blocks > 1:
+                lane.tier.follow(record, ctx.keys())
 
     def _below(self, keys: Keys, request: TierWait) -> tuple[list[Mask], Mask]:
         """Which blocks each tier has, and which are in any tier; one that is stalled or failing counts as
@@ -540,6 +558,7 @@ class TieredManager(OffloadingManager):
         lane = self._lanes[row]
         room = self._room_for_writes(row)
         if len(keys) > room:
+            room = lane.tier.cut(keys, room)
             lane.waiting.update(dict.fromkeys(keys[room:]))
             num_lost = max(0, len(lane.waiting) - self.capacity_blocks)
             for key in [*islice(lane.waiting, num_lost)]:
@@ -573,13 +592,20 @@ class TieredManager(OffloadingManager):
             return 0
         if self._max_in_flight == self.capacity_blocks:
             # As in a replay, whose decisions may not depend on how fast a disk is.
-            return lane.tier.queue_room
-        return min(write_room(self._lanes, row, self._max_in_flight), lane.tier.queue_room)
+            room = lane.tier.queue_room
+        else:
+            room = min(write_room(self._lanes, row, self._max_in_flight), lane.tier.queue_room)
+        group = lane.tier.group_blocks
+        if group > 1 and room < group:
+            return 0 if lane.num_writing else group  # one group at least, or none would ever be written
+        return room
 
     def _offer_waiting(self, row: int, lane: TierLane) -> None:
         """Offer the blocks that have waited the longest, if they are still here."""
         while lane.waiting and (room := self._room_for_writes(row)):
-            keys = self.pack([*islice(lane.waiting, room)])
+            room = min(room, len(lane.waiting))
+            keys = self.pack([*islice(lane.waiting, room + 1)])
+            keys = keys[: lane.tier.cut(keys, room)]
             for key in keys:
                 del lane.waiting[key]
             here = self.ready_slots_of(keys) >= 0
@@ -602,6 +628,7 @@ class TieredManager(OffloadingManager):
             return
         del self._requests[ctx]
         request.left_out.clear()
+        self._follow(ctx, request)
         path = ctx.keys()
         in_tiers, _ = self._below(path, request)
         for row, lane in enumerate(self._lanes):

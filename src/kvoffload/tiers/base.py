@@ -72,6 +72,8 @@ class SecondaryTier(Protocol):
         measured_read: of a shared tier, seconds of a round trip and bytes a second when it was opened; None
             if that was not measured.
         probe_timeout_s: the time after which a probe has ended, and the longest that a request waits for one.
+        group_blocks: so many consecutive blocks of a path, counted from its beginning, are written together
+            or not at all. Above 1 the tier has to be told of paths: `follow`.
     """
 
     name: str
@@ -81,11 +83,22 @@ class SecondaryTier(Protocol):
     written_before: Mapping[int, int]
     shared: bool = False
     probe_timeout_s: float = 0.0
+    group_blocks: int = 1
     measured_read: tuple[float, float] | None = None
 
     def begin_request(self, request_id: str) -> object:
         """Open the tier's record of a request: a block counts as used once, however often it is asked for."""
         ...
+
+    def follow(self, request: object, path: Keys) -> None:
+        """The request's path from its beginning, as far as it is known: before the tier is asked for its
+        blocks or offered them, again when more is known. A view: it is not kept. Cost: O(what is new)."""
+        return
+
+    def cut(self, keys: Keys, room: int) -> int:
+        """How many of these to offer first where there is room for so many: fewer, so that no group is cut in
+        two. Cost: as `contains`."""
+        return min(room, len(keys))
 
     def finish_request(self, request: object, path: Keys) -> None:
         """The request used these blocks, wherever they were served from. This is its last call."""
@@ -220,6 +233,12 @@ class TierStats:
     """Blocks that were not written because another machine had written them."""
     circuit_open: int = 0
     """Nodes of a shared tier that are left alone now, because they did not answer."""
+    puts: int = 0
+    """Requests to a bucket that store."""
+    gets: int = 0
+    """Requests to a bucket that read or ask."""
+    cost: float = 0.0
+    """What these requests, and the bytes received, come to at the prices that were given."""
 
 
 def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:

@@ -51,6 +51,7 @@ class BudgetedTier(SecondaryTier):
         self.block_bytes, self.stored_bytes = tier.block_bytes, tier.stored_bytes
         self.written_before = tier.written_before
         self.shared, self.probe_timeout_s = tier.shared, tier.probe_timeout_s
+        self.group_blocks = tier.group_blocks
         self._written_in_hour = Counter(tier.written_before)
         self._num_dropped = 0
 
@@ -103,6 +104,12 @@ class BudgetedTier(SecondaryTier):
 
     def begin_request(self, request_id: str) -> object:
         return self._tier.begin_request(request_id)
+
+    def follow(self, request: object, path: Keys) -> None:
+        self._tier.follow(request, path)
+
+    def cut(self, keys: Keys, room: int) -> int:
+        return self._tier.cut(keys, room)
 
     def finish_request(self, request: object, path: Keys) -> None:
         self._tier.finish_request(request, path)

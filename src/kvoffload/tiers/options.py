@@ -48,6 +48,8 @@ class TierOwner:
             Raises `ConfigError` if that cannot be known.
         replica: which of several engines with equal fingerprints this is; each has a place of its own.
         counts_blocks: capacities are numbers of blocks, as in a replay, instead of sizes.
+        tells_paths: the tier is told of the paths of requests (`SecondaryTier.follow`), and is offered all
+            blocks of one at its end.
         go_on_without: called with each tier, or part of one, that cannot be opened now; without it that
             raises.
     """
@@ -57,6 +59,7 @@ class TierOwner:
     fingerprint: str
     replica: str = ""
     counts_blocks: bool = False
+    tells_paths: bool = True
     go_on_without: Callable[[UnavailableError], None] | None = None
     shared_fingerprint: Callable[[str], str] | None = None
 

@@ -75,7 +75,8 @@ class StripedTier(SecondaryTier):
         stored_bytes: the largest of the tiers'.
 
     Thread: one, as for its tiers. Cost: a digest a key and a weight for each tier; 50 ns a key with four.
-    Raises: `ConfigError` for no tiers, tiers of different `block_bytes`, and tiers of equal identity.
+    Raises: `ConfigError` for no tiers, tiers of different `block_bytes` or equal identity, and for those that
+        write blocks in groups.
     """
 
     def __init__(self, tiers: Sequence[SecondaryTier]) -> None:
@@ -87,6 +88,8 @@ class StripedTier(SecondaryTier):
             raise ConfigError("tiers", f"blocks of {sizes} bytes", "allowed: blocks of one size")
         if len({*identities}) < len(identities):
             raise ConfigError("tiers", f"identities {identities}", "allowed: each tier once")
+        if (groups := max(tier.group_blocks for tier in tiers)) > 1:
+            raise ConfigError("tiers", f"groups of {groups}", "neighbours are parted here; give pack=0")
         self._tiers = list(tiers)
         self._identities = np.array(identities, np.uint64)
         self.name = "+".join(dict.fromkeys(tier.name for tier in tiers))

@@ -78,6 +78,9 @@ TIER_COUNTERS = {
     "skipped": "Blocks not written because another machine had written them.",
     "bytes_written": "Bytes of blocks written.",
     "bytes_read": "Bytes of blocks read.",
+    "puts": "Requests to a bucket that store.",
+    "gets": "Requests to a bucket that read or ask.",
+    "cost": "What these requests and the bytes received come to, at the prices that were given.",
 }
 TIER_GAUGES = {
     "capacity": "Blocks that fit.",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,8 @@ class KVOffloadTier(SecondaryTierManager):
         facts = engine_facts(offloading_spec, vllm_version)
         self._missing: list[str] = []
         owner = tier_owner(facts, self._pool.shape[1], USUAL_KEY_BYTES, self._missing, pool="vllm")
-        self._opened = open_tiers([checked], owner)
+        # vLLM offers blocks as they are stored, in pieces of a path, and once.
+        self._opened = open_tiers([checked], replace(owner, tells_paths=False))
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []

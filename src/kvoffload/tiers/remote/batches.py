@@ -10,16 +10,16 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Mask
-from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Epoch
+from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Epoch, epoch_name
 from kvoffload.tiers.remote.resp import Connection, ProtocolError, Reply, ServerError, command
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
@@ -345,6 +345,18 @@ class Write(Transfer):
                 raise ProtocolError(f"an unexpected reply {reply!r}")
             else:
                 self.ok[row] = True
+
+
+class Speech(NamedTuple):
+    """How one kind of engine is spoken to: the classes of its batches, and where its epoch is, by namespace
+    and producer. These are for what speaks RESP2."""
+
+    greeting: type[Greeting] = Greeting
+    measurement: type[Measurement] = Measurement
+    probe: type[Probe] = Probe
+    read: type[Read] = Read
+    write: type[Write] = Write
+    epoch_name: Callable[[str, bytes], bytes] = epoch_name
 
 
 def _asked(verb: bytes, names: list[bytes]) -> bytes:

@@ -9,11 +9,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from kvoffload.tiers.remote.batches import Batch
-from kvoffload.tiers.remote.resp import Connection
 
 CONNECT_S = 0.5
+
+Connect: TypeAlias = Callable[[float], Any]
+"""Makes a connection, logged in, by the time (`time.monotonic`) that it is given: what batches speak through,
+with `close`, `abort` and `has_received` of `resp.Connection`."""
 
 
 class Line:
@@ -25,24 +29,26 @@ class Line:
 
     Args:
         name: of the thread.
-        connect: makes a connection, by the time that it is given.
 
     Thread: `submit`, `stop` on one thread; neither waits.
     """
 
-    def __init__(
-        self, name: str, connect: Callable[[float], Connection], deliver: Callable[[Batch], None]
-    ) -> None:
+    def __init__(self, name: str, connect: Connect, deliver: Callable[[Batch], None]) -> None:
         self._connect, self._deliver = connect, deliver
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._connection: Connection | None = None
-        self._stopping = False
+        self._connection: Any = None
+        self._stopping = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, batch: Batch) -> None:
         """It is this batch's turn when those before it have ended."""
         self._batches.put(batch)
+
+    @property
+    def load(self) -> int:
+        """Batches that have not ended, about."""
+        return self._batches.qsize() + self._is_busy
 
     def stop(self) -> None:
         """Cut short what is under way, and end the thread."""
@@ -65,6 +71,7 @@ class Line:
             if batch is None:
                 self._hang_up()
                 return
+            self._is_busy = True
             now = time.monotonic()
             batch.begin(now)
             try:
@@ -77,6 +84,7 @@ class Line:
                 batch.error = error
                 self._hang_up()
             batch.ended = time.monotonic()
+            self._is_busy = False
             self._deliver(batch)
             del batch  # with the last reference to the pool's rows
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.core.admission import Admission
 from kvoffload.errors import MisuseError, UnavailableError
@@ -25,18 +26,16 @@ from kvoffload.tiers.remote.batches import (
     Batch,
     BlockBatch,
     Greeting,
-    Measurement,
-    Probe,
     Read,
+    Speech,
     Transfer,
     WasResetError,
     Write,
 )
 from kvoffload.tiers.remote.circuit import Circuit
 from kvoffload.tiers.remote.hints import Hints
-from kvoffload.tiers.remote.identity import Epoch, epoch_name, producer_of
-from kvoffload.tiers.remote.line import CONNECT_S, Line
-from kvoffload.tiers.remote.resp import Connection
+from kvoffload.tiers.remote.identity import Epoch, producer_of
+from kvoffload.tiers.remote.line import CONNECT_S, Connect, Line
 from kvoffload.transfer import Blocks, Rows
 
 IN_FLIGHT_BYTES = 256 << 20
@@ -46,8 +45,6 @@ _WRITE_PATIENCE = 5.0
 _GREETING_S = 2 * CONNECT_S
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _RETRY_S = 1.0
-
-Connect = Callable[[float], Connection]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,7 @@ class RemoteOptions:
 
 
 @dataclass(eq=False)
-class _Request:
+class RemoteRequest:
     """The keys of a request that the admission rule has counted."""
 
     counted: set[bytes] = field(default_factory=set)
@@ -93,14 +90,16 @@ class RemoteTier(SecondaryTier):
 
     Args:
         name: for reports and metrics; place: the server as people call it, for the log.
-        connect: makes a connection to it, logged in, by the time (`time.monotonic`) that it is given.
+        connect: makes a connection to it.
         fingerprint: identifies the producer of the blocks, the same on all machines that share them.
         admission: which blocks are written; None for all.
         clock: monotonic seconds, for hints and circuit.
+        speech: what is said through a connection; lines: how many there are for reads, writes and probes
+            each. A batch goes to the one that has least to do.
 
-    Memory: 16 MiB for hints, as they are used. Thread: the scheduler's, and three of its own: reads, writes
-    and probes do not wait for each other. Raises: `MisuseError` in a process that was forked from the one
-    that made it.
+    Memory: 16 MiB for hints, as they are used. Thread: the scheduler's, and three times `lines` of its own:
+    reads, writes and probes do not wait for each other. Raises: `MisuseError` in a process that was forked
+    from the one that made it.
     """
 
     shared = True
@@ -116,17 +115,19 @@ class RemoteTier(SecondaryTier):
         fingerprint: str,
         admission: Admission | None = None,
         clock: Callable[[], float] = time.monotonic,
+        speech: Speech = Speech(),  # noqa: B008  (it is immutable)
+        lines: int = 1,
     ) -> None:
         self.name, self.place, self.options = name, place, options
         self.block_bytes = self.stored_bytes = block_bytes
         self.written_before = {}
         self.probe_timeout_s = options.probe_timeout_s
         self._producer = producer_of(fingerprint)
-        self._epoch_name = epoch_name(options.namespace, self._producer)
+        self._epoch_name = speech.epoch_name(options.namespace, self._producer)
         self.identity = int.from_bytes(
             producer_of(f"{name} {place} {options.namespace} {fingerprint}")[:8], "big"
         )
-        self._admission, self._clock = admission, clock
+        self._admission, self._clock, self._speech = admission, clock, speech
         self._hints, self._circuit = Hints(clock), Circuit(clock)
         self._epoch: Epoch | None = None
         self._greeting: Greeting | None = None
@@ -146,7 +147,7 @@ class RemoteTier(SecondaryTier):
         self._closed = False
         self.last_error: Exception = TimeoutError("it has not answered")
         self._lines = {
-            kind: Line(f"kvoffload-{name}-{kind}", connect, self._ended.append)
+            kind: [Line(f"kvoffload-{name}-{kind}", connect, self._ended.append) for _ in range(lines)]
             for kind in ("probe", "read", "write")
         }
         self._greet()
@@ -171,8 +172,8 @@ class RemoteTier(SecondaryTier):
             return
         name = self._epoch_name + b":measure:" + secrets.token_hex(8).encode()
         until = time.monotonic() + timeout_s
-        batch = Measurement(name=name, block_bytes=self.block_bytes, deadline=until)
-        self._lines["read"].submit(batch)
+        batch = self._speech.measurement(name=name, block_bytes=self.block_bytes, deadline=until)
+        self._say("read", batch)
         while not batch.ended and time.monotonic() < until + CONNECT_S:
             time.sleep(0.001)
         if batch.ended and batch.error is None:
@@ -181,7 +182,7 @@ class RemoteTier(SecondaryTier):
     # ---- requests
 
     def begin_request(self, request_id: str) -> object:
-        return _Request()
+        return RemoteRequest()
 
     def finish_request(self, request: object, path: Keys) -> None:
         if self._admission is not None:
@@ -204,7 +205,7 @@ class RemoteTier(SecondaryTier):
         if not self._is_open():
             return NO_JOB
         self._stats.probes += len(keys)
-        return self._submit(Probe, keys, len(keys), self.options.probe_timeout_s)
+        return self._submit(self._speech.probe, keys, len(keys), self.options.probe_timeout_s)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = checked_rows(keys, pool, rows, self.block_bytes)
@@ -214,7 +215,7 @@ class RemoteTier(SecondaryTier):
             self._results.append(JobResult(self._next_job, np.zeros(len(keys), np.bool_), 0.0))
             return self._next_job
         more = {"pool": pool, "rows": checked[:count]}
-        return self._submit(Read, keys[:count], len(keys), self.options.timeout_s, **more)
+        return self._submit(self._speech.read, keys[:count], len(keys), self.options.timeout_s, **more)
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
@@ -234,14 +235,14 @@ class RemoteTier(SecondaryTier):
             wanted = admitted
         room = self._room("write")
         self._stats.dropped += max(0, len(wanted) - room)
-        wanted = wanted[:room]
+        wanted = self._writable(keys, wanted[:room])
         if len(wanted) == 0:
             return NO_JOB, taken
         taken[wanted] = True
         self._writing.update(keys.take(wanted))
         patience_s = _WRITE_PATIENCE * self.options.timeout_s
         more = {"pool": pool, "rows": checked[wanted], "patience_s": patience_s, "ttl_s": self.options.ttl_s}
-        return self._submit(Write, keys.take(wanted), len(wanted), patience_s, **more), taken
+        return self._submit(self._speech.write, keys.take(wanted), len(wanted), patience_s, **more), taken
 
     @property
     def queue_room(self) -> int:
@@ -287,9 +288,10 @@ class RemoteTier(SecondaryTier):
             return
         self._closed = True
         self._shut()
-        for line in self._lines.values():
+        lines = [line for kind in self._lines.values() for line in kind]
+        for line in lines:
             line.stop()
-        for line in self._lines.values():
+        for line in lines:
             line.join(2 * CONNECT_S)
         self._take_in_all()
 
@@ -320,8 +322,10 @@ class RemoteTier(SecondaryTier):
     def _greet(self) -> None:
         if self._greeting is None and not self._closed:
             deadline = time.monotonic() + _GREETING_S
-            self._greeting = Greeting(name=self._epoch_name, is_reset=self._reset_wanted, deadline=deadline)
-            self._lines["probe"].submit(self._greeting)
+            self._greeting = self._speech.greeting(
+                name=self._epoch_name, is_reset=self._reset_wanted, deadline=deadline
+            )
+            self._say("probe", self._greeting)
 
     def _shut(self) -> None:
         """Believe nothing of what was, and nothing of what is under way."""
@@ -350,8 +354,15 @@ class RemoteTier(SecondaryTier):
         self._under_way[batch.job] = batch
         if kind.name in self._bytes_of:
             self._bytes_of[kind.name] += len(batch.keys) * self.block_bytes
-        self._lines[kind.name].submit(batch)
+        self._say(kind.name, batch)
         return batch.job
+
+    def _say(self, kind: str, batch: Batch) -> None:
+        min(self._lines[kind], key=lambda line: line.load).submit(batch)
+
+    def _writable(self, keys: Keys, wanted: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Of these rows of `keys` those that can be written as they are."""
+        return wanted
 
     def _take_in_all(self) -> None:
         while self._ended:
@@ -461,7 +472,7 @@ class RemoteTier(SecondaryTier):
 
     def _count(self, request: object, keys: Keys) -> None:
         """Tell the admission rule which blocks this request refers to, each once."""
-        assert isinstance(request, _Request)
+        assert isinstance(request, RemoteRequest)
         assert self._admission is not None
         new = np.array([key not in request.counted for key in keys], np.bool_)
         if new.any():

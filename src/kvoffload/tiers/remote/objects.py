@@ -1,0 +1,242 @@
+"""What is said to a bucket: the batches of `batches`, in requests of S3, side by side.
+
+Owns the names of objects and what is in them (docs/formats.md), and when a block counts as read, written or
+there. Runs on the thread of a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvoffload.tiers.base import Mask
+from kvoffload.tiers.remote.batches import (
+    FULL,
+    BlockBatch,
+    Greeting,
+    Measurement,
+    Probe,
+    Read,
+    Speech,
+    WasResetError,
+    Write,
+)
+from kvoffload.tiers.remote.bucket import Bucket, BucketError, Bytes
+from kvoffload.tiers.remote.identity import FORMAT, HEADER, HEADER_BYTES, Epoch
+from kvoffload.tiers.remote.places import Part
+from kvoffload.tiers.remote.resp import ProtocolError, ServerError
+from kvoffload.transfer.copies import address_of, copy_blocks
+
+_EPOCH_BYTES = 16
+_OUT_OF_RANGE = "416"
+_FULL = {"507", "503", "429", "QuotaExceeded"}
+"""What a server answers that has no room, or no time for so much."""
+_MEASURED_BLOCKS, _MEASURED_TIMES = 4, 3
+_FAREWELL_S = 1.0
+
+Request: TypeAlias = Coroutine[Any, Any, None]
+
+
+def epoch_name(namespace: str, producer: bytes) -> bytes:
+    """Where the present epoch is. Not among the blocks: a rule that lets those expire must leave it."""
+    return f"{namespace}/{FORMAT}/epochs/{producer.hex()}".encode()
+
+
+def object_name(epoch: Epoch, name: str) -> str:
+    """Where an object with blocks is."""
+    place = f"{epoch.namespace}/{FORMAT}/blocks/{epoch.producer.hex()}/{epoch.number:016x}"
+    return f"{place}/{name[:2]}/{name}"
+
+
+@dataclass(eq=False, kw_only=True)
+class ObjectGreeting(Greeting):
+    """Learns the present epoch, or makes a new one."""
+
+    def run(self, connection: Any) -> None:
+        connection.run([self._greet(connection)], self.deadline)
+
+    async def _greet(self, bucket: Bucket) -> None:
+        name, new = self.name.decode(), b"%016x" % secrets.randbits(64)
+        if self.is_reset:
+            await bucket.put(name, new)
+        elif await bucket.get(name) is None:
+            # Several machines may find none at once: the first makes it, and all take what is there.
+            await bucket.put(name, new, only_new=True)
+        self.number = _epoch_of(await bucket.get(name))
+        if self.number is None:
+            raise ProtocolError("no epoch where one was just made")
+
+
+@dataclass(eq=False, kw_only=True)
+class ObjectMeasurement(Measurement):
+    """How fast reads from this bucket are, now."""
+
+    def run(self, connection: Any) -> None:
+        bucket, name = connection, self.name.decode()
+        zeros = bytes(HEADER_BYTES + self.block_bytes)
+        bucket.run([bucket.put(name, zeros)], self.deadline)
+        try:
+            self.round_trip_s = min(
+                self._seconds(bucket, [bucket.size(name)]) for _ in range(_MEASURED_TIMES)
+            )
+            several = min(
+                self._seconds(bucket, [bucket.get(name) for _ in range(_MEASURED_BLOCKS)])
+                for _ in range(_MEASURED_TIMES)
+            )
+            transferring_s = several - self.round_trip_s if several > self.round_trip_s else several
+            self.bytes_per_s = _MEASURED_BLOCKS * self.block_bytes / transferring_s
+        finally:
+            with contextlib.suppress(Exception):
+                bucket.run([bucket.delete(name)], time.monotonic() + _FAREWELL_S)
+
+    def _seconds(self, bucket: Bucket, requests: list[Any]) -> float:
+        begun = time.monotonic()
+        bucket.run(requests, self.deadline)
+        return max(time.monotonic() - begun, 1e-9)
+
+
+@dataclass(eq=False, kw_only=True)
+class _ObjectBatch(BlockBatch):
+    """A batch about blocks in objects.
+
+    Attributes:
+        parts: the objects that its blocks are in; blocks in none are not there.
+        group_blocks: how many blocks an object has.
+    """
+
+    parts: list[Part]
+    group_blocks: int
+    _found: int | None = None
+    _is_answered: bool = False
+
+    def _exchange(self, bucket: Bucket, requests: Iterable[Request]) -> None:
+        """Make these requests, and ask for the epoch beside them: so that nothing counts that may be from
+        before a reset. What is cut short counts as far as it has come, if the epoch has."""
+        try:
+            bucket.run([self._hear_epoch(bucket), *requests], self.deadline)
+        finally:
+            if not self._is_answered:
+                self.ok[:] = False
+        if self._found != self.epoch.number:
+            raise WasResetError(self._found)
+
+    async def _hear_epoch(self, bucket: Bucket) -> None:
+        self._found = _epoch_of(await bucket.get(self.epoch_name.decode()))
+        self._is_answered = True
+
+    def _name(self, part: Part) -> str:
+        return object_name(self.epoch, part.name)
+
+    async def _look(self, bucket: Bucket, part: Part, there: Mask) -> None:
+        there[part.rows] = await bucket.size(self._name(part)) is not None
+
+
+@dataclass(eq=False, kw_only=True)
+class ObjectProbe(_ObjectBatch, Probe):
+    """Asks which objects are there."""
+
+    def run(self, connection: Any) -> None:
+        self._exchange(connection, [self._look(connection, part, self.ok) for part in self.parts])
+
+
+@dataclass(eq=False, kw_only=True)
+class ObjectRead(_ObjectBatch, Read):
+    """Receives objects, or spans of them, verifies their blocks, and copies those that are sound into their
+    rows.
+
+    Attributes:
+        deleted: blocks in objects of which one block was not sound: the objects are deleted.
+    """
+
+    deleted: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.deleted = np.zeros(len(self.keys), np.bool_)
+
+    @property
+    def _stride(self) -> int:
+        return HEADER_BYTES + self.block_bytes
+
+    def run(self, connection: Any) -> None:
+        self._exchange(connection, [self._fetch(connection, part) for part in self.parts])
+        damaged = [part for part in self.parts if self.damaged[part.rows].any()]
+        for part in damaged:
+            self.deleted[part.rows] = True
+        if damaged:
+            connection.run([connection.delete(self._name(part)) for part in damaged], self.deadline)
+
+    async def _fetch(self, bucket: Bucket, part: Part) -> None:
+        begin, end = int(part.at[0]), int(part.at[-1]) + 1
+        is_whole = end - begin == self.group_blocks
+        try:
+            answer = await bucket.get(
+                self._name(part), None if is_whole else (begin * self._stride, end * self._stride)
+            )
+        except BucketError as error:
+            if error.status != _OUT_OF_RANGE:
+                raise
+            self.damaged[part.rows] = True
+            return
+        if answer is None:
+            self.absent[part.rows] = True
+        elif answer[1] != self.group_blocks * self._stride or len(answer[0]) != (end - begin) * self._stride:
+            self.damaged[part.rows] = True
+        elif time.monotonic() < self.deadline:
+            self._take(part, answer[0].reshape(end - begin, self._stride), part.at - begin)
+
+    def _take(self, part: Part, found: Bytes, at: Any) -> None:
+        """Verify these blocks of a span, and copy those that are sound."""
+        headers = np.ascontiguousarray(found[at, :HEADER_BYTES]).view(HEADER).reshape(-1)
+        addresses = address_of(found) + at * self._stride + HEADER_BYTES
+        sound = self.epoch.sound(self.keys.take(part.rows), headers, addresses, self.block_bytes)
+        self.damaged[part.rows] = ~sound
+        rows = part.rows[sound]
+        copy_blocks(found[:, HEADER_BYTES:], at[sound], self.pool, self.rows[rows])
+        self.ok[rows] = True
+
+
+@dataclass(eq=False, kw_only=True)
+class ObjectWrite(_ObjectBatch, Write):
+    """Stores the objects that are not there. All blocks of each are in the batch."""
+
+    def run(self, connection: Any) -> None:
+        self._exchange(connection, [self._look(connection, part, self.was_there) for part in self.parts])
+        self.ok |= self.was_there
+        missing = [part for part in self.parts if not self.was_there[part.rows].any()]
+        connection.run([self._put(connection, part) for part in missing], self.deadline)
+
+    async def _put(self, bucket: Bucket, part: Part) -> None:
+        # A copy: a request that is given up may be read for a moment, when its rows have been given away.
+        data = np.empty((len(part.rows), HEADER_BYTES + self.block_bytes), np.uint8)
+        headers = self.epoch.headers(self.keys.take(part.rows), self._addresses(part.rows), self.block_bytes)
+        data[:, :HEADER_BYTES] = headers.view(np.uint8).reshape(-1, HEADER_BYTES)
+        copy_blocks(self.pool, self.rows[part.rows], data[:, HEADER_BYTES:], np.arange(len(data)))
+        try:
+            await bucket.put(self._name(part), data.reshape(-1))
+        except BucketError as error:
+            if not {error.code, error.status} & _FULL:
+                raise
+            self.refused = ServerError(f"{FULL} {error}")
+        else:
+            self.ok[part.rows] = True
+
+
+OBJECTS = Speech(ObjectGreeting, ObjectMeasurement, ObjectProbe, ObjectRead, ObjectWrite, epoch_name)
+"""How a bucket is spoken to."""
+
+
+def _epoch_of(answer: tuple[Bytes, int] | None) -> int | None:
+    """The epoch that an object says; None if there is none, or what it says is none."""
+    if answer is None or len(answer[0]) != _EPOCH_BYTES:
+        return None
+    try:
+        return int(answer[0].tobytes(), 16)
+    except ValueError:
+        return None
