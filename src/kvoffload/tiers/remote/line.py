@@ -76,6 +76,8 @@ class Line:
                 # the answer to something that nobody waits for any more.
                 batch.error = error
                 self._hang_up()
+            if batch.hangs_up:
+                self._hang_up()
             batch.ended = time.monotonic()
             self._deliver(batch)
             del batch  # with the last reference to the pool's rows

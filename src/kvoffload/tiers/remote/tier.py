@@ -34,7 +34,7 @@ from kvoffload.tiers.remote.batches import (
 )
 from kvoffload.tiers.remote.circuit import Circuit
 from kvoffload.tiers.remote.hints import Hints
-from kvoffload.tiers.remote.identity import Epoch, epoch_name, producer_of
+from kvoffload.tiers.remote.identity import Epoch, Naming, epoch_name, producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Line
 from kvoffload.tiers.remote.resp import Connection
 from kvoffload.transfer import Blocks, Rows
@@ -128,7 +128,7 @@ class RemoteTier(SecondaryTier):
         )
         self._admission, self._clock = admission, clock
         self._hints, self._circuit = Hints(clock), Circuit(clock)
-        self._epoch: Epoch | None = None
+        self._epoch: Naming | None = None
         self._greeting: Greeting | None = None
         self._greet_at = 0.0
         self._reset_wanted = False
@@ -282,13 +282,19 @@ class RemoteTier(SecondaryTier):
         flying = sum(len(batch.keys) for batch in self._under_way.values() if isinstance(batch, Transfer))
         return replace(self._stats, in_flight=flying, circuit_open=int(self._circuit.is_open))
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End the jobs under way, and wait for nothing. Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._shut()
         for line in self._lines.values():
             line.stop()
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        self.stop()
         for line in self._lines.values():
             line.join(2 * CONNECT_S)
         self._take_in_all()
@@ -319,9 +325,11 @@ class RemoteTier(SecondaryTier):
 
     def _greet(self) -> None:
         if self._greeting is None and not self._closed:
-            deadline = time.monotonic() + _GREETING_S
-            self._greeting = Greeting(name=self._epoch_name, is_reset=self._reset_wanted, deadline=deadline)
+            self._greeting = self._new_greeting(time.monotonic() + _GREETING_S)
             self._lines["probe"].submit(self._greeting)
+
+    def _new_greeting(self, deadline: float) -> Greeting:
+        return Greeting(name=self._epoch_name, is_reset=self._reset_wanted, deadline=deadline)
 
     def _shut(self) -> None:
         """Believe nothing of what was, and nothing of what is under way."""
@@ -343,7 +351,6 @@ class RemoteTier(SecondaryTier):
             num_rows=num_rows,
             keys=keys,
             epoch=self._epoch,
-            epoch_name=self._epoch_name,
             deadline=time.monotonic() + timeout_s,
             **more,  # type: ignore[arg-type]
         )
@@ -380,9 +387,13 @@ class RemoteTier(SecondaryTier):
         if greeting is not self._greeting:
             return  # from before a reset: it may have found the old epoch
         self._greeting, self._greet_at = None, self._clock() + _RETRY_S
-        if greeting.number is not None and greeting.error is None:
-            self._reset_wanted = False
-            self._enter(greeting.number)
+        if greeting.error is None:
+            self._accept(greeting)
+
+    def _accept(self, greeting: Greeting) -> None:
+        assert greeting.number is not None
+        self._reset_wanted = False
+        self._enter(greeting.number)
 
     def _enter(self, number: int) -> None:
         self._hints.clear()
@@ -392,7 +403,7 @@ class RemoteTier(SecondaryTier):
         del self._under_way[batch.job]
         if isinstance(batch, Transfer):
             self._bytes_of[batch.name] -= len(batch.keys) * self.block_bytes
-        is_current = self._epoch is not None and batch.epoch.number == self._epoch.number
+        is_current = self._epoch is not None and batch.epoch == self._epoch
         if isinstance(batch.error, WasResetError):
             batch.ok[:] = False
             if is_current:
