@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from kvoffload.tiers.options import TierOwner, parse_tier
 from kvoffload.tiers.remote.identity import HEADER_BYTES, Epoch
 from kvoffload.tiers.remote.resp import Login
 from valkey_client import BLOCK_BYTES, CANARY, NUM_SLOTS, Client, some_keys
-from valkey_server import PATIENCE_S, Server, running
+from valkey_server import PATIENCE_S, Server, running, self_signed
 
 
 @pytest.fixture(scope="module")
@@ -846,13 +845,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate of our own for 127.0.0.1, and one of somebody else."""
     directory = tmp_path_factory.mktemp("tls")
     for name in ("server", "other"):
-        made = subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-             "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}",
-             "-addext", "subjectAltName=IP:127.0.0.1"],
-            cwd=directory, capture_output=True,
-        )  # fmt: skip
-        assert made.returncode == 0, made.stderr
+        self_signed(directory, name)
     return directory
 
 

@@ -26,7 +26,7 @@ from kvoffload.tiers.remote.cluster import MapQuestion
 from kvoffload.tiers.remote.divisions import division_of, slot_of
 from kvoffload.tiers.remote.resp import ProtocolError
 from valkey_client import BLOCK_BYTES, CANARY, Client, some_keys
-from valkey_server import PATIENCE_S, Cluster, Server, clustered, running
+from valkey_server import PATIENCE_S, Cluster, Server, clustered, running, self_signed
 
 NUMBERS = list(range(1, 61))
 PART_BY_PART = ("--cluster-require-full-coverage", "no")
@@ -516,6 +516,18 @@ def test_nothing_takes_longer_than_its_deadline(
     client.probe(99)
     assert (client.pool == after).all(), "what comes late is written nowhere"
     assert (client.pool[60:] == CANARY).all()
+
+
+def test_blocks_come_back_over_tls(tmp_path: Path, make: Callable[..., Client]) -> None:
+    """The server in the wheel has no TLS: proxies in front of it have."""
+    pem, key = self_signed(tmp_path)
+    with clustered(tmp_path, *PART_BY_PART) as cluster, ExitStack() as stack:
+        proxies = [stack.enter_context(FaultProxy(server.port, tls=(pem, key))) for server in cluster.masters]
+        announce(cluster, proxies)
+        url = f"valkeys+cluster://127.0.0.1:{proxies[0].port}"
+        client = make(SimpleNamespace(url=url), ca=pem)
+        assert client.write(*NUMBERS) == client.read(*NUMBERS) == NUMBERS
+        assert all(proxy.num_connections for proxy in proxies)
 
 
 # ---- what is refused

@@ -43,6 +43,18 @@ def free_port() -> int:
         return found
 
 
+def self_signed(directory: Path, name: str = "server") -> tuple[str, str]:
+    """Files with a certificate for 127.0.0.1 and its key."""
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        cwd=directory, capture_output=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return str(directory / f"{name}.pem"), str(directory / f"{name}.key")
+
+
 class Server:
     """A server on a port of its own, without persistence.
 

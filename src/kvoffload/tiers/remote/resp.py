@@ -26,7 +26,7 @@ Answer: TypeAlias = "Reply | list[Answer]"
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
 """5 ms, as a ``timeval``: by so much a call may be late."""
-_MOST_ANSWER_BYTES = 1 << 20
+_MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
 """`sendmsg` takes at most 1,024."""
 
@@ -167,7 +167,7 @@ class Connection:
     def answer(self, deadline: float) -> Answer:
         """A reply of any kind, of up to 1 MiB; arrays are lists. For what is asked now and then."""
         self._left = _MOST_ANSWER_BYTES
-        return self._answer(deadline)
+        return self._answer(deadline, _MOST_NESTED)
 
     def lines(self, count: int, deadline: float) -> list[bytes]:
         """So many replies of one line each, as they are: ``:1``, ``-ERR ...``. Faster than `reply`."""
@@ -211,7 +211,7 @@ class Connection:
 
     # ---- inside
 
-    def _answer(self, deadline: float) -> Answer:
+    def _answer(self, deadline: float, most_nested: int) -> Answer:
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
         if kind in b"+-":
@@ -224,10 +224,10 @@ class Connection:
         if count == -1:
             return None
         self._left -= max(count, 0) + len(line)
-        if count < 0 or self._left < 0:
-            raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes")
+        if count < 0 or self._left < 0 or most_nested == 0:
+            raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes, or nested too deeply")
         if kind == b"*":
-            return [self._answer(deadline) for _ in range(count)]
+            return [self._answer(deadline, most_nested - 1) for _ in range(count)]
         value = bytearray(count)
         self._take(memoryview(value), deadline)
         self._end_of_value(deadline)
