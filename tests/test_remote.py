@@ -331,6 +331,22 @@ def test_many_lines_are_read_however_they_are_cut(step: int, count: int) -> None
         assert connection.reply(patience()) == b"last"
 
 
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+def test_short_replies_are_read_however_they_are_cut(step: int) -> None:
+    stream = value(b"0123") + b"$-1\r\n-NO way\r\n" + value(b"") + value(b"9") + b":7\r\n"
+    with saying(stream, step=step) as connection:
+        first, second, error, *others = connection.short_replies(5, patience())
+        assert (first, second, *others) == (b"0123", None, b"", b"9")
+        assert isinstance(error, ServerError)
+        assert connection.reply(patience()) == 7, "and nothing of what comes behind them"
+
+
+@pytest.mark.parametrize("said", [b":1\r\n", b"$3\r\nab\r\n", b"$2\r\nabc\r\n", b"$x\r\n", b"\r\n"])
+def test_what_is_no_short_reply_ends_the_connection(said: bytes) -> None:
+    with saying(said) as connection, pytest.raises(ProtocolError):
+        connection.short_replies(1, patience())
+
+
 @pytest.mark.parametrize("length", [0, 1, 63, 575, 577, 1100])
 def test_a_value_of_another_length_is_thrown_away_and_the_next_one_right(length: int) -> None:
     body = bytes(64) + b"x" * BLOCK_BYTES

@@ -170,9 +170,9 @@ class ValkeyOptions(TierOptions):
             "admission": admission,
         }
         if place.is_cluster:
-            connect = _connector(login)
+            connect = connector(login)
             return ClusterTier(self.name, str(place), [*place.nodes], connect, options, **more)
-        connect_to, (node,) = _connector(login), place.nodes
+        connect_to, (node,) = connector(login), place.nodes
         return RemoteTier(self.name, str(place), lambda deadline: connect_to(node, deadline), options, **more)
 
     def login(self) -> Login:
@@ -201,7 +201,7 @@ class ValkeyOptions(TierOptions):
         return Login(os.environ.get(USERNAME, ""), password, tls)
 
 
-def _connector(login: Login) -> Callable[[Address, float], Connection]:
+def connector(login: Login) -> Callable[[Address, float], Connection]:
     return lambda address, deadline: Connection(*address, login, deadline)
 
 

@@ -178,8 +178,8 @@ class BlockBatch(Batch):
     def _check_epoch(self, connection: Connection, asked: Asked) -> Mask:
         """Receive what was asked for about the epoch: which blocks it confirms. Raises `WasResetError`."""
         confirmed, reset = np.zeros(len(asked.names), np.bool_), False
-        for row, expected in enumerate(asked.numbers):
-            reply = connection.reply(self.deadline)
+        replies = connection.short_replies(len(asked.names), self.deadline)
+        for row, (reply, expected) in enumerate(zip(replies, asked.numbers, strict=True)):
             if isinstance(reply, ServerError):
                 self.refused = reply
                 if reply.code not in ELSEWHERE:

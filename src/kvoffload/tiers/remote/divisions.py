@@ -89,6 +89,10 @@ class DividedEpoch(Naming):
         return begins, np.array(numbers, np.uint64), np.array(seeds, np.uint64)
 
     @cached_property
+    def _epoch_names(self) -> list[bytes]:
+        return epoch_names(self.namespace, self.producer, range(NUM_DIVISIONS))
+
+    @cached_property
     def _known(self) -> dict[int, int | None]:
         return dict(zip(self.divisions, self.numbers, strict=True))
 
@@ -99,8 +103,9 @@ class DividedEpoch(Naming):
 
     def asked(self, keys: Keys) -> Asked:
         divisions, of = np.unique(division_of(keys), return_inverse=True)
-        names = epoch_names(self.namespace, self.producer, divisions.tolist())
-        return Asked(names, [self._known.get(division) for division in divisions.tolist()], of)
+        known, at = self._known, divisions.tolist()
+        names = [self._epoch_names[division] for division in at]
+        return Asked(names, [known.get(division) for division in at], of)
 
     def _numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
         at = digests >> np.uint64(56)
