@@ -27,7 +27,7 @@ from kvoffload.tiers.options import TierOwner, parse_tier
 from kvoffload.tiers.remote.identity import HEADER_BYTES, Epoch
 from kvoffload.tiers.remote.resp import Login
 from valkey_client import BLOCK_BYTES, CANARY, NUM_SLOTS, Client, some_keys
-from valkey_server import PATIENCE_S, Server, free_port, running, self_signed
+from valkey_server import PATIENCE_S, Server, running, self_signed
 
 
 @pytest.fixture(scope="module")
@@ -689,7 +689,7 @@ def test_a_server_that_evicts_what_it_likes(
 
 def test_a_node_of_a_cluster_is_refused_at_the_start(tmp_path: Path, make: Callable[..., Client]) -> None:
     with (
-        running(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port())) as server,
+        running(tmp_path, "--cluster-enabled", "yes") as server,
         pytest.raises(ConfigError, match=r"take valkey\+cluster://.*CLUSTERDOWN"),
     ):
         make(server)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -109,6 +108,7 @@ def inspect(url: str, form: str) -> None:
 @_format
 def bench(
     url: str,
+    *,
     block_bytes: str | None,
     rounds: int,
     model: str | None,
@@ -185,8 +185,6 @@ def _in_one_line(place: Place) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except ssl.SSLCertVerificationError as error:
-        raise ConfigError("tier", str(place), str(error)) from None
     except ServerError as error:
         raise ConfigError("tier", str(place), str(error)) from None
     except (OSError, KVOffloadError) as error:

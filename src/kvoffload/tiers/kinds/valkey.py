@@ -27,7 +27,7 @@ from kvoffload.tiers.remote.tier import RemoteOptions, RemoteTier
 
 USERNAME, PASSWORD = "KVOFFLOAD_VALKEY_USERNAME", "KVOFFLOAD_VALKEY_PASSWORD"
 _PORT = 6379
-_START_S = 1.0
+_START_S, _COMMAND_START_S = 1.0, 5.0
 _REPLAY_S = 30.0
 _COUNTED_BLOCKS = 1 << 16
 """An admission rule counts as for a cache of so many blocks: how many the server holds is not ours to
@@ -126,8 +126,8 @@ class ValkeyOptions(TierOptions):
     cert_key: str = ""
 
     def open(self, owner: TierOwner) -> RemoteTier | ClusterTier:
-        """Waits a second at most for the server. An engine starts without it, and finds it when it is
-        there.
+        """Waits five seconds at most for the server. An engine waits one, starts without it, and finds it
+        when it is there.
         """
         if owner.block_bytes == 0:
             raise ConfigError(
@@ -137,7 +137,7 @@ class ValkeyOptions(TierOptions):
         _warn_if_open_to_all(place, login)
         tier = self._tier(owner, place, login)
         try:
-            tier.wait_until_open(_START_S)
+            tier.wait_until_open(_COMMAND_START_S if owner.go_on_without is None else _START_S)
             if not owner.counts_blocks:
                 tier.measure(_START_S)
         except UnavailableError as error:

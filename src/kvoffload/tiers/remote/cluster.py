@@ -23,7 +23,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.tiers.divided import DividedTier, Share
 from kvoffload.tiers.remote.batches import Batch
-from kvoffload.tiers.remote.divisions import NUM_DIVISIONS, division_of, divisions_between
+from kvoffload.tiers.remote.divisions import NUM_DIVISIONS, division_of, divisions_between, tags
 from kvoffload.tiers.remote.identity import producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Line
 from kvoffload.tiers.remote.node import Node
@@ -34,7 +34,6 @@ from kvoffload.transfer import Blocks, Rows
 Address = tuple[str, int]
 """Host and port of a node."""
 
-_ASK_S = 2 * CONNECT_S
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0
 _JITTER = 0.5
 _LOOK_EVERY_S = 0.005
@@ -127,6 +126,7 @@ class ClusterTier(DividedTier):
         self._may_know: list[Address] = list(seeds)
         self._pid, self._closed = os.getpid(), False
         self.last_error: Exception = TimeoutError("no node has answered")
+        tags()  # takes 50 ms, once, and not when the first map arrives
         self._line = Line(f"kvoffload-{name}-map", self._connect_to_any, self._ended.append)
         self._tend()
 
@@ -254,7 +254,7 @@ class ClusterTier(DividedTier):
             self._num_troubles = num_troubles
             self._ask_at = now + self._pause_s * random.uniform(1.0 - _JITTER, 1.0 + _JITTER)
             self._pause_s = min(2.0 * self._pause_s, _LONGEST_PAUSE_S)
-            self._asked = MapQuestion(deadline=time.monotonic() + _ASK_S)
+            self._asked = MapQuestion(deadline=time.monotonic() + CONNECT_S)
             self._line.submit(self._asked)
 
     def _follow(self, found: MapQuestion) -> None:

@@ -158,9 +158,11 @@ class RemoteTier(SecondaryTier):
         until = time.monotonic() + timeout_s
         while self._epoch is None:
             self._take_in_all()
-            if self._epoch is None and (time.monotonic() >= until or self._greeting is None):
+            has_refused = self._greeting is None and not isinstance(self.last_error, TimeoutError)
+            if self._epoch is None and (has_refused or time.monotonic() >= until):
                 why = f"{type(self.last_error).__name__}: {self.last_error}"
                 raise UnavailableError("tier", self.place, why)
+            self._tend()
             time.sleep(0.001)
 
     def measure(self, timeout_s: float) -> None:
