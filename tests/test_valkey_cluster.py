@@ -18,13 +18,17 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.replay.data import DataPlane
+from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.kinds.valkey import PASSWORD, USERNAME, ValkeyOptions
-from kvoffload.tiers.options import TierOwner, parse_tier
+from kvoffload.tiers.options import TierOwner, parse_tier, parse_tiers
 from kvoffload.tiers.remote.cluster import MapQuestion
 from kvoffload.tiers.remote.divisions import division_of, slot_of
 from kvoffload.tiers.remote.resp import ProtocolError
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.workloads import builtin
 from valkey_client import BLOCK_BYTES, CANARY, Client, some_keys
 from valkey_server import PATIENCE_S, Cluster, Server, clustered, running, self_signed
 
@@ -575,6 +579,9 @@ def test_as_users_type_it() -> None:
     found = parse_tier("tier", text)
     assert found == ValkeyOptions(url="valkey+cluster://a:7201,b,[::1]:7203/team.a", ttl=86400.0)
     assert parse_tier("tier", str(found)) == found
+    several = parse_tiers("tiers", f"disk:/data/kv:5GiB+{text}")
+    assert [one.name for one in several] == ["disk", "valkey"]
+    assert several[1] == found
 
 
 class _Says:
@@ -610,3 +617,16 @@ def test_a_map_is_read_as_nodes_write_it() -> None:
     for nonsense in (b"OK", None, [1], [[0, 1]], [[0, 1, [b"h"]]], [[0, b"x", [b"h", 1]]], [[0, 1, 5]]):
         with pytest.raises(ProtocolError):
             MapQuestion(deadline=0.0).run(_Says(nonsense))  # type: ignore[arg-type]
+
+
+def test_a_replay_with_a_cluster_is_one_with_a_tier_that_holds_all(cluster: Cluster) -> None:
+    trace, block_bytes = generate(builtin("chat", sessions=60)), 4096
+    data = DataPlane(40, block_bytes)
+    try:
+        found = Replay(trace, ReplayConfig(40, tiers=parse_tiers("t", f"{cluster.url}/replay")), data).run()
+    finally:
+        data.close()
+    planned = Replay(trace, ReplayConfig(40, tiers=parse_tiers("t", "1000000"))).run()
+    assert found.mismatches_served == 0
+    assert found.prefix_hit_ratio == planned.prefix_hit_ratio
+    assert found.tiers[1].hit_blocks == planned.tiers[1].hit_blocks > 0

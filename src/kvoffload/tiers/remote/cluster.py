@@ -173,14 +173,7 @@ class ClusterTier(DividedTier):
 
     def finished(self) -> list[JobResult]:
         self._tend()
-        results = super().finished()
-        leaving = [number for number in self._nodes if number not in self._number_of.values()]
-        for number in leaving:
-            if self._nodes[number].is_idle:
-                node = self._nodes.pop(number)
-                node.stop()
-                self._gone = _sum([self._gone, replace(node.stats(), in_flight=0, circuit_open=0)])
-        return results
+        return super().finished()
 
     def clear(self) -> None:
         self._reset_wanted[:] = True
@@ -191,8 +184,10 @@ class ClusterTier(DividedTier):
         until = time.monotonic() + timeout_s
         while True:
             self._tend()
-            drained = [node.drain(0.0) for node in self._nodes.values()]
-            if all(drained) and not self._reset_wanted.any():
+            for number in self._number_of.values():
+                self._nodes[number].tend()
+            # What has left the map will never confirm a reset; it is asked of who has its divisions now.
+            if all(node.has_ended() for node in self._nodes.values()) and not self._reset_wanted.any():
                 return True
             if time.monotonic() >= until:
                 return False
@@ -247,6 +242,7 @@ class ClusterTier(DividedTier):
         for number in self._number_of.values():
             if self._nodes[number].was_reset:
                 self._reset_wanted[[*self._nodes[number].divisions]] = False
+        self._let_go()
         num_troubles = sum(self._nodes[number].num_troubles for number in self._number_of.values())
         if num_troubles == self._num_troubles and self._is_whole():
             self._pause_s = _FIRST_PAUSE_S
@@ -256,6 +252,14 @@ class ClusterTier(DividedTier):
             self._pause_s = min(2.0 * self._pause_s, _LONGEST_PAUSE_S)
             self._asked = MapQuestion(deadline=time.monotonic() + CONNECT_S)
             self._line.submit(self._asked)
+
+    def _let_go(self) -> None:
+        """Stop the nodes that have left the map, when their jobs have ended."""
+        for number in self._nodes.keys() - {*self._number_of.values()}:
+            if self._nodes[number].is_idle:
+                node = self._nodes.pop(number)
+                node.stop()
+                self._gone = _sum([self._gone, replace(node.stats(), in_flight=0, circuit_open=0)])
 
     def _follow(self, found: MapQuestion) -> None:
         """Divide the blocks as this map says. What is under way at nodes that go ends as it may."""

@@ -119,6 +119,11 @@ class Node(RemoteTier):
         """Whether the last `clear` has been confirmed."""
         return not self._reset_wanted
 
+    def has_ended(self) -> bool:
+        """Take in what has come: whether no job is under way."""
+        self._take_in_all()
+        return not self._under_way
+
     def tend(self) -> None:
         """Take in what has come while it could not be used, and greet the node where that may help."""
         self._is_open()
