@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.testing.fault_proxy import split_replies
 from kvoffload.tiers.base import key_digests
 from kvoffload.tiers.remote.circuit import Circuit
+from kvoffload.tiers.remote.divisions import DividedEpoch, divisions_between, epoch_names, slot_of, tags
 from kvoffload.tiers.remote.hints import Hints
 from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Epoch, epoch_name, producer_of
 from kvoffload.tiers.remote.resp import Connection, Login, ProtocolError, ServerError, command
@@ -61,6 +63,42 @@ def test_names_and_headers_are_as_docs_formats_says() -> None:
     place = xxhash.xxh3_64_intdigest(b"kvo1\0ns\0" + EPOCH.producer, 7)
     seed = int(header["key"]) ^ place
     assert int(header["checksum"]) == xxhash.xxh3_64_intdigest(block.tobytes(), seed)
+
+
+def test_names_in_a_cluster_are_as_docs_formats_says() -> None:
+    producer = "9372c470eeadd5ecd9c3c74c2b3cb633"
+    assert (tags()[0], tags()[1], tags()[255]) == ("0083c", "00462", "02c13")
+    keys = some_keys(258)  # its digest begins with 0x4b
+    assert epoch_names("ns", EPOCH.producer, [0x4B]) == [f"kvo1:ns:{producer}:epoch:{{4054c}}".encode()]
+    epoch = DividedEpoch("ns", EPOCH.producer, (1, 0x4B), (9, 7))
+    (name,) = epoch.names(keys)
+    assert name == f"kvo1:ns:{producer}:0000000000000007:{{4054c}}:{'00' * 34}0102".encode()
+    block = np.arange(BLOCK_BYTES, dtype=np.uint8).reshape(1, -1)
+    at = np.array([address_of(block)])
+    assert epoch.headers(keys, at, BLOCK_BYTES) == EPOCH.headers(keys, at, BLOCK_BYTES), "sealed as elsewhere"
+    assert epoch.sound(keys, epoch.headers(keys, at, BLOCK_BYTES), at, BLOCK_BYTES).all()
+
+
+def test_each_division_has_a_slot_of_its_own() -> None:
+    assert [slot_of(b"x{%b}:y" % tag.encode()) for tag in tags()] == [*range(0, 16384, 64)]
+    assert [*divisions_between(0, 0)] == [0]
+    assert [*divisions_between(1, 63)] == []
+    assert [*divisions_between(1, 128)] == [1, 2]
+    bounds = [0, 1, 64, 5461, 5462, 10923, 16383, 16384]
+    shared = [d for a, b in pairwise(bounds) for d in divisions_between(a, b - 1)]
+    assert shared == [*range(256)], "whoever has the slots, each division is in one place"
+
+
+def test_what_is_asked_of_an_epoch_in_parts() -> None:
+    """Of 200 blocks in any division only those in the two that are known can be confirmed."""
+    keys = some_keys(*range(200))
+    divisions = key_digests(keys) >> np.uint64(56)
+    epoch = DividedEpoch("ns", EPOCH.producer, (int(divisions[0]), int(divisions[1])), (5, None))
+    asked = epoch.asked(keys)
+    assert len(asked.names) == len({*divisions.tolist()}) == len(asked.numbers)
+    for row, division in enumerate(divisions.tolist()):
+        assert asked.names[asked.of[row]] == epoch_names("ns", EPOCH.producer, [division])[0]
+        assert asked.numbers[asked.of[row]] == (5 if division == divisions[0] else None)
 
 
 def sealed(epoch: Epoch = EPOCH, key: int = 1, fill: int = 5) -> tuple[Any, Any]:
@@ -236,6 +274,28 @@ def take(connection: Connection, block_bytes: int = BLOCK_BYTES) -> tuple[Any, b
     return found, bytes(header), bytes(row)
 
 
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+def test_answers_of_any_kind_are_read_however_they_are_cut(step: int) -> None:
+    big = b"x" * 10_000
+    stream = b"*3\r\n:1\r\n*2\r\n$-1\r\n*0\r\n" + value(b"a\r\nb") + value(big) + b"*-1\r\n-NO way\r\n+OK\r\n"
+    with saying(stream, step=step) as connection:
+        assert connection.answer(patience()) == [1, [None, []], b"a\r\nb"]
+        assert connection.answer(patience()) == big
+        assert connection.answer(patience()) is None
+        error = connection.answer(patience())
+        assert isinstance(error, ServerError)
+        assert error.code == "NO"
+        assert connection.answer(patience()) == b"OK"
+
+
+@pytest.mark.parametrize(
+    "said", [b"$2000000\r\n", b"*-2\r\n", b"*9999999\r\n", b"%1\r\n", b"*1\r\nx\r\n", b"*1\r\n" * 200_000]
+)
+def test_an_answer_is_bounded(said: bytes) -> None:
+    with saying(said) as connection, pytest.raises(ProtocolError):
+        connection.answer(patience())
+
+
 def test_commands_are_encoded_as_the_protocol_says() -> None:
     assert command(b"SET", b"a\r\n", b"") == b"*3\r\n$3\r\nSET\r\n$3\r\na\r\n\r\n$0\r\n\r\n"
 
@@ -269,6 +329,22 @@ def test_many_lines_are_read_however_they_are_cut(step: int, count: int) -> None
         assert connection.reply(patience()) == b"first"
         assert connection.lines(count, patience()) == said
         assert connection.reply(patience()) == b"last"
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+def test_short_replies_are_read_however_they_are_cut(step: int) -> None:
+    stream = value(b"0123") + b"$-1\r\n-NO way\r\n" + value(b"") + value(b"9") + b":7\r\n"
+    with saying(stream, step=step) as connection:
+        first, second, error, *others = connection.short_replies(5, patience())
+        assert (first, second, *others) == (b"0123", None, b"", b"9")
+        assert isinstance(error, ServerError)
+        assert connection.reply(patience()) == 7, "and nothing of what comes behind them"
+
+
+@pytest.mark.parametrize("said", [b":1\r\n", b"$3\r\nab\r\n", b"$2\r\nabc\r\n", b"$x\r\n", b"\r\n"])
+def test_what_is_no_short_reply_ends_the_connection(said: bytes) -> None:
+    with saying(said) as connection, pytest.raises(ProtocolError):
+        connection.short_replies(1, patience())
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 575, 577, 1100])

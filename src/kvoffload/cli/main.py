@@ -16,6 +16,7 @@ _COMMANDS = {
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
     "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
     "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),
+    "tier": ("kvoffload.cli.tier:tier", "Ask a server that machines share: is it well, is it worth it?"),
     "trace": ("kvoffload.cli.trace:trace", "Describe traces, and make some."),
     "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now: for images of containers."),
     "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),

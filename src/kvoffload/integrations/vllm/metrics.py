@@ -87,7 +87,7 @@ TIER_GAUGES = {
     "ready": "Blocks that can be read.",
     "free": "Blocks for which there is empty room.",
     "in_flight": "Blocks that are being written or read.",
-    "circuit_open": "1 while a tier that machines share is left alone because it did not answer.",
+    "circuit_open": "Nodes of a tier that machines share that are left alone: they did not answer.",
     "write_budget_bytes": "Bytes that may still be written in these 24 hours, if there is a limit.",
 }
 """Of each tier behind RAM, with the prefix ``tier_``."""

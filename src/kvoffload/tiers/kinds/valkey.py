@@ -1,4 +1,8 @@
-"""``valkey://HOST:PORT/NAMESPACE``: a Valkey or Redis server that machines share; ``valkeys://`` over TLS."""
+"""``valkey://HOST:PORT/NAMESPACE``: a Valkey or Redis server that machines share; ``valkeys://`` over TLS.
+
+``valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE`` and ``valkeys+cluster://...``: a cluster, by some of its
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,66 +11,86 @@ import logging
 import os
 import re
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from kvoffload.config import Duration
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName, create_admission
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.options import TierOptions, TierOwner, redacted
+from kvoffload.tiers.remote.cluster import Address, ClusterTier
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError
 from kvoffload.tiers.remote.tier import RemoteOptions, RemoteTier
 
 USERNAME, PASSWORD = "KVOFFLOAD_VALKEY_USERNAME", "KVOFFLOAD_VALKEY_PASSWORD"
 _PORT = 6379
-_START_S = 1.0
+_START_S, _COMMAND_START_S = 1.0, 5.0
 _REPLAY_S = 30.0
 _COUNTED_BLOCKS = 1 << 16
 """An admission rule counts as for a cache of so many blocks: how many the server holds is not ours to
 know.
 """
-_TO_BE_REFUSED = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR", "MOVED", "CLUSTERDOWN"}
-"""What a server answers to a login or a command that it will never allow, and what a node of a cluster
-says.
-"""
+_TO_BE_REFUSED = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
+"""What a server answers to a login or a command that it will never allow."""
+_OF_A_CLUSTER = {"MOVED", "CLUSTERDOWN"}
+"""What a node of a cluster says who is taken for a server that stands alone."""
 
 
-class _Address(NamedTuple):
+class Place(NamedTuple):
+    """The parts of a URL."""
+
     scheme: str
-    host: str
-    port: int
+    nodes: tuple[Address, ...]
     namespace: str
+
+    @property
+    def is_cluster(self) -> bool:
+        return self.scheme.endswith("+cluster")
+
+    @property
+    def has_tls(self) -> bool:
+        return self.scheme.startswith("valkeys")
+
+    def __str__(self) -> str:
+        return ",".join(f"{host}:{port}" for host, port in self.nodes) + f"/{self.namespace}"
 
 
 class _URLParser:
     allowed = (
-        "valkey://HOST:PORT/NAMESPACE or valkeys://..., the namespace of letters, digits and ._-; user and "
-        f"password from {USERNAME} and {PASSWORD}, or password_file=FILE"
+        "valkey://HOST:PORT/NAMESPACE or valkeys://..., of a cluster valkey+cluster://HOST:PORT,HOST:PORT/"
+        "NAMESPACE or valkeys+cluster://..., the namespace of letters, digits and ._-; user and password "
+        f"from {USERNAME} and {PASSWORD}, or password_file=FILE"
     )
 
     def parse(self, field: str, value: object) -> str:
         text = str(value)
         try:
-            address_of(text)
+            place_of(text)
         except ValueError:
             raise ConfigError(field, redacted(text), f"allowed: {self.allowed}") from None
         return text
 
 
-def address_of(url: str) -> _Address:
+def place_of(url: str) -> Place:
     """The parts of a URL. Raises `ValueError`."""
     parts = urlsplit(url)
     namespace = parts.path.removeprefix("/")
-    wrong = "@" in parts.netloc or parts.query or parts.fragment or not parts.hostname
+    nodes = [urlsplit(f"//{node}") for node in parts.netloc.split(",")]
+    found = Place(parts.scheme, tuple((node.hostname or "", node.port or _PORT) for node in nodes), namespace)
     if (
-        wrong
-        or parts.scheme not in ValkeyOptions.schemes
+        "@" in parts.netloc
+        or parts.query
+        or parts.fragment
+        or not all(host for host, _ in found.nodes)
+        or found.scheme not in ValkeyOptions.schemes
+        or (len(nodes) > 1 and not found.is_cluster)
         or not re.fullmatch(r"[\w.-]{1,64}", namespace, re.ASCII)
     ):
         raise ValueError
-    return _Address(parts.scheme, parts.hostname or "", parts.port or _PORT, namespace)
+    return found
 
 
 URL: TypeAlias = Annotated[str, _URLParser()]
@@ -74,10 +98,11 @@ URL: TypeAlias = Annotated[str, _URLParser()]
 
 @dataclass(frozen=True, kw_only=True)
 class ValkeyOptions(TierOptions):
-    """A server that speaks RESP2. It decides what leaves: give it ``maxmemory-policy allkeys-lru``.
+    """A server that speaks RESP2, or a cluster. It decides what leaves: give it ``maxmemory-policy
+    allkeys-lru``.
 
     Attributes:
-        url: the server and the namespace.
+        url: the server, or some nodes of the cluster, and the namespace.
         ttl: after how long the server forgets a block; by default when it likes.
         timeout: a read has ended by then, with what has arrived. probe_timeout: the same for a probe.
         identity: what the weights are called, equal on all machines; by default it is found out.
@@ -87,7 +112,7 @@ class ValkeyOptions(TierOptions):
     """
 
     name = "valkey"
-    schemes = ("valkey", "valkeys")
+    schemes = ("valkey", "valkeys", "valkey+cluster", "valkeys+cluster")
 
     url: URL
     ttl: Duration | None = None
@@ -100,45 +125,25 @@ class ValkeyOptions(TierOptions):
     cert: str = ""
     cert_key: str = ""
 
-    def open(self, owner: TierOwner) -> RemoteTier:
-        """Waits a second at most for the server. An engine starts without it, and finds it when it is
-        there.
+    def open(self, owner: TierOwner) -> RemoteTier | ClusterTier:
+        """Waits five seconds at most for the server. An engine waits one, starts without it, and finds it
+        when it is there.
         """
         if owner.block_bytes == 0:
             raise ConfigError(
                 "tier", str(self), "without data it has nothing to hold; take simulated:CAPACITY"
             )
-        address, login = address_of(self.url), self._login()
-        _warn_if_open_to_all(address, login)
-        fingerprint = owner.fingerprint + self.identity
-        if owner.shared_fingerprint is not None:
-            fingerprint = owner.shared_fingerprint(self.identity)
-        # A replay has time, and its decisions may not depend on how fast a server answers.
-        patience_s = _REPLAY_S if owner.counts_blocks else 0.0
-        tier = RemoteTier(
-            self.name,
-            f"{address.host}:{address.port}/{address.namespace}",
-            lambda deadline: Connection(address.host, address.port, login, deadline),
-            RemoteOptions(
-                namespace=address.namespace,
-                timeout_s=max(self.timeout, patience_s),
-                probe_timeout_s=max(self.probe_timeout, patience_s),
-                ttl_s=0 if self.ttl is None else max(1, round(self.ttl)),
-            ),
-            block_bytes=owner.block_bytes,
-            fingerprint=fingerprint,
-            admission=create_admission(self.admission, owner.key_bytes, _COUNTED_BLOCKS),
-        )
+        place, login = place_of(self.url), self.login()
+        _warn_if_open_to_all(place, login)
+        tier = self._tier(owner, place, login)
         try:
-            tier.wait_until_open(_START_S)
+            tier.wait_until_open(_COMMAND_START_S if owner.go_on_without is None else _START_S)
             if not owner.counts_blocks:
                 tier.measure(_START_S)
         except UnavailableError as error:
-            said = tier.last_error
-            never = isinstance(said, ssl.SSLCertVerificationError)
-            if never or (isinstance(said, ServerError) and said.code in _TO_BE_REFUSED):
+            if (why := _never(tier.last_error, place)) is not None:
                 tier.close()
-                raise ConfigError("tier", tier.place, str(said)) from None
+                raise ConfigError("tier", tier.place, why) from None
             if owner.go_on_without is None:
                 tier.close()
                 raise
@@ -146,7 +151,32 @@ class ValkeyOptions(TierOptions):
             logging.getLogger("kvoffload.remote").error(text, self.name, error)
         return tier
 
-    def _login(self) -> Login:
+    def _tier(self, owner: TierOwner, place: Place, login: Login) -> RemoteTier | ClusterTier:
+        fingerprint = owner.fingerprint + self.identity
+        if owner.shared_fingerprint is not None:
+            fingerprint = owner.shared_fingerprint(self.identity)
+        # A replay has time, and its decisions may not depend on how fast a server answers.
+        patience_s = _REPLAY_S if owner.counts_blocks else 0.0
+        options = RemoteOptions(
+            namespace=place.namespace,
+            timeout_s=max(self.timeout, patience_s),
+            probe_timeout_s=max(self.probe_timeout, patience_s),
+            ttl_s=0 if self.ttl is None else max(1, round(self.ttl)),
+        )
+        admission = create_admission(self.admission, owner.key_bytes, _COUNTED_BLOCKS)
+        more: dict[str, Any] = {
+            "block_bytes": owner.block_bytes,
+            "fingerprint": fingerprint,
+            "admission": admission,
+        }
+        if place.is_cluster:
+            connect = connector(login)
+            return ClusterTier(self.name, str(place), [*place.nodes], connect, options, **more)
+        connect_to, (node,) = connector(login), place.nodes
+        return RemoteTier(self.name, str(place), lambda deadline: connect_to(node, deadline), options, **more)
+
+    def login(self) -> Login:
+        """How to get in, from the environment and files. Raises `ConfigError`."""
         password = os.environ.get(PASSWORD, "")
         if self.password_file:
             try:
@@ -155,7 +185,7 @@ class ValkeyOptions(TierOptions):
                 why = getattr(error, "strerror", None) or "it is no text"
                 raise ConfigError("password_file", self.password_file, f"it cannot be read ({why})") from None
         tls = None
-        if address_of(self.url).scheme == "valkeys":
+        if place_of(self.url).has_tls:
             try:
                 tls = ssl.create_default_context(cafile=self.ca or None)
                 if self.cert:
@@ -165,17 +195,37 @@ class ValkeyOptions(TierOptions):
                     "ca" if not self.cert else "cert", self.ca or self.cert, str(error)
                 ) from None
         elif self.ca or self.cert or self.cert_key:
-            raise ConfigError("url", self.url, "ca, cert and cert_key are for valkeys://")
+            raise ConfigError(
+                "url", self.url, "ca, cert and cert_key are for valkeys:// and valkeys+cluster://"
+            )
         return Login(os.environ.get(USERNAME, ""), password, tls)
 
 
-def _warn_if_open_to_all(address: _Address, login: Login) -> None:
-    try:
-        is_near = ipaddress.ip_address(address.host).is_loopback
-    except ValueError:
-        is_near = address.host == "localhost"
-    if is_near or (login.tls is not None and login.password):
+def connector(login: Login) -> Callable[[Address, float], Connection]:
+    return lambda address, deadline: Connection(*address, login, deadline)
+
+
+def _never(error: Exception, place: Place) -> str | None:
+    """Why this will never be a tier; None if it may become one."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return str(error)
+    if not isinstance(error, ServerError):
+        return None
+    if error.code in _OF_A_CLUSTER and not place.is_cluster:
+        return f"it is a node of a cluster: take valkey+cluster:// ({error})"
+    return str(error) if error.code in _TO_BE_REFUSED else None
+
+
+def _warn_if_open_to_all(place: Place, login: Login) -> None:
+    if all(_is_near(host) for host, _ in place.nodes) or (login.tls is not None and login.password):
         return
     lacks = " and ".join(["TLS"] * (login.tls is None) + ["a password"] * (not login.password))
-    text = "kvoffload: the tier at %s:%d is used without %s: who can reach it can read prompts out of it"
-    logging.getLogger("kvoffload.remote").warning(text, address.host, address.port, lacks)
+    text = "kvoffload: the tier at %s is used without %s: who can reach it can read prompts out of it"
+    logging.getLogger("kvoffload.remote").warning(text, place, lacks)
+
+
+def _is_near(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Mask
-from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Epoch, epoch_name
+from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Asked, Naming, epoch_name
 from kvoffload.tiers.remote.resp import Connection, ProtocolError, Reply, ServerError, command
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
@@ -30,10 +30,16 @@ _VERIFY_BYTES = 1 << 20
 """Blocks are verified while they are in the processor's cache."""
 FULL = "OOM"
 """What a server answers that has no room and evicts nothing."""
+ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
+"""What a node of a cluster answers about blocks that are not its, or not any more. It is well."""
 
 
 class WasResetError(Exception):
-    """The epoch is another one: nothing of this batch counts."""
+    """The epoch is another one: nothing of this batch counts.
+
+    Attributes:
+        found: the present one, if it was asked for alone, and is there.
+    """
 
     def __init__(self, found: int | None) -> None:
         super().__init__("the cache was reset")
@@ -49,7 +55,10 @@ class Batch(ABC):
         deadline: when it ends at the latest; of a write, counted from its beginning.
         ended: when it did.
         error: why it was cut short, or None.
+        hangs_up: whether its connection ends with it.
     """
+
+    hangs_up: ClassVar[bool] = False
 
     deadline: float
     submitted: float = field(default_factory=time.monotonic)
@@ -89,7 +98,7 @@ class Greeting(Batch):
             if isinstance(reply, ServerError):
                 raise reply
         # Of two resets at once the later one counts; both are after what was before.
-        self.number = _epoch_number(found)
+        self.number = epoch_number(found)
         if self.number is None:
             raise ProtocolError("no epoch where one was just made")
 
@@ -148,6 +157,7 @@ class BlockBatch(Batch):
 
     Attributes:
         job: the number of its job. num_rows: of the job's result; its blocks are the first of them.
+        current: which of its blocks belong to an epoch that has been confirmed: no other counts.
         ok: which of its blocks are there, read, or written.
         refused: the last error that the server gave for a single block.
     """
@@ -157,29 +167,37 @@ class BlockBatch(Batch):
     job: int
     num_rows: int
     keys: Keys
-    epoch: Epoch
-    epoch_name: bytes
+    epoch: Naming
     ok: Mask = field(init=False)
+    current: Mask = field(init=False)
     refused: ServerError | None = None
 
     def __post_init__(self) -> None:
-        self.ok = np.zeros(len(self.keys), np.bool_)
+        self.ok, self.current = np.zeros((2, len(self.keys)), np.bool_)
 
-    def _ask_epoch(self) -> bytes:
-        return command(b"GET", self.epoch_name)
-
-    def _check_epoch(self, connection: Connection) -> None:
-        reply = connection.reply(self.deadline)
-        if isinstance(reply, ServerError):
-            raise reply
-        number = _epoch_number(reply)
-        if number != self.epoch.number:
-            raise WasResetError(number)
+    def _check_epoch(self, connection: Connection, asked: Asked) -> Mask:
+        """Receive what was asked for about the epoch: which blocks it confirms. Raises `WasResetError`."""
+        confirmed, reset = np.zeros(len(asked.names), np.bool_), False
+        replies = connection.short_replies(len(asked.names), self.deadline)
+        for row, (reply, expected) in enumerate(zip(replies, asked.numbers, strict=True)):
+            if isinstance(reply, ServerError):
+                self.refused = reply
+                if reply.code not in ELSEWHERE:
+                    raise reply
+            else:
+                number = epoch_number(reply)
+                confirmed[row] = expected is not None and number == expected
+                reset |= expected is not None and number != expected
+        if reset:
+            raise WasResetError(number if len(asked.names) == 1 else None)
+        of_blocks: Mask = confirmed[asked.of]
+        return of_blocks
 
     def _are_there(self, connection: Connection, names: list[bytes]) -> Mask:
         """Ask for the epoch, and which of these blocks are there."""
-        connection.send([self._ask_epoch() + _asked(b"EXISTS", names)], self.deadline)
-        self._check_epoch(connection)
+        asked = self.epoch.asked(self.keys)
+        connection.send([_asked(b"GET", asked.names) + _asked(b"EXISTS", names)], self.deadline)
+        self.current = self._check_epoch(connection, asked)
         found = np.zeros(len(names), np.bool_)
         for row, line in enumerate(connection.lines(len(names), self.deadline)):
             if line == b":1":
@@ -188,7 +206,7 @@ class BlockBatch(Batch):
                 self.refused = ServerError(line[1:].decode(errors="replace"))
             elif line != b":0":
                 raise ProtocolError(f"an unexpected reply {line[:40]!r}")
-        return found
+        return found & self.current
 
 
 @dataclass(eq=False, kw_only=True)
@@ -250,25 +268,29 @@ class Read(Transfer):
             windows = [*self._windows(len(names))]
             for number, window in enumerate(windows):
                 if number == 0:
-                    self._ask(connection, names[window])
+                    self._ask(connection, names, window)
                 if number + 1 < len(windows):
                     # Asked for before the last is received, so that the server never waits for us.
-                    self._ask(connection, names[windows[number + 1]])
-                self._check_epoch(connection)
+                    self._ask(connection, names, windows[number + 1])
+                asked = self.epoch.asked(self.keys[window])
+                self.current[window] = self._check_epoch(connection, asked)
                 for row in range(window.start, window.stop):
                     self._receive(connection, row)
         finally:
             self._verify()
         self._delete_damaged(connection, names)
 
-    def _ask(self, connection: Connection, names: list[bytes]) -> None:
-        connection.send([self._ask_epoch() + _asked(b"GET", names)], self.deadline)
+    def _ask(self, connection: Connection, names: list[bytes], window: slice) -> None:
+        asked = self.epoch.asked(self.keys[window])
+        connection.send([_asked(b"GET", asked.names + names[window])], self.deadline)
 
     def _receive(self, connection: Connection, row: int) -> None:
         header = memoryview(self._headers[row : row + 1].view(np.uint8))  # type: ignore[arg-type]
         found = connection.value_into(header, self._row(row), self.deadline)
         if isinstance(found, ServerError):
             self.refused = found
+        elif not self.current[row]:
+            pass
         elif found is None:
             self.absent[row] = True
         elif found != HEADER_BYTES + self.block_bytes:
@@ -320,10 +342,10 @@ class Write(Transfer):
         names = self.epoch.names(self.keys)
         self.was_there = self._are_there(connection, names)
         self.ok |= self.was_there
-        missing = np.flatnonzero(~self.was_there)
+        missing = np.flatnonzero(self.current & ~self.was_there)
         for window in self._windows(len(missing)):
             self._store(connection, names, missing[window])
-            if self.refused is not None:
+            if self.refused is not None and self.refused.code not in ELSEWHERE:
                 return
 
     def _store(self, connection: Connection, names: list[bytes], at: npt.NDArray[np.int64]) -> None:
@@ -360,12 +382,12 @@ class Speech(NamedTuple):
 
 
 def _asked(verb: bytes, names: list[bytes]) -> bytes:
-    """One command for each name, encoded; all names have one length."""
-    head = b"*2\r\n$%d\r\n%b\r\n$%d\r\n" % (len(verb), verb, len(names[0]))
-    return b"".join([b"%b%b\r\n" % (head, name) for name in names])
+    """One command for each name, encoded."""
+    head = b"*2\r\n$%d\r\n%b\r\n" % (len(verb), verb)
+    return b"".join([b"%b$%d\r\n%b\r\n" % (head, len(name), name) for name in names])
 
 
-def _epoch_number(reply: Reply) -> int | None:
+def epoch_number(reply: Reply) -> int | None:
     """The epoch that a server names; None if it has none, or what it has is none."""
     if not isinstance(reply, bytes) or len(reply) != 16:
         return None

@@ -6,9 +6,11 @@ Owns the bytes that docs/formats.md describes. Does no I/O.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +42,66 @@ Headers: TypeAlias = npt.NDArray[Any]
 """Shape ``(n,)``, of `HEADER`."""
 
 
+class Asked(NamedTuple):
+    """Where it is written in which epoch some blocks are.
+
+    Attributes:
+        names: under which names. numbers: what must be there, None where that is not known.
+        of: for each block, the row of its epoch.
+    """
+
+    names: list[bytes]
+    numbers: Sequence[int | None]
+    of: npt.NDArray[np.intp]
+
+
+class Naming(ABC):
+    """What blocks are called, and the headers that bind their bytes to it, while no reset comes between."""
+
+    producer: bytes
+
+    @abstractmethod
+    def names(self, keys: Keys) -> list[bytes]:
+        """What each block is called; all names have one length."""
+
+    @abstractmethod
+    def asked(self, keys: Keys) -> Asked:
+        """What must still be as it was for these names to be valid."""
+
+    @abstractmethod
+    def _numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
+        """The number of each block's epoch, and what its checksum is seeded with besides its key."""
+
+    def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
+        """The headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
+        headers, seeds = self._without_checksums(keys, block_bytes)
+        headers["checksum"] = block_checksums(addresses, block_bytes, seeds)
+        return headers
+
+    def sound(self, keys: Keys, headers: Headers, addresses: npt.NDArray[np.int64], block_bytes: int) -> Mask:
+        """Which of these blocks are what was stored under their keys, in this place. Cost: as `headers`."""
+        expected, seeds = self._without_checksums(keys, block_bytes)
+        found = headers.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :_SEALED_BYTES]
+        same = found == expected.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :_SEALED_BYTES]
+        sound: Mask = same.all(axis=1) & (
+            headers["checksum"] == block_checksums(addresses, block_bytes, seeds)
+        )
+        return sound
+
+    def _without_checksums(self, keys: Keys, block_bytes: int) -> tuple[Headers, Checksums]:
+        """The headers, and what the checksums are seeded with."""
+        digests = key_digests(keys)
+        numbers, seeds = self._numbers_and_seeds(digests)
+        headers = np.zeros(len(keys), HEADER)
+        headers["magic"], headers["version"] = _MAGIC, _VERSION
+        headers["header_bytes"], headers["block_bytes"] = HEADER_BYTES, block_bytes
+        headers["producer"] = np.frombuffer(self.producer, np.uint8)
+        headers["epoch"], headers["key"] = numbers, digests
+        return headers, digests ^ seeds
+
+
 @dataclass(frozen=True)
-class Epoch:
+class Epoch(Naming):
     """A place for blocks: those of one producer in one namespace, between two resets.
 
     Attributes:
@@ -63,41 +123,30 @@ class Epoch:
     @cached_property
     def seed(self) -> np.uint64:
         """What its checksums are seeded with, besides the block's key."""
-        text = f"{FORMAT}\0{self.namespace}\0".encode() + self.producer
-        seed: np.uint64 = np.uint64(xxhash.xxh3_64_intdigest(text, self.number))
-        return seed
+        return seed_of(self.namespace, self.producer, self.number)
 
     def names(self, keys: Keys) -> list[bytes]:
         """What each block is called: 72 hexadecimal digits of the key for vLLM's keys, behind the prefix."""
-        size, digits = 2 * keys.key_bytes, b"".join(keys).hex().encode()
-        return [self.prefix + digits[at : at + size] for at in range(0, len(keys) * size, size)]
+        return [self.prefix + digits for digits in hexadecimal(keys)]
 
-    def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
-        """The headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
-        headers = self._headers_without_checksums(keys, block_bytes)
-        headers["checksum"] = self._checksums(keys, addresses, block_bytes)
-        return headers
+    def asked(self, keys: Keys) -> Asked:
+        return Asked([epoch_name(self.namespace, self.producer)], [self.number], np.zeros(len(keys), np.intp))
 
-    def sound(self, keys: Keys, headers: Headers, addresses: npt.NDArray[np.int64], block_bytes: int) -> Mask:
-        """Which of these blocks are what was stored under their keys, in this place. Cost: as `headers`."""
-        expected = self._headers_without_checksums(keys, block_bytes)
-        found = headers.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :_SEALED_BYTES]
-        same = found == expected.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :_SEALED_BYTES]
-        sound: Mask = same.all(axis=1) & (
-            headers["checksum"] == self._checksums(keys, addresses, block_bytes)
-        )
-        return sound
+    def _numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
+        return np.uint64(self.number), self.seed
 
-    def _headers_without_checksums(self, keys: Keys, block_bytes: int) -> Headers:
-        headers = np.zeros(len(keys), HEADER)
-        headers["magic"], headers["version"] = _MAGIC, _VERSION
-        headers["header_bytes"], headers["block_bytes"] = HEADER_BYTES, block_bytes
-        headers["producer"] = np.frombuffer(self.producer, np.uint8)
-        headers["epoch"], headers["key"] = np.uint64(self.number), key_digests(keys)
-        return headers
 
-    def _checksums(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Checksums:
-        return block_checksums(addresses, block_bytes, key_digests(keys) ^ self.seed)
+def hexadecimal(keys: Keys) -> list[bytes]:
+    """Each key, two digits a byte."""
+    size, digits = 2 * keys.key_bytes, b"".join(keys).hex().encode()
+    return [digits[at : at + size] for at in range(0, len(keys) * size, size)]
+
+
+def seed_of(namespace: str, producer: bytes, number: int) -> np.uint64:
+    """What checksums of an epoch are seeded with, besides the block's key."""
+    text = f"{FORMAT}\0{namespace}\0".encode() + producer
+    seed: np.uint64 = np.uint64(xxhash.xxh3_64_intdigest(text, number))
+    return seed
 
 
 def place_of(namespace: str, producer: bytes) -> str:

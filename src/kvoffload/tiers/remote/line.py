@@ -83,6 +83,8 @@ class Line:
                 # the answer to something that nobody waits for any more.
                 batch.error = error
                 self._hang_up()
+            if batch.hangs_up:
+                self._hang_up()
             batch.ended = time.monotonic()
             self._is_busy = False
             self._deliver(batch)

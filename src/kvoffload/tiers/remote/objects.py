@@ -110,6 +110,7 @@ class _ObjectBatch(BlockBatch):
         group_blocks: how many blocks an object has.
     """
 
+    epoch: Epoch
     parts: list[Part]
     group_blocks: int
     _found: int | None = None
@@ -127,7 +128,8 @@ class _ObjectBatch(BlockBatch):
             raise WasResetError(self._found)
 
     async def _hear_epoch(self, bucket: Bucket) -> None:
-        self._found = _epoch_of(await bucket.get(self.epoch_name.decode()))
+        name = epoch_name(self.epoch.namespace, self.epoch.producer).decode()
+        self._found = _epoch_of(await bucket.get(name))
         self._is_answered = True
 
     def _name(self, part: Part) -> str:

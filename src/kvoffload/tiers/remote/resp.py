@@ -20,10 +20,13 @@ from kvoffload.errors import KVOffloadError
 
 Buffer: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ServerError | None"
+Answer: TypeAlias = "Reply | list[Answer]"
+"""A reply of any kind; what it has in arrays, too."""
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
 """5 ms, as a ``timeval``: by so much a call may be late."""
+_MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
 """`sendmsg` takes at most 1,024."""
 
@@ -72,6 +75,7 @@ class Connection:
     """A connection, logged in.
 
     Attributes:
+        host: as it was given.
         has_received: whether anything has come since this was last set to False.
 
     Every call takes the time (of `time.monotonic`) at which it ends at the latest.
@@ -81,6 +85,7 @@ class Connection:
     """
 
     def __init__(self, host: str, port: int, login: Login, deadline: float) -> None:
+        self.host, self._left = host, 0
         self._socket: socket.socket = socket.create_connection((host, port), _seconds_left(deadline))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -159,6 +164,11 @@ class Connection:
             return bytes(value)
         raise ProtocolError(f"a reply that begins with {kind!r}")
 
+    def answer(self, deadline: float) -> Answer:
+        """A reply of any kind, of up to 1 MiB; arrays are lists. For what is asked now and then."""
+        self._left = _MOST_ANSWER_BYTES
+        return self._answer(deadline, _MOST_NESTED)
+
     def lines(self, count: int, deadline: float) -> list[bytes]:
         """So many replies of one line each, as they are: ``:1``, ``-ERR ...``. Faster than `reply`."""
         found: list[bytes] = []
@@ -170,6 +180,28 @@ class Connection:
                 self._receive_more(deadline)
             self._begin += sum(map(len, whole)) + 2 * len(whole)
             found += whole
+        return found
+
+    def short_replies(self, count: int, deadline: float) -> list[Reply]:
+        """So many replies that are values of one line, errors, or nothing. Faster than `reply`."""
+        found: list[Reply] = []
+        length = None
+        while len(found) < count:
+            # Each reply that is missing has a line at least; one that has begun is missing.
+            for line in self.lines(count - len(found), deadline):
+                if length is not None:
+                    if len(line) != length:
+                        raise ProtocolError(f"a value of {len(line)} bytes where {length} should be")
+                    found.append(line)
+                    length = None
+                elif line == b"$-1":
+                    found.append(None)
+                elif line[:1] == b"-":
+                    found.append(ServerError(line[1:].decode(errors="replace")))
+                elif line[:1] == b"$":
+                    length = _number(line[1:])
+                else:
+                    raise ProtocolError(f"a reply that begins with {line[:1]!r} where a value should be")
         return found
 
     def value_into(self, header: memoryview, row: memoryview, deadline: float) -> Reply:
@@ -200,6 +232,28 @@ class Connection:
         return length
 
     # ---- inside
+
+    def _answer(self, deadline: float, most_nested: int) -> Answer:
+        line = self._line(deadline)
+        kind, text = line[:1], line[1:]
+        if kind in b"+-":
+            return text if kind == b"+" else ServerError(text.decode(errors="replace"))
+        if kind not in (b":", b"$", b"*"):
+            raise ProtocolError(f"a reply that begins with {kind!r}")
+        count = _number(text)
+        if kind == b":":
+            return count
+        if count == -1:
+            return None
+        self._left -= max(count, 0) + len(line)
+        if count < 0 or self._left < 0 or most_nested == 0:
+            raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes, or nested too deeply")
+        if kind == b"*":
+            return [self._answer(deadline, most_nested - 1) for _ in range(count)]
+        value = bytearray(count)
+        self._take(memoryview(value), deadline)
+        self._end_of_value(deadline)
+        return bytes(value)
 
     def _line(self, deadline: float) -> bytes:
         """A line of a reply, without its end."""

@@ -34,7 +34,7 @@ from kvoffload.tiers.remote.batches import (
 )
 from kvoffload.tiers.remote.circuit import Circuit
 from kvoffload.tiers.remote.hints import Hints
-from kvoffload.tiers.remote.identity import Epoch, producer_of
+from kvoffload.tiers.remote.identity import Epoch, Naming, producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Connect, Line
 from kvoffload.transfer import Blocks, Rows
 
@@ -129,7 +129,7 @@ class RemoteTier(SecondaryTier):
         )
         self._admission, self._clock, self._speech = admission, clock, speech
         self._hints, self._circuit = Hints(clock), Circuit(clock)
-        self._epoch: Epoch | None = None
+        self._epoch: Naming | None = None
         self._greeting: Greeting | None = None
         self._greet_at = 0.0
         self._reset_wanted = False
@@ -159,9 +159,11 @@ class RemoteTier(SecondaryTier):
         until = time.monotonic() + timeout_s
         while self._epoch is None:
             self._take_in_all()
-            if self._epoch is None and (time.monotonic() >= until or self._greeting is None):
+            has_refused = self._greeting is None and not isinstance(self.last_error, TimeoutError)
+            if self._epoch is None and (has_refused or time.monotonic() >= until):
                 why = f"{type(self.last_error).__name__}: {self.last_error}"
                 raise UnavailableError("tier", self.place, why)
+            self._tend()
             time.sleep(0.001)
 
     def measure(self, timeout_s: float) -> None:
@@ -283,15 +285,20 @@ class RemoteTier(SecondaryTier):
         flying = sum(len(batch.keys) for batch in self._under_way.values() if isinstance(batch, Transfer))
         return replace(self._stats, in_flight=flying, circuit_open=int(self._circuit.is_open))
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End the jobs under way, and wait for nothing. Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._shut()
-        lines = [line for kind in self._lines.values() for line in kind]
-        for line in lines:
+        for line in self._all_lines():
             line.stop()
-        for line in lines:
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        self.stop()
+        for line in self._all_lines():
             line.join(2 * CONNECT_S)
         self._take_in_all()
 
@@ -321,11 +328,11 @@ class RemoteTier(SecondaryTier):
 
     def _greet(self) -> None:
         if self._greeting is None and not self._closed:
-            deadline = time.monotonic() + _GREETING_S
-            self._greeting = self._speech.greeting(
-                name=self._epoch_name, is_reset=self._reset_wanted, deadline=deadline
-            )
+            self._greeting = self._new_greeting(time.monotonic() + _GREETING_S)
             self._say("probe", self._greeting)
+
+    def _new_greeting(self, deadline: float) -> Greeting:
+        return self._speech.greeting(name=self._epoch_name, is_reset=self._reset_wanted, deadline=deadline)
 
     def _shut(self) -> None:
         """Believe nothing of what was, and nothing of what is under way."""
@@ -347,7 +354,6 @@ class RemoteTier(SecondaryTier):
             num_rows=num_rows,
             keys=keys,
             epoch=self._epoch,
-            epoch_name=self._epoch_name,
             deadline=time.monotonic() + timeout_s,
             **more,  # type: ignore[arg-type]
         )
@@ -356,6 +362,9 @@ class RemoteTier(SecondaryTier):
             self._bytes_of[kind.name] += len(batch.keys) * self.block_bytes
         self._say(kind.name, batch)
         return batch.job
+
+    def _all_lines(self) -> list[Line]:
+        return [line for kind in self._lines.values() for line in kind]
 
     def _say(self, kind: str, batch: Batch) -> None:
         min(self._lines[kind], key=lambda line: line.load).submit(batch)
@@ -391,9 +400,13 @@ class RemoteTier(SecondaryTier):
         if greeting is not self._greeting:
             return  # from before a reset: it may have found the old epoch
         self._greeting, self._greet_at = None, self._clock() + _RETRY_S
-        if greeting.number is not None and greeting.error is None:
-            self._reset_wanted = False
-            self._enter(greeting.number)
+        if greeting.error is None:
+            self._accept(greeting)
+
+    def _accept(self, greeting: Greeting) -> None:
+        assert greeting.number is not None
+        self._reset_wanted = False
+        self._enter(greeting.number)
 
     def _enter(self, number: int) -> None:
         self._hints.clear()
@@ -403,7 +416,7 @@ class RemoteTier(SecondaryTier):
         del self._under_way[batch.job]
         if isinstance(batch, Transfer):
             self._bytes_of[batch.name] -= len(batch.keys) * self.block_bytes
-        is_current = self._epoch is not None and batch.epoch.number == self._epoch.number
+        is_current = self._epoch is not None and batch.epoch == self._epoch
         if isinstance(batch.error, WasResetError):
             batch.ok[:] = False
             if is_current:
