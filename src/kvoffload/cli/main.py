@@ -15,6 +15,7 @@ _COMMANDS = {
     "disk": ("kvoffload.cli.disk:disk", "Look into the directory of a disk tier, or delete it."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
     "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
+    "simulate": ("kvoffload.cli.simulate:simulate", "Run a trace on a machine, in time: who waits how long."),
     "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),
     "trace": ("kvoffload.cli.trace:trace", "Describe traces, and make some."),
     "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now: for images of containers."),

@@ -1,4 +1,4 @@
-"""When requests come: at their recorded times, with sessions packed closer, or as many at once as clients send.
+"""When requests come: at their recorded times, with sessions packed closer, or so many at once.
 
 A request that continues another one never comes before that has ended, however slow the machine is: a turn of
 a conversation needs the answer before it. Sessions are inferred (`traces.statistics.turns`).
@@ -17,8 +17,8 @@ from kvoffload.traces.trace import Trace
 
 
 def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
-    """When each request would come, shape ``(requests,)``: sessions begin `load` times as densely as recorded,
-    and what is between the requests of one session stays as it was. The first comes at 0."""
+    """When each request would come, shape ``(requests,)``: sessions begin `load` times as densely as
+    recorded, and what is between the requests of one session stays as it was. The first comes at 0."""
     recorded_s = trace.timestamps_ms / 1000.0
     if not trace.requests:
         return np.zeros(0)

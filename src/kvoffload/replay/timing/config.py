@@ -34,7 +34,7 @@ class Timing:
     deadline_s: float = 2.0
 
     def __post_init__(self) -> None:
-        problems = Problems("time")
+        problems = Problems("simulation")
         for name in ("block_bytes", "max_running", "step_tokens"):
             with problems:
                 if not _is_whole(getattr(self, name)) or getattr(self, name) < 1:

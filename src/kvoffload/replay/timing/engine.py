@@ -2,8 +2,8 @@
 
 What vLLM's scheduler does, as far as it decides how long requests wait: first come, first served; a step
 computes up to so many tokens of prompts, of several requests if they fit, and a token of each request that
-generates; a request whose blocks are being loaded waits aside and lets others pass; the last block of a prompt
-is always computed. Not modelled: preemption (room is kept), speculation, priorities.
+generates; a request whose blocks are being loaded waits aside and lets others pass; the last block of a
+prompt is always computed. Not modelled: preemption (room is kept), speculation, priorities.
 
 Knows nothing of managers (`offload`) nor of how requests come (`arrivals`).
 """

@@ -1,4 +1,4 @@
-"""A machine as a timed replay sees it: how fast it computes prompts, copies blocks, and reads and writes a disk.
+"""A machine as a timed replay sees it: how fast it computes prompts, copies blocks, reads and writes a disk.
 
 Every number says where it comes from: `kvoffload calibrate` measures them (`calibration`), `classes` assumes
 them. Knows no traces and no managers.
@@ -79,11 +79,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The number of this field. Raises `ConfigError` if the machine does not have it."""
         found: Quantity | None = getattr(self, name)
         if found is None:
-            raise ConfigError("time", self.name, f"it has no {name}: {_HOW_TO_KNOW[name]}")
+            raise ConfigError("machine", self.name, f"it has no {name}: {_HOW_TO_KNOW[name]}")
         return found.value
 
     def prefill_s(self, start: int, end: int) -> float:
-        """How long computing the tokens of a prompt from position `start` to `end` takes, without `step_s`."""
+        """How long computing the tokens of a prompt from `start` to `end` takes, besides `step_s`."""
         linear, squared = self.value("prefill_s_per_token"), self.value("prefill_s_per_token_squared")
         return linear * (end - start) + squared * (end * end - start * start)
 
@@ -124,9 +124,13 @@ _ENGINE = ("prefill_s_per_token", "prefill_s_per_token_squared", "step_s", "deco
 _LINK = ("load_bytes_per_s", "store_bytes_per_s", "copy_latency_s")
 _DISK = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_read_latency_s", "disk_write_latency_s")
 _HOW_TO_KNOW = {
-    **dict.fromkeys(_ENGINE, "calibrate with --url of a server, or fill it from a class with --class"),
-    **dict.fromkeys(_LINK, "calibrate where there is a GPU, or fill it from a class with --class"),
-    **dict.fromkeys(_DISK, "calibrate with --disk, or fill it from a class with --class"),
+    **dict.fromkeys(
+        _ENGINE, "calibrate with --url of a server, or take it from a class: calibrate --rest-from CLASS"
+    ),
+    **dict.fromkeys(
+        _LINK, "calibrate where there is a GPU, or take it from a class: calibrate --rest-from CLASS"
+    ),
+    **dict.fromkeys(_DISK, "calibrate with --disk, or take it from a class: calibrate --rest-from CLASS"),
     "memory_copy_bytes_per_s": "calibrate",
 }
 """Every quantity, and how one comes to know it."""
@@ -137,15 +141,17 @@ def read_machine(path: Path) -> Machine:
     try:
         machine = msgspec.json.decode(path.read_bytes(), type=Machine)
     except OSError as error:
-        raise ConfigError("time", str(path), f"it cannot be read ({error.strerror})") from None
+        raise ConfigError("machine", str(path), f"it cannot be read ({error.strerror})") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError("time", str(path), f"it is no machine of `kvoffload calibrate` ({error})") from None
+        raise ConfigError(
+            "machine", str(path), f"it is no machine of `kvoffload calibrate` ({error})"
+        ) from None
     if machine.format != FORMAT:
-        raise ConfigError("time", str(path), f"its format is {machine.format!r}; allowed: {FORMAT!r}")
+        raise ConfigError("machine", str(path), f"its format is {machine.format!r}; allowed: {FORMAT!r}")
     for name in _HOW_TO_KNOW:
         found: Quantity | None = getattr(machine, name)
         is_rate = name.endswith("_per_s")
         if found is not None and not (0 < found.value < math.inf if is_rate else 0 <= found.value < math.inf):
             allowed = "a number more than 0" if is_rate else "seconds, 0 or more"
-            raise ConfigError(f"time.{name}", found.value, f"allowed: {allowed}")
+            raise ConfigError(f"machine.{name}", found.value, f"allowed: {allowed}")
     return machine

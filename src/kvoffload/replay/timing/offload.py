@@ -55,7 +55,7 @@ class NoOffload:
     def load(
         self, request: int, ctx: RequestContext | None, first: int, end: int, done: Callable[[], None]
     ) -> None:
-        """It begins, and loads these blocks; `done` is called when they are there, at once if there are none."""
+        """It begins, and loads these blocks; `done` is called when they are there, or at once if none."""
         done()
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
@@ -144,7 +144,9 @@ class Offload(NoOffload):
     def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
         """A tier with a disk of its own, or several side by side."""
         if not isinstance(options, SizedTierOptions):
-            raise ConfigError("tiers", str(options), "its time is not known; allowed: disk:..., simulated:...")
+            raise ConfigError(
+                "tiers", str(options), "its time is not known; allowed: disk:..., simulated:..."
+            )
         name = options.name if number == 0 else f"{options.name} {number + 1}"
         num_disks = len(getattr(options, "path", ())) or 1
         machine = timing.machine
@@ -251,7 +253,7 @@ class Offload(NoOffload):
                 written=written,
                 evicted=evicted,
                 not_offered=not_offered,
-                keeps_up=not not_offered and link.seconds_waiting <= _LONGEST_BACKLOG_S,
+                keeps_up=link.seconds_waiting <= _LONGEST_BACKLOG_S and not (not_offered and name != "ram"),
             )
             for num_hits, (name, written, evicted, not_offered, link) in zip(hits, rows, strict=True)
         ]

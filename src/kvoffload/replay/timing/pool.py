@@ -1,7 +1,7 @@
 """The device's KV blocks over time, as vLLM's block pool has them.
 
-A request holds its blocks until it ends. Blocks of requests that have ended stay, can be found, and leave in the
-order in which they became free, of one request the tail first. Knows no bytes and no time.
+A request holds its blocks until it ends. Blocks of requests that have ended stay, can be found, and leave in
+the order in which they became free, of one request the tail first. Knows no bytes and no time.
 """
 
 from __future__ import annotations
@@ -81,10 +81,12 @@ class DevicePool:
     def know(self, lease: Lease, codes: Iterable[int]) -> None:
         """Blocks that it has taken have these contents, and can be found from now on.
 
-        One that is known already stays a second copy, and is blank when it is released.
+        One that is known already is held as well: this is a second copy, and blank when it is released.
         """
         for code in codes:
-            if code not in self._holders:
+            if code in self._holders:
+                self._hold(code, lease)
+            else:
                 lease.num_blank -= 1
                 lease.known.append(code)
                 self._holders[code] = 1

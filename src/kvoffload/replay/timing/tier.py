@@ -16,8 +16,8 @@ from kvoffload.transfer import Blocks, Rows
 
 
 class TimedTier(SimulatedTier):
-    """A `SimulatedTier` whose jobs end when two links have moved their bytes; reads and writes do not wait for
-    each other. What is being written cannot be read.
+    """A `SimulatedTier` whose jobs end when a link has moved their bytes: one for reads, one for writes; they
+    do not wait for each other. What is being written cannot be read.
 
     Args:
         name: for the report.
