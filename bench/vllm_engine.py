@@ -245,6 +245,8 @@ def serve(options: argparse.Namespace) -> None:
 class Process:
     """An engine in a process of its own."""
 
+    script = __file__
+
     def __init__(self, side: str, model: Path, options: argparse.Namespace) -> None:
         environment = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -254,7 +256,7 @@ class Process:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *sys.path[1:]]),
         }
-        arguments = [sys.executable, __file__, "--side", side, "--model", str(model)]
+        arguments = [sys.executable, self.script, "--side", side, "--model", str(model)]
         for name in ("trace", "requests", "longest", "gpu_blocks", "ram_blocks"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
@@ -368,12 +370,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def main() -> None:
-    """Parse, run, print."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is replayed, in which engines."""
     traces = Path(os.environ.get("KVOFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--longest", type=int, default=32, help="blocks of a request that are kept")
@@ -381,11 +380,19 @@ def main() -> None:
     parser.add_argument("--ram-blocks", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slice", type=int, default=50, help="requests in a turn")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
     parser.add_argument("--only", action="append", help="a side; may be given more than once")
     parser.add_argument("--keyed", action="store_true", help="also ours through vLLM's connector, key by key")
     parser.add_argument("--format", choices=["table", "json"], default="table")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         serve(options)

@@ -1,4 +1,4 @@
-"""Timed replays: who waits how long, by hand; and the hits of a replay without a clock, if nothing overlaps."""
+"""Timed replays: who waits how long, by hand; and the hits of a replay without a clock, one at a time."""
 
 from __future__ import annotations
 

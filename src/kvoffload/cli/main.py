@@ -12,6 +12,7 @@ from kvoffload._version import __version__
 from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
+    "calibrate": ("kvoffload.cli.calibrate:command", "Measure this machine: memory, GPU, disk, server."),
     "disk": ("kvoffload.cli.disk:disk", "Look into the directory of a disk tier, or delete it."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
     "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
