@@ -107,26 +107,36 @@ def test_a_second_copy_is_blank_when_released_and_the_first_is_recent() -> None:
     assert pool.num_available == 5
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=5), st.integers(0, 3)), max_size=40))
-def test_no_block_is_lost_or_counted_twice(steps: list[tuple[list[int], int]]) -> None:
-    pool, held = DevicePool(12), list[Lease]()
-    for codes, num_ended in steps:
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), max_size=5), st.integers(0, 2), st.integers(0, 3)), max_size=40
+    )
+)
+def test_no_block_is_lost_or_counted_twice(steps: list[tuple[list[int], int, int]]) -> None:
+    """Requests find some of their blocks, compute the others later, and generate a block in the end."""
+    pool, held, growing = DevicePool(12), list[Lease](), list[tuple[Lease, list[int]]]()
+    for codes, num_grown, num_ended in steps:
         chain = list(dict.fromkeys(codes))
-        found = pool.find(chain)
-        lease = pool.lease(chain[:found], len(chain) - found)
+        found = min(pool.find(chain), max(0, len(chain) - 1))
+        lease = pool.lease(chain[:found], len(chain) - found + 1)
         if lease is not None:
-            pool.take(lease, len(chain) - found)
-            pool.know(lease, chain[found:])
             held.append(lease)
-        for _ in range(min(num_ended, len(held))):
+            growing.append((lease, chain[found:]))
+        for _ in range(min(num_grown, len(growing))):
+            one, rest = growing.pop(0)
+            pool.take(one, len(rest))
+            pool.know(one, rest)
+            pool.take(one, 1)
+        for _ in range(min(num_ended, len(held) - len(growing))):
             pool.release(held.pop(0))
-        in_use = {code for one in held for code in one.known}
+        in_use = {code for one in held for code in one.known if code not in one.copies}
         assert pool.num_available == 12 - len(in_use) - sum(one.num_blank for one in held)
         assert not in_use & set(pool.next_to_leave(12))
         assert all(pool.find([code]) for code in in_use)
-    for one in held:
-        pool.release(one)
+    for ended in held:
+        pool.release(ended)
     assert pool.num_available == 12
+    assert pool.lease([], 12) is not None
 
 
 # ---- arrivals

@@ -138,7 +138,6 @@ class Engine:
         request.lease, request.blocks = lease, on_device
         self.device_hits += on_device
         self.began_s[request.number] = self._events.now
-        self._grow(request, on_device + loads)
         request.computed = (on_device + loads) * self._trace.block_tokens
 
         def loaded() -> None:
@@ -148,7 +147,9 @@ class Engine:
                 self._queues[0].append(request)
                 self.wake()
 
+        # What is loaded is pinned first: to make room for it may change what is behind the device.
         self._offload.load(request.number, request.ctx, on_device, on_device + loads, loaded)
+        self._grow(request, on_device + loads)
         if not loads:
             self._start(request)
         return True

@@ -15,15 +15,17 @@ class Lease:
     """The blocks that one request holds.
 
     Attributes:
-        known: codes of those that others can find, in prefix order.
+        known: codes of those that have contents, in prefix order.
+        copies: those of them of which another block is the one that is found.
         num_blank: those that nobody can find: not yet computed, generated, or a second copy.
         num_reserved: that it does not have yet, and will need.
     """
 
-    __slots__ = ("known", "num_blank", "num_reserved")
+    __slots__ = ("copies", "known", "num_blank", "num_reserved")
 
     def __init__(self, num_reserved: int) -> None:
         self.known: list[int] = []
+        self.copies: set[int] = set()
         self.num_blank, self.num_reserved = 0, num_reserved
 
 
@@ -81,23 +83,28 @@ class DevicePool:
     def know(self, lease: Lease, codes: Iterable[int]) -> None:
         """Blocks that it has taken have these contents, and can be found from now on.
 
-        One that is known already is held as well: this is a second copy, and blank when it is released.
+        Of one that is known already this is a second copy, which nobody finds while the first is there.
         """
         for code in codes:
+            lease.known.append(code)
             if code in self._holders:
-                self._hold(code, lease)
+                lease.copies.add(code)
             else:
                 lease.num_blank -= 1
-                lease.known.append(code)
                 self._holders[code] = 1
 
     def release(self, lease: Lease) -> None:
-        """The request has ended."""
+        """The request has ended. Of two copies one stays, used now."""
         holders, free = self._holders, self._free
         for code in reversed(lease.known):
-            holders[code] -= 1
+            if code not in lease.copies:
+                holders[code] -= 1
+            elif code not in holders:
+                holders[code] = 0
+                lease.num_blank -= 1
             if holders[code] == 0:
                 free[code] = None
+                free.move_to_end(code)
         self._num_blank += lease.num_blank
         self._num_reserved -= lease.num_reserved
         self.version += 1
