@@ -249,6 +249,17 @@ def test_every_class_is_complete_and_says_what_it_assumes() -> None:
         assert one.break_even_tokens(128 * 1024) < 1000
 
 
+def test_the_page_has_every_class_with_its_numbers() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "time.md").read_text()
+    for name, kind in CLASSES.items():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        cells = [cell.strip() for cell in row.split("|")]
+        assert cells[2] == kind.gpu
+        assert float(cells[3].split()[0].replace(",", "")) == kind.flops_per_s / 1e12
+        assert float(cells[4].split()[0]) == pytest.approx(kind.memory_bytes_per_s / 1e12, abs=0.005)
+        assert cells[5] == f"{kind.link}, {kind.link_bytes_per_s / 1e9:g} GB/s"
+
+
 def test_a_larger_model_is_slower() -> None:
     small, large = parse_class("h100-pcie5"), parse_class("h100-pcie5:70B")
     assert large.value("prefill_s_per_token") == pytest.approx(8.75 * small.value("prefill_s_per_token"))

@@ -222,21 +222,26 @@ def test_a_disk_that_is_named_is_not_opened_and_two_are_twice_as_fast() -> None:
 # ---- the same decisions as without a clock
 
 
-def alone(requests: list[str]) -> Trace:
-    """Requests that end with a block of their own, which nobody has to compute twice; no answers."""
-    return trace_of(*((9, f"{letters}{chr(0x4E00 + row)}", 0) for row, letters in enumerate(requests)))
+def alone(paths: list[str]) -> Trace:
+    """Requests of the blocks along these paths of a tree; each ends with a block of its own, which nobody has
+    to compute twice. No answers."""
+    nodes = sorted({path[: end + 1] for path in paths for end in range(len(path))})
+    letters = [
+        "".join(chr(0x4E00 + nodes.index(path[: end + 1])) for end in range(len(path))) for path in paths
+    ]
+    return trace_of(*((9, f"{one}{chr(0x3400 + row)}", 0) for row, one in enumerate(letters)))
 
 
 @given(
-    st.lists(st.text("abcdefgh", max_size=6).map(lambda text: "".join(sorted(set(text)))), max_size=30),
+    st.lists(st.text("ab", max_size=6), max_size=30),
     st.sampled_from(["lru", "arc", "s3fifo", "lfu"]),
     st.integers(1, 12),
     st.integers(8, 20),
 )
 def test_one_at_a_time_and_at_once_hits_what_a_replay_without_a_clock_hits(
-    sets: list[str], policy: str, ram: int, device: int
+    paths: list[str], policy: str, ram: int, device: int
 ) -> None:
-    trace = alone([*sets, "a"])
+    trace = alone([*paths, "a"])
     given = config(ram, device, policy=policy)
     plain = Replay(trace, given).run()
     instant = machine(load_bytes_per_s=INSTANT, store_bytes_per_s=INSTANT)
@@ -319,6 +324,27 @@ def test_what_cannot_be_is_one_clear_error() -> None:
     valkey = parse_tiers("tiers", "valkey://127.0.0.1:1/kv")
     with pytest.raises(ConfigError, match="its time is not known"):
         run_in_time(trace, timing(), 8, config(8, 8, tiers=valkey))
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        trace_of((5, "ab")),
+        trace_of((5, "a"), (5, "a"), (5, "ab"), (5, "ab")),
+        trace_of((9, "abc"), (1, "ab"), (4, "x"), (0, "abcd")),
+        trace_of((0, "ab"), (7 * 86400, "abc", 0)),
+    ],
+    ids=["one request", "equal times", "out of order", "a week between two"],
+)
+@pytest.mark.parametrize("at_once", [0, 3])
+def test_odd_traces_are_served(trace: Trace, at_once: int) -> None:
+    for store in ("on-compute", "on-device-eviction"):
+        behind = (SimulatedOptions(capacity="4"),)
+        given = config(3, 8, store=store, tiers=behind)
+        report = replay_in_time(trace, given, timing(at_once=at_once, step_tokens=7))
+        assert report.with_offload.requests == trace.requests
+        assert report.with_offload.ttft_s.p50 > 0
+        assert report.with_offload.prefill_s <= report.without.prefill_s + 1e-9
 
 
 def test_block_tokens_of_the_trace_are_those_of_the_machine() -> None:

@@ -103,10 +103,9 @@ def _words(report: TimedReport) -> Text:
     ):
         if number:
             text.append(f"  {number:,} {what}.\n")
-    if other.device_busy_share > 0.95 and not report.at_once:
-        text.append(
-            "  Without offloading the GPU is busy all the time: waits depend on how long this goes on.\n"
-        )
+    served_s = other.ttft_s.mean - other.waiting_s.mean
+    if not report.at_once and other.waiting_s.mean > _OVERLOADED * served_s:
+        text.append("  More comes than this GPU computes: waits say how long that lasts. Try --load 0.5.\n")
     return text
 
 
