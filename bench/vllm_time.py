@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,13 @@ import vllm_engine as bench
 from kvoffload.calibration.copies import memory_copies
 from kvoffload.calibration.fit import fit_prefill
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.timing.arrivals import AtOnce
 from kvoffload.replay.timing.config import Timing
+from kvoffload.replay.timing.engine import Engine
+from kvoffload.replay.timing.events import Events
 from kvoffload.replay.timing.machine import Machine, Quantity
+from kvoffload.replay.timing.offload import VictimOffload
+from kvoffload.replay.timing.pool import DevicePool
 from kvoffload.replay.timing.timed import run_in_time
 from kvoffload.traces.trace import Trace
 
@@ -135,6 +141,37 @@ def simulated(trace: Trace, machine: Machine, options: argparse.Namespace) -> di
     return rows
 
 
+class AtDrop(VictimOffload):
+    """A victim tier that gets blocks at the moment at which the device drops them, as without a clock."""
+
+    def dropped(self, codes: Sequence[int]) -> None:
+        """Stored at once."""
+        if codes and (plan := self.manager.prepare_store(self._of([*codes][::-1]))) is not None:
+            self._copy(plan)
+
+    def scheduled(self) -> None:
+        """No window."""
+
+
+def why(trace: Trace, machine: Machine, options: argparse.Namespace) -> None:
+    """Where the hits of a victim tier go that a replay without a clock promises: one step after the other."""
+    timing = Timing(machine, bench.Side._block_bytes(), step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE)
+    blocks, most = options.gpu_blocks, np.maximum(np.diff(trace.offsets) - 1, 0)
+    for policy in ("lru", "hazard"):
+        config = ReplayConfig(options.ram_blocks, policy, device_blocks=blocks, store="on-device-eviction")
+        plain = Replay(trace, config)
+        steps = {"without a clock": plain.run().prefix_hit_ratio}
+        hits = np.minimum(plain.hits_per_request, most).sum()
+        steps["the last block is computed"] = hits / trace.block_refs
+        for name, kind in (("in time, stored when dropped", AtDrop), ("in time", VictimOffload)):
+            events, pool = Events(), DevicePool(blocks)
+            engine = Engine(trace, timing, events, pool, AtOnce(trace, timing.at_once))
+            offload = kind(trace, config, timing, events, pool, engine.wake)
+            engine.run(offload, lambda ended: None)
+            steps[name] = (engine.device_hits + offload.hits()) / trace.block_refs
+        print(f"{policy}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in steps.items()))
+
+
 def main() -> None:
     """Measure, run, simulate, print."""
     parser = argparse.ArgumentParser(
@@ -143,6 +180,7 @@ def main() -> None:
     bench.add_options(parser)
     parser.add_argument("--save", type=Path, help="write what was measured here")
     parser.add_argument("--again", type=Path, help="simulate with what was measured before, and saved")
+    parser.add_argument("--why", action="store_true", help="where a victim tier's hits go")
     options = parser.parse_args()
     if options.side:
         measure(options)
@@ -164,6 +202,8 @@ def main() -> None:
     for name in ("prefill_s_per_token", "prefill_s_per_token_squared", "step_s", "decode_tokens_per_s"):
         print(f"{name} {machine.value(name):.4g}")
     trace = trace_of(bench.cut(options.trace, options.requests, options.longest))
+    if options.why:
+        why(trace, machine, options)
     said = simulated(trace, machine, options)
     print("| side | hit ratio: engine | in time | without | tokens/s: engine | in time | speed-up: engine "
           "| in time |")  # fmt: skip
