@@ -159,13 +159,21 @@ def test_what_the_device_drops_is_stored_before_it_leaves() -> None:
 
 
 def test_what_leaves_faster_than_the_window_is_lost() -> None:
-    # A window of a block, and a load of four at once: three leave without having been offered.
+    # The third drops five blocks of the first, each offered before. The last one loads them at once: the
+    # block of an answer is free, and four leave, of which a window of one block has seen none.
+    trace = trace_of((0, "abcdef"), (20, "uvwxyz"), (40, "mnopqr"), (60, "abcdefg"))
+    given = config(50, 14, store="on-device-eviction")
+    _, behind = run(trace, timing(step_tokens=BLOCK_TOKENS), 14, given)
+    assert (behind.hits(), behind.counts["lost"]) == (5, 4)
+    _, behind = run(trace, timing(step_tokens=10 * BLOCK_TOKENS), 14, given)
+    assert (behind.hits(), behind.counts["lost"]) == (5, 0)
+
+
+def test_a_victim_tier_stores_at_once_where_little_is_free() -> None:
     trace = trace_of((0, "abcdef"), (20, "uvwxyz"), (40, "abcdef"))
-    few = replace(timing(step_tokens=10), max_running=1)
-    _, behind = run(trace, few, 7, config(50, 7, store="on-device-eviction"))
-    assert behind.counts["lost"] > 0
-    _, wide = run(trace, replace(few, step_tokens=100), 14, config(50, 14, store="on-device-eviction"))
-    assert wide.counts["lost"] == 0
+    _, behind = run(trace, timing(step_tokens=BLOCK_TOKENS), 7, config(50, 7, store="on-device-eviction"))
+    assert behind.counts["lost"] == 0
+    assert behind.hits() > 0
 
 
 def test_a_disk_brings_what_ram_has_dropped() -> None:

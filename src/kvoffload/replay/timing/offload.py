@@ -299,7 +299,7 @@ class VictimOffload(Offload):
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
         if self._pool.num_available >= self._window:
-            return True
+            return False  # they are offered with the others once that is no longer so
         return super().store(request, ctx, first, end)
 
     def dropped(self, codes: Sequence[int]) -> None:

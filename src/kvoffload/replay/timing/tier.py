@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.core.plans import StorePlan
+from kvoffload.core.request import RequestContext
 from kvoffload.replay.timing.events import Events, Link
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import JobResult, Mask
@@ -43,7 +44,8 @@ class TimedTier(SimulatedTier):
         self._reads, self._writes, self._moved_bytes = reads, writes, moved_bytes
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        super().contains(keys, request)  # the request refers to them
+        if isinstance(request, RequestContext):
+            request.extend(keys)  # what it asks for is not evicted for what it writes
         readable: Mask = self._manager.ready_slots_of(keys) >= 0
         return readable
 
