@@ -83,9 +83,15 @@ def command(
 
 def table(machine: Machine) -> Table:
     """The machine for a terminal."""
-    table = Table(title=f"{machine.name} {machine.made}".rstrip(), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"{machine.name} {machine.made}".rstrip(),
+        title_justify="left",
+        caption=", ".join(f"{name} {fact}" for name, fact in machine.facts.items()),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     for name in ("", "median", "p10", "p90", "which is"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=name != "which is", overflow="fold")
     for name in QUANTITIES:
         found: Quantity | None = getattr(machine, name)
         if found is None:
@@ -93,6 +99,4 @@ def table(machine: Machine) -> Table:
         else:
             numbers = (found.value, found.p10, found.p90)
             table.add_row(name, *(f"{number:.3g}" for number in numbers), found.source)
-    for name, fact in machine.facts.items():
-        table.add_row(name, fact)
     return table

@@ -113,7 +113,7 @@ def _assumptions(report: TimedReport) -> Table:
     machine = report.machine
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("All of it rests on", "", "which is"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=name != "which is", overflow="fold")
     table.add_row("model", "", machine.model or "not said")
     for name in QUANTITIES:
         found: Quantity | None = getattr(machine, name)
