@@ -39,10 +39,7 @@ class NoOffload:
 
     Attributes:
         counts: for `TimedOutcome`: not_worth, no_room, gave_up, lost.
-        is_asked: whether requests may have to ask again.
     """
-
-    is_asked = False
 
     def begin(self, request: int) -> RequestContext | None:
         """A request comes, and waits for its turn."""
@@ -138,8 +135,6 @@ class Offload(NoOffload):
             clock=lambda: events.now,
             **options,
         )
-
-    is_asked = True
 
     def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
         """A tier with a disk of its own, or several side by side."""
@@ -238,14 +233,12 @@ class Offload(NoOffload):
         return [link.report() for link in self._links]
 
     def tiers(self) -> list[TimedTierReport]:
-        stats = self.manager.stats()
-        tiered, hits = self._tiered, [self._num_loaded]
-        if tiered is not None:
-            hits = tiered.hit_blocks
-        below = [] if tiered is None else zip(tiered.tier_names, tiered.tier_stats(), strict=True)
+        stats, hits = self.manager.stats(), [self._num_loaded]
         rows = [("ram", stats.stored, stats.evicted, stats.dropped, self._stores)]
-        for row, (name, tier) in enumerate(below):
-            rows.append((name, tier.written, tier.evicted, self._not_offered(row), self._writes[row]))
+        if (tiered := self._tiered) is not None:
+            hits, lost = tiered.hit_blocks, tiered.counts.not_offered
+            below = zip(tiered.tier_names, tiered.tier_stats(), self._writes, strict=True)
+            rows += [(name, tier.written, tier.evicted, lost, link) for name, tier, link in below]
         return [
             TimedTierReport(
                 name=name,
@@ -257,10 +250,6 @@ class Offload(NoOffload):
             )
             for num_hits, (name, written, evicted, not_offered, link) in zip(hits, rows, strict=True)
         ]
-
-    def _not_offered(self, row: int) -> int:
-        assert self._tiered is not None
-        return self._tiered.counts.not_offered
 
     def _path(self, request: int, first: int = 0, end: int | None = None) -> Keys:
         """Keys of some blocks of a request."""

@@ -54,8 +54,8 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
         name: ``ram``, or the tier's; of several alike with a number.
         hit_blocks: loaded by requests from here.
         written, evicted: of RAM also what came up from below.
-        not_offered: left RAM before this tier could take them: it writes slower than blocks come. Of RAM:
-            offered by the device when all slots were in use.
+        not_offered: left RAM before a tier could take them, which writes slower than blocks come: of all
+            tiers together, as the manager counts them. Of RAM: offered while all slots were in use.
         keeps_up: nothing of that, and its queue of writes was empty, or no longer than half a minute's work,
             when the last request ended.
     """
