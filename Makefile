@@ -72,6 +72,7 @@ test-vllm-versions:  ## the same on one version of vLLM after the other, an hour
 bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM's manager, ours (needs KVOFFLOAD_TRACES)
 	$(VLLM_VENV)/bin/python bench/vllm_lookup.py
 	$(VLLM_VENV)/bin/python bench/vllm_engine.py $(ARGS)
+	$(VLLM_VENV)/bin/python bench/vllm_time.py
 
 gpu-check:  ## all that needs a GPU, in minutes; PYTHON has torch and numba (ARGS="--device cpu" without a GPU)
 	PYTHONPATH=src $(PYTHON) bench/gpu_check.py $(ARGS)

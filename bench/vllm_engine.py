@@ -121,7 +121,11 @@ _CALLS = (
 
 
 class Side:
-    """One engine that replays slices, and what is measured."""
+    """One engine that replays slices, and what is measured.
+
+    Attributes:
+        clock: what times are taken with.
+    """
 
     def __init__(self, model: Path, offload: dict[str, Any] | None, options: argparse.Namespace) -> None:
         settings: dict[str, Any] = {
@@ -137,6 +141,7 @@ class Side:
             settings["connector"] = connector
         self.engine = tiny().Engine(model, offload, **settings)
         self.offloads = offload is not None
+        self.clock = time.perf_counter
         self.hits: dict[str, tuple[int, int]] = {}
         self.manager, self.lookup = Clock(), Clock()
         if offload is not None:
@@ -190,24 +195,25 @@ class Side:
         self.hits.clear()
         before = (self.manager.seconds, self.lookup.seconds)
         running: set[str] = set()
-        start = time.perf_counter()
+        start, start_cpu = self.clock(), time.process_time()
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 number, prompt = waiting.pop(0)
                 request = f"{name}-{number}"
-                sent[request] = time.perf_counter()
+                sent[request] = self.clock()
                 llm.add_request(request, {"prompt_token_ids": prompt}, sampling)
                 running.add(request)
             for output in llm.step():
                 if output.outputs[0].token_ids:
-                    first.setdefault(output.request_id, time.perf_counter() - sent[output.request_id])
+                    first.setdefault(output.request_id, self.clock() - sent[output.request_id])
                 if output.finished:
                     running.discard(output.request_id)
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = self.clock() - start, time.process_time() - start_cpu
         if self.offloads:
             self.engine.drain()
         return {
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "tokens": sum(map(len, prompts)),
             "device_hit_tokens": sum(device for device, _ in self.hits.values()),
             "ram_hit_tokens": sum(ram for _, ram in self.hits.values()),
@@ -245,6 +251,8 @@ def serve(options: argparse.Namespace) -> None:
 class Process:
     """An engine in a process of its own."""
 
+    script = __file__
+
     def __init__(self, side: str, model: Path, options: argparse.Namespace) -> None:
         environment = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -254,7 +262,7 @@ class Process:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *sys.path[1:]]),
         }
-        arguments = [sys.executable, __file__, "--side", side, "--model", str(model)]
+        arguments = [sys.executable, self.script, "--side", side, "--model", str(model)]
         for name in ("trace", "requests", "longest", "gpu_blocks", "ram_blocks"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
@@ -332,6 +340,7 @@ def summary(took: dict[str, list[dict[str, Any]]], rounds: int) -> list[dict[str
             "ttft_ms": 1e3 * statistics.median(ttft),
             "ttft_p90_ms": 1e3 * statistics.quantiles(ttft, n=10)[8],
             "tokens_per_s": total["tokens"] / total["seconds"],
+            "tokens_per_cpu_s": total["tokens"] / total["cpu_seconds"],
             "manager_us_per_request": 1e6 * total["manager_seconds"] / len(ttft),
             "lookup_us_per_request": 1e6 * total["lookup_seconds"] / len(ttft),
         }
@@ -368,12 +377,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def main() -> None:
-    """Parse, run, print."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is replayed, in which engines."""
     traces = Path(os.environ.get("KVOFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--longest", type=int, default=32, help="blocks of a request that are kept")
@@ -381,11 +387,19 @@ def main() -> None:
     parser.add_argument("--ram-blocks", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slice", type=int, default=50, help="requests in a turn")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
     parser.add_argument("--only", action="append", help="a side; may be given more than once")
     parser.add_argument("--keyed", action="store_true", help="also ours through vLLM's connector, key by key")
     parser.add_argument("--format", choices=["table", "json"], default="table")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         serve(options)

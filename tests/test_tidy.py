@@ -42,6 +42,7 @@ MAY_IMPORT = {
         "errors",
         "_version",
     },
+    "calibration": {"replay", "tiers", "transfer", "structures", "errors", "_version"},
     "sweep": {"replay", "traces", "tiers", "core", "config", "errors", "_version"},
     "testing": {
         "hints",
@@ -62,6 +63,7 @@ MAY_IMPORT = {
     },
     "cli": {
         "integrations",
+        "calibration",
         "models",
         "plugins",
         "sweep",

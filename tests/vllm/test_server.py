@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload.calibration import server as calibration
 from kvoffload.integrations.vllm.pool import SHARED_MEMORY
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
@@ -231,6 +232,21 @@ def test_two_workers_share_each_block(llama: Path, on_llama: Expected, tmp_path:
         assert metrics["vllm:kvoffload_hit_blocks_total"] > 0
         assert metrics.get("vllm:kvoffload_verification_failures_total", 0) == 0
     assert not ours_in_shared_memory(tmp_path)
+
+
+def test_calibrate_measures_a_server(llama: Path, tmp_path: Path) -> None:
+    """Prompts as ids of tokens, as many as were meant, none of them in a cache; answers piece by piece."""
+    with running(llama, tmp_path / "server.log") as (server, _):
+        measured = calibration.Server(server.url)
+        assert (measured.model, measured.max_tokens) == ("m", 512)
+        before = server.metrics()
+        found = calibration.server_speed(measured, (64, 128, 256, 400, 2048), 1, 2048)
+        after = server.metrics()
+    assert found["decode_tokens_per_s"].value > 0
+    assert found["prefill_s_per_token"].value + found["prefill_s_per_token_squared"].value > 0
+    computed, hits = "vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total"
+    assert after[computed] - before.get(computed, 0) == 64 + 64 + 128 + 256 + 400
+    assert after[hits] == before.get(hits, 0)
 
 
 def test_the_line_of_the_readme_is_what_a_shell_takes(

@@ -12,9 +12,11 @@ from kvoffload._version import __version__
 from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
+    "calibrate": ("kvoffload.cli.calibrate:command", "Measure this machine: memory, GPU, disk, server."),
     "disk": ("kvoffload.cli.disk:disk", "Look into the directory of a disk tier, or delete it."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
     "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
+    "simulate": ("kvoffload.cli.simulate:simulate", "Run a trace on a machine, in time: who waits how long."),
     "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),
     "tier": ("kvoffload.cli.tier:tier", "Ask a server that machines share: is it well, is it worth it?"),
     "trace": ("kvoffload.cli.trace:trace", "Describe traces, and make some."),

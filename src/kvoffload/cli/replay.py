@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvoffload import models
@@ -26,7 +26,6 @@ from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.queue import check_queue
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
-from kvoffload.replay.report import ReplayReport
 from kvoffload.sweep.grid import ANY_TRACE
 from kvoffload.sweep.grid import device_blocks as device_cache
 from kvoffload.tiers.memory import available_bytes
@@ -140,7 +139,7 @@ def replay(
         blocks, policy, admission, on_device, store, behind, decode_tokens_per_s, queue_requests
     )
     if output is not None:
-        _write("output", output, b"")  # A file that cannot be written is known before the work is done.
+        write_output("output", output, b"")  # A file that cannot be written is known before the work is done.
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(_writable("decisions", decisions)) if decisions else None
         data = None
@@ -148,10 +147,10 @@ def replay(
             data = DataPlane(_slots_that_fit(loaded, capacity, blocks, moved_bytes), moved_bytes, injection)
             stack.callback(data.close)
         run = Replay(loaded, config, data, log)
-        with _progress(loaded.requests, quiet) as progress:
+        with progress_bar("replay", loaded.requests, quiet) as progress:
             report = run.run(progress)
     if output is not None:
-        _write("output", output, report.to_json() if form == "json" else _plain(report))
+        write_output("output", output, report.to_json() if form == "json" else plain(table(report)))
     elif form == "json":
         click.echo(report.to_json(), nl=False)
     else:
@@ -211,10 +210,11 @@ def _slots_that_fit(trace: Trace, capacity: str, blocks: int, block_bytes: int) 
     return slots
 
 
-def _plain(report: ReplayReport) -> bytes:
+def plain(shown: RenderableType) -> bytes:
+    """What a terminal would show, as text for a file."""
     console = Console(width=100, no_color=True, file=None, record=True, quiet=False, force_terminal=False)
     with console.capture() as captured:
-        console.print(table(report))
+        console.print(shown)
     return captured.get().encode()
 
 
@@ -228,16 +228,18 @@ def _writable(field: str, path: Path) -> Iterator[BinaryIO]:
         raise ConfigError(field, str(path), f"a file that can be written ({error.strerror})") from None
 
 
-def _write(field: str, path: Path, content: bytes) -> None:
+def write_output(field: str, path: Path, content: bytes) -> None:
+    """Write a whole file that an option names."""
     with _writable(field, path) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error while a trace is run; what to call with the number of requests done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("replay", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)

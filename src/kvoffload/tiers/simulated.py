@@ -9,6 +9,7 @@ import numpy as np
 
 from kvoffload.core.admission import Admission
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
@@ -73,8 +74,7 @@ class SimulatedTier(SecondaryTier):
         if plan is None or len(plan.keys) == 0:
             return NO_JOB, taken
         taken[plan.rows] = True
-        self._manager.complete_store(plan)
-        return self._end(np.ones(len(plan.keys), np.bool_)), taken
+        return self._write(plan), taken
 
     def finished(self) -> list[JobResult]:
         ended, self._ended = self._ended, []
@@ -106,6 +106,10 @@ class SimulatedTier(SecondaryTier):
 
     def close(self) -> None:
         pass
+
+    def _write(self, plan: StorePlan) -> int:
+        self._manager.complete_store(plan)
+        return self._end(np.ones(len(plan), np.bool_))
 
     def _end(self, ok: Mask) -> int:
         self._next_job += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvoffload.transfer.engine import CopyEngine, DeviceArray, HostEngine, is_tensor
 
 
@@ -18,3 +20,23 @@ def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
 
         return CudaEngine(device)
     return HostEngine(device)
+
+
+def gpu_blocks(num_blocks: int, block_bytes: int) -> DeviceArray | None:
+    """Blocks on the first CUDA device, to measure copies with; None without torch, or if it sees none."""
+    torch = _torch_with_gpu()
+    return None if torch is None else torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
+
+
+def gpu_name() -> str:
+    """What the first CUDA device is called; empty as above."""
+    torch = _torch_with_gpu()
+    return "" if torch is None else str(torch.cuda.get_device_name(0))
+
+
+def _torch_with_gpu() -> Any | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
