@@ -13,6 +13,7 @@ from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
     "disk": ("kvoffload.cli.disk:disk", "Look into the directory of a disk tier, or delete it."),
+    "plan": ("kvoffload.cli.plan:plan", "Say how much RAM and SSD to buy, and what that is worth."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
     "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
     "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),

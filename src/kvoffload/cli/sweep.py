@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from kvoffload.cli.options import configured, decoding, in_blocks, queueing, sized
-from kvoffload.cli.sweep_progress import shown
+from kvoffload.cli.sweep_progress import how_to_go_on, shown
 from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError, SweepError
@@ -106,10 +106,10 @@ def sweep(
         with shown(quiet) as on_progress:
             result = run.run(on_progress)
     except KeyboardInterrupt:
-        click.echo(f"kvoffload: interrupted{_how_to_go_on(run)}", err=True)
+        click.echo(f"kvoffload: interrupted{how_to_go_on(run.progress, run.journal_path)}", err=True)
         sys.exit(130)
     except SweepError as error:
-        click.echo(f"kvoffload: {error}{_how_to_go_on(run)}", err=True)
+        click.echo(f"kvoffload: {error}{how_to_go_on(run.progress, run.journal_path)}", err=True)
         sys.exit(1)
     if form == "json":
         click.echo(as_json(result.rows), nl=False)
@@ -141,13 +141,3 @@ def _block_bytes(
             )
             raise ConfigError("traces", trace, why)
     return block_bytes(model, token_bytes, first, dtype)
-
-
-def _how_to_go_on(run: Sweep) -> str:
-    done = run.progress
-    if run.journal_path is None:
-        return "; without --output nothing is kept"
-    return (
-        f"; {done.rows_done:,} of {done.rows:,} rows are kept in {run.journal_path}: "
-        "run the same command again to go on"
-    )
