@@ -28,7 +28,8 @@ def a_trace(*chains: list[int], times: list[int] | None = None) -> Trace:
     ids, codes = list(dict.fromkeys(one for chain in chains for one in chain)), {}
     codes = {one: code for code, one in enumerate(ids)}
     return Trace(
-        "by hand", 512, np.array(ids, np.int64), np.array([codes[one] for c in chains for one in c], np.int32),
+        "by hand", 512, np.array(ids, np.int64),
+        np.array([codes[one] for chain in chains for one in chain], np.int32),
         np.cumsum([0, *map(len, chains)]), np.array(times or range(len(chains)), np.int64),
         np.ones(len(chains), np.int64),
     )  # fmt: skip

@@ -99,7 +99,7 @@ class Fleet:
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
         """How many modules and how many drives a host may get, coarse, in ascending order; no drives first.
 
-        From the fewest that are a block up to what a host can take. Of RAM no more than a replica is ever asked
+        From the fewest that are a block up to what a host can take. Of RAM no more than a replica is asked
         for: what more would do cannot be told from the recording. More drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]

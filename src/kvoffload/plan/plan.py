@@ -211,8 +211,12 @@ class Plan:
         def allowed(purchase: Purchase) -> bool:
             return target.budget is None or fleet.price(purchase) <= _BEYOND_BUDGET * target.budget
 
-        setups = self._setups
-        return Space(modules, drives, setups.of_ram, setups.with_ssds, allowed)
+        every = [[Purchase(n, d) for n in range(modules[0], modules[-1] + 1)] for d in drives]
+        budget = target.budget
+        edge = [] if budget is None else [
+            max(within) for line in every if (within := [one for one in line if fleet.price(one) <= budget])
+        ]  # fmt: skip
+        return Space(modules, drives, self._setups.of_ram, self._setups.with_ssds, allowed, edge)
 
     def _answer(self, evidence: Evidence, rows: list[Measured], choice: Choice) -> PlanAnswer:
         fleet, apart = self.fleet, functools.partial(difference, evidence)

@@ -31,13 +31,15 @@ class Space:
         modules, drives: of a host, ascending; the first number of drives is 0 (`Fleet.steps`).
         setups: ways to use RAM alone; with_ssds: ways to use both.
         allowed: whether a purchase is looked at.
+        edge: purchases besides the coarse ones: what a budget just buys.
     """
 
     modules: Sequence[int]
     drives: Sequence[int]
     setups: Sequence[Setup]
     with_ssds: Sequence[Setup]
-    allowed: Callable[[Purchase], bool]
+    allowed: Callable[[Purchase], bool] = lambda purchase: True
+    edge: Sequence[Purchase] = ()
 
     def cells(self, purchases: Iterable[Purchase], setups: Iterable[Setup]) -> list[Cell]:
         """Every setup at every purchase where it makes sense and that is looked at."""
@@ -47,8 +49,9 @@ class Space:
 
     @property
     def purchases(self) -> list[Purchase]:
-        """Every coarse one."""
-        return list(itertools.starmap(Purchase, itertools.product(self.modules, self.drives)))
+        """Those that are looked at before anything of the answer is known."""
+        steps = itertools.starmap(Purchase, itertools.product(self.modules, self.drives))
+        return [one for one in dict.fromkeys((*steps, *self.edge)) if self.allowed(one)]
 
     @property
     def sample(self) -> list[Purchase]:
@@ -85,7 +88,7 @@ def search(
         rows.update(zip(new, measure(new, later), strict=True))
 
     every = (*space.setups, *space.with_ssds)
-    coarse = [one for one in space.purchases if space.allowed(one)]
+    coarse = space.purchases
     look(space.cells(space.sample, every), KEPT * len(coarse))
     kept = [*_kept(rows, space.setups, difference), *_kept(rows, space.with_ssds, difference)]
     look(space.cells(coarse, kept), _ROUNDS * KEPT)
