@@ -10,7 +10,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from kvoffload.cli.options import in_blocks, sized
+from kvoffload.cli.options import in_blocks, report_option, sized, typed_command
 from kvoffload.cli.plan_tables import tables
 from kvoffload.cli.sweep_progress import how_to_go_on, shown
 from kvoffload.cli.vllm_config import as_flag, transfer_config
@@ -22,6 +22,8 @@ from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import as_toml, read_prices
 from kvoffload.plan.targets import Outcome, Target
 from kvoffload.replay.routing import ROUTINGS, SESSION
+from kvoffload.report.page import check_report, write_report
+from kvoffload.report.plan import plan_page
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import axis
 from kvoffload.sweep.task import TraceSource
@@ -82,6 +84,7 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
               help="Write every row: .csv, .json, .parquet. Another target goes on from there.")  # fmt: skip
+@report_option
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--seed", default=0, show_default=True, help="Of the confidence intervals.")
 @click.option("--resamples", default=RESAMPLES, show_default=True, help="Of the confidence intervals.")
@@ -116,6 +119,7 @@ def plan(
     jobs: int | None,
     scheduler: str | None,
     output: Path | None,
+    report: Path | None,
     force: bool,
     seed: int,
     resamples: int,
@@ -133,6 +137,8 @@ def plan(
     """
     if trace == "-":
         raise ConfigError("trace", "-", "allowed: a file or a name; each process of a plan reads it")
+    if report is not None:
+        check_report(report, force=force)
     size = block_bytes(model, bytes_per_token, block_tokens_of(trace, block_tokens), kv_cache_dtype)
     if size is None:
         why = "sizes need the bytes of a token: give --model config.json, or --bytes-per-token 128KiB"
@@ -161,6 +167,8 @@ def plan(
         click.echo(f"kvoffload: {error}{how_to_go_on(run.progress, run.journal_path)}", err=True)
         sys.exit(1)
     found = msgspec.structs.replace(found, vllm=_line(found, fleet))
+    if report is not None:
+        write_report(report, plan_page(found, typed_command()))
     if form == "json":
         click.echo(found.to_json(), nl=False)
     else:

@@ -37,7 +37,7 @@ class Evidence:
         busy: references a second of the busiest minute, over those of an average one.
         footprint_blocks: different blocks of the replica that has most.
         ceiling_hits: block references that caches without limit would serve.
-        device_hits: those that the GPUs serve alone, in each window.
+        refs: block references in each window. device_hits: those that the GPUs serve alone.
         draws: of the windows, for intervals.
     """
 
@@ -50,6 +50,7 @@ class Evidence:
     busy: float
     footprint_blocks: int
     ceiling_hits: int
+    refs: Sums
     device_hits: Sums
     draws: Resamples
 
@@ -91,7 +92,8 @@ def gather(source: TraceSource, fleet: Fleet, *, seed: int = 0, resamples: int =
         trace = load(source)
         why = f"it must have a request of at least one block ({trace.block_tokens} tokens)"
         raise ConfigError("trace", source.name_or_path, why)
-    refs = sum(part.block_refs for part in parts)
+    windows = together([trace.refs for trace in traces])
+    refs = int(windows.sum())
     duration_s, busy = _pace(parts)
     return Evidence(
         name=parts[0].name,
@@ -103,8 +105,9 @@ def gather(source: TraceSource, fleet: Fleet, *, seed: int = 0, resamples: int =
         busy=busy,
         footprint_blocks=max(part.unique_blocks for part in parts),
         ceiling_hits=sum(infinite(part).prefix_hit_blocks for part in parts),
+        refs=windows,
         device_hits=together([window_sums(run_device(part, fleet.device_blocks).served) for part in parts]),
-        draws=Resamples(together([trace.refs for trace in traces]), resamples, seed),
+        draws=Resamples(windows, resamples, seed),
     )
 
 

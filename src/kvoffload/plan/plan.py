@@ -46,6 +46,13 @@ class Assumption(msgspec.Struct, frozen=True):
     source: str
 
 
+class Window(msgspec.Struct, frozen=True):
+    """What is saved in one window (`bootstrap.window_sums`): as recommended, and by the GPUs alone."""
+
+    chosen: float
+    by_gpus: float
+
+
 class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """All that a plan found: the keys of its JSON object.
 
@@ -58,6 +65,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         footprint_bytes: what would hold all blocks of all replicas.
         frontier: the purchases that save more than every cheaper one, cheapest first.
         purchases: the best row of each purchase that was measured; rows: every row.
+        over_time: what is saved in each window.
         assumptions, cannot_tell: what the answer rests on, and what it leaves open.
         vllm: what each engine is to be started with; empty where RAM is not bought.
         seed, resamples, version: as in a sweep's rows.
@@ -81,6 +89,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     frontier: list[PlanRow]
     purchases: list[PlanRow]
     rows: list[PlanRow]
+    over_time: list[Window]
     assumptions: list[Assumption]
     cannot_tell: list[str]
     vllm: str = ""
@@ -239,6 +248,15 @@ class Plan:
             frontier=[one.row for one in frontier(rows)],
             purchases=[one.row for one in best_of_each(rows, feasible_first=True)],
             rows=[one.row for one in rows],
+            over_time=[
+                Window(chosen / max(refs, 1), alone / max(refs, 1))
+                for chosen, alone, refs in zip(
+                    choice.chosen.hits.tolist(),
+                    evidence.device_hits.tolist(),
+                    evidence.refs.tolist(),
+                    strict=True,
+                )
+            ],
             assumptions=assumptions(fleet, evidence),
             cannot_tell=cannot_tell(evidence, fleet, choice.chosen.row),
             seed=self._seed,
