@@ -534,7 +534,7 @@ def test_the_command_says_what_its_json_says(loop: str, tmp_path: Path) -> None:
     text = " ".join(shown.stdout.split())
     for sentence in (*found.words, *found.cannot_tell, found.vllm):
         assert " ".join(sentence.split()) in text
-    for row in found.purchases:
+    for row in found.frontier:
         assert f"{100 * row.saved:.1f} %" in text
     flag, value = shlex.split(found.vllm)
     assert flag == "--kv-transfer-config"

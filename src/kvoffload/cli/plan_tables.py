@@ -14,7 +14,7 @@ from kvoffload.plan.rows import PlanRow
 from kvoffload.plan.words import money, percent, ram_size, ssd_size
 
 _WIDEST = 120
-_ROOMY, _NARROW = 100, 6
+_ROOMY, _NARROW = 110, 6
 """Columns of text for all columns of the table, and how many of these are shown in fewer."""
 
 
@@ -35,12 +35,26 @@ def _purchases(found: PlanAnswer, width: int) -> RenderableType:
     for name in names[:shown]:
         table.add_column(name, justify="right" if name else "left", max_width=12)
     table.add_column("used so; or why not", ratio=1)
-    for row in found.purchases:
+    shown_rows = _worth_a_line(found)
+    for row in shown_rows:
         *numbers, use = _cells(row, found)
         table.add_row(*numbers[:shown], use, style="" if row.feasible else "dim")
-    title = f"{found.trace}: purchases, the best use of each; * is recommended"
-    title += "; x cannot be" if any(not row.feasible for row in found.purchases) else ""
+    title = f"{found.trace}: what saves more than all that is cheaper; * is recommended"
+    title += "; x would, and cannot be" if any(not row.feasible for row in shown_rows) else ""
     return Group(Text(title, "italic"), table)
+
+
+def _worth_a_line(found: PlanAnswer) -> list[PlanRow]:
+    """The frontier, and what would be on it if it could be; the output has every row."""
+    shown: list[PlanRow] = []
+    most_that_cannot = 0.0
+    for row in found.purchases:
+        if row.feasible and row in found.frontier:
+            shown.append(row)
+        elif not row.feasible and row.saved > max([most_that_cannot, *(one.saved for one in shown)]):
+            most_that_cannot = row.saved
+            shown.append(row)
+    return shown
 
 
 def _cells(row: PlanRow, found: PlanAnswer) -> list[str]:

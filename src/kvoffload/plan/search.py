@@ -71,9 +71,11 @@ def search(
 ) -> tuple[list[Measured], Choice]:
     """Measure what an answer takes; all rows, and the choice among them.
 
-    1. Every setup at a few places: where setups differ much, they differ there.
-    2. The setups that were best somewhere, or not told apart from that, at every coarse place.
-    3. Between the answer and its neighbours, in halves: purchases come in single modules.
+    1. Every setup of RAM at a few places: where setups differ much, they differ there.
+    2. SSDs behind those that were best most often, and behind the one that writes least, at a few places: a
+       replay with SSDs costs several times one without.
+    3. The best of both at every coarse place.
+    4. Between the answer and its neighbours, in halves: purchases come in single modules.
 
     A setup that is given up may be the best at a place in between; it was then behind at all places that were
     looked at. No number is interpolated.
@@ -87,10 +89,14 @@ def search(
         new = [cell for cell in dict.fromkeys(cells) if cell not in rows]
         rows.update(zip(new, measure(new, later), strict=True))
 
-    every = (*space.setups, *space.with_ssds)
     coarse = space.purchases
-    look(space.cells(space.sample, every), KEPT * len(coarse))
-    kept = [*_kept(rows, space.setups, difference), *_kept(rows, space.with_ssds, difference)]
+    behind = len(space.with_ssds) * (KEPT + 1) // max(1, len(space.setups))
+    look(space.cells(space.sample, space.setups), behind * len(space.drives) + KEPT * len(coarse))
+    kept = _kept(rows, space.setups, difference)
+    before_ssds = {(one.store, one.policy, one.admission) for one in (*kept, *_least_writes(rows))}
+    with_ssds = [one for one in space.with_ssds if (one.store, one.policy, one.admission) in before_ssds]
+    look(space.cells(space.sample, with_ssds), KEPT * len(coarse))
+    kept += _kept(rows, with_ssds, difference)
     look(space.cells(coarse, kept), _ROUNDS * KEPT)
     answer = choose([begin, *rows.values()])
     for left in reversed(range(_ROUNDS)):
@@ -128,6 +134,14 @@ def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Diffe
             wins[one.row.setup] = (first + is_best, second + alike, total + one.row.saved)
     ranked = sorted(wins, key=lambda one: wins[one], reverse=True)
     return [one for one in ranked[:KEPT] if wins[one] > (0, 0, 0.0)] or ranked[:1]
+
+
+def _least_writes(rows: dict[Cell, Measured]) -> list[Setup]:
+    """The setup that writes least to RAM, and so to SSDs behind it; none where no times are known."""
+    written: dict[Setup, float] = {}
+    for cell, one in rows.items():
+        written[cell.setup] = written.get(cell.setup, 0.0) + (one.row.ram_write_bytes_per_s or 0.0)
+    return [min(written, key=lambda one: written[one])] if written else []
 
 
 def _between(chosen: Purchase, rows: dict[Cell, Measured]) -> list[Purchase]:

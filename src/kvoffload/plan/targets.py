@@ -12,6 +12,7 @@ from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
 from kvoffload.plan.rows import Measured
 from kvoffload.sweep.bootstrap import Interval
+from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
 """The part of what could be added that is taken for enough where no target says what is."""
@@ -110,9 +111,15 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
         rival = best.get(one.row.purchase)
         if not (one.row.feasible or feasible_first):
             continue
-        if rival is None or (one.row.feasible, one.row.saved) > (rival.row.feasible, rival.row.saved):
+        if rival is None or _rank(one) > _rank(rival):
             best[one.row.purchase] = one
     return sorted(best.values(), key=lambda one: (one.row.price, -one.row.saved))
+
+
+def _rank(one: Measured) -> tuple[bool, float, bool]:
+    """What is better is higher; of equals the yardstick, which is simple."""
+    row = one.row
+    return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")
 
 
 def frontier(rows: Sequence[Measured]) -> list[Measured]:

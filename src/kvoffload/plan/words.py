@@ -173,7 +173,8 @@ def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
 
 def _cannot_be(choice: Choice, rows: Sequence[Measured], currency: str) -> list[str]:
     """The best row that cannot be, if it saves more than all that can."""
-    best = max((one.row for one in rows if not one.row.feasible), key=lambda row: row.saved, default=None)
+    cannot = [one.row for one in rows if not one.row.feasible]
+    best = max(cannot, key=lambda row: (row.saved, -row.price), default=None)
     if best is None or best.saved < choice.most.row.saved + _NO_MORE:
         return []
     return [f"{_offer(best, currency)} with {best.setup}, and cannot be: {best.why_not}."]
