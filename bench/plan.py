@@ -47,17 +47,13 @@ def main() -> None:
         cpu_s = time.process_time() - start
         assert plan.journal_path is not None
         replays = len(plan.journal_path.read_bytes().splitlines())
-    refs = replays * found.block_refs
+    each_us = 1e6 * cpu_s / replays
     print(f"{found.trace}: {found.requests:,} requests, {found.block_refs:,} references")
     print(f"{len(found.rows):,} rows, {replays:,} different replays, {cpu_s:.1f} s of CPU time")
-    print(
-        f"{1e6 * cpu_s / refs:.2f} us a reference, {1e6 * cpu_s / (replays * found.requests):.0f} us a request"
-    )
+    print(f"{each_us / found.block_refs:.2f} us a reference, {each_us / found.requests:.0f} us a request")
     print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB at most")
     minutes = cpu_s * LARGE_REFS / found.block_refs / 60
-    print(
-        f"{LARGE_REFS:,} references like these: {minutes:.0f} minutes of CPU time, {minutes / 2:.0f} on two cores"
-    )
+    print(f"{LARGE_REFS:,} references like these: {minutes:.0f} minutes of CPU time, on two cores half")
 
 
 if __name__ == "__main__":

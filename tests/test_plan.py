@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,9 @@ from kvoffload.plan.prices import MEANING, Prices, Ram, Ssd, as_toml, flattened,
 from kvoffload.plan.rows import PlanRow, limits
 from kvoffload.plan.search import Space
 from kvoffload.plan.targets import Target
+from kvoffload.replay.data import DataPlane
 from kvoffload.replay.optimum import infinite
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.routing import route
 from kvoffload.sweep import task as tasks
 from kvoffload.sweep import workers
@@ -324,6 +326,19 @@ def test_rows_are_replays(chat: str, options: dict[str, Any]) -> None:
         assert row.optimum <= answer.ceiling + 1e-12
 
 
+def test_rows_are_replays_of_real_bytes(chat: str) -> None:
+    answer = planned(chat, fleet(prices(Ram(module="100MiB", price=100, slots=2)), 100 * MIB))
+    row, trace = answer.most, load_trace(chat)
+    assert row.by_ram > 0
+    data = DataPlane(slots_needed(trace, row.ram_blocks), block_bytes=64)
+    config = ReplayConfig(row.ram_blocks, row.policy, row.admission, row.device_blocks, row.store)
+    report = Replay(trace, config, data).run()
+    data.close()
+    assert report.blocks_verified > 0
+    assert report.mismatches_served == 0
+    assert report.prefix_hit_ratio == row.saved
+
+
 def test_more_ram_never_saves_less_under_lru(chat: str) -> None:
     answer = planned(chat, fleet(prices(Ram(module="20MiB", price=100, slots=40))))
     by_size = sorted(answer.rows, key=lambda row: row.ram_modules)
@@ -468,6 +483,19 @@ def test_what_was_interrupted_goes_on(loop: str, tmp_path: Path, replays: list[T
     assert run(saved=0.4) == answer
     assert run(budget=2000).chosen == answer.chosen
     assert len(replays) <= before + 3, "another target is answered from what is kept"
+
+
+def test_progress_never_goes_back(loop: str) -> None:
+    told: list[tuple[int, int, int, int]] = []
+    source = TraceSource(loop, None, False)
+    answer = Plan(source, fleet(), Target(saved=0.4), PLAIN, jobs=1).run(
+        lambda now: told.append((now.rows_done, now.rows, now.refs_done, now.refs))
+    )
+    for before, after in itertools.pairwise(told):
+        assert before[0] <= after[0]
+        assert before[2] <= after[2]
+    assert all(done <= rows and refs_done <= refs for done, rows, refs_done, refs in told)
+    assert told[-1][0] == len(answer.rows) - 1, "the row of nothing is no replay"
 
 
 def test_an_output_of_somebody_else_is_not_replaced(loop: str, tmp_path: Path) -> None:
