@@ -326,9 +326,8 @@ def test_rows_are_replays(chat: str, options: dict[str, Any]) -> None:
         assert row.optimum <= answer.ceiling + 1e-12
 
 
-def test_rows_are_replays_of_real_bytes(chat: str) -> None:
-    answer = planned(chat, fleet(prices(Ram(module="100MiB", price=100, slots=2)), 100 * MIB))
-    row, trace = answer.most, load_trace(chat)
+def test_rows_are_replays_of_real_bytes(loop: str) -> None:
+    row, trace = planned(loop, saved=0.4).chosen, load_trace(loop)
     assert row.by_ram > 0
     data = DataPlane(slots_needed(trace, row.ram_blocks), block_bytes=64)
     config = ReplayConfig(row.ram_blocks, row.policy, row.admission, row.device_blocks, row.store)
