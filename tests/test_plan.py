@@ -449,6 +449,12 @@ def test_what_holds_everything_says_that_it_is_never_full(loop: str) -> None:
     assert full in " ".join(planned(loop, fleet(large), saved=0.4).cannot_tell)
 
 
+def test_slots_that_are_too_few_are_said(loop: str) -> None:
+    said = "A host takes 4 modules of RAM: what more of them would save was not looked at."
+    assert said in planned(loop, fleet(prices(Ram(module="5MiB", price=100, slots=4)))).cannot_tell
+    assert said not in planned(loop, fleet(prices(Ram(module="200MiB", price=100, slots=4)))).cannot_tell
+
+
 # ---- what is kept
 
 

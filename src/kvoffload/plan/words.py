@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvoffload.plan.evidence import Evidence
-from kvoffload.plan.fleet import Fleet
+from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.rows import Measured, PlanRow, age
 from kvoffload.plan.targets import ENOUGH, Choice, Difference, Outcome, Target
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
@@ -217,6 +217,9 @@ def cannot_tell(evidence: Evidence, fleet: Fleet, chosen: PlanRow) -> list[str]:
             "What is bought holds all that the recording asks for: it is never full, and what it would "
             "still have later cannot be seen."
         )
+    slots = fleet.prices.ram.slots
+    if fleet.blocks(fleet.ram_bytes(Purchase(slots, 0))) < evidence.footprint_blocks:
+        said.append(f"A host takes {slots} modules of RAM: what more of them would save was not looked at.")
     if len(evidence.traces) < fleet.replicas:
         idle = fleet.replicas - len(evidence.traces)
         said.append(f"{idle:,} of {fleet.replicas:,} replicas get no request.")
