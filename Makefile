@@ -11,7 +11,7 @@ SEED ?=
 VERSIONS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay test test-all test-checked test-vllm test-vllm-versions soak lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
+.PHONY: help install replay report test test-all test-checked test-vllm test-vllm-versions soak lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -31,6 +31,11 @@ install: $(VENV)/installed  ## the environment and the package
 
 replay: $(VENV)/installed  ## the main job: run a trace through the manager (TRACE=file, ARGS="--policy arc")
 	$(BIN)/kvoffload replay $(TRACE) $(ARGS)
+
+report: $(VENV)/installed-dev  ## the page of an example plan, build/plan.html (ARGS="--budget 5000")
+	mkdir -p build
+	$(BIN)/kvoffload plan $(or $(TRACE),chat) --model meta-llama/Llama-3.1-8B --gpus 1 --kv-per-gpu 64GB \
+		--report build/plan.html --force $(ARGS)
 
 test: $(VENV)/installed-dev  ## the tests that run in four minutes on two cores (ARGS=tests/test_arc.py)
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.structures.draws import whole_numbers
 from kvoffload.sweep import bootstrap
 from kvoffload.sweep.bootstrap import Resamples, window_sums
 
@@ -35,7 +36,7 @@ def test_as_the_plain_twin_says() -> None:
     generator = np.random.default_rng(1)
     refs = generator.integers(1, 100, 12)
     hits = generator.integers(0, refs)
-    drawn = bootstrap._drawn(50 * 12, 12, seed=9).reshape(50, 12)
+    drawn = whole_numbers(50 * 12, 12, seed=9).reshape(50, 12)
     ratios = [sum(hits[w] for w in draw) / sum(refs[w] for w in draw) for draw in drawn]
     interval = Resamples(refs, resamples=50, seed=9).ratio(hits)
     assert interval is not None
@@ -43,15 +44,15 @@ def test_as_the_plain_twin_says() -> None:
 
 
 def test_draws_are_even_and_differ_with_the_seed() -> None:
-    drawn = bootstrap._drawn(100_000, 10, seed=0)
+    drawn = whole_numbers(100_000, 10, seed=0)
     assert np.abs(np.bincount(drawn, minlength=10) - 10_000).max() < 400
-    assert (drawn != bootstrap._drawn(100_000, 10, seed=1)).mean() > 0.85
+    assert (drawn != whole_numbers(100_000, 10, seed=1)).mean() > 0.85
 
 
 def test_equal_everywhere() -> None:
     """The draws change with no library: the first outputs of splitmix64 from seed 0, as published."""
     published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
-    assert bootstrap._drawn(4, 32, seed=0).tolist() == [number >> 59 for number in published]
+    assert whole_numbers(4, 32, seed=0).tolist() == [number >> 59 for number in published]
 
 
 def test_nothing_varies_nothing_is_uncertain() -> None:

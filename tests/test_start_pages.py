@@ -40,7 +40,16 @@ def test_there_are_commands_to_try() -> None:
     assert len(commands()) >= 4
 
 
-@pytest.mark.parametrize(("command", "shown"), commands(), ids=[command for command, _ in commands()])
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        # A plan does dozens of replays.
+        pytest.param(
+            command, shown, id=command, marks=[pytest.mark.slow] if command.startswith("plan") else []
+        )
+        for command, shown in commands()
+    ],
+)
 def test_a_command_prints_these_numbers(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     done = kvoffload(*shlex.split(command))

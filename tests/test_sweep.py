@@ -37,8 +37,9 @@ from kvoffload.sweep import task as tasks
 from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.sweep.grid import Grid
 from kvoffload.sweep.journal import SweepJournal
+from kvoffload.sweep.measuring import Progress
 from kvoffload.sweep.outputs import RowsFile
-from kvoffload.sweep.sweep import Progress, Sweep
+from kvoffload.sweep.sweep import Sweep
 from kvoffload.sweep.table import Row, _baselines
 from kvoffload.sweep.task import Failure, Measurement, Task
 from kvoffload.traces.formats.mooncake import write_trace
@@ -264,7 +265,7 @@ def test_each_trace_is_read_once(chat: str, rag: str, monkeypatch: pytest.Monkey
         read.append(path)
         return load_trace(path, **options)  # type: ignore[arg-type]
 
-    tasks._read.cache_clear()
+    tasks._whole.cache_clear()
     monkeypatch.setattr(tasks, "load_trace", counted)
     Sweep([chat, rag, chat], SMALL, jobs=1).run()
     assert read == [chat, rag]
@@ -353,7 +354,7 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     journal = output.with_name("out.csv.journal").read_bytes()
 
     def finished_rows(path: str, **options: object) -> int:
-        tasks._read.cache_clear()
+        tasks._whole.cache_clear()
         output.with_name("out.csv.journal").write_bytes(journal)
         return Sweep([path], SMALL, jobs=1, output=output, force=True, **options).run().from_journal  # type: ignore[arg-type]
 
@@ -372,7 +373,7 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     larger_blocks = dataclasses.replace(trace, block_tokens=1024)
     write_trace(larger_blocks, changed)
     assert finished_rows(str(changed), block_tokens=1024) == 0
-    monkeypatch.setattr("kvoffload.sweep.sweep.code_digest", lambda policy: f"other code of {policy}")
+    monkeypatch.setattr("kvoffload.sweep.measuring.code_digest", lambda policy: f"other code of {policy}")
     assert finished_rows(chat) == 0
 
 

@@ -14,6 +14,7 @@ from kvoffload.errors import ConfigError, PolicyError, TraceError
 _COMMANDS = {
     "calibrate": ("kvoffload.cli.calibrate:command", "Measure this machine: memory, GPU, disk, server."),
     "disk": ("kvoffload.cli.disk:disk", "Look into the directory of a disk tier, or delete it."),
+    "plan": ("kvoffload.cli.plan:plan", "Say how much RAM and SSD to buy, and what that is worth."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
     "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
     "simulate": ("kvoffload.cli.simulate:simulate", "Run a trace on a machine, in time: who waits how long."),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,3 +101,16 @@ def queueing(function: F) -> F:
         "--queue", "queue_requests", type=int, default=0, metavar="N",
         help="The next N requests wait in the engine's queue: what they will ask for leaves last.",
     )(function)  # fmt: skip
+
+
+def report_option(function: F) -> F:
+    """Give a command ``--report``: its result as a page (`report.page`)."""
+    return click.option(
+        "--report", type=click.Path(path_type=Path), metavar="FILE.html",
+        help="Write a page with charts: one file, offline. Takes kvoffload[report].",
+    )(function)  # fmt: skip
+
+
+def typed_command() -> str:
+    """What was typed, quoted for a shell."""
+    return shlex.join(["kvoffload", *sys.argv[1:]])

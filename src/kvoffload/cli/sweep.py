@@ -8,12 +8,23 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from kvoffload.cli.options import configured, decoding, in_blocks, queueing, sharing, sized
-from kvoffload.cli.sweep_progress import shown
+from kvoffload.cli.options import (
+    configured,
+    decoding,
+    in_blocks,
+    queueing,
+    report_option,
+    sharing,
+    sized,
+    typed_command,
+)
+from kvoffload.cli.sweep_progress import how_to_go_on, shown
 from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError, SweepError
 from kvoffload.models import block_bytes
+from kvoffload.report.page import check_report, write_report
+from kvoffload.report.sweep import sweep_page
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.outputs import as_json
@@ -41,6 +52,7 @@ from kvoffload.traces.sources import block_tokens_of
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
 @click.option("--output", type=click.Path(path_type=Path),
               help="Write the rows: .csv, .json, .parquet. Without it nothing is kept.")  # fmt: skip
+@report_option
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--timings", is_flag=True, help="A column of seconds; these differ from run to run.")
 @click.option("--seed", default=0, show_default=True, help="Of the confidence intervals.")
@@ -67,6 +79,7 @@ def sweep(
     jobs: int | None,
     scheduler: str | None,
     output: Path | None,
+    report: Path | None,
     force: bool,
     timings: bool,
     seed: int,
@@ -88,6 +101,8 @@ def sweep(
     """
     if twice := [name for name in dict.fromkeys(traces) if traces.count(name) > 1]:
         raise ConfigError("traces", twice[0], "it is given twice")
+    if report is not None:
+        check_report(report, force=force)
     if "-" in traces:
         raise ConfigError("traces", "-", "allowed: files and names; each process of a sweep reads its trace")
     grid = Grid(
@@ -111,11 +126,13 @@ def sweep(
         with shown(quiet) as on_progress:
             result = run.run(on_progress)
     except KeyboardInterrupt:
-        click.echo(f"kvoffload: interrupted{_how_to_go_on(run)}", err=True)
+        click.echo(f"kvoffload: interrupted{how_to_go_on(run.progress, run.journal_path)}", err=True)
         sys.exit(130)
     except SweepError as error:
-        click.echo(f"kvoffload: {error}{_how_to_go_on(run)}", err=True)
+        click.echo(f"kvoffload: {error}{how_to_go_on(run.progress, run.journal_path)}", err=True)
         sys.exit(1)
+    if report is not None:
+        write_report(report, sweep_page(result.rows, result.verdicts, typed_command()))
     if form == "json":
         click.echo(as_json(result.rows), nl=False)
     else:
@@ -146,13 +163,3 @@ def _block_bytes(
             )
             raise ConfigError("traces", trace, why)
     return block_bytes(model, token_bytes, first, dtype)
-
-
-def _how_to_go_on(run: Sweep) -> str:
-    done = run.progress
-    if run.journal_path is None:
-        return "; without --output nothing is kept"
-    return (
-        f"; {done.rows_done:,} of {done.rows:,} rows are kept in {run.journal_path}: "
-        "run the same command again to go on"
-    )

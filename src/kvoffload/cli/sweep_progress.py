@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from kvoffload.sweep.sweep import Progress
+from kvoffload.sweep.measuring import Progress
 
 _REMEMBERED_S = 600
 _SECONDS_BETWEEN_LINES = 30
@@ -85,6 +86,14 @@ def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
             completed=now.refs_done,
             total=now.refs,
         )
+
+
+def how_to_go_on(done: Progress, journal: Path | None) -> str:
+    """What is said of work that was interrupted."""
+    if journal is None:
+        return "; without --output nothing is kept"
+    kept = f"{done.rows_done:,} of {done.rows:,} rows are kept in {journal}"
+    return f"; {kept}: run the same command again to go on"
 
 
 def _say(console: Console, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -63,19 +64,27 @@ def vllm_config(
         "blocks_per_chunk": blocks_per_chunk,
         "record": record,
     }
-    extra: dict[str, Any] = {"spec_name": "KVOffloadSpec", "spec_module_path": _HOME}
-    extra |= {name: value for name, value in given.items() if value is not None}
+    said = {name: value for name, value in given.items() if value is not None}
     # Also what only the file or the environment says: the flag has all of it.
-    beside = gathered({**extra, "config": click.get_current_context().meta[CONFIG]}, OF_ENGINES, VLLMS_NAMES)
-    extra |= {name: value for name, value in beside.items() if name != "config"}
+    beside = gathered({**said, "config": click.get_current_context().meta[CONFIG]}, OF_ENGINES, VLLMS_NAMES)
+    said |= {name: value for name, value in beside.items() if name != "config"}
+    config = transfer_config(said, connector=connector)
+    click.echo(json.dumps(config, indent=2) if form == "json" else as_flag(config))
+
+
+def transfer_config(options: Mapping[str, Any], *, connector: bool) -> dict[str, Any]:
+    """What ``--kv-transfer-config`` takes, for these options in vLLM's names. Raises `ConfigError`."""
+    extra = {"spec_name": "KVOffloadSpec", "spec_module_path": _HOME, **options}
     if parse_options(extra).ram_bytes < _LEAST_RAM_BYTES:
-        raise ConfigError("ram", ram, "allowed: a size such as 64GiB")
+        raise ConfigError("ram", options["cpu_bytes_to_use"], "allowed: a size such as 64GiB")
     flag: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
-    if connector or store == ON_DEVICE_EVICTION or extra.get("record") is not None:
+    if connector or options.get("store") == ON_DEVICE_EVICTION or options.get("record") is not None:
         flag = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": f"{_HOME}.connector"}
     # vLLM's default ends a request whose blocks could not be loaded with an error.
     flag |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
-    if form == "json":
-        click.echo(json.dumps(flag, indent=2))
-    else:
-        click.echo(f"--kv-transfer-config {shlex.quote(json.dumps(flag, separators=(',', ':')))}")
+    return flag
+
+
+def as_flag(config: Mapping[str, Any]) -> str:
+    """The flag, quoted for a shell."""
+    return f"--kv-transfer-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.optimum import infinite, optimum
@@ -84,7 +83,7 @@ class SharedReplay:
             assert isinstance(last, SizedTierOptions), "without bytes all tiers are simulated"
             self._shared = SharedTier(last, num_instances)
         self._replays = [
-            Replay(part_of(trace, self._instance_of == number), alone, shared=self._shared)
+            Replay(trace.of_requests(np.flatnonzero(self._instance_of == number)), alone, shared=self._shared)
             for number in range(num_instances)
         ]
         self.hits_per_request = np.zeros(trace.requests, np.int32)
@@ -157,23 +156,3 @@ class SharedReplay:
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:
     """The replay without bytes that a configuration asks for."""
     return Replay(trace, config) if config.instances == 1 else SharedReplay(trace, config)
-
-
-def part_of(trace: Trace, mine: npt.NDArray[np.bool_]) -> Trace:
-    """These requests of a trace alone, as if nobody else were there."""
-    lengths = np.diff(trace.offsets)
-    refs = trace.refs[np.repeat(mine, lengths)]
-    codes, first = np.unique(refs, return_index=True)
-    order = np.argsort(first)
-    code_of = np.empty(trace.unique_blocks, np.int32)
-    code_of[codes[order]] = np.arange(len(codes), dtype=np.int32)
-    hints = trace.hints
-    return replace(
-        trace,
-        block_ids=trace.block_ids[codes[order]],
-        refs=code_of[refs],
-        offsets=np.concatenate(([0], np.cumsum(lengths[mine]))).astype(np.int64),
-        timestamps_ms=trace.timestamps_ms[mine],
-        output_tokens=trace.output_tokens[mine],
-        hints=None if hints is None else replace(hints, numbers=hints.numbers[mine]),
-    )

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
+from kvoffload.structures.draws import whole_numbers
 
 Sums = npt.NDArray[np.int64]
 
@@ -85,7 +86,7 @@ class Resamples:
         if not 0 <= seed < 2**64:
             raise ConfigError("seed", seed, "0 to 2**64 - 1")
         windows = len(refs)
-        drawn = _drawn(resamples * windows, windows, seed).reshape(resamples, windows)
+        drawn = whole_numbers(resamples * windows, windows, seed).reshape(resamples, windows)
         # How often each window is in each draw: a sum over a draw is then one product of matrices. Sums
         # of integers below 2^53 are exact in floating point, whatever order they are added in.
         flat = (drawn + np.arange(resamples)[:, None] * windows).ravel()
@@ -128,14 +129,3 @@ class Resamples:
         surplus = sums - self._window_refs * (sums.sum() / self._window_refs.sum())
         spread = float((surplus * surplus).sum())
         return float((surplus[1:] * surplus[:-1]).sum()) / spread if spread > 0 else 0.0
-
-
-def _drawn(count: int, below: int, seed: int) -> Sums:
-    """`count` whole numbers from 0 to `below - 1`, each as probable as the others (but for 2^-32)."""
-    with np.errstate(over="ignore"):
-        state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        state ^= state >> np.uint64(31)
-    drawn: Sums = ((state >> np.uint64(32)) * np.uint64(below) >> np.uint64(32)).astype(np.int64)
-    return drawn

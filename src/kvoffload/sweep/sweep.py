@@ -2,49 +2,29 @@
 
 Owns the order of things: what is checked before any work, what is kept when the work is interrupted, and
 that the result depends on neither the number of workers nor the interruptions. The grid is `sweep.grid`,
-the columns `sweep.table`, the workers `sweep.workers`.
+the replays `sweep.measuring`, the columns `sweep.table`, the workers `sweep.workers`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from kvoffload.errors import ConfigError, SweepError
-from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Resamples, window_sums
-from kvoffload.sweep.grid import Grid, Point
+from kvoffload.errors import ConfigError
+from kvoffload.sweep.bootstrap import RESAMPLES, Resamples
+from kvoffload.sweep.grid import Grid
 from kvoffload.sweep.journal import SweepJournal, journal_path
+from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, swept, workers_of
 from kvoffload.sweep.outputs import RowsFile
-from kvoffload.sweep.table import Row, Runs, SweptTrace, rows_of, violations
-from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_digest, identified, load
+from kvoffload.sweep.table import Row, Runs, rows_of, violations
+from kvoffload.sweep.task import TraceSource
 from kvoffload.sweep.verdict import Verdict, verdicts_of
-from kvoffload.sweep.workers import LocalWorkers, Workers
-
-_FORMAT = 1
-"""Of a line in the journal."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a sweep is.
-
-    Attributes:
-        rows_done, rows: combinations with a result, and all of them.
-        refs_done, refs: block references replayed by this run, and those it has to replay.
-    """
-
-    rows_done: int
-    rows: int
-    refs_done: int
-    refs: int
 
 
 @dataclass(frozen=True)
@@ -113,7 +93,7 @@ class Sweep:
         Resamples(np.zeros(1, np.int64), resamples, seed)
         self._sources = [TraceSource(trace, block_tokens, skip_bad_lines) for trace in dict.fromkeys(traces)]
         self._grid, self._timings = grid, timings
-        self._jobs, self._scheduler = jobs or _available_cpus(), scheduler
+        self._jobs, self._scheduler = jobs, scheduler
         self._seed, self._resamples = seed, resamples
         self._output = RowsFile(output) if output is not None else None
         if output is not None and output.exists() and not force and not journal_path(output).exists():
@@ -125,7 +105,7 @@ class Sweep:
         """Where finished replays are kept meanwhile."""
         return journal_path(self._output.path) if self._output else None
 
-    def run(self, on_progress: Callable[[Progress], None] = lambda progress: None) -> SweepResult:
+    def run(self, on_progress: OnProgress = lambda progress: None) -> SweepResult:
         """Do what is not done yet, write the output, and say what came of it.
 
         Raises: `ConfigError` for an output that cannot be written, a size that is no block of a trace, a
@@ -137,9 +117,9 @@ class Sweep:
             if self._output is not None:
                 journal = SweepJournal(self._output.path)
                 stack.callback(journal.close)
-            workers = self._workers()
+            workers = workers_of(self._jobs, self._scheduler)
             stack.callback(workers.close)
-            traces = [_swept(source) for source in self._sources]
+            traces = [swept(source) for source in self._sources]
             points, left_out = [], Counter[str]()
             for number, trace in enumerate(traces):
                 of_trace, reasons = self._grid.points(number, trace.unique_blocks)
@@ -147,7 +127,13 @@ class Sweep:
                 left_out.update(reasons)
             if not points:
                 raise ConfigError("stores", ",".join(self._grid.stores), "; ".join(left_out))
-            measured, from_journal = self._measure(traces, points, workers, journal, on_progress)
+
+            def told(progress: Progress) -> None:
+                self.progress = progress
+                on_progress(progress)
+
+            measuring = Measuring(traces, workers, journal)
+            measured = measuring.measure(points, told)
             runs = Runs(traces, points, measured, seed=self._seed, resamples=self._resamples)
             rows = rows_of(runs, block_bytes=self._grid.block_bytes, timings=self._timings)
             verdicts = verdicts_of(points, rows, runs.difference)
@@ -156,88 +142,4 @@ class Sweep:
             if self._output is not None and journal is not None:
                 self._output.write(rows)
                 journal.remove()
-        return SweepResult(rows, verdicts, left_out, from_journal, violations(rows))
-
-    def _workers(self) -> Workers:
-        if self._scheduler is None:
-            return LocalWorkers(self._jobs)
-        from kvoffload.sweep.cluster import ClusterWorkers
-
-        return ClusterWorkers(self._scheduler)
-
-    def _measure(
-        self,
-        traces: list[SweptTrace],
-        points: list[Point],
-        workers: Workers,
-        journal: SweepJournal | None,
-        on_progress: Callable[[Progress], None],
-    ) -> tuple[list[Measurement], int]:
-        """A measurement for each point, and for how many of them the journal had it."""
-        keys = [_key(traces[point.trace], point) for point in points]
-        known = {} if journal is None else {key: journal.found[key] for key in keys if key in journal.found}
-        from_journal = sum(key in known for key in keys)
-        # Two sizes that are typed differently may be the same number of blocks: one replay.
-        todo = {key: number for number, key in reversed(list(enumerate(keys))) if key not in known}
-        tasks = [
-            Task(
-                number, traces[points[number].trace].source, points[number].config(),
-                traces[points[number].trace].block_refs,
-            )
-            for number in sorted(todo.values())
-        ]  # fmt: skip
-        rows_of_key = Counter(keys)
-        self._tell(
-            Progress(from_journal, len(points), 0, sum(task.block_refs for task in tasks)), on_progress
-        )
-        with contextlib.closing(workers.results(tasks)) as results:
-            for task, outcome in results:
-                key = keys[task.number]
-                if isinstance(outcome, Failure):
-                    where = f"{traces[points[task.number].trace].name}: {points[task.number]}"
-                    raise SweepError(f"{where}: {outcome.reason}")
-                known[key] = outcome
-                if journal is not None:
-                    journal.add(key, outcome)
-                before = self.progress
-                self._tell(
-                    replace(
-                        before,
-                        rows_done=before.rows_done + rows_of_key[key],
-                        refs_done=before.refs_done + task.block_refs,
-                    ),
-                    on_progress,
-                )
-        return [known[key] for key in keys], from_journal
-
-    def _tell(self, progress: Progress, on_progress: Callable[[Progress], None]) -> None:
-        self.progress = progress
-        on_progress(progress)
-
-
-def _swept(source: TraceSource) -> SweptTrace:
-    trace = load(source)
-    if trace.block_refs == 0:
-        raise ConfigError(
-            "trace", source.name_or_path,
-            f"it must have a request of at least one block ({trace.block_tokens} tokens)",
-        )  # fmt: skip
-    refs = window_sums(np.diff(trace.offsets), WINDOWS)
-    return SweptTrace(
-        identified(source), trace.name, trace.requests, trace.block_refs, trace.unique_blocks, refs
-    )
-
-
-def _key(trace: SweptTrace, point: Point) -> str:
-    """What a measurement is known by: all that it depends on."""
-    parts = [_FORMAT, WINDOWS, trace.source.digest, code_digest(point.policy), point.policy,
-             point.admission, point.store, point.capacity_blocks, point.device_blocks,
-             point.decode_tokens_per_s, point.queue_requests, point.instances, point.routing,
-             [(tier.num_blocks, tier.policy, tier.admission, code_digest(tier.policy))
-              for tier in point.tier_options]]  # fmt: skip
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
-
-
-def _available_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return SweepResult(rows, verdicts, left_out, measuring.from_journal, violations(rows))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from kvoffload._version import __version__
 from kvoffload.core.policy import POLICIES
@@ -20,13 +21,15 @@ from kvoffload.errors import TraceError
 from kvoffload.replay.instances import replay_of
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.report import ReplayReport
+from kvoffload.replay.routing import SESSION, route
 from kvoffload.sweep.bootstrap import window_sums
 from kvoffload.sweep.grid import content_digest
+from kvoffload.traces.load import at_load
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_NO_PART_OF_A_RESULT = {"cli", "testing"}
+_NO_PART_OF_A_RESULT = {"cli", "plan", "report", "testing"}
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -49,17 +52,38 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What one of several replicas gets of a trace; the defaults are all of it.
+
+    Attributes:
+        load: sessions at a time, over those of the recording (`traces.load`).
+        routing, replicas: how requests are divided, and among how many (`replay.routing`).
+        replica: which of them this is, 0 to `replicas` - 1.
+    """
+
+    load: float = 1.0
+    routing: str = SESSION
+    replicas: int = 1
+    replica: int = 0
+
+
+ALL = Share()
+
+
+@dataclass(frozen=True)
 class TraceSource:
     """Where a worker finds a trace, and how it knows that it is the right one.
 
     Attributes:
         name_or_path, block_tokens, skip_bad_lines: as `load_trace` takes them.
-        digest: its `content_digest`; empty before it is read.
+        share: the part of it that is meant.
+        digest: the `content_digest` of that part; empty before it is read.
     """
 
     name_or_path: str
     block_tokens: int | None
     skip_bad_lines: bool
+    share: Share = ALL
     digest: str = ""
 
 
@@ -83,7 +107,7 @@ def load(source: TraceSource) -> Trace:
 
     Raises as `load_trace` does, and `TraceError` if it is not the one that was expected.
     """
-    trace, digest = _read(source.name_or_path, source.block_tokens, source.skip_bad_lines)
+    trace, digest = _read(source)
     if source.digest not in ("", digest):
         raise TraceError(f"{source.name_or_path}: it has changed since the sweep began")
     return trace
@@ -91,14 +115,32 @@ def load(source: TraceSource) -> Trace:
 
 def identified(source: TraceSource) -> TraceSource:
     """`source` with the digest of the trace that is there now."""
-    _, digest = _read(source.name_or_path, source.block_tokens, source.skip_bad_lines)
-    return replace(source, digest=digest)
+    return replace(source, digest=_read(source)[1])
+
+
+def _read(source: TraceSource) -> tuple[Trace, str]:
+    read = _whole if source.share == ALL else _shares
+    found = read(replace(source, share=replace(source.share, replica=0), digest=""))
+    return found[source.share.replica]
 
 
 @functools.lru_cache(maxsize=2)
-def _read(name_or_path: str, block_tokens: int | None, skip_bad_lines: bool) -> tuple[Trace, str]:
-    trace = load_trace(name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
-    return trace, content_digest(trace)
+def _whole(source: TraceSource) -> tuple[tuple[Trace, str]]:
+    trace = load_trace(
+        source.name_or_path, block_tokens=source.block_tokens, skip_bad_lines=source.skip_bad_lines
+    )
+    return ((trace, content_digest(trace)),)
+
+
+@functools.lru_cache(maxsize=1)
+def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
+    """What each replica gets. Kept together: they are as large as the trace, and were read with it."""
+    share = source.share
+    ((trace, _),) = _whole(replace(source, share=ALL))
+    trace = at_load(trace, share.load)
+    replica_of = route(trace, share.replicas, share.routing)
+    parts = [trace.of_requests(np.flatnonzero(replica_of == one)) for one in range(share.replicas)]
+    return tuple((part, content_digest(part)) for part in parts)
 
 
 def attempt(task: Task) -> Measurement | Failure:

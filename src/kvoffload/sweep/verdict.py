@@ -95,6 +95,15 @@ class Verdict:
         return f"{said} (not sure: {low} to {high})"
 
 
+def certainty_of(low: float | None, correlation: float | None) -> Certainty:
+    """What chance leaves of a difference, from the interval of it (`bootstrap.Interval`), if there is one."""
+    if low is None or correlation is None:
+        return Certainty.UNKNOWN
+    if low <= 0:
+        return Certainty.NOT_SURE
+    return Certainty.LIKELY if correlation > CORRELATED else Certainty.SURE
+
+
 def verdicts_of(
     points: Sequence[Point], rows: Sequence[Row], difference: Callable[[int, int], Interval | None]
 ) -> list[Verdict]:
@@ -135,18 +144,10 @@ def _verdict(
         best=rows[best],
         baseline=baseline,
         where=_where(rows[best], several_stores, several_tiers),
-        certainty=_certainty(rows[best]),
+        certainty=certainty_of(rows[best].diff_low, rows[best].diff_correlation),
         alike=tuple(sorted(alike, key=lambda row: -row.prefix_hit_ratio)),
         rivals=len(numbers) - 1,
     )
-
-
-def _certainty(row: Row) -> Certainty:
-    if row.diff_low is None or row.diff_correlation is None:
-        return Certainty.UNKNOWN
-    if row.diff_low <= 0:
-        return Certainty.NOT_SURE
-    return Certainty.LIKELY if row.diff_correlation > CORRELATED else Certainty.SURE
 
 
 def _is_baseline(row: Row) -> bool:

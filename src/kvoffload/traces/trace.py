@@ -6,7 +6,7 @@ Owns only the in-memory form. `traces.format` reads files, `traces.sessions` mak
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,28 @@ class Trace:
     def longest_request(self) -> int:
         """Blocks of the longest request; 0 for an empty trace."""
         return int(np.diff(self.offsets).max(initial=0))
+
+    def of_requests(self, requests: npt.NDArray[np.integer]) -> Trace:
+        """The trace of these requests, in this order. Cost: 0.1 s per million block references."""
+        lengths = np.diff(self.offsets)[requests]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        starts = np.repeat(self.offsets[:-1][requests] - offsets[:-1], lengths)
+        refs = self.refs[starts + np.arange(offsets[-1])]
+        first = np.full(self.unique_blocks, len(refs), np.int64)
+        first[refs[::-1]] = np.arange(len(refs) - 1, -1, -1)
+        by_appearance = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(refs))]
+        code_of = np.empty(self.unique_blocks, np.int32)
+        code_of[by_appearance] = np.arange(len(by_appearance), dtype=np.int32)
+        hints = self.hints and TraceHints(self.hints.different, self.hints.numbers[requests])
+        return replace(
+            self,
+            block_ids=self.block_ids[by_appearance],
+            refs=code_of[refs],
+            offsets=offsets,
+            timestamps_ms=self.timestamps_ms[requests],
+            output_tokens=self.output_tokens[requests],
+            hints=hints,
+        )
 
     def hints_of(self, request: int) -> Hints:
         """What was known of a request."""

@@ -1,0 +1,160 @@
+"""Which cells of a plan are measured: few places with every setup, then more with the best setups, then near
+the answer.
+
+Owns the order of the search. Knows cells and rows; neither replays nor prices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvoffload.plan.fleet import NOTHING, Purchase
+from kvoffload.plan.rows import Cell, Measured, Setup
+from kvoffload.plan.targets import Choice, Difference
+
+KEPT = 2
+"""Setups that are measured everywhere, of those with SSDs and of those without."""
+_ROUNDS = 4
+"""Of halving the steps around the answer."""
+
+Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
+"""Cells -> their rows. The number: how many cells are expected to follow, for an estimate of the time."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        modules, drives: of a host, ascending; the first number of drives is 0 (`Fleet.steps`).
+        setups: ways to use RAM alone; with_ssds: ways to use both.
+        allowed: whether a purchase is looked at.
+        edge: purchases besides the coarse ones: what a budget just buys.
+    """
+
+    modules: Sequence[int]
+    drives: Sequence[int]
+    setups: Sequence[Setup]
+    with_ssds: Sequence[Setup]
+    allowed: Callable[[Purchase], bool] = lambda purchase: True
+    edge: Sequence[Purchase] = ()
+
+    def cells(self, purchases: Iterable[Purchase], setups: Iterable[Setup]) -> list[Cell]:
+        """Every setup at every purchase where it makes sense and that is looked at."""
+        pairs = itertools.product(purchases, setups)
+        return [Cell(purchase, setup) for purchase, setup in pairs
+                if bool(purchase.drives) == bool(setup.ssd_policy) and self.allowed(purchase)]  # fmt: skip
+
+    @property
+    def purchases(self) -> list[Purchase]:
+        """Those that are looked at before anything of the answer is known."""
+        steps = itertools.starmap(Purchase, itertools.product(self.modules, self.drives))
+        return [one for one in dict.fromkeys((*steps, *self.edge)) if self.allowed(one)]
+
+    @property
+    def sample(self) -> list[Purchase]:
+        """A few: RAM at both ends and in the middle; SSDs behind little RAM and behind a middling amount."""
+        ram = _ends_and_middle(self.modules)
+        ssd = _ends_and_middle(self.drives[1:])
+        few = [(ram[0], one) for one in ssd[1:]] + [(ram[len(ram) // 2], one) for one in ssd[:1]]
+        return [*(Purchase(one, 0) for one in ram), *itertools.starmap(Purchase, dict.fromkeys(few))]
+
+
+def search(
+    space: Space,
+    measure: Measure,
+    difference: Difference,
+    choose: Callable[[Sequence[Measured]], Choice],
+    begin: Measured,
+) -> tuple[list[Measured], Choice]:
+    """Measure what an answer takes; all rows, and the choice among them.
+
+    1. Every setup of RAM at a few places: where setups differ much, they differ there.
+    2. SSDs behind those that were best most often, and behind the one that writes least, at a few places: a
+       replay with SSDs costs several times one without.
+    3. The best of both at every coarse place.
+    4. Between the answer and its neighbours, in halves: purchases come in single modules.
+
+    A setup that is given up may be the best at a place in between; it was then behind at all places that were
+    looked at. No number is interpolated.
+
+    Args:
+        begin: the row that buys nothing.
+    """
+    rows: dict[Cell, Measured] = {}
+
+    def look(cells: Iterable[Cell], later: int) -> None:
+        new = [cell for cell in dict.fromkeys(cells) if cell not in rows]
+        rows.update(zip(new, measure(new, later), strict=True))
+
+    coarse = space.purchases
+    behind = len(space.with_ssds) * (KEPT + 1) // max(1, len(space.setups))
+    look(space.cells(space.sample, space.setups), behind * len(space.drives) + KEPT * len(coarse))
+    kept = _kept(rows, space.setups, difference)
+    before_ssds = {(one.store, one.policy, one.admission) for one in (*kept, *_least_writes(rows))}
+    with_ssds = [one for one in space.with_ssds if (one.store, one.policy, one.admission) in before_ssds]
+    look(space.cells(space.sample, with_ssds), KEPT * len(coarse))
+    kept += _kept(rows, with_ssds, difference)
+    look(space.cells(coarse, kept), _ROUNDS * KEPT)
+    answer = choose([begin, *rows.values()])
+    for left in reversed(range(_ROUNDS)):
+        near = _between(answer.chosen.row.purchase, rows)
+        if all(cell in rows for cell in space.cells(near, kept)):
+            break
+        look(space.cells(near, kept), left * KEPT)
+        answer = choose([begin, *rows.values()])
+    return [begin, *rows.values()], answer
+
+
+def _ends_and_middle(values: Sequence[int]) -> list[int]:
+    places = sorted({0, len(values) // 2, len(values) - 1}) if values else []
+    return [values[place] for place in places]
+
+
+def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
+    """The setups that are best most often, then those that cannot be told apart from the best most often.
+
+    Among those that can be; what wears out SSDs everywhere is kept only if all do.
+    """
+    wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
+    by_purchase: dict[Purchase, list[Measured]] = {}
+    for cell, one in rows.items():
+        if cell.setup in wins:
+            by_purchase.setdefault(cell.purchase, []).append(one)
+    for rivals in by_purchase.values():
+        possible = [one for one in rivals if one.row.feasible] or rivals
+        best = max(possible, key=lambda one: one.row.saved)
+        for one in possible:
+            lead = difference(best, one)
+            is_best = one.row.saved == best.row.saved
+            alike = is_best or (lead is not None and lead.low <= 0)
+            first, second, total = wins[one.row.setup]
+            wins[one.row.setup] = (first + is_best, second + alike, total + one.row.saved)
+    ranked = sorted(wins, key=lambda one: wins[one], reverse=True)
+    return [one for one in ranked[:KEPT] if wins[one] > (0, 0, 0.0)] or ranked[:1]
+
+
+def _least_writes(rows: dict[Cell, Measured]) -> list[Setup]:
+    """The setup that writes least to RAM, and so to SSDs behind it; none where no times are known."""
+    written: dict[Setup, float] = {}
+    for cell, one in rows.items():
+        written[cell.setup] = written.get(cell.setup, 0.0) + (one.row.ram_write_bytes_per_s or 0.0)
+    return [min(written, key=lambda one: written[one])] if written else []
+
+
+def _between(chosen: Purchase, rows: dict[Cell, Measured]) -> list[Purchase]:
+    """Half-way between the answer and the next ones below and above that were measured, along each axis."""
+    known = {cell.purchase for cell in rows}
+    if chosen == NOTHING:
+        return []
+    found = []
+    for axis in (0, 1):
+        line = sorted({one[axis] for one in known if one[1 - axis] == chosen[1 - axis]} | {0})
+        place = line.index(chosen[axis])
+        for other in (*line[max(0, place - 1) : place], *line[place + 1 : place + 2]):
+            middle = (other + chosen[axis]) // 2
+            if middle not in line and (middle or axis):
+                found.append(chosen._replace(**{("modules", "drives")[axis]: middle}))
+    return found

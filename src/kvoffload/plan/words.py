@@ -1,0 +1,231 @@
+"""What a plan says in words: what to buy, what that is worth, how sure it is, and what else there was.
+
+Owns the sentences. Knows a choice and rows; measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffload.plan.evidence import Evidence
+from kvoffload.plan.fleet import Fleet, Purchase
+from kvoffload.plan.rows import Measured, PlanRow, age
+from kvoffload.plan.targets import ENOUGH, Choice, Difference, Outcome, Target
+from kvoffload.sweep.bootstrap import CORRELATED, Interval
+from kvoffload.sweep.verdict import Certainty, certainty_of
+
+_A_DAY_S = 86_400
+_NO_MORE = 0.0005
+"""A share that is printed as 0.0 %."""
+
+
+def answer(
+    choice: Choice,
+    rows: Sequence[Measured],
+    difference: Difference,
+    evidence: Evidence,
+    fleet: Fleet,
+    target: Target,
+) -> list[str]:
+    """The sentences, the most important first."""
+    currency, row = fleet.prices.currency, choice.chosen.row
+    said = [_begin(choice, currency, target)]
+    if row.ram_modules:
+        said += [_use(row, fleet), *_ssds(row)]
+    if choice.smaller is not None:
+        said.append(_smaller(choice.chosen, choice.smaller, difference, currency))
+    said += _larger(choice, difference, currency)
+    said += _more_ssds(row, rows)
+    said += _cannot_be(choice, rows, currency)
+    if choice.needed is None and choice.chosen is not choice.most:
+        said.append(f"No target was given: {ENOUGH:.0%} of the most that can be added is taken for enough.")
+    said.append(
+        f"No cache saves more than {percent(evidence.ceiling)}: the rest is asked for the first time."
+    )
+    return said
+
+
+def goods(row: PlanRow) -> str:
+    """What is bought: ``512 GiB of RAM and 3.84 TB of SSD``."""
+    parts = [f"{ram_size(row.ram_bytes)} of RAM"] if row.ram_bytes else []
+    parts += [f"{ssd_size(row.ssd_bytes)} of SSD"] if row.ssd_bytes else []
+    return " and ".join(parts) or "nothing"
+
+
+def ram_size(num_bytes: int) -> str:
+    """As RAM is sold: ``512 GiB``, ``1.5 TiB``."""
+    return _size(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def ssd_size(num_bytes: int) -> str:
+    """As SSDs are sold: ``3.84 TB``."""
+    return _size(num_bytes, 1000, ("B", "KB", "MB", "GB", "TB"))
+
+
+def money(price: float, currency: str) -> str:
+    """``3,100 USD``."""
+    return f"{price:,.0f} {currency}"
+
+
+def percent(share: float) -> str:
+    """``31.4 %``."""
+    return f"{100 * share:.1f} %"
+
+
+def certainty(lead: Interval | None) -> str:
+    """What chance leaves of a lead: ``sure``, ``likely: ...``, ``not sure: -0.1 to +1.6 points``."""
+    found = certainty_of(lead and lead.low, lead and lead.correlation)
+    if found is Certainty.SURE:
+        return "sure"
+    if found is Certainty.LIKELY:
+        return "likely: the traffic changes slowly"
+    if lead is None:
+        return "too few requests to be sure"
+    return f"not sure: {100 * lead.low:+.1f} to {100 * lead.high:+.1f} points"
+
+
+def _size(num_bytes: int, base: int, units: Sequence[str]) -> str:
+    value, *rest = float(num_bytes), *units
+    while value >= base and len(rest) > 1:
+        value /= base
+        rest.pop(0)
+    return f"{value:.4g} {rest[0]}"
+
+
+def _interval(row: PlanRow) -> str:
+    if row.saved_low is None or row.saved_high is None:
+        return ""
+    return f" ({100 * row.saved_low:.1f} to {100 * row.saved_high:.1f} %)"
+
+
+def _saving(row: PlanRow) -> str:
+    """``saves 31.4 % of the prefill (28.0 to 34.2 %): 12.0 % by the GPUs alone, 19.4 % by RAM``."""
+    parts = [f"{percent(row.by_gpus)} by the GPUs' own memory", f"{percent(row.by_ram)} by RAM"]
+    parts += [f"{percent(row.by_ssds)} by SSDs"] if row.ssd_drives else []
+    said = f"saves {percent(row.saved)} of the prefill{_interval(row)}: {', '.join(parts)}"
+    if row.gpus_worth is not None:
+        said += f". What is bought does the work of {row.gpus_worth:,.2f} GPUs"
+    return said
+
+
+def _begin(choice: Choice, currency: str, target: Target) -> str:
+    row = choice.chosen.row
+    within = "" if target.budget is None else f" for {money(target.budget, currency)}"
+    if choice.outcome is Outcome.NOT_REACHED:
+        assert choice.needed is not None
+        most = f"Buying {goods(row)} for {money(row.price, currency)} {_saving(row)}."
+        return f"Nothing that can be had{within} saves {percent(choice.needed)} of the prefill. {most}"
+    if choice.outcome is Outcome.BUY_NOTHING:
+        why = "nothing that can be had can be told apart from that"
+        if choice.needed is not None:
+            why = f"{percent(choice.needed)} were asked for"
+        return f"Buy nothing: the GPUs' own memory saves {percent(row.saved)} of the prefill, and {why}."
+    return f"Buy {goods(row)} for {money(row.price, currency)}: it {_saving(row)}."
+
+
+def _use(row: PlanRow, fleet: Fleet) -> str:
+    where = f"each of {fleet.hosts} hosts" if fleet.hosts > 1 else "the host"
+    each = f"{row.ram_modules} modules of {fleet.prices.ram.module}"
+    each += f", {row.ssd_drives} drives of {fleet.prices.ssd.drive}" if row.ssd_drives else ""
+    return f"Use {row.setup}. That is {each} in {where}."
+
+
+def _ssds(row: PlanRow) -> list[str]:
+    if row.drive_writes_a_day is None or row.ssd_write_bytes_per_s is None:
+        return []
+    busiest = row.ssd_write_bytes_per_s * row.busy / 1e9
+    return [
+        f"SSDs take {row.drive_writes_a_day:.2f} drive writes a day and last {age(row.ssd_life_years)}; "
+        f"in the busiest minute {busiest:.2f} GB/s are written."
+    ]
+
+
+def _smaller(chosen: Measured, smaller: Measured, difference: Difference, currency: str) -> str:
+    less = chosen.row.saved - smaller.row.saved
+    lead = difference(chosen, smaller)
+    return f"{_offer(smaller.row, currency)}, {100 * less:.1f} points less ({certainty(lead)})."
+
+
+def _larger(choice: Choice, difference: Difference, currency: str) -> list[str]:
+    larger, chosen = choice.larger, choice.chosen
+    if larger is None:
+        return ["Nothing else that can be had saves more."]
+    lead = difference(larger, chosen)
+    more = larger.row.saved - chosen.row.saved
+    found = [f"{_offer(larger.row, currency)}, {100 * more:.1f} points more ({certainty(lead)})."]
+    if choice.most is not larger:
+        most = choice.most.row
+        found.append(
+            f"The most that can be had is {percent(most.saved)}, with {goods(most)} for "
+            f"{money(most.price, currency)}."
+        )
+    return found
+
+
+def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
+    """Whether SSDs would add to this RAM, whatever they cost and take."""
+    more = [one.row for one in rows
+            if one.row.ram_modules == row.ram_modules and one.row.ssd_drives > row.ssd_drives]  # fmt: skip
+    if not more or max(one.saved for one in more) - row.saved >= _NO_MORE:
+        return []
+    return [f"{'More SSDs bring' if row.ssd_drives else 'An SSD brings'} nothing."]
+
+
+def _cannot_be(choice: Choice, rows: Sequence[Measured], currency: str) -> list[str]:
+    """The best row that cannot be, if it saves more than all that can."""
+    cannot = [one.row for one in rows if not one.row.feasible]
+    best = max(cannot, key=lambda row: (row.saved, -row.price), default=None)
+    if best is None or best.saved < choice.most.row.saved + _NO_MORE:
+        return []
+    return [f"{_offer(best, currency)} with {best.setup}, and cannot be: {best.why_not}."]
+
+
+def _offer(row: PlanRow, currency: str) -> str:
+    """``256 GiB of RAM for 1,400 USD would save 26.0 %``."""
+    if not row.ram_modules:
+        return f"The GPUs' own memory saves {percent(row.saved)}"
+    return f"{goods(row)} for {money(row.price, currency)} would save {percent(row.saved)}"
+
+
+def cannot_tell(evidence: Evidence, fleet: Fleet, chosen: PlanRow) -> list[str]:
+    """What an answer from this recording leaves open, in sentences."""
+    said = list[str]()
+    if not evidence.duration_s:
+        said.append(
+            "All requests come at one time: nothing is known of bytes per second, so no SSD can be judged, "
+            "and none is recommended."
+        )
+    elif evidence.duration_s < _A_DAY_S:
+        hours = evidence.duration_s / 3600
+        said.append(
+            f"The recording has {hours:,.1f} hours: other hours, other days and what comes back on the "
+            "next day are not in it."
+        )
+    if evidence.busy > _A_DAY_S / 3600 and evidence.duration_s > _A_DAY_S:
+        said.append("It has long gaps: the busiest minute has most of its traffic.")
+    if evidence.interval(evidence.device_hits) is None:
+        said.append(f"It has {evidence.requests:,} requests: too few for an interval of anything.")
+    elif chosen.correlation is not None and chosen.correlation > CORRELATED:
+        said.append(
+            "The traffic changes slowly over it: there are few independent stretches in it, and the "
+            "intervals are too narrow."
+        )
+    if evidence.ceiling_hits == 0:
+        said.append("No request begins with blocks of an earlier one: there is nothing to save.")
+    if chosen.ram_blocks + chosen.ssd_blocks >= evidence.footprint_blocks > 0:
+        said.append(
+            "What is bought holds all that the recording asks for: it is never full, and what it would "
+            "still have later cannot be seen."
+        )
+    slots = fleet.prices.ram.slots
+    if fleet.blocks(fleet.ram_bytes(Purchase(slots, 0))) < evidence.footprint_blocks:
+        said.append(f"A host takes {slots} modules of RAM: what more of them would save was not looked at.")
+    if len(evidence.traces) < fleet.replicas:
+        idle = fleet.replicas - len(evidence.traces)
+        said.append(f"{idle:,} of {fleet.replicas:,} replicas get no request.")
+    if fleet.scale != 1:
+        said.append(
+            f"The traffic is taken to be {fleet.scale:g} times the recording's, of sessions like these: "
+            "a prompt that all of them share is then counted as if there were several."
+        )
+    return said

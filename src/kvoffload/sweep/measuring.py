@@ -1,0 +1,148 @@
+"""Does the replays of points, each once: those that a journal has are not done again.
+
+Owns what a measurement is known by, and how far the work is. Knows points and traces; not why these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from kvoffload.errors import ConfigError, SweepError
+from kvoffload.sweep.bootstrap import WINDOWS, window_sums
+from kvoffload.sweep.grid import Point
+from kvoffload.sweep.journal import SweepJournal
+from kvoffload.sweep.table import SweptTrace
+from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_digest, identified, load
+from kvoffload.sweep.workers import LocalWorkers, Workers
+
+_FORMAT = 1
+"""Of a line in the journal."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a sweep is.
+
+    Attributes:
+        rows_done, rows: combinations with a result, and all of them.
+        refs_done, refs: block references replayed by this run, and those it has to replay.
+    """
+
+    rows_done: int
+    rows: int
+    refs_done: int
+    refs: int
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def swept(source: TraceSource) -> SweptTrace:
+    """What is to be known of a trace before it is replayed. Raises as `load`, and `ConfigError`."""
+    trace = load(source)
+    if trace.block_refs == 0:
+        raise ConfigError(
+            "trace", source.name_or_path,
+            f"it must have a request of at least one block ({trace.block_tokens} tokens)",
+        )  # fmt: skip
+    refs = window_sums(np.diff(trace.offsets), WINDOWS)
+    return SweptTrace(
+        identified(source), trace.name, trace.requests, trace.block_refs, trace.unique_blocks, refs
+    )
+
+
+def workers_of(jobs: int | None, scheduler: str | None) -> Workers:
+    """The workers that were asked for: processes, one for each CPU without a number, or a Dask cluster's."""
+    if scheduler is None:
+        return LocalWorkers(jobs or _available_cpus())
+    from kvoffload.sweep.cluster import ClusterWorkers
+
+    return ClusterWorkers(scheduler)
+
+
+class Measuring:
+    """Measures points of some traces; what was measured once is remembered, and kept in the journal.
+
+    Args:
+        traces: what the points' numbers mean.
+        journal: None keeps nothing.
+
+    Attributes:
+        progress: of the last call of `measure`; also when it was interrupted.
+        from_journal: points whose replay the journal had.
+    """
+
+    def __init__(
+        self, traces: Sequence[SweptTrace], workers: Workers, journal: SweepJournal | None = None
+    ) -> None:
+        self._traces, self._workers, self._journal = traces, workers, journal
+        self._known: dict[str, Measurement] = {}
+        self.progress = Progress(0, 0, 0, 0)
+        self.from_journal = 0
+
+    def measure(
+        self, points: Sequence[Point], on_progress: OnProgress = lambda progress: None
+    ) -> list[Measurement]:
+        """A measurement for each point. Raises `SweepError` if a replay fails."""
+        traces, known, keys = self._traces, self._known, [self._key(point) for point in points]
+        if self._journal is not None:
+            found = self._journal.found
+            self.from_journal += sum(key in found and key not in known for key in keys)
+            known |= {key: found[key] for key in keys if key in found}
+        # Two sizes that are typed differently may be the same number of blocks: one replay.
+        todo = {key: number for number, key in reversed(list(enumerate(keys))) if key not in known}
+        tasks = [
+            Task(
+                number, traces[points[number].trace].source, points[number].config(),
+                traces[points[number].trace].block_refs,
+            )
+            for number in sorted(todo.values())
+        ]  # fmt: skip
+        rows_of_key = Counter(keys)
+        done = sum(key in known for key in keys)
+        self._tell(Progress(done, len(points), 0, sum(task.block_refs for task in tasks)), on_progress)
+        with contextlib.closing(self._workers.results(tasks)) as results:
+            for task, outcome in results:
+                key = keys[task.number]
+                if isinstance(outcome, Failure):
+                    where = f"{traces[points[task.number].trace].name}: {points[task.number]}"
+                    raise SweepError(f"{where}: {outcome.reason}")
+                known[key] = outcome
+                if self._journal is not None:
+                    self._journal.add(key, outcome)
+                before = self.progress
+                self._tell(
+                    replace(
+                        before,
+                        rows_done=before.rows_done + rows_of_key[key],
+                        refs_done=before.refs_done + task.block_refs,
+                    ),
+                    on_progress,
+                )
+        return [known[key] for key in keys]
+
+    def _key(self, point: Point) -> str:
+        """What a measurement is known by: all that it depends on."""
+        parts = [_FORMAT, WINDOWS, self._traces[point.trace].source.digest, code_digest(point.policy),
+                 point.policy, point.admission, point.store, point.capacity_blocks, point.device_blocks,
+                 point.decode_tokens_per_s, point.queue_requests, point.instances, point.routing,
+                 [(tier.num_blocks, tier.policy, tier.admission, code_digest(tier.policy))
+                  for tier in point.tier_options]]  # fmt: skip
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+    def _tell(self, progress: Progress, on_progress: OnProgress) -> None:
+        self.progress = progress
+        on_progress(progress)
+
+
+def _available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,37 @@
+"""The same sessions at another load: more of them, or fewer, at one time. Knows times; no caches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from kvoffload.errors import ConfigError
+from kvoffload.traces.statistics import turns
+from kvoffload.traces.trace import Trace
+
+
+def check_load(load: object) -> float:
+    """`load` as a number. Raises `ConfigError` for what is none."""
+    if isinstance(load, (int, float)) and 0 < load < math.inf:
+        return float(load)
+    raise ConfigError("load", load, "allowed: a number above 0; 2 is twice as many sessions at a time")
+
+
+def at_load(trace: Trace, load: float) -> Trace:
+    """The trace whose sessions begin `load` times as fast after each other.
+
+    A session stays whole, and its requests as far apart as they were: people think no faster when there are
+    more of them. So the recording becomes shorter (below 1: longer), by less than `load` where sessions are
+    long. What a session is, is inferred (`statistics.describe`). Cost: 0.2 s per million block references.
+    """
+    if check_load(load) == 1 or not trace.requests:
+        return trace
+    sessions, times = turns(trace).session_of, trace.timestamps_ms
+    begins = np.full(int(sessions.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(begins, sessions, times)
+    first = int(times.min())
+    earlier_ms = np.round((begins - first) * (1 - 1 / load)).astype(np.int64)
+    moved = replace(trace, timestamps_ms=times - earlier_ms[sessions])
+    return moved.of_requests(np.argsort(moved.timestamps_ms, kind="stable"))
