@@ -27,23 +27,23 @@ from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
 from s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, running
-from test_tiered_valkey import BLOCK_BYTES, CAPACITY, Machine, small_chat, some_keys
+from test_tiered_valkey import BLOCK_BYTES, CAPACITY, Machine, some_keys
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 PACK = 4
 
-__all__ = ["small_chat"]
-
 
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
-    with running(Rclone, tmp_path_factory.mktemp("rclone")) as server:
-        assert isinstance(server, Rclone)
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moto]:
+    """Not rclone, which now and then answers 500 to one of several `PUT`s that come at once: a miss, and
+    here all is counted."""
+    with running(Moto, tmp_path_factory.mktemp("moto")) as server:
+        assert isinstance(server, Moto)
         yield server
 
 
 @pytest.fixture
-def server(shared_server: Rclone) -> Rclone:
+def server(shared_server: Moto) -> Moto:
     shared_server.empty()
     return shared_server
 
@@ -80,7 +80,7 @@ def make() -> Iterator[Callable[..., Machine]]:
 
 @pytest.mark.parametrize("pack", [0, PACK])
 def test_the_first_request_of_a_machine_hits_what_another_has_computed(
-    server: Rclone, make: Callable[..., Machine], pack: int
+    server: Moto, make: Callable[..., Machine], pack: int
 ) -> None:
     first, second = make(server.port, pack), make(server.port, pack)
     assert first.serve(*range(1, 23)) == 0
@@ -95,7 +95,7 @@ def test_the_first_request_of_a_machine_hits_what_another_has_computed(
 
 
 def test_groups_that_are_stored_piece_by_piece_are_written_at_the_end(
-    server: Rclone, make: Callable[..., Machine]
+    server: Moto, make: Callable[..., Machine]
 ) -> None:
     """As engines do: a prompt is computed in chunks, an answer block by block."""
     first, second = make(server.port), make(server.port)
@@ -116,7 +116,7 @@ def test_groups_that_are_stored_piece_by_piece_are_written_at_the_end(
 
 
 def test_what_waits_for_its_turn_is_written_in_whole_groups(
-    server: Rclone, make: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    server: Moto, make: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for one object and a half at a time."""
     monkeypatch.setattr("kvoffload.tiers.remote.tier.IN_FLIGHT_BYTES", 6 * BLOCK_BYTES)
@@ -131,7 +131,7 @@ def test_what_waits_for_its_turn_is_written_in_whole_groups(
 
 
 def test_a_part_of_an_object_is_read_when_ram_has_the_rest(
-    server: Rclone, make: Callable[..., Machine]
+    server: Moto, make: Callable[..., Machine]
 ) -> None:
     first, second = make(server.port), make(server.port)
     first.serve(*range(1, 13))
@@ -143,7 +143,7 @@ def test_a_part_of_an_object_is_read_when_ram_has_the_rest(
     assert second.manager.hit_blocks == [6, 10]
 
 
-def test_key_by_key_as_vllm_asks(server: Rclone, make: Callable[..., Machine]) -> None:
+def test_key_by_key_as_vllm_asks(server: Moto, make: Callable[..., Machine]) -> None:
     first, second = make(server.port), make(server.port)
     first.serve(*range(1, 21))
     first.rest()
@@ -157,9 +157,7 @@ def test_key_by_key_as_vllm_asks(server: Rclone, make: Callable[..., Machine]) -
     assert second.tier.stats().probes == 24, "each block was asked for once"
 
 
-def test_a_reset_of_one_is_a_reset_of_the_bucket_for_all(
-    server: Rclone, make: Callable[..., Machine]
-) -> None:
+def test_a_reset_of_one_is_a_reset_of_the_bucket_for_all(server: Moto, make: Callable[..., Machine]) -> None:
     first, second = make(server.port), make(server.port)
     first.serve(*range(1, 21))
     first.rest()
@@ -170,7 +168,7 @@ def test_a_reset_of_one_is_a_reset_of_the_bucket_for_all(
     assert first.serve(*range(1, 21)) == 0
 
 
-def test_an_object_that_is_larger_than_what_ram_may_have_on_its_way_is_refused(server: Rclone) -> None:
+def test_an_object_that_is_larger_than_what_ram_may_have_on_its_way_is_refused(server: Moto) -> None:
     options = S3Options(
         url=f"s3://{BUCKET}/ns", endpoint=server.endpoint, region="us-east-1", pack=16 * BLOCK_BYTES
     )
@@ -230,6 +228,11 @@ def test_a_server_that_hangs_and_dies_under_load_costs_hits_and_nothing_else(
 # ---- replays
 
 
+@pytest.fixture(scope="module")
+def few_chats() -> Trace:
+    return generate(builtin("chat", sessions=25))
+
+
 def replay(trace: Trace, port: int, more: str = "") -> ReplayReport:
     url = f"s3://{BUCKET}/replay?endpoint=http://127.0.0.1:{port}&region=us-east-1{more}"
     data = DataPlane(40, BLOCK_BYTES)
@@ -240,13 +243,10 @@ def replay(trace: Trace, port: int, more: str = "") -> ReplayReport:
 
 
 def test_a_replay_with_an_object_for_each_block_is_one_with_a_tier_that_holds_all(
-    tmp_path: Path,
+    server: Moto, few_chats: Trace
 ) -> None:
-    """Moto: now and then rclone answers 500 to one of several that come at once."""
-    trace = generate(builtin("chat", sessions=25))
-    with running(Moto, tmp_path) as server:
-        found = replay(trace, server.port, "&pack=0")
-    planned = Replay(trace, ReplayConfig(40, tiers=parse_tiers("tiers", "1000000"))).run()
+    found = replay(few_chats, server.port, "&pack=0")
+    planned = Replay(few_chats, ReplayConfig(40, tiers=parse_tiers("tiers", "1000000"))).run()
     assert found.mismatches_served == 0
     assert found.prefix_hit_ratio == planned.prefix_hit_ratio
     assert found.tiers[1].name == "s3"
@@ -254,25 +254,25 @@ def test_a_replay_with_an_object_for_each_block_is_one_with_a_tier_that_holds_al
 
 
 def test_a_replay_with_packed_objects_has_fewer_requests_and_the_ends_of_paths_less(
-    server: Rclone, small_chat: Trace
+    server: Moto, few_chats: Trace
 ) -> None:
-    single = replay(small_chat, server.port, "&pack=0")
-    packed = replay(small_chat, server.port, "&pack=16KiB")
+    single = replay(few_chats, server.port, "&pack=0")
+    packed = replay(few_chats, server.port, "&pack=16KiB")
     assert packed.mismatches_served == packed.tiers[1].mismatches_caught == 0
     assert 0 < packed.tiers[1].hit_blocks <= single.tiers[1].hit_blocks
     assert packed.tiers[1].requests < single.tiers[1].requests / 2
     assert 0 < packed.tiers[1].cost < single.tiers[1].cost / 2
-    again = replay(small_chat, server.port, "&pack=16KiB")
+    again = replay(few_chats, server.port, "&pack=16KiB")
     assert again.prefix_hit_ratio > packed.prefix_hit_ratio, "it starts warm"
 
 
-def test_a_replay_through_a_bad_network_serves_nothing_wrong(server: Rclone, small_chat: Trace) -> None:
+def test_a_replay_through_a_bad_network_serves_nothing_wrong(server: Moto, few_chats: Trace) -> None:
     with FaultProxy(server.port) as proxy:
         proxy.set(flip_at=300_001)
-        assert replay(small_chat, proxy.port, "&pack=16KiB").mismatches_served == 0
+        assert replay(few_chats, proxy.port, "&pack=16KiB").mismatches_served == 0
 
 
-def test_the_command(server: Rclone, tmp_path: Path) -> None:
+def test_the_command(server: Moto, tmp_path: Path) -> None:
     trace = tmp_path / "small.jsonl"
     kvoffload("trace", "generate", "chat", "--sessions", "40", "--output", trace)
     arguments = ("replay", trace, "--capacity", "60", "--block-bytes", "4KiB", "--quiet", "--format", "json")
