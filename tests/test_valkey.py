@@ -777,7 +777,7 @@ def test_a_password_is_in_no_log_and_no_text(
         ("valkey://host/ns?timeout=0", "tier.timeout: '0' is not possible"),
         ("valkey://host/ns?admission=some", "tier.admission: 'some' is not possible"),
         ("valkey://host/ns?capacity=5GiB", "tier.capacity: '5GiB' is not possible; there is no such option"),
-        ("redis://host/ns", "allowed: s3://, valkey+cluster://, valkey://"),
+        ("redis://host/ns", "allowed: s3://, valkey://, valkeys://, valkey+cluster://"),
         ("valkey://a,b/ns", "tier.url: 'valkey://a,b/ns' is not possible"),
         ("valkey+cluster://a,,b/ns", "tier.url: 'valkey+cluster://a,,b/ns' is not possible"),
         ("valkey+cluster://me:hunter2@a,b/ns", "tier.url: 'valkey+cluster://***@a,b/ns' is not possible"),

@@ -286,6 +286,11 @@ def test_a_master_that_is_gone_costs_its_own_blocks_until_its_replica_takes_over
 
 def test_load_goes_on_while_masters_come_and_go(tmp_path: Path, make: Callable[..., Client]) -> None:
     """Two machines read and write while each master in turn hangs, dies and returns."""
+
+    def lines() -> Iterator[threading.Thread]:
+        return (thread for thread in threading.enumerate() if thread.name.startswith("kvoffload-valkey"))
+
+    before = {*lines()}
     with clustered(tmp_path, *PART_BY_PART) as cluster:
         clients = [make(cluster, timeout=0.3, probe_timeout=0.2) for _ in range(2)]
         over, problems = threading.Event(), list[BaseException]()
@@ -325,7 +330,7 @@ def test_load_goes_on_while_masters_come_and_go(tmp_path: Path, make: Callable[.
             stats = client.tier.stats()
             assert (stats.mismatches, stats.in_flight) == (0, 0)
             assert len(client.tier._nodes) == 3, "who has gone is let go"
-        assert len([t for t in threading.enumerate() if t.name.startswith("kvoffload-valkey")]) == 2 * 10
+        cluster.wait(lambda: len({*lines()} - before) == 2 * 10)
 
 
 def test_a_whole_cluster_that_is_gone_costs_nothing_and_is_found_again(
