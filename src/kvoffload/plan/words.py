@@ -159,9 +159,23 @@ def _waits(found: InTime, row: PlanRow) -> list[str]:
         said = [f"Time to first token: {numbers}{where}."]
         said.append(f"{parts}; without what is bought, {shares(other)[0]} is waiting.")
         every = "RAM and SSDs keep up with their" if row.ssd_drives else "RAM keeps up with its"
+        said += _hits(one, row)
         behind = [_cannot_keep_up(tier) for tier in one.tiers if not tier.keeps_up]
         said += behind or [f"{every} writes."]
     return [*said, *_break_even(found, row)]
+
+
+def _hits(run: TimedOutcome, row: PlanRow) -> list[str]:
+    """Where the clock has fewer hits than the count, and why."""
+    if row.saved - run.hit_ratio < _NO_MORE:
+        return []
+    why = ["the last block of each prompt is computed, and requests come side by side"]
+    why += [f"{number:,} {what}" for number, what in (
+        (run.not_worth, "blocks are left where they are, because to compute them is faster"),
+        (run.no_room, "blocks find no room in RAM on their way from SSDs"),
+        (run.lost, "blocks leave the GPUs before they can be stored"),
+    ) if number]  # fmt: skip
+    return [f"In time {percent(run.hit_ratio)} is saved, not {percent(row.saved)}: {'; '.join(why)}."]
 
 
 def ttft(run: TimedOutcome) -> list[tuple[str, float]]:
