@@ -40,7 +40,7 @@ def plan(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     ssd = Ssd(drive="400MiB", price=10, slots=1, writes_per_day=5)
     (home / "prices.toml").write_text(as_toml(Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=ssd)))
     done = kvoffload(
-        "plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "100MiB",
+        "plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "200MiB",
         "--prices", home / "prices.toml", "--jobs", "1", "--report", home / "plan.html", "--format", "json",
         "--machine", "h100-pcie5", "--prefill-tokens-per-s", "1000", "--admissions", "all", "--quiet",
     )  # fmt: skip

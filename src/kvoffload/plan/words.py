@@ -149,7 +149,9 @@ def _waits(found: InTime, row: PlanRow) -> list[str]:
     one, other = found.with_offload, found.without
     where = f", on the busiest of {found.engines:,} engines" if found.engines > 1 else ""
     waiting, loading = shares(one)
-    parts = f"Of the mean, {waiting} is waiting in the queue and {loading} loading"
+    # A request stays in the queue while SSDs are read for it.
+    queue = "in the queue or for SSDs" if row.ssd_drives else "in the queue"
+    parts = f"Of the mean, {waiting} is waiting {queue} and {loading} loading"
     if not row.ram_modules:
         numbers = ", ".join(f"{name} {seconds(value)}" for name, value in ttft(one))
         said = [f"Time to first token: {numbers}{where}. {parts}."]
@@ -158,24 +160,26 @@ def _waits(found: InTime, row: PlanRow) -> list[str]:
         numbers = ", ".join(f"{name} {seconds(old)} -> {seconds(new)}" for (name, new), (_, old) in pairs)
         said = [f"Time to first token: {numbers}{where}."]
         said.append(f"{parts}; without what is bought, {shares(other)[0]} is waiting.")
+        said += _hits(found, row)
         every = "RAM and SSDs keep up with their" if row.ssd_drives else "RAM keeps up with its"
-        said += _hits(one, row)
         behind = [_cannot_keep_up(tier) for tier in one.tiers if not tier.keeps_up]
         said += behind or [f"{every} writes."]
     return [*said, *_break_even(found, row)]
 
 
-def _hits(run: TimedOutcome, row: PlanRow) -> list[str]:
+def _hits(found: InTime, row: PlanRow) -> list[str]:
     """Where the clock has fewer hits than the count, and why."""
+    run, where = found.with_offload, " on that engine" if found.engines > 1 else ""
     if row.saved - run.hit_ratio < _NO_MORE:
         return []
     why = ["the last block of each prompt is computed, and requests come side by side"]
+    why += ["caches begin empty in a recording that is so much shorter"] if found.load > 1 else []
     why += [f"{number:,} {what}" for number, what in (
         (run.not_worth, "blocks are left where they are, because to compute them is faster"),
         (run.no_room, "blocks find no room in RAM on their way from SSDs"),
         (run.lost, "blocks leave the GPUs before they can be stored"),
     ) if number]  # fmt: skip
-    return [f"In time {percent(run.hit_ratio)} is saved, not {percent(row.saved)}: {'; '.join(why)}."]
+    return [f"In time {percent(run.hit_ratio)} is saved{where}, not {percent(row.saved)}: {'; '.join(why)}."]
 
 
 def ttft(run: TimedOutcome) -> list[tuple[str, float]]:
