@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +36,7 @@ from kvoffload.traces.load import at_load
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.workloads import builtin
-
-MIB = 2**20
-PLAIN = Setups(("on-compute",), ("lru",), ("all",), ("lru",), ("all",))
-"""Whose hits are those of a textbook."""
-
-MANY_WRITES = 1e9
-
-
-def prices(ram: Ram | None = None, ssd: Ssd | None = None, **others: Any) -> Prices:
-    """Modules of 5 blocks for 100, and no SSDs."""
-    return Prices(ram=ram or Ram(module="5MiB", price=100, slots=40), ssd=ssd or Ssd(slots=0), **others)
-
-
-def fleet(for_sale: Prices | None = None, kv_bytes: int = 5 * MIB, gpus: int = 1, **others: Any) -> Fleet:
-    """One GPU of 5 blocks of a MiB."""
-    return Fleet(gpus, kv_bytes, MIB, for_sale or prices(), **others)
-
-
-def drives(price: float = 10, slots: int = 1, **others: Any) -> Ssd:
-    """Cheap, large, never worn out."""
-    return Ssd(drive="400MiB", price=price, slots=slots, writes_per_day=MANY_WRITES, **others)
-
-
-def line(time: float, ids: Sequence[int | str]) -> str:
-    request = {"timestamp": time, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": list(ids)}
-    return json.dumps(request) + "\n"
-
-
-def written(path: Path, chains: Sequence[Sequence[int | str]], step_ms: float = 10_000) -> str:
-    """A file with one request for each chain, in equal steps."""
-    path.write_text("".join(line(round(number * step_ms), chain) for number, chain in enumerate(chains)))
-    return str(path)
+from purchases import MANY_WRITES, MIB, PLAIN, drives, fleet, line, planned, prices, words, written
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +57,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("plan") / "small-chat.jsonl"
     write_trace(generate(builtin("chat", sessions=60)), path)
     return str(path)
-
-
-def planned(trace: str, of: Fleet | None = None, setups: Setups = PLAIN, **target: Any) -> PlanAnswer:
-    return Plan(TraceSource(trace, None, False), of or fleet(), Target(**target), setups, jobs=1).run()
-
-
-def words(answer: PlanAnswer) -> str:
-    return " ".join(answer.words)
 
 
 # ---- the right purchase

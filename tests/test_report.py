@@ -40,9 +40,9 @@ def plan(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     ssd = Ssd(drive="400MiB", price=10, slots=1, writes_per_day=5)
     (home / "prices.toml").write_text(as_toml(Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=ssd)))
     done = kvoffload(
-        "plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "100MiB",
+        "plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "200MiB",
         "--prices", home / "prices.toml", "--jobs", "1", "--report", home / "plan.html", "--format", "json",
-        "--prefill-tokens-per-s", "1000", "--admissions", "all", "--quiet",
+        "--machine", "h100-pcie5", "--prefill-tokens-per-s", "1000", "--admissions", "all", "--quiet",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return home / "plan.html", done.stdout
@@ -110,7 +110,7 @@ def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
     path, printed = plan
     page, found = Page(path), json.loads(printed)
     drawn = charts(page)
-    assert set(drawn) == {"frontier", "over-ram", "places", "wear", "over-time"}
+    assert set(drawn) == {"frontier", "over-ram", "places", "wear", "waits", "over-time"}
     paragraphs = [text for tag, text in page.texts if tag == "p"]
     for sentence in (*found["words"], *found["cannot_tell"]):
         assert sentence in paragraphs
@@ -134,7 +134,11 @@ def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
     )
     stacked = [sum(parts) for parts in zip(*(one["y"] for one in drawn["places"]["data"]), strict=True)]
     assert stacked == pytest.approx([100 * row["saved"] for row in found["frontier"]])
+    runs = [found["in_time"][name] for name in ("with_offload", "without")]
+    for bars, run in zip(drawn["waits"]["data"], runs, strict=True):
+        assert bars["y"] == [run["ttft_s"][name] for name in bars["x"]]
     cells = [text for tag, text in page.texts if tag == "td"]
+    assert {link["name"] for link in runs[0]["links"]} <= set(cells)
     for row in found["purchases"]:
         assert f"{100 * row['saved']:.1f} %" in cells
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from kvoffload.cli.options import in_blocks, report_option, sized, typed_command
 from kvoffload.cli.plan_tables import tables
+from kvoffload.cli.simulate import find_machine, without_warnings
 from kvoffload.cli.sweep_progress import how_to_go_on, shown
 from kvoffload.cli.vllm_config import as_flag, transfer_config
 from kvoffload.config import parse_size
@@ -22,6 +24,7 @@ from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import as_toml, read_prices
 from kvoffload.plan.targets import Outcome, Target
 from kvoffload.replay.routing import ROUTINGS, SESSION
+from kvoffload.replay.timing.classes import CLASSES
 from kvoffload.report.page import check_report, write_report
 from kvoffload.report.plan import plan_page
 from kvoffload.sweep.bootstrap import RESAMPLES
@@ -71,7 +74,11 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
     "--target-of-ceiling", type=float, metavar="SHARE", help="The same, of what any cache can save."
 )
 @click.option("--target-gpu-hours", type=float, metavar="HOURS", help="Save so many GPU-hours a day.")
-@click.option("--prefill-tokens-per-s", type=float, default=0.0, metavar="X", help="That one GPU computes.")
+@click.option("--prefill-tokens-per-s", type=float, default=0.0, metavar="X",
+              help="That one GPU computes; the machine's, if not given.")  # fmt: skip
+@click.option("--machine", metavar="FILE|CLASS[:PARAMETERS]",
+              help="Of an engine, for waiting times: what `kvoffload calibrate` has written, or a class of "
+              f"its GPUs: h100-pcie5:70B. Classes: {', '.join(CLASSES)}.")  # fmt: skip
 @click.option("--prices", type=click.Path(path_type=Path), metavar="FILE", help="Yours, as TOML or JSON.")
 @click.option("--show-prices", is_flag=True, is_eager=True, expose_value=False, callback=_show_prices,
               help="Print such a file, with the defaults, and end.")  # fmt: skip
@@ -110,6 +117,7 @@ def plan(
     target_of_ceiling: float | None,
     target_gpu_hours: float | None,
     prefill_tokens_per_s: float,
+    machine: str | None,
     prices: Path | None,
     stores: str,
     policies: str,
@@ -147,6 +155,9 @@ def plan(
         gpus, parse_size("kv-per-gpu", kv_per_gpu), size, read_prices(prices), replicas, routing, load, scale,
         prefill_tokens_per_s,
     )  # fmt: skip
+    if machine is not None:
+        fleet = replace(fleet, machine=find_machine(machine, fleet.gpus_of_engine))
+        without_warnings()
     run = Plan(
         TraceSource(trace, block_tokens, skip_bad_lines),
         fleet,

@@ -125,8 +125,7 @@ def simulate(
     timing = Timing(timing.machine, size, max_running, step_tokens, timing.load, at_once)
     if output is not None:
         write_output("output", output, b"")  # A file that cannot be written is known before the work is done.
-    # What production would warn of stands in the report.
-    logging.getLogger("kvoffload.tiering").setLevel(logging.ERROR)
+    without_warnings()
     with progress_bar("simulate", 2 * loaded.requests, quiet) as progress:
         report = replay_in_time(loaded, config, timing, progress)
     if output is not None:
@@ -137,10 +136,15 @@ def simulate(
         Console().print(table(report))
 
 
-def find_machine(text: str) -> Machine:
-    """The machine of a file, or of a class. Raises `ConfigError`."""
+def without_warnings() -> None:
+    """Let simulated tiers say nothing: what production would warn of stands in the report."""
+    logging.getLogger("kvoffload.tiering").setLevel(logging.ERROR)
+
+
+def find_machine(text: str, gpus: int = 1) -> Machine:
+    """The machine of a file as it stands, or of a class with so many GPUs. Raises `ConfigError`."""
     path = Path(text)
-    return read_machine(path) if path.exists() or path.suffix == ".json" else parse_class(text)
+    return read_machine(path) if path.exists() or path.suffix == ".json" else parse_class(text, gpus)
 
 
 def parse_load(text: str) -> float:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvoffload.cli.replay_table import size
-from kvoffload.replay.timing.machine import Machine, Quantity
-from kvoffload.replay.timing.report import Distribution, TimedOutcome, TimedReport
-
-_OVERLOADED = 3.0
-"""Times as long as they are served requests wait, on average, where more comes than can be served."""
+from kvoffload.replay.timing.machine import QUANTITIES, Quantity
+from kvoffload.replay.timing.report import Distribution, TimedOutcome, TimedReport, seconds
 
 
 def table(report: TimedReport) -> RenderableType:
@@ -103,8 +99,7 @@ def _words(report: TimedReport) -> Text:
     ):
         if number:
             text.append(f"  {number:,} {what}.\n")
-    served_s = other.ttft_s.mean - other.waiting_s.mean
-    if not report.at_once and other.waiting_s.mean > _OVERLOADED * served_s:
+    if not report.at_once and other.is_overloaded:
         text.append("  More comes than this GPU computes: waits say how long that lasts. Try --load 0.5.\n")
     return text
 
@@ -124,15 +119,6 @@ def _assumptions(report: TimedReport) -> Table:
     table.add_row("tokens a step", f"{report.step_tokens:,}", "assumed")
     table.add_row("prompts", "", "end with their last full block, which is always computed")
     return table
-
-
-QUANTITIES = [field.name for field in msgspec.structs.fields(Machine) if field.type == Quantity | None]
-"""What a machine is described by."""
-
-
-def seconds(value: float) -> str:
-    """A wait for people: ``320 ms``, ``2.4 s``."""
-    return f"{1e3 * value:,.0f} ms" if value < 1 else f"{value:,.2f} s" if value < 100 else f"{value:,.0f} s"
 
 
 def duration(value: float) -> str:

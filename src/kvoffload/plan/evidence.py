@@ -70,9 +70,9 @@ class Evidence:
 
     def gpus_worth(self, share: float, fleet: Fleet) -> float | None:
         """GPUs that do nothing but compute this share of the prefill; None if that cannot be known."""
-        if not (self.duration_s and fleet.prefill_tokens_per_s):
+        if not (self.duration_s and fleet.tokens_per_s):
             return None
-        return share * self.tokens * fleet.scale / self.duration_s / fleet.prefill_tokens_per_s
+        return share * self.tokens * fleet.scale / self.duration_s / fleet.tokens_per_s
 
     def interval(self, hits: Sums) -> Interval | None:
         """Of the prefix-hit ratio."""

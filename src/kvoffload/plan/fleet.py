@@ -10,6 +10,7 @@ from kvoffload.config import MOST_BLOCKS
 from kvoffload.errors import ConfigError, check_integer
 from kvoffload.plan.prices import Prices
 from kvoffload.replay.routing import SESSION, check_instances, check_routing
+from kvoffload.replay.timing.machine import Machine
 from kvoffload.traces.load import check_load
 
 _MOST_GPUS = 4096
@@ -37,8 +38,10 @@ class Fleet:
         load: sessions at a time, over those of the recording (`traces.load`).
         scale: requests of the fleet, over those of the recording: the recording is a sample of sessions. What
             a cache of some size does for all of them, one of that part of the size does for the sample.
-        prefill_tokens_per_s: that a GPU computes; 0: not known.
+        prefill_tokens_per_s: that a GPU computes; 0: not given.
         prices: what is for sale.
+        machine: of one engine, all its GPUs together; None: nothing is known of time. The numbers of its
+            disk are of one drive.
     """
 
     gpus: int
@@ -50,6 +53,7 @@ class Fleet:
     load: float = 1.0
     scale: float = 1.0
     prefill_tokens_per_s: float = 0.0
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         check_integer("gpus", self.gpus, _MOST_GPUS)
@@ -65,6 +69,22 @@ class Fleet:
         if not 1 <= self.device_blocks <= MOST_BLOCKS:
             why = f"a replica has {self.device_blocks:,} blocks of {self.block_bytes:,} B; allowed: 1 or more"
             raise ConfigError("kv-per-gpu", self.kv_bytes_per_gpu, why)
+        if self.machine is not None:
+            self.machine.check(has_ram=True, has_disk=self.prices.ssd.slots > 0)
+
+    @property
+    def gpus_of_engine(self) -> int:
+        """GPUs of each replica."""
+        return self.gpus // self.replicas
+
+    @property
+    def tokens_per_s(self) -> float:
+        """That a GPU computes: as given, else by the machine, without attention to what is before; 0: not
+        known."""
+        if self.prefill_tokens_per_s or self.machine is None:
+            return self.prefill_tokens_per_s
+        of_engine_s = self.machine.value("prefill_s_per_token")
+        return 1.0 / (of_engine_s * self.gpus_of_engine) if of_engine_s else 0.0
 
     @property
     def device_blocks(self) -> int:

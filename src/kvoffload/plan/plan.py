@@ -19,6 +19,7 @@ import numpy as np
 from kvoffload._version import __version__
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
+from kvoffload.plan.clock import InTime, clock_of, rests_on
 from kvoffload.plan.evidence import Evidence, gather
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.prices import MEANING, flattened
@@ -66,6 +67,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         frontier: the purchases that save more than every cheaper one, cheapest first.
         purchases: the best row of each purchase that was measured; rows: every row.
         over_time: what is saved in each window.
+        in_time: how long users wait; null without a machine, and where the recording has no times.
         assumptions, cannot_tell: what the answer rests on, and what it leaves open.
         vllm: what each engine is to be started with; empty where RAM is not bought.
         seed, resamples, version: as in a sweep's rows.
@@ -90,6 +92,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     purchases: list[PlanRow]
     rows: list[PlanRow]
     over_time: list[Window]
+    in_time: InTime | None = None
     assumptions: list[Assumption]
     cannot_tell: list[str]
     vllm: str = ""
@@ -198,16 +201,19 @@ class Plan:
             workers = workers_of(self._jobs, self._scheduler)
             stack.callback(workers.close)
             evidence = gather(self._source, fleet, seed=self._seed, resamples=self._resamples)
+            clock = clock_of(fleet, evidence)
             needed = target.needed(evidence, fleet)
             stages = _Stages(self, Measuring(evidence.traces, workers, journal), evidence, on_progress)
             apart = functools.partial(difference, evidence)
+            begin = nothing(fleet, evidence)
             rows, choice = search(
                 self._space(evidence), stages.measure, apart, lambda found: choose(found, needed, apart),
-                nothing(fleet, evidence),
+                begin,
             )  # fmt: skip
             if self._output is not None:
                 self._output.write([one.row for one in rows])
-        return self._answer(evidence, rows, choice)
+        in_time = clock.compared(choice.chosen.row, begin.row) if clock else None
+        return self._answer(evidence, rows, choice, in_time)
 
     def _space(self, evidence: Evidence) -> Space:
         fleet, target = self.fleet, self.target
@@ -227,7 +233,9 @@ class Plan:
         ]  # fmt: skip
         return Space(modules, drives, self._setups.of_ram, self._setups.with_ssds, allowed, edge)
 
-    def _answer(self, evidence: Evidence, rows: list[Measured], choice: Choice) -> PlanAnswer:
+    def _answer(
+        self, evidence: Evidence, rows: list[Measured], choice: Choice, in_time: InTime | None
+    ) -> PlanAnswer:
         fleet, apart = self.fleet, functools.partial(difference, evidence)
         return PlanAnswer(
             trace=evidence.name,
@@ -235,7 +243,7 @@ class Plan:
             block_refs=evidence.block_refs,
             duration_s=evidence.duration_s,
             outcome=choice.outcome.name,
-            words=answer(choice, rows, apart, evidence, fleet, self.target),
+            words=answer(choice, rows, apart, evidence, fleet, self.target, in_time),
             chosen=choice.chosen.row,
             smaller=choice.smaller.row if choice.smaller else None,
             larger=choice.larger.row if choice.larger else None,
@@ -257,8 +265,9 @@ class Plan:
                     strict=True,
                 )
             ],
-            assumptions=assumptions(fleet, evidence),
-            cannot_tell=cannot_tell(evidence, fleet, choice.chosen.row),
+            in_time=in_time,
+            assumptions=assumptions(fleet, evidence, in_time),
+            cannot_tell=cannot_tell(evidence, fleet, choice.chosen.row, in_time),
             seed=self._seed,
             resamples=self._resamples,
         )
@@ -293,7 +302,7 @@ class _Stages:
         ]
 
 
-def assumptions(fleet: Fleet, evidence: Evidence) -> list[Assumption]:
+def assumptions(fleet: Fleet, evidence: Evidence, in_time: InTime | None = None) -> list[Assumption]:
     """What the answer rests on and the recording does not tell."""
     block, prices = f"{fleet.block_bytes:,} B", fleet.prices
     found = [
@@ -310,9 +319,13 @@ def assumptions(fleet: Fleet, evidence: Evidence) -> list[Assumption]:
                    "the recording's references; writes and reads are taken to follow them"),
         Assumption("replicas alike", "writes and loads are spread evenly", "assumed"),
     ]  # fmt: skip
-    if fleet.prefill_tokens_per_s:
-        speed = f"{fleet.prefill_tokens_per_s:,g} tokens/s a GPU"
-        found.append(Assumption("prefill", speed, "given; not measured here"))
+    if fleet.tokens_per_s:
+        source = "the machine's, without attention to what is before"
+        if fleet.prefill_tokens_per_s:
+            source = "given; not measured here" + ("; waits are the machine's" if in_time else "")
+        found.append(Assumption("prefill", f"{fleet.tokens_per_s:,g} tokens/s a GPU", source))
+    if in_time is not None:
+        found += itertools.starmap(Assumption, rests_on(in_time))
     found.append(Assumption("prices", f"in {prices.currency}, {prices.date}", prices.source))
     for name, value in flattened(prices).items():
         if name not in ("currency", "source", "date"):

@@ -63,7 +63,7 @@ class Target:
             field, value = "target-gpu-hours", self.gpu_hours_a_day
             all_of_it = evidence.gpus_worth(1.0, fleet)
             if all_of_it is None:
-                why = "it takes --prefill-tokens-per-s, and a recording with times"
+                why = "it takes --prefill-tokens-per-s or --machine, and a recording with times"
                 raise ConfigError(field, value, why)
             share = evidence.device_share + value / 24 / all_of_it
             most = f"{24 * all_of_it * (ceiling - evidence.device_share):,.2f}"

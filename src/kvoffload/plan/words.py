@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvoffload.plan.clock import InTime
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.rows import Measured, PlanRow, age
 from kvoffload.plan.targets import ENOUGH, Choice, Difference, Outcome, Target
+from kvoffload.replay.timing.report import TimedOutcome, TimedTierReport, seconds
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.verdict import Certainty, certainty_of
 
@@ -26,12 +28,15 @@ def answer(
     evidence: Evidence,
     fleet: Fleet,
     target: Target,
+    in_time: InTime | None = None,
 ) -> list[str]:
     """The sentences, the most important first."""
     currency, row = fleet.prices.currency, choice.chosen.row
     said = [_begin(choice, currency, target)]
     if row.ram_modules:
         said += [_use(row, fleet), *_ssds(row)]
+    if in_time is not None:
+        said += _waits(in_time, row)
     if choice.smaller is not None:
         said.append(_smaller(choice.chosen, choice.smaller, difference, currency))
     said += _larger(choice, difference, currency)
@@ -140,6 +145,78 @@ def _ssds(row: PlanRow) -> list[str]:
     ]
 
 
+def _waits(found: InTime, row: PlanRow) -> list[str]:
+    one, other = found.with_offload, found.without
+    where = f", on the busiest of {found.engines:,} engines" if found.engines > 1 else ""
+    waiting, loading = shares(one)
+    # A request stays in the queue while SSDs are read for it.
+    queue = "in the queue or for SSDs" if row.ssd_drives else "in the queue"
+    parts = f"Of the mean, {waiting} is waiting {queue} and {loading} loading"
+    if not row.ram_modules:
+        numbers = ", ".join(f"{name} {seconds(value)}" for name, value in ttft(one))
+        said = [f"Time to first token: {numbers}{where}. {parts}."]
+    else:
+        pairs = zip(ttft(one), ttft(other), strict=True)
+        numbers = ", ".join(f"{name} {seconds(old)} -> {seconds(new)}" for (name, new), (_, old) in pairs)
+        said = [f"Time to first token: {numbers}{where}."]
+        said.append(f"{parts}; without what is bought, {shares(other)[0]} is waiting.")
+        said += _hits(found, row)
+        every = "RAM and SSDs keep up with their" if row.ssd_drives else "RAM keeps up with its"
+        behind = [_cannot_keep_up(tier) for tier in one.tiers if not tier.keeps_up]
+        said += behind or [f"{every} writes."]
+    return [*said, *_break_even(found, row)]
+
+
+def _hits(found: InTime, row: PlanRow) -> list[str]:
+    """Where the clock has fewer hits than the count, and why."""
+    run, where = found.with_offload, " on that engine" if found.engines > 1 else ""
+    if row.saved - run.hit_ratio < _NO_MORE:
+        return []
+    why = ["the last block of each prompt is computed, and requests come side by side"]
+    why += ["caches begin empty in a recording that is so much shorter"] if found.load > 1 else []
+    why += [f"{number:,} {what}" for number, what in (
+        (run.not_worth, "blocks are left where they are, because to compute them is faster"),
+        (run.no_room, "blocks find no room in RAM on their way from SSDs"),
+        (run.lost, "blocks leave the GPUs before they can be stored"),
+    ) if number]  # fmt: skip
+    return [f"In time {percent(run.hit_ratio)} is saved{where}, not {percent(row.saved)}: {'; '.join(why)}."]
+
+
+def ttft(run: TimedOutcome) -> list[tuple[str, float]]:
+    """Names and seconds of what is said of time to first token, the most telling first."""
+    found = run.ttft_s
+    return [("p90", found.p90), ("mean", found.mean), ("p50", found.p50), ("p99", found.p99)]
+
+
+def shares(run: TimedOutcome) -> tuple[str, str]:
+    """Of the mean time to first token: waiting in the queue, and loading."""
+    mean = run.ttft_s.mean or 1.0
+    return f"{100 * run.waiting_s.mean / mean:.0f} %", f"{100 * run.loading_s.mean / mean:.0f} %"
+
+
+def _cannot_keep_up(tier: TimedTierReport) -> str:
+    ram = tier.name == "ram"
+    who, does = ("RAM", "does") if ram else ("The SSDs", "do")
+    why = "when the last request ended, more than half a minute of writes was left"
+    if tier.not_offered and not ram:
+        why = f"{tier.not_offered:,} blocks left RAM before they could be written"
+    return f"{who} {does} not keep up with what is to be written there: {why}."
+
+
+def _break_even(found: InTime, row: PlanRow) -> list[str]:
+    places = [("RAM", found.ram_break_even_tokens)]
+    places += [("SSDs", found.ssd_break_even_tokens)] if row.ssd_drives else []
+    said = []
+    for place, tokens in places:
+        if tokens is None:
+            said.append(f"Loading from {place} never beats computing on this machine.")
+        elif round(tokens) > 1:
+            said.append(f"Below {round(tokens):,} tokens loading from {place} loses to computing.")
+        else:
+            said.append(f"Loading from {place} beats computing at any length.")
+    return said
+
+
 def _smaller(chosen: Measured, smaller: Measured, difference: Difference, currency: str) -> str:
     less = chosen.row.saved - smaller.row.saved
     lead = difference(chosen, smaller)
@@ -187,7 +264,9 @@ def _offer(row: PlanRow, currency: str) -> str:
     return f"{goods(row)} for {money(row.price, currency)} would save {percent(row.saved)}"
 
 
-def cannot_tell(evidence: Evidence, fleet: Fleet, chosen: PlanRow) -> list[str]:
+def cannot_tell(
+    evidence: Evidence, fleet: Fleet, chosen: PlanRow, in_time: InTime | None = None
+) -> list[str]:
     """What an answer from this recording leaves open, in sentences."""
     said = list[str]()
     if not evidence.duration_s:
@@ -200,6 +279,20 @@ def cannot_tell(evidence: Evidence, fleet: Fleet, chosen: PlanRow) -> list[str]:
         said.append(
             f"The recording has {hours:,.1f} hours: other hours, other days and what comes back on the "
             "next day are not in it."
+        )
+    if fleet.machine is None:
+        said.append(
+            "How long users wait for first tokens is not known: --machine tells it, with a file of "
+            "`kvoffload calibrate` or a class such as h100-pcie5."
+        )
+    elif in_time is None:
+        said.append("Without times in the recording, nothing is known of how long users wait.")
+    elif in_time.with_offload.is_overloaded:
+        said.append("More comes than these GPUs compute: waits say how long that lasts in the recording.")
+    elif in_time.without.is_overloaded:
+        said.append(
+            "Without what is bought, more comes than these GPUs compute: the waits then say how long that "
+            "lasts in the recording."
         )
     if evidence.busy > _A_DAY_S / 3600 and evidence.duration_s > _A_DAY_S:
         said.append("It has long gaps: the busiest minute has most of its traffic.")

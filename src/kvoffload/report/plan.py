@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvoffload.plan.clock import InTime
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.rows import PlanRow
-from kvoffload.plan.words import goods, money, percent, ram_size, ssd_size
+from kvoffload.plan.words import goods, money, percent, ram_size, shares, ssd_size, ttft
 from kvoffload.report.page import Chart, Data, Part, Table, Text, page
 
 _GIB = 2**30
@@ -25,6 +26,9 @@ def _parts(found: PlanAnswer) -> Iterator[Part]:
     yield _places(found)
     if any(row.ssd_drives and row.drive_writes_a_day is not None for row in found.rows):
         yield _wear(found)
+    if found.in_time is not None:
+        yield _waits(found.in_time)
+        yield _links(found.in_time)
     yield _over_time(found)
     yield _purchases(found)
     yield Text("What the recording cannot tell", found.cannot_tell)
@@ -126,6 +130,30 @@ def _wear(found: PlanAnswer) -> Chart:
             data.append(_points(some, wear, name, marker={"size": 8, "symbol": symbol}))
     axes = {"xaxis": {"title": {"text": "drive writes a day"}, "rangemode": "tozero"}, "yaxis": _SAVED}
     return Chart("wear", "What SSDs have to write", data, axes, "Capacities of a drive, each day.")
+
+
+def _waits(found: InTime) -> Chart:
+    data: Data = [
+        {"type": "bar", "name": name, "x": [what for what, _ in ttft(run)],
+         "y": [value for _, value in ttft(run)], "hovertemplate": f"%{{y:.3g}} s<extra>{name}</extra>"}
+        for name, run in (("recommended", found.with_offload), ("the GPUs alone", found.without))
+    ]  # fmt: skip
+    layout = {"barmode": "group", "yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}}
+    (waiting, loading), (before, _) = shares(found.with_offload), shares(found.without)
+    note = f"In simulated time on {found.machine.name}, {found.requests:,} requests"
+    note += f" of the busiest of {found.engines:,} engines. " if found.engines > 1 else ". "
+    note += f"Of the mean, {waiting} is waiting and {loading} loading; by the GPUs alone {before} is waiting."
+    return Chart("waits", "Time to first token", data, layout, note)
+
+
+def _links(found: InTime) -> Table:
+    headings = ("what moves", "moved, GB#", "busy#", "longest queue, GB#", "left at the end, GB#")
+    rows = [
+        (one.name, f"{one.bytes_moved / 1e9:,.2f}", percent(one.busy_share),
+         f"{one.most_bytes_waiting / 1e9:,.2f}", f"{one.bytes_left / 1e9:,.2f}")
+        for one in found.with_offload.links
+    ]  # fmt: skip
+    return Table("Links and disks in that time", headings, rows)
 
 
 def _over_time(found: PlanAnswer) -> Chart:

@@ -66,12 +66,13 @@ _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74
 """Layers times hidden size, which is what attention costs by: of Llama 3.1 8B, and as it grows to 70B."""
 
 
-def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS) -> Machine:
-    """A machine with one GPU of a class and a dense model of so many parameters in 16 bits.
+def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: int = 1) -> Machine:
+    """A machine with GPUs of a class, one if not said, and a dense model of so many parameters in 16 bits.
 
     Prefill: two operations a parameter and token at half of the peak; attention: four a layer, width and
     token before it, at the same. Decode: the weights are read once a token at 40 % of memory's rate; that of
-    one request, at any number of them. Raises `ConfigError`.
+    one request, at any number of them. Several GPUs that share a model are so many times as fast, without
+    loss. Raises `ConfigError`.
     """
     if name not in CLASSES:
         raise ConfigError(
@@ -81,24 +82,25 @@ def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS) -> Machi
             f"may follow, as in h100-pcie5:70B{nearest(name, CLASSES)}",
         )
     kind = CLASSES[name]
-    flops_per_s = _PREFILL_SHARE * kind.flops_per_s
+    flops_per_s = gpus * _PREFILL_SHARE * kind.flops_per_s
+    times = f", times {gpus} GPUs without loss" if gpus > 1 else ""
     width = _LAYERS_TIMES_WIDTH * (parameters / _OF_PARAMETERS) ** _GROWS_AS
     prefill = f"{_PREFILL_SHARE:.0%} of the peak of {kind.source}, {parameters / 1e9:g}B dense parameters"
     decode = f"{_DECODE_SHARE:.0%} of the memory's rate of {kind.source}, {parameters / 1e9:g}B at 16 bits"
     link = Quantity.assumed(
-        _LINK_SHARE * kind.link_bytes_per_s,
-        f"{_LINK_SHARE:.0%} of {kind.link}, {kind.link_bytes_per_s / 1e9:g} GB/s",
+        gpus * _LINK_SHARE * kind.link_bytes_per_s,
+        f"{_LINK_SHARE:.0%} of {kind.link}, {kind.link_bytes_per_s / 1e9:g} GB/s{times}",
     )
     latency_s = Quantity.assumed(_DISK_LATENCY_S, _DISK_SOURCE + ", and a file system")
     return Machine(
-        name=name,
+        name=name if gpus == 1 else f"{gpus} x {name}",
         model=f"{parameters / 1e9:g}B dense parameters, 16 bits",
-        prefill_s_per_token=Quantity.assumed(2 * parameters / flops_per_s, prefill),
+        prefill_s_per_token=Quantity.assumed(2 * parameters / flops_per_s, prefill + times),
         # The sum over tokens of what is before each is half the square.
-        prefill_s_per_token_squared=Quantity.assumed(4 * width / 2 / flops_per_s, prefill),
+        prefill_s_per_token_squared=Quantity.assumed(4 * width / 2 / flops_per_s, prefill + times),
         step_s=Quantity.assumed(_STEP_S, "scheduling and launching a step of vLLM"),
         decode_tokens_per_s=Quantity.assumed(
-            _DECODE_SHARE * kind.memory_bytes_per_s / (2 * parameters), decode
+            gpus * _DECODE_SHARE * kind.memory_bytes_per_s / (2 * parameters), decode + times
         ),
         load_bytes_per_s=link,
         store_bytes_per_s=link,
@@ -114,9 +116,11 @@ def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS) -> Machi
 _CLASS = re.compile(r"([a-z0-9-]+)(?::(\d+(?:\.\d+)?)\s*B)?", re.IGNORECASE)
 
 
-def parse_class(text: str) -> Machine:
-    """The machine that ``h100-pcie5`` or ``h100-pcie5:70B`` means. Raises `ConfigError`."""
+def parse_class(text: str, gpus: int = 1) -> Machine:
+    """The machine that ``h100-pcie5`` or ``h100-pcie5:70B`` means, with so many GPUs. Raises
+    `ConfigError`."""
     match = _CLASS.fullmatch(text.strip())
     if match is None or (match[2] is not None and float(match[2]) <= 0):
         return machine_of_class(text)  # raises
-    return machine_of_class(match[1].lower(), float(match[2]) * 1e9 if match[2] else DEFAULT_PARAMETERS)
+    parameters = float(match[2]) * 1e9 if match[2] else DEFAULT_PARAMETERS
+    return machine_of_class(match[1].lower(), parameters, gpus)

@@ -135,6 +135,9 @@ _HOW_TO_KNOW = {
 }
 """Every quantity, and how one comes to know it."""
 
+QUANTITIES = tuple(_HOW_TO_KNOW)
+"""What a machine is described by."""
+
 
 def read_machine(path: Path) -> Machine:
     """The machine that `kvoffload calibrate` has written. Raises `ConfigError`."""

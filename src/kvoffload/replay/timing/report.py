@@ -8,6 +8,14 @@ import numpy.typing as npt
 
 from kvoffload.replay.timing.machine import Machine
 
+_OVERLOADED = 3.0
+"""Times as long as they are served requests wait, on average, where more comes than can be served."""
+
+
+def seconds(value: float) -> str:
+    """A wait for people: ``320 ms``, ``2.40 s``."""
+    return f"{1e3 * value:,.0f} ms" if value < 1 else f"{value:,.2f} s" if value < 100 else f"{value:,.0f} s"
+
 
 class Distribution(msgspec.Struct, frozen=True):
     """Seconds of all requests, summed up. All 0 for no requests."""
@@ -105,6 +113,11 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0
     links: list[LinkReport] = []
     tiers: list[TimedTierReport] = []
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether more came than could be served: then waits say how long that lasted."""
+        return self.waiting_s.mean > _OVERLOADED * (self.ttft_s.mean - self.waiting_s.mean)
 
 
 class TimedReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,354 @@
+"""Plans in time: waits by hand, on a machine by hand, and those of timed replays; what lacks is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from command import kvoffload
+from kvoffload.errors import ConfigError
+from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
+from kvoffload.plan.plan import PlanAnswer
+from kvoffload.plan.prices import Ram, as_toml
+from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.routing import route
+from kvoffload.replay.timing.classes import machine_of_class
+from kvoffload.replay.timing.config import Timing
+from kvoffload.replay.timing.machine import QUANTITIES, Machine
+from kvoffload.replay.timing.report import seconds
+from kvoffload.replay.timing.timed import run_in_time
+from kvoffload.tiers.options import parse_tiers
+from kvoffload.traces.sources import load_trace
+from purchases import MIB, drives, fleet, planned, prices, words, written
+from timing import machine
+
+A_BLOCK = 512
+"""Tokens."""
+
+
+def by_hand(**changes: float) -> Machine:
+    """Computes a block in a second, loads, stores, reads or writes one in a quarter of that; 0.1 s a load."""
+    speeds = {"prefill_s_per_token": 1 / A_BLOCK, "copy_latency_s": 0.1}
+    rates = ("load_bytes_per_s", "store_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
+    return machine(**{**speeds, **dict.fromkeys(rates, 4.0 * MIB), **changes})
+
+
+TURNS = [tuple(range(4 * (number % 25), 4 * (number % 25) + 4)) for number in range(500)]
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """25 conversations of four blocks in turns, 20 times, ten seconds between any two requests."""
+    return written(tmp_path_factory.mktemp("in-time") / "turns.jsonl", TURNS)
+
+
+def timed(trace: str, on: Machine | None = None, **options: Any) -> PlanAnswer:
+    target = options.pop("target", {"saved": 0.5})
+    return planned(trace, fleet(machine=on or by_hand(), **options), **target)
+
+
+# ---- by hand
+
+
+def test_waits_by_hand(turns: str) -> None:
+    answer = timed(turns)
+    assert answer.chosen.purchase == Purchase(20, 0), "100 blocks"
+    assert answer.in_time is not None
+    one, other = answer.in_time.with_offload.ttft_s, answer.in_time.without.ttft_s
+    # Alone the GPU computes four blocks. With RAM it loads three, 0.1 + 3 / 4 s, and computes the last.
+    assert (other.mean, other.p50, other.p90, other.p99) == pytest.approx((4, 4, 4, 4))
+    assert (one.p50, one.p90, one.p99) == pytest.approx((1.85, 1.85, 4))
+    assert one.mean == pytest.approx((25 * 4 + 475 * 1.85) / 500)
+    said = "Time to first token: p90 4.00 s -> 1.85 s, mean 4.00 s -> 1.96 s, p50 4.00 s -> 1.85 s, p99"
+    assert f"{said} 4.00 s -> 4.00 s." in answer.words
+    loading = round(100 * 0.85 * 475 / 500 / one.mean)
+    assert f"Of the mean, 0 % is waiting in the queue and {loading} % loading; without what is bought, " \
+           "0 % is waiting." in answer.words  # fmt: skip
+    assert "RAM keeps up with its writes." in answer.words
+    # 475 of 500 requests load three of four blocks; counted were all four.
+    said = "In time 71.2 % is saved, not 95.0 %: the last block of each prompt is computed, and requests"
+    assert f"{said} come side by side." in answer.words
+    # What a load costs more, 0.1 s, it gains by 0.75 / 512 s a token.
+    assert answer.in_time.ram_break_even_tokens == pytest.approx(0.1 * A_BLOCK / 0.75)
+    assert answer.in_time.ssd_break_even_tokens is None
+    assert "Below 68 tokens loading from RAM loses to computing." in answer.words
+    assert "SSD" not in words(answer)
+
+
+def test_the_choice_is_that_without_a_clock(turns: str) -> None:
+    answer, before = timed(turns), planned(turns, saved=0.5)
+    assert answer.rows == [msgspec.structs.replace(row, gpus_worth=one.gpus_worth,
+                                                   gpu_hours_a_day=one.gpu_hours_a_day)
+                           for row, one in zip(before.rows, answer.rows, strict=True)]  # fmt: skip
+    assert before.in_time is None
+    assert [one for one in answer.words if one in before.words] == before.words[1:]
+    unknown = "How long users wait for first tokens is not known: --machine tells it"
+    assert [one for one in before.cannot_tell if one.startswith(unknown)]
+    assert unknown not in " ".join(answer.cannot_tell)
+    assert [one for one in before.assumptions if one not in answer.assumptions] == []
+    assert json.loads(before.to_json())["in_time"] is None
+
+
+def test_loads_that_never_win_are_said(turns: str) -> None:
+    answer = timed(turns, by_hand(load_bytes_per_s=MIB / 2))
+    assert answer.in_time is not None
+    assert answer.in_time.ram_break_even_tokens is None
+    assert "Loading from RAM never beats computing on this machine." in answer.words
+    assert answer.in_time.with_offload.ttft_s.p90 > answer.in_time.without.ttft_s.p90
+    answer = timed(turns, by_hand(copy_latency_s=0.0))
+    assert "Loading from RAM beats computing at any length." in answer.words
+
+
+def test_nothing_bought_is_the_gpus_alone(turns: str) -> None:
+    answer = timed(turns, kv_bytes=200 * MIB)
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
+    assert answer.in_time is not None
+    assert answer.in_time.with_offload == answer.in_time.without
+    said = "Time to first token: p90 1.00 s, mean 1.15 s, p50 1.00 s, p99 4.00 s."
+    assert [one for one in answer.words if one.startswith(said)]
+
+
+# ---- tiers
+
+
+def test_ssds_are_as_fast_as_the_slower_of_machine_and_price_list(turns: str) -> None:
+    slow = drives(read_per_s="3MiB", write_per_s="8MiB")
+    found = timed(turns, for_sale=prices(ssd=slow)).in_time
+    assert found is not None
+    read, write = found.machine.disk_read_bytes_per_s, found.machine.disk_write_bytes_per_s
+    assert read is not None
+    assert write is not None
+    assert (read.value, write.value) == (3 * MIB, 4 * MIB)
+    assert "ssd.read_per_s" in read.source
+    assert "by hand" in write.source
+    # 1/4 s from RAM and 1/3 s from the drive, a block, and the latency of the copy.
+    assert found.ssd_break_even_tokens == pytest.approx(0.1 * A_BLOCK / (1 - 1 / 4 - 1 / 3))
+
+
+def test_an_engine_has_its_part_of_the_drives(turns: str) -> None:
+    of = {"gpus": 4, "replicas": 4, "for_sale": prices(ssd=drives()), "target": {"saved": 0.1}}
+    found = timed(turns, **of).in_time
+    assert found is not None
+    read = found.machine.disk_read_bytes_per_s
+    assert read is not None
+    assert read.value == 4 * MIB / 4
+    assert "times 0.25, the drives of an engine" in read.source
+
+
+def test_a_tier_that_does_not_keep_up_is_said(turns: str, tmp_path: Path) -> None:
+    for_sale = prices(Ram(module="5MiB", price=100, slots=4), drives())
+    answer = timed(turns, for_sale=for_sale)
+    assert answer.chosen.ssd_drives == 1
+    assert "RAM and SSDs keep up with their writes." in answer.words
+    assert "is waiting in the queue or for SSDs" in words(answer)
+    slow = timed(turns, by_hand(disk_write_bytes_per_s=1000.0), for_sale=for_sale)
+    assert slow.chosen == msgspec.structs.replace(
+        answer.chosen, gpus_worth=slow.chosen.gpus_worth, gpu_hours_a_day=slow.chosen.gpu_hours_a_day
+    )
+    assert [one for one in slow.words if one.startswith("The SSDs do not keep up with what is to be written")]
+    assert not [one for one in slow.words if "keep up with their writes" in one]
+    # At the end four new blocks come every ten seconds, and storing them takes 16.
+    new = [tuple(range(1000 + 4 * number, 1004 + 4 * number)) for number in range(20)]
+    path = written(tmp_path / "new-at-the-end.jsonl", TURNS + new)
+    slow = timed(path, by_hand(store_bytes_per_s=MIB / 4))
+    (said,) = [one for one in slow.words if "keep" in one]
+    assert said.startswith("RAM does not keep up with what is to be written there: when the last request")
+
+
+# ---- the numbers of timed replays
+
+
+def test_the_busiest_engine_is_timed_as_it_is_routed(turns: str, tmp_path: Path) -> None:
+    path = tmp_path / "uneven.jsonl"
+    path.write_text("".join(Path(turns).read_text().splitlines(keepends=True)[:190]))
+    of = fleet(gpus=2, replicas=2, routing="random", kv_bytes=8 * MIB, machine=by_hand())
+    answer, trace = planned(str(path), of, saved=0.3), load_trace(str(path))
+    chosen = route(trace, 2, "random")
+    parts = [trace.of_requests(np.flatnonzero(chosen == one)) for one in range(2)]
+    assert parts[0].block_refs != parts[1].block_refs
+    busiest = max(parts, key=lambda part: part.block_refs)
+    found, row = answer.in_time, answer.chosen
+    assert found is not None
+    assert (found.engines, found.requests) == (2, busiest.requests)
+    config = ReplayConfig(row.ram_blocks, device_blocks=8)
+    timing = Timing(by_hand(), MIB)
+    assert found.with_offload == run_in_time(busiest, timing, 8, config)
+    assert found.without == run_in_time(busiest, timing, 8)
+    assert "on the busiest of 2 engines." in words(answer)
+    assert f"In time {100 * found.with_offload.hit_ratio:.1f} % is saved on that engine, not" in words(answer)
+    assert [one.source for one in answer.assumptions if one.name == "timed engine"]
+
+
+def test_more_traffic_than_recorded_comes_more_densely_to_whole_caches(turns: str) -> None:
+    of = fleet(kv_bytes=10 * MIB, scale=2.0, machine=by_hand())
+    answer = planned(turns, of, saved=0.5)
+    found, row = answer.in_time, answer.chosen
+    assert found is not None
+    assert row.ram_blocks == 100
+    timing = Timing(by_hand(), MIB, load=2.0)
+    assert found.with_offload == run_in_time(
+        load_trace(turns), timing, 10, ReplayConfig(200, device_blocks=10)
+    )
+    assert found.load == 2
+    assert "caches begin empty in a recording that is so much shorter" in words(answer)
+    assert "sessions in time" in [one.name for one in answer.assumptions]
+
+
+def test_ssds_are_replayed_as_they_are_bought(turns: str) -> None:
+    for_sale = prices(Ram(module="5MiB", price=100, slots=4), drives())
+    answer = timed(turns, for_sale=for_sale)
+    found, row = answer.in_time, answer.chosen
+    assert found is not None
+    tiers = parse_tiers("tiers", f"{row.ssd_blocks},policy=lru,admission=all")
+    config = ReplayConfig(row.ram_blocks, device_blocks=5, tiers=tiers)
+    again = run_in_time(load_trace(turns), Timing(found.machine, MIB), 5, config)
+    assert found.with_offload.ttft_s == again.ttft_s
+    assert found.with_offload.tiers[1].hit_blocks == again.tiers[1].hit_blocks > 0
+
+
+# ---- what it rests on, and what it cannot tell
+
+
+def test_the_machine_and_its_sources_are_assumptions(turns: str) -> None:
+    answer = timed(turns)
+    by_name = {one.name: one for one in answer.assumptions}
+    assert by_name["machine"].value == "by hand"
+    assert {name for name in QUANTITIES if name in by_name} == set(QUANTITIES) - {"memory_copy_bytes_per_s"}
+    assert by_name["copy_latency_s"].value == "0.1"
+    assert by_name["copy_latency_s"].source == "assumed: by hand"
+    assert by_name["requests at a time"].value == "256"
+
+
+def test_the_machine_tells_how_fast_a_gpu_computes(turns: str) -> None:
+    answer, given = timed(turns), timed(turns, prefill_tokens_per_s=256.0)
+    assert answer.chosen.gpus_worth is not None
+    assert given.chosen.gpus_worth == pytest.approx(2 * answer.chosen.gpus_worth)
+    # 475 of 500 requests find four blocks in 4,990 s, of which a GPU computes one a second.
+    assert answer.chosen.gpus_worth == pytest.approx(475 * 4 / 4990)
+    sources = [next(it.source for it in one.assumptions if it.name == "prefill") for one in (answer, given)]
+    assert sources == [
+        "the machine's, without attention to what is before",
+        "given; not measured here; waits are the machine's",
+    ]
+    assert given.in_time == answer.in_time
+    hours = timed(turns, target={"gpu_hours_a_day": 1.0})
+    assert hours.outcome == "BUY"
+
+
+def test_a_class_is_one_gpu_and_an_engine_has_several() -> None:
+    one, four = machine_of_class("h100-pcie5"), machine_of_class("h100-pcie5", gpus=4)
+    assert four.name == "4 x h100-pcie5"
+    assert one.prefill_s(0, 8192) == pytest.approx(4 * four.prefill_s(0, 8192))
+    assert four.value("load_bytes_per_s") == 4 * one.value("load_bytes_per_s")
+    assert four.value("decode_tokens_per_s") == 4 * one.value("decode_tokens_per_s")
+    assert four.value("disk_read_bytes_per_s") == one.value("disk_read_bytes_per_s")
+    speeds = [
+        Fleet(4, MIB, MIB, prices(), replicas, machine=on).tokens_per_s
+        for replicas, on in ((4, one), (1, four))
+    ]
+    assert speeds[0] == pytest.approx(speeds[1])
+    assert Fleet(1, MIB, MIB, prices(), machine=by_hand(prefill_s_per_token=0.0)).tokens_per_s == 0
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "said"),
+    [
+        (1000, "More comes than these GPUs compute"),
+        (2500, "Without what is bought, more comes than these GPUs compute"),
+        (10_000, None),
+    ],
+)
+def test_more_than_can_be_served_is_said(step_ms: int, said: str | None, tmp_path: Path) -> None:
+    answer = timed(written(tmp_path / "dense.jsonl", TURNS, step_ms))
+    found = [one for one in answer.cannot_tell if "these GPUs compute" in one]
+    assert len(found) == (said is not None)
+    assert said is None or found[0].startswith(said)
+
+
+def test_a_recording_without_times_has_no_waits(tmp_path: Path) -> None:
+    path = written(tmp_path / "at-once.jsonl", [(1, 2, 3)] * 40, step_ms=0)
+    answer = timed(path, target={})
+    assert answer.in_time is None
+    assert "Without times in the recording, nothing is known of how long users wait." in answer.cannot_tell
+
+
+def test_a_machine_that_lacks_a_number_is_refused_before_the_work(turns: str) -> None:
+    no_disk = msgspec.structs.replace(by_hand(), disk_write_bytes_per_s=None)
+    with pytest.raises(ConfigError, match=r"machine: 'by hand' .* no disk_write_bytes_per_s: .*--rest-from"):
+        fleet(prices(ssd=drives()), machine=no_disk)
+    assert timed(turns, no_disk).in_time is not None, "without SSDs for sale no disk is needed"
+    for name in ("prefill_s_per_token", "store_bytes_per_s"):
+        with pytest.raises(ConfigError, match=f"it has no {name}: .*--rest-from"):
+            fleet(machine=msgspec.structs.replace(by_hand(), **{name: None}))
+
+
+def test_a_request_that_no_engine_has_room_for_is_refused(turns: str) -> None:
+    of = fleet(kv_bytes=4 * MIB, machine=by_hand())
+    with pytest.raises(
+        ConfigError, match=r"kv-per-gpu: 4194304 .* have 4 blocks; the longest request takes 5"
+    ):
+        planned(turns, of)
+    planned(turns, replace(of, machine=None), budget=0)
+
+
+# ---- the command
+
+
+def command(trace: str, tmp_path: Path, on: Machine, *more: str) -> tuple[str, ...]:
+    (tmp_path / "prices.toml").write_text(as_toml(prices(Ram(module="5MiB", price=100, slots=4), drives())))
+    (tmp_path / "machine.json").write_bytes(on.to_json())
+    return ("plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "5MiB",
+            "--prices", str(tmp_path / "prices.toml"), "--policies", "lru", "--admissions", "all",
+            "--jobs", "1", "--ssd-admissions", "all", "--stores", "on-compute",
+            "--machine", str(tmp_path / "machine.json"),
+            *more)  # fmt: skip
+
+
+def test_the_command_says_how_long_users_wait(turns: str, tmp_path: Path) -> None:
+    # So slow a disk that production would warn of it.
+    on = by_hand(disk_write_bytes_per_s=1000.0)
+    arguments = command(turns, tmp_path, on, "--target-saved", "0.5", "--quiet")
+    done = kvoffload(*arguments, "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = msgspec.json.decode(done.stdout, type=PlanAnswer)
+    assert found.in_time is not None
+    assert found.chosen.ssd_drives == 1
+    assert found.chosen.gpus_worth is not None
+    text = " ".join(kvoffload(*arguments).stdout.split())
+    for sentence in found.words:
+        assert " ".join(sentence.split()) in text
+    p90 = (
+        f"p90 {seconds(found.in_time.without.ttft_s.p90)} -> {seconds(found.in_time.with_offload.ttft_s.p90)}"
+    )
+    assert p90 in text
+    assert "The SSDs do not keep up" in text
+
+
+@pytest.mark.parametrize(
+    ("machine", "why"),
+    [
+        ("h100", "machine: 'h100' is not possible; allowed: a file of"),
+        ("gone.json", "machine: 'gone.json' is not possible; it cannot be read"),
+    ],
+)
+def test_machines_that_are_none_are_one_line(turns: str, tmp_path: Path, machine: str, why: str) -> None:
+    done = kvoffload(*command(turns, tmp_path, by_hand(), "--machine", machine))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_class_is_taken_times_the_gpus_of_an_engine(turns: str, tmp_path: Path) -> None:
+    arguments = command(turns, tmp_path, by_hand(), "--machine", "l4:70B", "--quiet", "--format", "json")
+    done = kvoffload(*arguments, "--gpus", "4", "--replicas", "2")
+    assert done.returncode == 0, done.stderr
+    found = msgspec.json.decode(done.stdout, type=PlanAnswer)
+    assert found.in_time is not None
+    assert found.in_time.machine.name == "2 x l4"
+    assert found.in_time.engines == 2
