@@ -157,7 +157,6 @@ def plan(
     )  # fmt: skip
     if machine is not None:
         fleet = replace(fleet, machine=find_machine(machine, fleet.gpus_of_engine))
-        without_warnings()
     run = Plan(
         TraceSource(trace, block_tokens, skip_bad_lines),
         fleet,
@@ -169,7 +168,7 @@ def plan(
         output=output, force=force, jobs=jobs, scheduler=scheduler, seed=seed, resamples=resamples,
     )  # fmt: skip
     try:
-        with shown(quiet) as on_progress:
+        with without_warnings(), shown(quiet) as on_progress:
             found = run.run(on_progress)
     except KeyboardInterrupt:
         click.echo(f"kvoffload: interrupted{how_to_go_on(run.progress, run.journal_path)}", err=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -125,8 +127,7 @@ def simulate(
     timing = Timing(timing.machine, size, max_running, step_tokens, timing.load, at_once)
     if output is not None:
         write_output("output", output, b"")  # A file that cannot be written is known before the work is done.
-    without_warnings()
-    with progress_bar("simulate", 2 * loaded.requests, quiet) as progress:
+    with without_warnings(), progress_bar("simulate", 2 * loaded.requests, quiet) as progress:
         report = replay_in_time(loaded, config, timing, progress)
     if output is not None:
         write_output("output", output, report.to_json() if form == "json" else plain(table(report)))
@@ -136,9 +137,16 @@ def simulate(
         Console().print(table(report))
 
 
-def without_warnings() -> None:
-    """Let simulated tiers say nothing: what production would warn of stands in the report."""
-    logging.getLogger("kvoffload.tiering").setLevel(logging.ERROR)
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Let simulated tiers say nothing meanwhile: what production would warn of stands in the report."""
+    log = logging.getLogger("kvoffload.tiering")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def find_machine(text: str, gpus: int = 1) -> Machine:
