@@ -6,6 +6,7 @@ machine.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -517,6 +518,7 @@ def test_replies_that_are_not_to_what_was_asked(
         assert client.read(1, 2, 3) != [1, 2, 3], "each that is served has its own bytes"
     proxy.set()
     proxy.drop_connections()
+    client.tier.options = dataclasses.replace(client.tier.options, timeout_s=PATIENCE_S)
     client.try_again_now()
     client.come_to_terms()
     client.tier._hints.clear()
