@@ -18,22 +18,19 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.structures.keys import Keys
 from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiers.base import NO_JOB, JobResult, key_digests
 from kvoffload.tiers.budgeted import BudgetedTier
 from kvoffload.tiers.kinds.s3 import S3Options
-from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.options import TierOwner, parse_tier
 from kvoffload.tiers.remote.identity import HEADER_BYTES
 from kvoffload.tiers.remote.objects import object_name
-from kvoffload.tiers.remote.packed import PackedTier
 from kvoffload.tiers.striped import StripedTier
 from s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, S3Server, running
+from sharing_client import CANARY, SharingClient, some_keys
 
-BLOCK_BYTES, NUM_SLOTS, PACK = 24 * 1024, 64, 4
+BLOCK_BYTES, PACK = 24 * 1024, 4
 STRIDE = HEADER_BYTES + BLOCK_BYTES
-CANARY = 0xEE
 
 
 @pytest.fixture(scope="module", params=[Rclone, Moto])
@@ -77,10 +74,6 @@ def keys_to_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
 
 
-def some_keys(*numbers: int) -> Keys:
-    return Keys.pack([number.to_bytes(36, "big") for number in numbers], 36)
-
-
 def digests(*numbers: int) -> Any:
     return key_digests(some_keys(*numbers))
 
@@ -89,7 +82,7 @@ PATH = tuple(range(1, 24))
 """Five whole groups of four, and three blocks that are in none."""
 
 
-class Client:
+class Client(SharingClient):
     """A machine: a tier, RAM, and a request whose path is `PATH`."""
 
     def __init__(
@@ -109,38 +102,9 @@ class Client:
             pack=pack * BLOCK_BYTES,
             **(patient | options),
         )
-        self.tier: PackedTier = described.open(TierOwner(BLOCK_BYTES, 36, fingerprint))
-        self.ram = MemoryTier(NUM_SLOTS, BLOCK_BYTES)
-        self.pool = self.ram.pool
-        self.record = self.tier.begin_request("r")
-        self.tier.follow(self.record, some_keys(*PATH))
-
-    def wait(self, job: int) -> JobResult:
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
-            for result in self.tier.finished():
-                assert result.job == job
-                return result
-            time.sleep(0.0005)
-        raise AssertionError("the job does not end")
-
-    def write(self, *numbers: int) -> list[int]:
-        """Numbers of the blocks that are there now."""
-        for row, number in enumerate(numbers):
-            self.pool[row].view(np.uint16)[:] = number
-        keys, rows = some_keys(*numbers), np.arange(len(numbers))
-        job, taken = self.tier.submit_write(keys, self.pool, rows, self.record)
-        offered = [number for number, took in zip(numbers, taken, strict=True) if took]
-        ok = self.wait(job).ok if job != NO_JOB else []
-        return [number for number, is_ok in zip(offered, ok, strict=True) if is_ok]
-
-    def begin_read(self, *numbers: int) -> int:
-        self.pool[:] = CANARY
-        return self.tier.submit_read(some_keys(*numbers), self.pool, np.arange(len(numbers)))
-
-    def read(self, *numbers: int) -> list[int]:
-        """Numbers of the blocks that may be used; each of them has its bytes, whatever happened."""
-        return self.check(self.wait(self.begin_read(*numbers)), *numbers)
+        tier = described.open(TierOwner(BLOCK_BYTES, 36, fingerprint))
+        super().__init__(tier, BLOCK_BYTES, tier.begin_request("r"))
+        tier.follow(self.record, some_keys(*PATH))
 
     def check(self, result: JobResult, *numbers: int) -> list[int]:
         for row, number in enumerate(numbers):
@@ -149,18 +113,6 @@ class Client:
             assert is_right or (self.pool[row] == CANARY).all(), "what was not verified is in no row"
         assert (self.pool[len(numbers) :] == CANARY).all()
         return [number for number, ok in zip(numbers, result.ok, strict=True) if ok]
-
-    def probe(self, *numbers: int) -> list[int]:
-        job = self.tier.submit_probe(some_keys(*numbers))
-        ok = self.wait(job).ok if job != NO_JOB else np.zeros(len(numbers), np.bool_)
-        return [number for number, is_there in zip(numbers, ok, strict=True) if is_there]
-
-    def believes(self, *numbers: int) -> list[bool | None]:
-        """Of each block: there, not there, or None for what it would have to ask for."""
-        keys = some_keys(*numbers)
-        present, unknown = self.tier.contains(keys), self.tier.unknown(keys)
-        assert not (present & unknown).any()
-        return [None if u else bool(p) for p, u in zip(present, unknown, strict=True)]
 
     def object(self, number: int) -> str:
         """The name of the object that a block is in."""

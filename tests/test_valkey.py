@@ -27,7 +27,8 @@ from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.options import TierOwner, parse_tier
 from kvoffload.tiers.remote.identity import HEADER_BYTES, Epoch
 from kvoffload.tiers.remote.resp import Login
-from valkey_client import BLOCK_BYTES, CANARY, NUM_SLOTS, Client, some_keys
+from sharing_client import CANARY, NUM_SLOTS, some_keys
+from valkey_client import BLOCK_BYTES, Client
 from valkey_server import PATIENCE_S, Server, running, self_signed
 
 

@@ -29,7 +29,8 @@ from kvoffload.tiers.remote.divisions import division_of, slot_of
 from kvoffload.tiers.remote.resp import ProtocolError
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
-from valkey_client import BLOCK_BYTES, CANARY, Client, some_keys
+from sharing_client import CANARY, some_keys
+from valkey_client import BLOCK_BYTES, Client
 from valkey_server import PATIENCE_S, Cluster, Server, clustered, running, self_signed
 
 NUMBERS = list(range(1, 61))

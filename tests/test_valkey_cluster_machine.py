@@ -20,7 +20,7 @@ from kvoffload.tiers.options import TierOwner
 from kvoffload.tiers.remote.cluster import MapQuestion
 from kvoffload.tiers.remote.divisions import slot_of
 from kvoffload.tiers.remote.identity import HEADER_BYTES
-from valkey_client import some_keys
+from sharing_client import some_keys
 from valkey_server import PATIENCE_S, Cluster, Server, clustered
 
 BLOCK_BYTES, NUM_KEYS = 512, 12

@@ -6,7 +6,6 @@ Owns the order of things: what is checked before any work, what is kept, what th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from kvoffload._version import __version__
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
@@ -27,11 +25,9 @@ from kvoffload.plan.rows import Cell, Measured, PlanRow, Setup, difference, meas
 from kvoffload.plan.search import Space, search
 from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontier
 from kvoffload.plan.words import answer, cannot_tell
-from kvoffload.sweep.bootstrap import RESAMPLES, Resamples
+from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, why_not
-from kvoffload.sweep.journal import SweepJournal, journal_path
-from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, workers_of
-from kvoffload.sweep.outputs import RowsFile
+from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work
 from kvoffload.sweep.task import TraceSource
 
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
@@ -169,22 +165,14 @@ class Plan:
         seed: int = 0,
         resamples: int = RESAMPLES,
     ) -> None:
-        if jobs is not None and jobs < 1:
-            raise ConfigError("jobs", jobs, "at least 1")
-        if jobs is not None and scheduler is not None:
-            raise ConfigError("jobs", jobs, "with a scheduler, the cluster decides")
-        Resamples(np.zeros(1, np.int64), resamples, seed)
         self._source, self.fleet, self.target, self._setups = source, fleet, target, setups or Setups()
-        self._jobs, self._scheduler, self._seed, self._resamples = jobs, scheduler, seed, resamples
-        self._output = RowsFile(output) if output is not None else None
-        if output is not None and output.exists() and not force and not journal_path(output).exists():
-            raise ConfigError("output", str(output), "a file that does not exist yet, or --force")
+        self._work = Work(output, force, jobs, scheduler, seed, resamples)
         self.progress = Progress(0, 0, 0, 0)
 
     @property
     def journal_path(self) -> Path | None:
         """Where finished replays are kept."""
-        return journal_path(self._output.path) if self._output else None
+        return self._work.journal_path
 
     def run(self, on_progress: OnProgress = lambda progress: None) -> PlanAnswer:
         """Search, write the output, and say what came of it.
@@ -193,14 +181,8 @@ class Plan:
         be written; `TraceError`; `SweepError` if a replay failed. What had been finished is kept.
         """
         fleet, target = self.fleet, self.target
-        with contextlib.ExitStack() as stack:
-            journal = None
-            if self._output is not None:
-                journal = SweepJournal(self._output.path)
-                stack.callback(journal.close)
-            workers = workers_of(self._jobs, self._scheduler)
-            stack.callback(workers.close)
-            evidence = gather(self._source, fleet, seed=self._seed, resamples=self._resamples)
+        with self._work.begun() as (workers, journal):
+            evidence = gather(self._source, fleet, seed=self._work.seed, resamples=self._work.resamples)
             clock = clock_of(fleet, evidence)
             needed = target.needed(evidence, fleet)
             stages = _Stages(self, Measuring(evidence.traces, workers, journal), evidence, on_progress)
@@ -210,8 +192,7 @@ class Plan:
                 self._space(evidence), stages.measure, apart, lambda found: choose(found, needed, apart),
                 begin,
             )  # fmt: skip
-            if self._output is not None:
-                self._output.write([one.row for one in rows])
+            self._work.write([one.row for one in rows])
         in_time = clock.compared(choice.chosen.row, begin.row) if clock else None
         return self._answer(evidence, rows, choice, in_time)
 
@@ -268,8 +249,8 @@ class Plan:
             in_time=in_time,
             assumptions=assumptions(fleet, evidence, in_time),
             cannot_tell=cannot_tell(evidence, fleet, choice.chosen.row, in_time),
-            seed=self._seed,
-            resamples=self._resamples,
+            seed=self._work.seed,
+            resamples=self._work.resamples,
         )
 
 

@@ -9,16 +9,18 @@ import contextlib
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from kvoffload.errors import ConfigError, SweepError
-from kvoffload.sweep.bootstrap import WINDOWS, window_sums
+from kvoffload.sweep.bootstrap import WINDOWS, Resamples, window_sums
 from kvoffload.sweep.grid import Point
-from kvoffload.sweep.journal import SweepJournal
+from kvoffload.sweep.journal import SweepJournal, journal_path
+from kvoffload.sweep.outputs import RowsFile
 from kvoffload.sweep.table import SweptTrace
 from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_digest, identified, load
 from kvoffload.sweep.workers import LocalWorkers, Workers
@@ -59,13 +61,66 @@ def swept(source: TraceSource) -> SweptTrace:
     )
 
 
-def workers_of(jobs: int | None, scheduler: str | None) -> Workers:
-    """The workers that were asked for: processes, one for each CPU without a number, or a Dask cluster's."""
-    if scheduler is None:
-        return LocalWorkers(jobs or _available_cpus())
-    from kvoffload.sweep.cluster import ClusterWorkers
+class Work:
+    """How replays are done: by whom, and what is kept. What is impossible is a `ConfigError` at construction.
 
-    return ClusterWorkers(scheduler)
+    Args:
+        output: ``.csv``, ``.json`` or ``.parquet``; None keeps nothing.
+        force: replace an output that exists.
+        jobs: processes; None for one per CPU.
+        scheduler: address of a Dask scheduler that does the work instead.
+        seed, resamples: of the confidence intervals.
+    """
+
+    def __init__(
+        self,
+        output: Path | None,
+        force: bool,
+        jobs: int | None,
+        scheduler: str | None,
+        seed: int,
+        resamples: int,
+    ) -> None:
+        if jobs is not None and jobs < 1:
+            raise ConfigError("jobs", jobs, "at least 1")
+        if jobs is not None and scheduler is not None:
+            raise ConfigError("jobs", jobs, "with a scheduler, the cluster decides")
+        Resamples(np.zeros(1, np.int64), resamples, seed)
+        self._jobs, self._scheduler = jobs, scheduler
+        self.seed, self.resamples = seed, resamples
+        self._output = RowsFile(output) if output is not None else None
+        if output is not None and output.exists() and not force and not journal_path(output).exists():
+            raise ConfigError("output", str(output), "a file that does not exist yet, or --force")
+
+    @property
+    def journal_path(self) -> Path | None:
+        """Where finished replays are kept."""
+        return journal_path(self._output.path) if self._output else None
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[tuple[Workers, SweepJournal | None]]:
+        """The workers, and the journal if something is kept. Raises `ConfigError` for an output that cannot
+        be written, a scheduler that does not answer."""
+        with contextlib.ExitStack() as stack:
+            journal = None
+            if self._output is not None:
+                journal = SweepJournal(self._output.path)
+                stack.callback(journal.close)
+            workers = self._workers()
+            stack.callback(workers.close)
+            yield workers, journal
+
+    def write(self, rows: Sequence[msgspec.Struct]) -> None:
+        """Write the output, if there is to be one."""
+        if self._output is not None:
+            self._output.write(rows)
+
+    def _workers(self) -> Workers:
+        if self._scheduler is None:
+            return LocalWorkers(self._jobs or _available_cpus())
+        from kvoffload.sweep.cluster import ClusterWorkers
+
+        return ClusterWorkers(self._scheduler)
 
 
 class Measuring:

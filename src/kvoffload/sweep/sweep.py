@@ -7,21 +7,17 @@ the replays `sweep.measuring`, the columns `sweep.table`, the workers `sweep.wor
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from kvoffload.errors import ConfigError
-from kvoffload.sweep.bootstrap import RESAMPLES, Resamples
+from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid
-from kvoffload.sweep.journal import SweepJournal, journal_path
-from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, swept, workers_of
-from kvoffload.sweep.outputs import RowsFile
+from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work, swept
 from kvoffload.sweep.table import Row, Runs, rows_of, violations
 from kvoffload.sweep.task import TraceSource
 from kvoffload.sweep.verdict import Verdict, verdicts_of
@@ -86,24 +82,15 @@ class Sweep:
     ) -> None:
         if not traces:
             raise ConfigError("trace", "", "at least one")
-        if jobs is not None and jobs < 1:
-            raise ConfigError("jobs", jobs, "at least 1")
-        if jobs is not None and scheduler is not None:
-            raise ConfigError("jobs", jobs, "with a scheduler, the cluster decides")
-        Resamples(np.zeros(1, np.int64), resamples, seed)
+        self._work = Work(output, force, jobs, scheduler, seed, resamples)
         self._sources = [TraceSource(trace, block_tokens, skip_bad_lines) for trace in dict.fromkeys(traces)]
         self._grid, self._timings = grid, timings
-        self._jobs, self._scheduler = jobs, scheduler
-        self._seed, self._resamples = seed, resamples
-        self._output = RowsFile(output) if output is not None else None
-        if output is not None and output.exists() and not force and not journal_path(output).exists():
-            raise ConfigError("output", str(output), "a file that does not exist yet, or --force")
         self.progress = Progress(0, 0, 0, 0)
 
     @property
     def journal_path(self) -> Path | None:
         """Where finished replays are kept meanwhile."""
-        return journal_path(self._output.path) if self._output else None
+        return self._work.journal_path
 
     def run(self, on_progress: OnProgress = lambda progress: None) -> SweepResult:
         """Do what is not done yet, write the output, and say what came of it.
@@ -112,13 +99,8 @@ class Sweep:
         scheduler that does not answer; `TraceError`; `SweepError` if a replay failed. What had been
         finished until then is kept.
         """
-        with contextlib.ExitStack() as stack:
-            journal = None
-            if self._output is not None:
-                journal = SweepJournal(self._output.path)
-                stack.callback(journal.close)
-            workers = workers_of(self._jobs, self._scheduler)
-            stack.callback(workers.close)
+        work = self._work
+        with work.begun() as (workers, journal):
             traces = [swept(source) for source in self._sources]
             points, left_out = [], Counter[str]()
             for number, trace in enumerate(traces):
@@ -134,12 +116,12 @@ class Sweep:
 
             measuring = Measuring(traces, workers, journal)
             measured = measuring.measure(points, told)
-            runs = Runs(traces, points, measured, seed=self._seed, resamples=self._resamples)
+            runs = Runs(traces, points, measured, seed=work.seed, resamples=work.resamples)
             rows = rows_of(runs, block_bytes=self._grid.block_bytes, timings=self._timings)
             verdicts = verdicts_of(points, rows, runs.difference)
             for one in verdicts:
                 rows[one.number] = msgspec.structs.replace(rows[one.number], verdict=one.line)
-            if self._output is not None and journal is not None:
-                self._output.write(rows)
+            work.write(rows)
+            if journal is not None:
                 journal.remove()
         return SweepResult(rows, verdicts, left_out, measuring.from_journal, violations(rows))
