@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command import kvoffload
-from kvoffload.core.expected import MOST_KEYS, Expected
+from kvoffload.core.expected import MOST_KEYS, most_expected
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.core.policy import POLICIES
@@ -226,7 +226,17 @@ def test_a_cache_of_one_block_expects_nothing() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    assert len(Expected(10_000_000, 32).counts) == MOST_KEYS
+    assert most_expected(10_000_000) == MOST_KEYS
+
+
+def test_who_never_waits_costs_no_memory() -> None:
+    manager = make("lru", 64)
+    assert len(manager._state.expected.counts) == 0
+    ctx = wait(manager, "ab")
+    assert len(manager._state.expected.counts) == most_expected(64)
+    assert num_expected(manager) == 2
+    manager.withdraw(ctx)
+    assert num_expected(manager) == 0
 
 
 def test_who_has_finished_or_is_of_another_manager_cannot_wait() -> None:

@@ -468,6 +468,21 @@ def test_lru_decides_from_a_lead_that_endangers_the_promise_until_that_is_little
     assert not judged(policy, 145_000, 121), "so the next attempt comes after as much traffic again"
 
 
+@pytest.mark.parametrize(
+    ("parameters", "promised"),
+    [
+        ({}, 0.003),
+        ({"write_cost": -0.2}, 0.003),
+        ({"write_cost": 0.3}, 0.02),
+        ({"write_cost": 1.0, "promise": 0.1}, 0.1),
+    ],
+)
+def test_who_buys_fewer_writes_is_promised_less(parameters: dict[str, float], promised: float) -> None:
+    for policy in (Hazard, NaiveHazard):
+        found: Any = make(type("Dialled", (policy,), parameters), 4).policy
+        assert (found.promised if policy is NaiveHazard else found.state.promise) == promised
+
+
 def test_an_own_lead_counts_up_to_one_percent() -> None:
     policy = promising()
     assert not judged(policy, 100_000, -5_000)

@@ -83,6 +83,17 @@ def test_what_holds_addresses_is_never_replaced() -> None:
             setattr(struct, name, getattr(struct, name))
 
 
+def test_a_struct_that_is_exchanged_is_what_kernels_see_from_then_on() -> None:
+    struct, other = outer(), outer()
+    before = struct.inner
+    struct.exchange("inner", other.inner)
+    change(struct.memory, 10)
+    assert struct.inner is other.inner
+    assert (other.inner.count, other.inner.rows[2, 1]) == (10, 15)
+    assert (before.count, before.rows[2, 1]) == (7, 5)
+    assert pickle.loads(pickle.dumps(struct)).inner.count == 10
+
+
 @pytest.mark.parametrize("wrong", [np.zeros(2, np.int64), np.zeros((4, 2), np.uint64)[:, 0]])
 def test_an_array_of_another_kind_is_no_field(wrong: np.ndarray) -> None:
     with pytest.raises(TypeError, match="words"):

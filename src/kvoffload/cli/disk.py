@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli.options import in_form
 from kvoffload.cli.text import size_text
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.inspection import Problem, SlabReport, find_slabs, opened
@@ -25,9 +26,6 @@ from kvoffload.tiers.disk.inspection import inspect as inspect_slabs
 from kvoffload.tiers.disk.inspection import verify as verify_slab
 
 _path = click.argument("path", type=click.Path(path_type=Path))
-_format = click.option(
-    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
-)
 
 
 @click.group()
@@ -37,7 +35,7 @@ def disk() -> None:
 
 @disk.command()
 @_path
-@_format
+@in_form
 def inspect(path: Path, form: str) -> None:
     """Say what is in PATH, a directory or a slab in it: blocks, sizes and ages by model, last used first.
 
@@ -54,7 +52,7 @@ def inspect(path: Path, form: str) -> None:
 
 @disk.command()
 @_path
-@_format
+@in_form
 def verify(path: Path, form: str) -> None:
     """Read every block in PATH, a directory or a slab in it, and check it.
 

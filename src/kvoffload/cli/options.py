@@ -103,6 +103,35 @@ def queueing(function: F) -> F:
     )(function)  # fmt: skip
 
 
+def in_form(function: F) -> F:
+    """Give a command ``--format``: what is printed, for people or for programs."""
+    return click.option(
+        "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
+    )(function)
+
+
+def skipping_bad_lines(function: F) -> F:
+    """Give a command ``--skip-bad-lines``."""
+    return click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines out, and count them.")(
+        function
+    )
+
+
+def quietly(function: F) -> F:
+    """Give a command ``--quiet``."""
+    return click.option("--quiet", is_flag=True, help="Say nothing of the progress.")(function)
+
+
+def on_workers(function: F) -> F:
+    """Give a command ``--jobs`` and ``--scheduler``: who replays (`sweep.workers`)."""
+    for option in (
+        click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it."),
+        click.option("--jobs", type=int, help="Processes; one for each CPU if not given."),
+    ):
+        function = option(function)
+    return function
+
+
 def report_option(function: F) -> F:
     """Give a command ``--report``: its result as a page (`report.page`)."""
     return click.option(

@@ -11,7 +11,16 @@ import click
 import msgspec
 from rich.console import Console
 
-from kvoffload.cli.options import in_blocks, report_option, sized, typed_command
+from kvoffload.cli.options import (
+    in_blocks,
+    in_form,
+    on_workers,
+    quietly,
+    report_option,
+    sized,
+    skipping_bad_lines,
+    typed_command,
+)
 from kvoffload.cli.plan_tables import tables
 from kvoffload.cli.simulate import find_machine, without_warnings
 from kvoffload.cli.sweep_progress import how_to_go_on, shown
@@ -87,8 +96,7 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 @click.option("--admissions", default=",".join(Setups.admissions), show_default=True, help="Of RAM.")
 @click.option("--ssd-policies", default=",".join(Setups.ssd_policies), show_default=True, help="Of SSDs.")
 @click.option("--ssd-admissions", default=",".join(Setups.ssd_admissions), show_default=True, help="Of SSDs.")
-@click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
-@click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
+@on_workers
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
               help="Write every row: .csv, .json, .parquet. Another target goes on from there.")  # fmt: skip
 @report_option
@@ -96,11 +104,9 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 @click.option("--seed", default=0, show_default=True, help="Of the confidence intervals.")
 @click.option("--resamples", default=RESAMPLES, show_default=True, help="Of the confidence intervals.")
 @in_blocks
-@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of the trace out, and count them.")
-@click.option(
-    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
-)
-@click.option("--quiet", is_flag=True, help="Say nothing of the progress.")
+@skipping_bad_lines
+@in_form
+@quietly
 def plan(
     trace: str,
     gpus: int,

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli.options import in_form
 from kvoffload.config import nearest
 from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
 from kvoffload.core.policy import DEFAULT_POLICY, FLAGSHIP, POLICIES
@@ -19,9 +20,7 @@ from kvoffload.plugins import Registry
 
 @click.command()
 @click.argument("name", required=False)
-@click.option(
-    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
-)
+@in_form
 def policies(name: str | None, form: str) -> None:
     """List every eviction policy and admission rule, a line each; or all about NAME: what it is good for, its
     parameters, who published it.

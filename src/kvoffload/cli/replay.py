@@ -12,7 +12,16 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvoffload import models
-from kvoffload.cli.options import configured, decoding, in_blocks, queueing, sized
+from kvoffload.cli.options import (
+    configured,
+    decoding,
+    in_blocks,
+    in_form,
+    queueing,
+    quietly,
+    sized,
+    skipping_bad_lines,
+)
 from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
 from kvoffload.config import parse_capacity, parse_size
@@ -65,13 +74,11 @@ from kvoffload.traces.trace import Trace
 )
 @click.option("--seed", default=0, show_default=True, help="Of --inject.")
 @in_blocks
-@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of the trace out, and count them.")
-@click.option(
-    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
-)
+@skipping_bad_lines
+@in_form
 @click.option("--output", type=click.Path(path_type=Path), help="Write the report to a file.")
 @click.option("--decisions", type=click.Path(path_type=Path), help="Write every decision to a file.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@quietly
 def replay(
     trace: str,
     policy: str,

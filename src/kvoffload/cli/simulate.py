@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from kvoffload import models
-from kvoffload.cli.options import configured, in_blocks, sized
+from kvoffload.cli.options import configured, in_blocks, in_form, quietly, sized, skipping_bad_lines
 from kvoffload.cli.replay import plain, progress_bar, write_output
 from kvoffload.cli.simulate_table import table
 from kvoffload.config import parse_capacity
@@ -59,12 +59,10 @@ DEFAULT_MACHINE = "h100-pcie5"
               help="Tokens of prompts that it computes in a step.")  # fmt: skip
 @sized
 @in_blocks
-@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of the trace out, and count them.")
-@click.option(
-    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
-)
+@skipping_bad_lines
+@in_form
 @click.option("--output", type=click.Path(path_type=Path), help="Write the report to a file.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@quietly
 def simulate(
     trace: str,
     machine: str,

@@ -12,10 +12,14 @@ from kvoffload.cli.options import (
     configured,
     decoding,
     in_blocks,
+    in_form,
+    on_workers,
     queueing,
+    quietly,
     report_option,
     sharing,
     sized,
+    skipping_bad_lines,
     typed_command,
 )
 from kvoffload.cli.sweep_progress import how_to_go_on, shown
@@ -48,8 +52,7 @@ from kvoffload.traces.sources import block_tokens_of
 @decoding
 @queueing
 @sharing
-@click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
-@click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
+@on_workers
 @click.option("--output", type=click.Path(path_type=Path),
               help="Write the rows: .csv, .json, .parquet. Without it nothing is kept.")  # fmt: skip
 @report_option
@@ -59,11 +62,9 @@ from kvoffload.traces.sources import block_tokens_of
 @click.option("--resamples", default=RESAMPLES, show_default=True, help="Of the confidence intervals.")
 @sized
 @in_blocks
-@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines of traces out, and count them.")
-@click.option(
-    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
-)
-@click.option("--quiet", is_flag=True, help="Say nothing of the progress.")
+@skipping_bad_lines
+@in_form
+@quietly
 def sweep(
     traces: tuple[str, ...],
     policies: str,

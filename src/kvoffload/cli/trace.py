@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.options import in_blocks
+from kvoffload.cli.options import in_blocks, in_form, skipping_bad_lines
 from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit
 from kvoffload.errors import ConfigError
@@ -90,8 +90,8 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
 @trace.command()
 @click.argument("trace_", metavar="TRACE")
 @in_blocks
-@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines out and count them.")
-@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal")
+@skipping_bad_lines
+@in_form
 def info(trace_: str, block_tokens: int | None, skip_bad_lines: bool, form: str) -> None:
     """Say what TRACE, a file or a built-in name, is like, and what the best policy would reach on it."""
     loaded = load_trace(trace_, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)

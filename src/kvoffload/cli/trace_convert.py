@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvoffload.cli.options import quietly, skipping_bad_lines
 from kvoffload.errors import ConfigError
 from kvoffload.traces.conversion.convert import convert as convert_trace
 
@@ -25,9 +26,9 @@ from kvoffload.traces.conversion.convert import convert as convert_trace
 @click.option("--tokenizer", type=click.Path(path_type=Path), metavar="TOKENIZER.JSON", help="For text.")
 @click.option("--salt", metavar="TEXT", help="Equal salts give equal ids; without it nobody knows the salt.")
 @click.option("--keep-ids", is_flag=True, help="Ids and names as SOURCE has them, not hashed.")
-@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines out and count them.")
+@skipping_bad_lines
 @click.option("--force", is_flag=True, help="Replace an existing file.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@quietly
 def convert(
     source: str,
     out: Path,

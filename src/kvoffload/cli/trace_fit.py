@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.options import in_blocks
+from kvoffload.cli.options import in_blocks, in_form, skipping_bad_lines
 from kvoffload.traces.fitting import Fit
 from kvoffload.traces.fitting import fit as fit_workload
 from kvoffload.traces.likeness import comparable, resemblance
@@ -26,8 +26,8 @@ from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload
 @click.option("--like", metavar=f"[{'|'.join(BUILTIN)}]",
               help="The built-in workload to begin with.  [default: the nearest]")  # fmt: skip
 @in_blocks
-@click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines out and count them.")
-@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal")
+@skipping_bad_lines
+@in_form
 def fit(trace: str, like: str | None, block_tokens: int | None, skip_bad_lines: bool, form: str) -> None:
     """Find parameters of a built-in workload that make it like TRACE, and say how far it is from it.
 

@@ -8,7 +8,6 @@ these blocks if there is room without them (`state.evictable`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -23,14 +22,18 @@ MOST_KEYS = 1 << 16
 """A queue of 64 requests of 1,024 blocks."""
 
 
+def most_expected(capacity_blocks: int) -> int:
+    """How many keys can be expected: seven eighths of the cache at most, so that the others have room."""
+    return min(capacity_blocks * 7 // 8, MOST_KEYS)
+
+
 class Expected(Struct):
     """Keys, and by how many waiting requests each of them is expected.
 
-    At most seven eighths of the cache, and at most `MOST_KEYS`, so that the others have room: of requests
-    that do not fit the head is expected. Whether the block of a key is here does not matter: it may come.
+    Whether the block of a key is here does not matter: it may come.
 
     Args:
-        capacity_blocks: of the cache.
+        num_keys: at most so many; of requests that do not fit the head is expected.
 
     Attributes:
         keys: one list; counts: of each position.
@@ -41,8 +44,7 @@ class Expected(Struct):
     keys: KeyLists
     counts: I32Array
 
-    def __init__(self, capacity_blocks: int, key_bytes: int) -> None:
-        num_keys = min(capacity_blocks * 7 // 8, MOST_KEYS)
+    def __init__(self, num_keys: int, key_bytes: int) -> None:
         super().__init__(keys=KeyLists(num_keys, key_bytes, 1), counts=np.zeros(num_keys, np.int32))
 
 
@@ -87,18 +89,22 @@ def _expect_no_more(expected: Expected, path: Path) -> None:
 class Queue:
     """The requests that wait, in the order in which they came: the first get what room there is.
 
+    Memory: none until the first request waits: most managers never hear of a queue.
+
     Args:
+        make: an `Expected` for the cache's kernels, called when the first request waits.
         tell: called with a request after blocks of it may have come to be expected.
     """
 
-    def __init__(self, expected: Expected, tell: Callable[[RequestContext], None]) -> None:
-        self._expected: Any = expected.memory
-        self._tell = tell
+    def __init__(self, make: Callable[[], Expected], tell: Callable[[RequestContext], None]) -> None:
+        self._make, self._tell = make, tell
+        self._expected: Expected | None = None
         self._waiting: dict[RequestContext, None] = {}
         self._is_full = False
 
     def join(self, ctx: RequestContext) -> None:
         """This request waits. Once more: as much of its path as has come since is expected, too."""
+        self._expected = self._expected or self._make()
         self._waiting[ctx] = None
         self._is_full = self._is_full or not self._expect_all(ctx)
 
@@ -106,10 +112,12 @@ class Queue:
         """It waits no more, if it did."""
         if ctx in self._waiting:
             del self._waiting[ctx]
-            _expect_no_more(self._expected, ctx.memory)
+            assert self._expected is not None
+            _expect_no_more(self._expected.memory, ctx.memory)
             self._is_full = self._is_full and not all(map(self._expect_all, self._waiting))
 
     def _expect_all(self, ctx: RequestContext) -> bool:
-        has_room = bool(_expect(self._expected, ctx.memory) == ctx.length)
+        assert self._expected is not None
+        has_room = bool(_expect(self._expected.memory, ctx.memory) == ctx.length)
         self._tell(ctx)
         return has_room

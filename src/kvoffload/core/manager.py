@@ -115,13 +115,13 @@ class OffloadingManager:
             duplicates=Lists(capacity_blocks if self._follows_device else 0, 1),
             known=known_keys(self.index, self._follows_device and self.policy.is_told_of_returns()),
             follows_device=self._follows_device,
-            expected=Expected(capacity_blocks, key_bytes),
+            expected=Expected(0, key_bytes),
         )
         self._cache = self._state.memory
         mode = OnDeviceEviction if self._follows_device else OnCompute
         self.store_mode = mode(self.policy, self.admission, self._state)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        self._labels, self._queue = Labels(), Queue(self._state.expected, self.store_mode.expect)
+        self._labels, self._queue = Labels(), Queue(self._state.make_queue, self.store_mode.expect)
         self._epoch = self._void_before = 0
         compile_all()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.core.expected import Expected
+from kvoffload.core.expected import Expected, most_expected
 from kvoffload.core.request import Path
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
@@ -32,7 +32,8 @@ class Cache(Struct):
         duplicates: one list of the slots whose block the device holds as well; only if `follows_device`.
         known: keys that requests used, of blocks that the policy does not order (`returning`). Of no keys if
             the policy is not told of them, and if not `follows_device`.
-        expected: what waiting requests will ask for; spares: 1 while the store at hand has room without that.
+        expected: what waiting requests will ask for: of no keys before the first waits (`make_queue`);
+            spares: 1 while the store at hand has room without that.
         policy: address of the policy's state; expect, observe, finished, access, replace, remove: of its
             functions. 0 if the manager calls the policy in Python.
         follows_device: 1 in a victim tier.
@@ -61,6 +62,12 @@ class Cache(Struct):
     dropped: int
     kept: int
     discarded: int
+
+    def make_queue(self) -> Expected:
+        """Room for what waiting requests will ask for: of a cache that had none."""
+        room = Expected(most_expected(self.slots.capacity), self.index.key_bytes)
+        self.exchange("expected", room)
+        return room
 
 
 class Entering(Struct):

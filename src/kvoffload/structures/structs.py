@@ -6,7 +6,8 @@ number, and the compiler sees through it. This is the only place that knows how 
 field is one 64-bit word, and one more for each dimension of an array. The word of an array, or of another
 struct, is its distance from the struct itself: so memory that holds both may be copied.
 
-A struct's arrays are set once, when it is made, and never replaced: compiled code holds their addresses.
+A struct's arrays are set once, when it is made, and never replaced: compiled code holds their addresses. A
+struct in it may be, between two calls of kernels (`Struct.exchange`).
 """
 
 from __future__ import annotations
@@ -109,6 +110,12 @@ class Struct:
     def address(self) -> int:
         """Where its memory is, for other structs and kernels to keep."""
         return _address(self.memory)
+
+    def exchange(self, name: str, struct: Struct) -> None:
+        """Put another struct of the same kind in the place of one, between two calls of kernels. Nobody else
+        may keep the address of the one before."""
+        self._words[self.fields[name].at] = _address(struct.memory) - _address(self.memory)
+        self._fields[name] = struct
 
     def contents(self) -> dict[str, Any]:
         """Every field: numbers, arrays and structs, by name."""

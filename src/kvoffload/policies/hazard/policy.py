@@ -38,6 +38,7 @@ from kvoffload.structures.structs import Struct
 _VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
 """A write cost below -1: then every new block is worth enough."""
+_PROMISE, _PROMISE_OF_FEW_WRITES = 0.003, 0.02
 _TOLERATED, _FORGIVEN = 0.4, 0.28
 """Shares of the promise: by how much LRU may lead before it decides, because to become LRU again costs hits
 too; and how little that has to be of all references until it decides no more."""
@@ -140,7 +141,8 @@ class Hazard(CompiledPolicy):
         sample_capacity, half_life: as in `Lifetimes`.
         warm_up: it is LRU until this many times the age at which LRU evicts have passed.
         promise: by how much its hit ratio may be below LRU's, in a run of 100,000 references or more: an aim,
-            mostly kept (docs/decisions.md); 1 switches the guard off.
+            mostly kept (docs/decisions.md); 1 switches the guard off. By default 0.003, and 0.02 with a
+            `write_cost` above 0, which buys fewer writes with hits.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
@@ -148,7 +150,7 @@ class Hazard(CompiledPolicy):
     sample_capacity: Annotated[int, msgspec.Meta(ge=1)] = 1 << 15
     half_life: Annotated[int, msgspec.Meta(ge=1)] = 200_000
     warm_up: Annotated[int, msgspec.Meta(ge=1)] = 3
-    promise: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.003
+    promise: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
     name = "hazard"
     good_for = "caches smaller than the live working set: more hits than LRU for a fraction of its writes"
@@ -185,7 +187,7 @@ class Hazard(CompiledPolicy):
             write_cost=0.0 if self.write_cost is None else self.write_cost,
             victim_write_cost=_VICTIM_WRITE_COST if self.write_cost is None else self.write_cost,
             warm_up=self.warm_up,
-            promise=self.promise,
+            promise=promised(self.promise, self.write_cost),
         )
         self._start()
 
@@ -220,6 +222,13 @@ class Hazard(CompiledPolicy):
 
     def order(self) -> list[int]:
         return self.state.runs.order.members(0)[::-1]
+
+
+def promised(promise: float | None, write_cost: float | None) -> float:
+    """What `Hazard.promise` is, given or not."""
+    if promise is not None:
+        return promise
+    return _PROMISE if write_cost is None or write_cost <= 0 else _PROMISE_OF_FEW_WRITES
 
 
 # ---- what all traffic teaches

@@ -77,12 +77,13 @@ class NaiveHazard(EvictionPolicy):
     sample_capacity = Hazard.sample_capacity
     half_life = Hazard.half_life
     warm_up = Hazard.warm_up
-    promise = Hazard.promise
+    promise: float | None = None
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
         self.bounds: list[int] = age_bounds().tolist()
         self.gap_unit = max(1, self.capacity_blocks // 4)
+        self.promised = hazard.promised(self.promise, self.write_cost)
         self.max_keys = max(self.history_capacity, 2 * self.capacity_blocks)
         self.sampled_one_in = 4
         while self.sample_capacity * self.sampled_one_in < 3 * self.capacity_blocks:
@@ -175,9 +176,9 @@ class NaiveHazard(EvictionPolicy):
     def _keep_promise(self) -> None:
         shadow, references = self.shadow, max(self.references, hazard._SHORTEST_RUN)
         shadow.lead = max(shadow.lead, -hazard._CREDIT * references)
-        if shadow.lead > hazard._TOLERATED * self.promise * references:
+        if shadow.lead > hazard._TOLERATED * self.promised * references:
             self.lru_decides = True
-        elif shadow.lead <= hazard._FORGIVEN * self.promise * references:
+        elif shadow.lead <= hazard._FORGIVEN * self.promised * references:
             self.lru_decides = False
 
     @property
