@@ -167,7 +167,6 @@ def ours_in_shared_memory(directory: Path) -> list[Path]:
 
 
 def typed(page: str) -> str:
-    """The line with ``vllm serve`` of a page of this project, as a shell has it."""
+    """The first line with ``vllm serve`` of a page of this project, as a shell has it."""
     text = (Path(__file__).parents[2] / page).read_text().replace("\\\n", "")
-    (line,) = (line for line in text.splitlines() if _TYPED.match(line))
-    return line
+    return next(line for line in text.splitlines() if _TYPED.match(line))
