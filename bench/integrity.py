@@ -1,10 +1,11 @@
-"""What disk tiers serve after damage, and what durability costs them: ``python bench/integrity.py``.
+"""What tiers serve after damage, and what durability costs disks: ``python bench/integrity.py``.
 
-Damages what a disk tier has written, asks for every block, and compares what comes back, byte by byte: our
-`DiskTier`, vLLM's `fs` secondary tier, and LMCache's `fs` and `fs_native` adapters, the real objects of each.
-Then times writes and reads of all of them in turns. Every product runs under a Python of its own
-(``--vllm-python``, ``--lmcache-python``); one that is not there is named with the reason. Exits 1 if
-kvoffload served one wrong byte.
+Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
+our `DiskTier`, vLLM's `fs` secondary tier, and LMCache's `fs` and `fs_native` adapters. In servers, through
+the server's own door: our tier and LMCache's `resp` adapter in Valkey; our tier and vLLM's `obj` tier, which
+takes NIXL's OBJ plug-in, in a bucket. The real objects of each. Then times writes and reads of all disk tiers
+in turns. Every product runs under a Python of its own (``--vllm-python``, ``--lmcache-python``); one that is
+not there is named with the reason. Exits 1 if kvoffload served one wrong byte.
 
 Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, median and quartiles.
 """
@@ -20,14 +21,17 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from peers.scenes import KINDS
+from peers.doors import SERVER
+from peers.scenes import KINDS, OF_FILES
 from peers.speed import Server
+from remote import rclone, valkey
 
 HERE = Path(__file__).resolve().parent
 KIB, MIB = 1024, 1024 * 1024
@@ -41,6 +45,10 @@ MODULES = {
     "lmcache": "lmcache_fs",
     "lmcache-direct": "lmcache_fs",
     "lmcache-native": "lmcache_fs",
+    "kvoffload-valkey": "kvoffload_remote",
+    "lmcache-resp": "lmcache_resp",
+    "kvoffload-s3": "kvoffload_remote",
+    "vllm-obj": "vllm_obj",
 }
 TITLES = {
     "kvoffload": "kvoffload disk tier",
@@ -48,7 +56,18 @@ TITLES = {
     "lmcache": "LMCache `fs`",
     "lmcache-direct": "LMCache `fs`, O_DIRECT",
     "lmcache-native": "LMCache `fs_native`, O_DIRECT",
+    "kvoffload-valkey": "kvoffload `valkey://`",
+    "lmcache-resp": "LMCache `resp`",
+    "kvoffload-s3": "kvoffload `s3://`",
+    "vllm-obj": "vLLM `obj` tier",
 }
+IN_SERVERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "kvoffload-valkey": valkey,
+    "lmcache-resp": valkey,
+    "kvoffload-s3": rclone,
+    "vllm-obj": rclone,
+}
+"""With what each is given a server of its own. They are damaged, and not timed."""
 NOT_DAMAGED = ("lmcache-direct",)
 """Writes the files of `lmcache` by another way."""
 
@@ -79,19 +98,41 @@ class Bench(NamedTuple):
         return [python, "-m", "peers.drive", what, module, product, *options]
 
 
-def environment() -> dict[str, str]:
+def environment(**more: str) -> dict[str, str]:
     """So that every Python finds the drivers."""
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
+
+
+@contextlib.contextmanager
+def server_of(product: str) -> Iterator[dict[str, str]]:
+    """The server that it needs, if it does, until the block ends: where that is, for its environment.
+
+    Raises `NotRunError`.
+    """
+    with contextlib.ExitStack() as stack:
+        found = {}
+        if product in IN_SERVERS:
+            try:
+                found[SERVER] = str(stack.enter_context(IN_SERVERS[product]()))
+            except (ImportError, OSError) as error:
+                raise NotRunError(f"no server: {error}") from None
+        yield found
 
 
 def damage(bench: Bench, product: str, kinds: list[str]) -> Iterator[dict[str, Any]]:
     """What the product is, then a row for each kind and life. Raises `NotRunError`."""
-    options = [f"--kind={kind}" for kind in kinds]
-    with tempfile.TemporaryDirectory(dir=bench.directory) as directory, tempfile.TemporaryFile("w+") as log:
+    options = [f"--kind={kind}" for kind in kinds if product not in IN_SERVERS or kind not in OF_FILES]
+    with (
+        tempfile.TemporaryDirectory(dir=bench.directory) as directory,
+        tempfile.TemporaryFile("w+") as log,
+        server_of(product) as server,
+    ):
         options += [f"--seed={bench.seed}", f"--rounds={bench.rounds}", f"--directory={directory}"]
         command = bench.command("damage", product, *options)
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(**server)
+        )
         assert child.stdout is not None
         for line in child.stdout:
             yield json.loads(line)
@@ -125,6 +166,8 @@ def all_speed(bench: Bench, products: list[str], rounds: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for product in dict.fromkeys(("kvoffload", *products)):
+            if product in IN_SERVERS:
+                continue
             try:
                 server = Server(bench.command("speed", product), environment())
             except NotRunError as reason:
@@ -201,6 +244,17 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
 
 
 def damage_tables(report: dict[str, Any], kinds: list[str]) -> str:
+    """A table of disks, and one of servers."""
+    of_disks, in_servers = (
+        {product: found for product, found in report.items() if (product in IN_SERVERS) is shared}
+        for shared in (False, True)
+    )
+    in_both = [kind for kind in kinds if kind not in OF_FILES]
+    tables = [damage_table(of_disks, kinds)] if of_disks else []
+    return "\n\n".join([*tables, damage_table(in_servers, in_both)] if in_servers else tables)
+
+
+def damage_table(report: dict[str, Any], kinds: list[str]) -> str:
     ran = {product: found for product, found in report.items() if found["rows"]}
     head = ["damaged", *(f"{TITLES[product]} {found['version']}" for product, found in ran.items())]
     body = [[kind, *(cell(found["rows"], kind) for found in ran.values())] for kind in kinds]
@@ -213,11 +267,9 @@ def damage_tables(report: dict[str, Any], kinds: list[str]) -> str:
         else:
             killed = [row for row in found["rows"] if "left_behind" in row]
             left = f"; files left behind by killed writers: {killed[0]['left_behind']}" if killed else ""
-            lost = sum(row.get("acknowledged_and_lost", 0) for row in found["rows"])
-            lines.append(
-                f"- {TITLES[product]}: {found['configuration']}; acknowledged and not served after a kill "
-                f"or a full disk: {lost}{left}"
-            )
+            told = [row["acknowledged_and_lost"] for row in found["rows"] if "acknowledged_and_lost" in row]
+            lost = f"; acknowledged and not served after a kill or a full disk: {sum(told)}" if told else ""
+            lines.append(f"- {TITLES[product]}: {found['configuration']}{lost}{left}")
     return "\n".join(lines)
 
 
@@ -236,8 +288,11 @@ def speed_table(report: dict[str, Any]) -> str:
 
 def failed(report: dict[str, Any]) -> bool:
     """Whether kvoffload served a wrong byte, crashed or raised, or did not run."""
-    ours = report.get("damage", {}).get("kvoffload", {})
-    return "not_run" in ours or any(row.get("wrong") or row.get("ended") for row in ours.get("rows", []))
+    ours = [found for product, found in report.get("damage", {}).items() if product.startswith("kvoffload")]
+    return any(
+        "not_run" in found or any(row.get("wrong") or row.get("ended") for row in found["rows"])
+        for found in ours
+    )
 
 
 def main() -> None:
@@ -257,6 +312,9 @@ def main() -> None:
         "kvoffload_disk": sys.executable,
         "vllm_fs": arguments.vllm_python,
         "lmcache_fs": arguments.lmcache_python,
+        "kvoffload_remote": sys.executable,
+        "lmcache_resp": arguments.lmcache_python,
+        "vllm_obj": arguments.vllm_python,
     }
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     products, kinds = arguments.product or list(MODULES), arguments.kind or list(KINDS)

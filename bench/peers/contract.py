@@ -1,9 +1,10 @@
-"""What a disk tier is asked for here, and the bytes that it is given. Knows no product."""
+"""What a tier is asked for here, and the bytes that it is given. Knows no product."""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,16 +21,50 @@ TIMEOUT_S = 300.0
 _POLL_S = 0.0002
 
 
-class Place(NamedTuple):
-    """The bytes ``[offset, end)`` of a file: a block, or what the product keeps about many."""
+class Medium(Protocol):
+    """What a product keeps bytes in, through its own door, and not the product's. Equal ones are one."""
+
+    def read(self, offset: int, end: int) -> bytes: ...
+
+    def write(self, offset: int, memory: bytes) -> None: ...
+
+    def truncate(self, length: int) -> None: ...
+
+
+class File(NamedTuple):
+    """A `Medium`. Direct I/O sees what is written: Linux writes back what it goes past."""
 
     path: str
+
+    def read(self, offset: int, end: int) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            return file.read(end - offset)
+
+    def write(self, offset: int, memory: bytes) -> None:
+        with open(self.path, "r+b") as file:
+            file.seek(offset)
+            file.write(memory)
+
+    def truncate(self, length: int) -> None:
+        os.truncate(self.path, length)
+
+
+class Place(NamedTuple):
+    """The bytes ``[offset, end)`` of a medium: a block, or what the product keeps about many."""
+
+    medium: Any
     offset: int
     end: int
 
+    def read(self) -> bytes:
+        """All of it."""
+        memory: bytes = self.medium.read(self.offset, self.end)
+        return memory
+
 
 class Product(Protocol):
-    """An open disk tier of some product. Blocks have numbers here; each product makes its own keys of them.
+    """An open tier of some product. Blocks have numbers here; each product makes its own keys of them.
 
     Attributes:
         pool: block `i` of a call lies in row `i`.
@@ -119,6 +154,6 @@ def files_to_unreadable(places: Sequence[Place]) -> None:
     With EIO where the product reads through the page cache, with EINVAL on opening for direct I/O.
     """
     for place in places:
-        path = Path(place.path)
+        path = Path(place.medium.path)
         path.unlink()
         path.symlink_to("/proc/self/mem")

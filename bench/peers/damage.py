@@ -1,37 +1,20 @@
-"""Kinds of damage to what a tier has written, each applied to the real bytes of the real files."""
+"""Kinds of damage to what a tier has written, each applied to the real bytes where they lie."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from peers.contract import Place, Product
 
 Numbers = list[int]
 
 
-def read_bytes(place: Place) -> bytes:
-    """All of it."""
-    with open(place.path, "rb") as file:
-        file.seek(place.offset)
-        return file.read(place.end - place.offset)
-
-
-def write_bytes(path: str, offset: int, memory: bytes) -> None:
-    """Overwrite a part of a file. Direct I/O sees it as well: Linux writes back what it goes past."""
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(memory)
-
-
-def _flip(path: str, first: int, end: int, chance: random.Random) -> None:
-    bit = chance.randrange(first * 8, end * 8)
-    with open(path, "rb") as file:
-        file.seek(bit // 8)
-        (byte,) = file.read(1)
-    write_bytes(path, bit // 8, bytes([byte ^ 1 << bit % 8]))
+def _flip(place: Place, chance: random.Random) -> None:
+    bit = chance.randrange(place.offset * 8, place.end * 8)
+    (byte,) = place.medium.read(bit // 8, bit // 8 + 1)
+    place.medium.write(bit // 8, bytes([byte ^ 1 << bit % 8]))
 
 
 class Victims(NamedTuple):
@@ -54,8 +37,7 @@ class Victims(NamedTuple):
 
 def payload_bit(victims: Victims) -> Numbers | None:
     for number in victims.chosen:
-        place = victims.places[number]
-        _flip(place.path, place.offset, place.end, victims.chance)
+        _flip(victims.places[number], victims.chance)
     return victims.chosen
 
 
@@ -63,44 +45,45 @@ def records_bit(victims: Victims) -> Numbers | None:
     if not victims.records:
         return None
     for place in victims.records:
-        _flip(place.path, place.offset, place.end, victims.chance)
+        _flip(place, victims.chance)
     return sorted(victims.places)
 
 
 def swapped(victims: Victims) -> Numbers | None:
     for one, other in zip(victims.chosen[::2], victims.chosen[1::2], strict=True):
         here, there = victims.places[one], victims.places[other]
-        first, second = read_bytes(here), read_bytes(there)
-        write_bytes(here.path, here.offset, second)
-        write_bytes(there.path, there.offset, first)
+        first, second = here.read(), there.read()
+        here.medium.write(here.offset, second)
+        there.medium.write(there.offset, first)
     return victims.chosen
 
 
 def zero_filled(victims: Victims) -> Numbers | None:
     for number in victims.chosen:
         place = victims.places[number]
-        write_bytes(place.path, place.offset, bytes(place.end - place.offset))
+        place.medium.write(place.offset, bytes(place.end - place.offset))
     return victims.chosen
 
 
 def truncated(victims: Victims) -> Numbers | None:
-    """Each file in the middle of a block; where many blocks share one, behind half of the chosen ones."""
-    by_path: dict[str, list[Place]] = {}
+    """Each medium in the middle of a block; where many blocks share one, behind half of the chosen ones."""
+    by_medium: dict[Any, list[Place]] = {}
     for number in victims.chosen:
-        by_path.setdefault(victims.places[number].path, []).append(victims.places[number])
+        by_medium.setdefault(victims.places[number].medium, []).append(victims.places[number])
     cuts = {}
-    for path, places in by_path.items():
+    for medium, places in by_medium.items():
         cut_one = sorted(places)[len(places) // 2]
-        cuts[path] = (cut_one.offset + cut_one.end) // 2
-        os.truncate(path, cuts[path])
-    return [n for n, place in victims.places.items() if place.path in cuts and place.end > cuts[place.path]]
+        cuts[medium] = (cut_one.offset + cut_one.end) // 2
+        medium.truncate(cuts[medium])
+    places_of = victims.places.items()
+    return [n for n, place in places_of if place.medium in cuts and place.end > cuts[place.medium]]
 
 
 def replaced(victims: Victims) -> Numbers | None:
     """By what was saved: for `stale` and `another model's bytes`."""
     for number in victims.chosen:
         place = victims.places[number]
-        write_bytes(place.path, place.offset, victims.saved[number])
+        place.medium.write(place.offset, victims.saved[number])
     return victims.chosen
 
 
@@ -114,7 +97,7 @@ DAMAGE: dict[str, Callable[[Victims], Numbers | None]] = {
     "bits of journal or config file": records_bit,
     "two blocks swapped": swapped,
     "block zero-filled": zero_filled,
-    "file or slab truncated": truncated,
+    "truncated in the middle": truncated,
     "an older version in its place": replaced,
     "another model's block in its place": replaced,
     "unreadable": unreadable,

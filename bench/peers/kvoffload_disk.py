@@ -9,10 +9,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
-
-from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.directory import Geometry
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files
@@ -20,7 +16,8 @@ from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.recovery import recover
 from kvoffload.tiers.disk.slab import Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
-from peers.contract import KEY_BYTES, Adapter, Place, key, page_aligned, parts, until_ended
+from peers.contract import KEY_BYTES, Adapter, File, Place, key, page_aligned
+from peers.kvoffload_tier import KvoffloadTier, keys_of
 
 
 class BadSectors(Files):
@@ -36,7 +33,7 @@ class BadSectors(Files):
         return super().read(fd, buffers, offset)
 
 
-class KvoffloadDisk:
+class KvoffloadDisk(KvoffloadTier):
     """A `Product`."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
@@ -53,43 +50,8 @@ class KvoffloadDisk:
         )
         self._path = directory / Geometry(self._layout, 0, model).slab_name
 
-    def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
-        jobs: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-        stored = [False] * len(numbers)
-        for part in parts(len(numbers), blocks_per_job):
-            rows = np.arange(part.start, part.stop)
-            job, taken = self._tier.submit_write(_keys(numbers[part.start : part.stop]), self.pool, rows)
-            if job != NO_JOB:
-                jobs[job] = rows[taken]
-        self._collect(jobs, stored)
-        return stored
-
-    def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
-        jobs: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-        loaded = [False] * len(numbers)
-        for part in parts(len(numbers), blocks_per_job):
-            keys = _keys(numbers[part.start : part.stop])
-            rows = np.arange(part.start, part.stop)[self._tier.contains(keys)]
-            if len(rows):
-                jobs[self._tier.submit_read(_keys([numbers[row] for row in rows]), self.pool, rows)] = rows
-        self._collect(jobs, loaded)
-        return loaded
-
-    def _collect(
-        self, jobs: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]], outcomes: list[bool]
-    ) -> None:
-        left = set(jobs)
-
-        def poll() -> None:
-            for result in self._tier.finished():
-                left.discard(result.job)
-                for row, ok in zip(jobs[result.job].tolist(), result.ok.tolist(), strict=True):
-                    outcomes[row] = ok
-
-        until_ended(left, poll)
-
     def forget(self, numbers: Sequence[int]) -> None:
-        self._tier.delete(_keys(numbers))
+        self._tier.delete(keys_of(numbers))
         self._tier.drain(60.0)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
@@ -103,7 +65,7 @@ class KvoffloadDisk:
         for name, slot in zip(contents.keys(slots), slots.tolist(), strict=True):
             if name in wanted:
                 offset = self._layout.slot_offset(slot)
-                found[wanted[name]] = Place(str(self._path), offset, offset + self._layout.block_bytes)
+                found[wanted[name]] = Place(File(str(self._path)), offset, offset + self._layout.block_bytes)
         return found
 
     def records(self) -> list[Place]:
@@ -114,18 +76,11 @@ class KvoffloadDisk:
                 slab.seek(offset)
                 if any(page := slab.read(PAGE_BYTES)):
                     used = len(page.rstrip(b"\0"))
-                    pages.append(Place(str(self._path), offset, offset + used))
+                    pages.append(Place(File(str(self._path)), offset, offset + used))
         return pages
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
         self._files.ranges += [(place.offset, place.end) for place in places]
-
-    def close(self) -> None:
-        self._tier.close()
-
-
-def _keys(numbers: Sequence[int]) -> Keys:
-    return Keys.pack([key(number) for number in numbers], KEY_BYTES)
 
 
 ADAPTERS = {

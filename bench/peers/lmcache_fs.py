@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from peers.contract import Adapter, Place, files_to_unreadable, key, page_aligned, parts, until_ended
+from peers.contract import Adapter, File, Place, files_to_unreadable, key, page_aligned, parts, until_ended
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
@@ -38,11 +38,15 @@ class LmcacheFs:
         self, configuration: Any, options: dict[str, Any], directory: Path, model: str,
         block_bytes: int, num_blocks: int,
     ) -> None:  # fmt: skip
-        self._directory, self._model = directory, model
+        self._directory = directory
+        config = configuration.from_dict({"base_path": str(directory), **options})
+        self._open(config, model, block_bytes, num_blocks)
+
+    def _open(self, config: Any, model: str, block_bytes: int, num_blocks: int) -> None:
+        self._model = model
         self.pool = page_aligned(num_blocks, block_bytes)
         memory = torch.from_numpy(self.pool)
         self._objects = [_object(memory[row], row * block_bytes) for row in range(num_blocks)]
-        config = configuration.from_dict({"base_path": str(directory), **options})
         self._adapter: Any = create_l2_adapter(config)
 
     def write(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
@@ -94,7 +98,7 @@ class LmcacheFs:
         for number in numbers:
             path = self._directory / _object_key_to_filename(self._key(number))
             if path.exists():
-                found[number] = Place(str(path), 0, path.stat().st_size)
+                found[number] = Place(File(str(path)), 0, path.stat().st_size)
         return found
 
     def records(self) -> list[Place]:
@@ -135,13 +139,13 @@ def _rows(jobs: dict[int, list[int]], query: Callable[[int], Any]) -> list[int]:
 
 
 _FS, _NATIVE = (partial(LmcacheFs, config) for config in (FSL2AdapterConfig, FSNativeL2AdapterConfig))
-_OFF = "its AES-GCM serde, which is opt-in, is off"
+OFF = "its AES-GCM serde, which is opt-in, is off"
 ADAPTERS = {
-    "lmcache": Adapter(version("lmcache"), f'`{{"type": "fs"}}`, defaults; {_OFF}', partial(_FS, {})),
+    "lmcache": Adapter(version("lmcache"), f'`{{"type": "fs"}}`, defaults; {OFF}', partial(_FS, {})),
     "lmcache-direct": Adapter(
-        version("lmcache"), f"`fs` with `use_odirect`; {_OFF}", partial(_FS, {"use_odirect": True})
+        version("lmcache"), f"`fs` with `use_odirect`; {OFF}", partial(_FS, {"use_odirect": True})
     ),
     "lmcache-native": Adapter(
-        version("lmcache"), f"`fs_native` with `use_odirect`; {_OFF}", partial(_NATIVE, {"use_odirect": True})
+        version("lmcache"), f"`fs_native` with `use_odirect`; {OFF}", partial(_NATIVE, {"use_odirect": True})
     ),
 }

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from peers.contract import Adapter, Product, content
-from peers.damage import DAMAGE, Victims, read_bytes
+from peers.damage import DAMAGE, Victims
 
 Row: TypeAlias = dict[str, Any]
 Life: TypeAlias = Callable[[], Any]
@@ -34,6 +34,8 @@ LIFE_TIMEOUT_S = 120
 _POISON = 0xA5
 OTHER_OPENS, FULL, KILLED = "opened for another model", "full disk", "writer killed (kill -9)"
 KINDS = (*DAMAGE, OTHER_OPENS, FULL, KILLED)
+OF_FILES = ("bits of journal or config file", "unreadable", FULL, KILLED)
+"""What is done to files, disks and writers of files, and has no counterpart in a server."""
 
 
 class ScenesError(Exception):
@@ -144,7 +146,7 @@ def play_damage(
         saved: dict[int, bytes] = {}
         if stale:
             write(product, numbers, MODEL)
-            saved = {number: read_bytes(place) for number, place in product.places(numbers).items()}
+            saved = {number: place.read() for number, place in product.places(numbers).items()}
             product.forget(numbers)
         if kind == "another model's block in its place":
             saved = _blocks_of_another(adapter, directory.with_name(directory.name + "-other"), numbers)
@@ -183,7 +185,7 @@ def _blocks_of_another(adapter: Adapter, directory: Path, numbers: list[int]) ->
     directory.mkdir()
     product = adapter.open(directory, OTHER_MODEL, BLOCK_BYTES, NUM_BLOCKS)
     write(product, numbers, OTHER_MODEL)
-    saved = {number: read_bytes(place) for number, place in product.places(numbers).items()}
+    saved = {number: place.read() for number, place in product.places(numbers).items()}
     product.close()
     return saved
 

@@ -87,7 +87,7 @@ class _Tier:
 
 def fsync_each(places: Sequence[Place]) -> None:
     """Every file of these blocks, then every directory that has one."""
-    paths = {place.path for place in places}
+    paths = {place.medium.path for place in places}
     with ThreadPoolExecutor(SYNC_THREADS) as threads:
         list(threads.map(_fsync, paths))
         list(threads.map(_fsync, {os.path.dirname(path) for path in paths}))
@@ -113,7 +113,7 @@ def syncfs(directory: Path) -> None:
 
 def drop_cached(places: Sequence[Place]) -> None:
     """Have the page cache forget the files of these blocks."""
-    for path in {place.path for place in places}:
+    for path in {place.medium.path for place in places}:
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)

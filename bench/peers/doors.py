@@ -1,0 +1,108 @@
+"""Servers that products share, through the servers' own doors: what a value or an object has.
+
+Knows no product. `bench/integrity.py` starts the servers, and says in `SERVER` where the one of a product is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SERVER = "INTEGRITY_SERVER"
+BUCKET, KEY_ID, SECRET = "kv-cache", "bench", "bench"
+
+
+def server() -> str:
+    """Where the server of this product is: a port of this machine, or a URL."""
+    return os.environ[SERVER]
+
+
+def namespace(directory: Path) -> str:
+    """A name that all lives of a scene have, and no other scene."""
+    place = directory / "namespace"
+    if not place.exists():
+        place.write_text(f"scene-{secrets.token_hex(8)}")
+    return place.read_text()
+
+
+def ask(port: int, *words: bytes) -> bytes | None:
+    """What a Valkey server answers to a command with a simple answer. Raises `OSError`."""
+    with socket.create_connection(("127.0.0.1", port)) as door, door.makefile("rb") as answer:
+        parts = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+        door.sendall(b"*%d\r\n%s" % (len(words), parts))
+        head = answer.readline().rstrip()
+        if head.startswith(b"-"):
+            raise OSError(head.decode())
+        if not head.startswith(b"$"):
+            return head[1:]
+        return None if head == b"$-1" else answer.read(int(head[1:]))
+
+
+class Value(NamedTuple):
+    """A `Medium`: a value in a Valkey server."""
+
+    port: int
+    name: bytes
+
+    def read(self, offset: int, end: int) -> bytes:
+        return ask(self.port, b"GETRANGE", self.name, b"%d" % offset, b"%d" % (end - 1)) or b""
+
+    def write(self, offset: int, memory: bytes) -> None:
+        ask(self.port, b"SETRANGE", self.name, b"%d" % offset, memory)
+
+    def truncate(self, length: int) -> None:
+        ask(self.port, b"SET", self.name, self.read(0, length))
+
+    def size(self) -> int:
+        """0 if it is not there."""
+        return int(ask(self.port, b"STRLEN", self.name) or 0)
+
+
+class Object(NamedTuple):
+    """A `Medium`: an object in a bucket."""
+
+    endpoint: str
+    name: str
+
+    @property
+    def _store(self) -> Any:
+        from obstore.store import S3Store
+
+        config: Any = {"endpoint": self.endpoint, "region": "us-east-1"}
+        config |= {"access_key_id": KEY_ID, "secret_access_key": SECRET}
+        return S3Store(BUCKET, config=config, client_options={"allow_http": True})
+
+    def read(self, offset: int, end: int) -> bytes:
+        import obstore
+
+        return bytes(obstore.get(self._store, self.name).bytes())[offset:end]
+
+    def write(self, offset: int, memory: bytes) -> None:
+        whole = bytearray(self.read(0, self.size()))
+        whole[offset : offset + len(memory)] = memory
+        self._put(bytes(whole))
+
+    def truncate(self, length: int) -> None:
+        self._put(self.read(0, length))
+
+    def _put(self, memory: bytes) -> None:
+        import obstore
+
+        obstore.put(self._store, self.name, memory, use_multipart=False)
+
+    def delete(self) -> None:
+        import obstore
+
+        obstore.delete(self._store, self.name)
+
+    def size(self) -> int:
+        """0 if it is not there."""
+        import obstore
+
+        try:
+            return int(obstore.head(self._store, self.name)["size"])
+        except FileNotFoundError:
+            return 0

@@ -1,0 +1,102 @@
+"""kvoffload's tiers in servers behind the calls of `contract`: a Valkey server, and a bucket."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.base import NO_JOB
+from kvoffload.tiers.kinds.s3 import S3Options
+from kvoffload.tiers.kinds.valkey import ValkeyOptions
+from kvoffload.tiers.options import TierOptions, TierOwner
+from kvoffload.tiers.remote import identity, objects
+from kvoffload.tiers.remote.identity import Epoch, producer_of
+from kvoffload.tiers.remote.places import Places
+from peers.contract import KEY_BYTES, TIMEOUT_S, Adapter, Place, page_aligned, until_ended
+from peers.doors import BUCKET, Object, Value, ask, namespace, server
+from peers.kvoffload_tier import KvoffloadTier, keys_of
+
+
+class KvoffloadShared(KvoffloadTier):
+    """A `Product`, but for where its blocks are."""
+
+    def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
+        self.pool = page_aligned(num_blocks, block_bytes)
+        self._namespace, self._producer = namespace(directory), producer_of(model)
+        self._tier: Any = self._options().open(TierOwner(block_bytes, KEY_BYTES, model))
+
+    @abstractmethod
+    def _options(self) -> TierOptions: ...
+
+    @abstractmethod
+    def _media(self, keys: Keys) -> Sequence[Value | Object]:
+        """Where each block is in the present epoch."""
+
+    def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
+        """As a scheduler does: what is not known is asked for first."""
+        keys = keys_of(numbers)
+        unknown = keys.take(self._tier.unknown(keys).nonzero()[0])
+        if len(unknown) and (job := self._tier.submit_probe(unknown)) != NO_JOB:
+            left = {job}
+            until_ended(left, lambda: left.difference_update(one.job for one in self._tier.finished()))
+        return super().read(numbers, blocks_per_job)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """By a reset: it never takes out a sound block."""
+        self._tier.clear()
+        assert self._tier.drain(TIMEOUT_S)
+
+    def places(self, numbers: Sequence[int]) -> dict[int, Place]:
+        """What is there, with the header."""
+        media = zip(numbers, self._media(keys_of(numbers)), strict=True)
+        return {number: Place(medium, 0, size) for number, medium in media if (size := medium.size())}
+
+    def records(self) -> list[Place]:
+        return []
+
+    def make_unreadable(self, places: Sequence[Place]) -> None:
+        raise NotImplementedError
+
+
+class KvoffloadValkey(KvoffloadShared):
+    """A `Product`."""
+
+    def _options(self) -> TierOptions:
+        url = f"valkey://127.0.0.1:{server()}/{self._namespace}"
+        return ValkeyOptions(url=url, timeout=TIMEOUT_S, probe_timeout=TIMEOUT_S)
+
+    def _media(self, keys: Keys) -> Sequence[Value]:
+        port = int(server())
+        number = ask(port, b"GET", identity.epoch_name(self._namespace, self._producer)) or b"0"
+        epoch = Epoch(self._namespace, self._producer, int(number, 16))
+        return [Value(port, name) for name in epoch.names(keys)]
+
+
+class KvoffloadS3(KvoffloadShared):
+    """A `Product`."""
+
+    def _options(self) -> TierOptions:
+        return S3Options(
+            url=f"s3://{BUCKET}/{self._namespace}",
+            endpoint=server(),
+            region="us-east-1",
+            pack=0,
+            timeout=TIMEOUT_S,
+            probe_timeout=TIMEOUT_S,
+        )
+
+    def _media(self, keys: Keys) -> Sequence[Object]:
+        name = objects.epoch_name(self._namespace, self._producer).decode()
+        epoch = Epoch(self._namespace, self._producer, int(Object(server(), name).read(0, 16), 16))
+        names = [objects.object_name(epoch, part.name) for part in Places(1).parts(keys)]
+        return [Object(server(), name) for name in names]
+
+
+ADAPTERS = {
+    "kvoffload-valkey": Adapter(version("kvoffload"), "`valkey://`, no time too short", KvoffloadValkey),
+    "kvoffload-s3": Adapter(version("kvoffload"), "`s3://`, an object for each block", KvoffloadS3),
+}

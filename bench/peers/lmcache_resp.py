@@ -1,0 +1,43 @@
+"""LMCache's `resp` adapter of its second level, its client of Redis and Valkey servers, behind `contract`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import _object_key_to_string
+from lmcache.v1.distributed.l2_adapters.resp_l2_adapter import RESPL2AdapterConfig
+
+from peers.contract import Adapter, Place
+from peers.doors import Value, ask, namespace, server
+from peers.lmcache_fs import OFF, LmcacheFs
+
+
+class LmcacheResp(LmcacheFs):
+    """A `Product`. Its keys name the model, and the scene."""
+
+    def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
+        config = RESPL2AdapterConfig.from_dict({"host": "127.0.0.1", "port": int(server())})
+        self._open(config, f"{namespace(directory)}/{model}", block_bytes, num_blocks)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Through the server's door: the client has no way to delete."""
+        for value in self._values(numbers):
+            ask(value.port, b"DEL", value.name)
+
+    def places(self, numbers: Sequence[int]) -> dict[int, Place]:
+        """The values that exist."""
+        values = zip(numbers, self._values(numbers), strict=True)
+        return {number: Place(value, 0, size) for number, value in values if (size := value.size())}
+
+    def _values(self, numbers: Sequence[int]) -> list[Value]:
+        port = int(server())
+        return [Value(port, _object_key_to_string(self._key(number)).encode()) for number in numbers]
+
+
+ADAPTERS = {
+    "lmcache-resp": Adapter(
+        version("lmcache"), f'`{{"type": "resp"}}`, defaults: 8 workers; {OFF}', LmcacheResp
+    )
+}
