@@ -354,6 +354,7 @@ class RemoteTier(SecondaryTier):
             num_rows=num_rows,
             keys=keys,
             epoch=self._epoch,
+            block_bytes=self.block_bytes,
             deadline=time.monotonic() + timeout_s,
             **more,  # type: ignore[arg-type]
         )
