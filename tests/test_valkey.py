@@ -27,6 +27,7 @@ from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.options import TierOwner, parse_tier
 from kvoffload.tiers.remote.identity import HEADER_BYTES, Epoch, head_bytes, names_of_rests
 from kvoffload.tiers.remote.resp import Login
+from kvoffload.tiers.remote.vouching import Vouching
 from sharing_client import CANARY, NUM_SLOTS, some_keys
 from valkey_client import BLOCK_BYTES, Client
 from valkey_server import PATIENCE_S, Server, redis, running, self_signed, valkey
@@ -387,6 +388,61 @@ def test_a_server_that_was_started_anew_is_empty_and_is_used(
             client.try_again_now()
             assert time.monotonic() < until
         assert client.read(1) == [1]
+
+
+# ---- what is told of it
+
+
+def test_only_what_it_wrote_itself_is_told_and_what_of_that_is_gone(
+    client: Client, make: Callable[..., Client], server: Server
+) -> None:
+    other = make(server)
+    assert client.changes() == other.changes() == [], "from now on they want to know"
+    other.write(1)
+    client.write(1, 2, 3, 4)
+    assert other.changes() == [({1}, False)]
+    assert client.changes() == [({2, 3, 4}, False)], "another machine had written 1"
+    server.say("DEL", client.name(2))
+    server.say("SET", client.name(3), "damage")
+    assert client.read(1, 2, 3, 4) == [1, 4]
+    assert client.changes() == [({2, 3}, True)]
+    assert client.read(2, 3) == []
+    server.say("DEL", client.name(1), client.name(4))
+    assert client.probe(1, 4) == []
+    assert client.changes() == [({4}, True)], "each once, and not what others wrote"
+    assert client.write(2) == [2]
+    other.tier.clear()
+    assert other.tier.drain(PATIENCE_S)
+    assert client.read(2) == []
+    assert client.changes() == [({2}, False), ({2}, True)], "another's reset"
+    assert other.changes() == [({1}, True)]
+
+
+def test_nothing_is_told_gone_of_which_nothing_is_known(
+    proxy: FaultProxy, make: Callable[..., Client]
+) -> None:
+    client = make(proxy, timeout=0.3, probe_timeout=0.2)
+    client.changes()
+    client.write(1, 2)
+    assert client.changes() == [({1, 2}, False)]
+    proxy.set(hang=True)
+    assert client.read(1, 2) == client.probe(1, 2) == client.read(1) == []
+    assert client.tier.stats().circuit_open == 1
+    assert client.changes() == [], "it did not answer"
+
+
+def test_it_vouches_for_so_many_and_no_more() -> None:
+    vouching = Vouching(most_keys=2)
+    vouching.stored(some_keys(9))
+    assert vouching.take() == [], "nobody had asked"
+    vouching.stored(some_keys(1, 2))
+    vouching.stored(some_keys(2, 3))
+    vouching.lost(some_keys(1, 9))
+    vouching.lost_all()
+    one, two, three = some_keys(1, 2, 3)
+    assert vouching.take() == [([one, two], False), ([three], False), ([one], True), ([two, three], True)]
+    vouching.lost_all()
+    assert vouching.take() == []
 
 
 # ---- damage, through the server's own door

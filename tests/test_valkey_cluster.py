@@ -160,6 +160,34 @@ def test_a_damaged_block_is_a_miss_and_leaves(cluster: Cluster, make: Callable[.
     assert client.read(8, 9) == [8, 9]
 
 
+def told(client: Client) -> tuple[set[int], set[int]]:
+    """What is there now, and what is gone, by the changes since the last time."""
+    changes = client.changes()
+    there, gone = ([numbers for numbers, removed in changes if removed is which] for which in (False, True))
+    return set().union(*there), set().union(*gone)
+
+
+def test_what_is_told_of_a_cluster(cluster: Cluster, make: Callable[..., Client]) -> None:
+    client, other = make(cluster), make(cluster)
+    other.write(1, 2)
+    client.changes()
+    client.write(*NUMBERS)
+    assert told(client) == ({*NUMBERS[2:]}, set())
+    owner = cluster.owner(slot_of(name_of(client, 7)))
+    assert owner is not None
+    owner.say("DEL", name_of(client, 7))
+    client.read(*NUMBERS)
+    assert told(client) == (set(), {7})
+    wrong = MapQuestion(deadline=0.0)
+    client.tier._follow(wrong)  # nobody is there any more
+    client.tier._look_at = 0.0
+    client.tier.finished()
+    assert told(client) == (set(), {*NUMBERS[2:]} - {7}), "it cannot vouch for them"
+    come_to_terms(client)
+    client.write(*NUMBERS, 100)
+    assert told(client) == ({7, 100}, set())
+
+
 def test_replicas_are_enough_to_begin_with(cluster: Cluster, make: Callable[..., Client]) -> None:
     replicas = ",".join(f"127.0.0.1:{one.port}" for one in cluster.servers[3:])
     client = make(SimpleNamespace(url=f"valkey+cluster://{replicas}"))

