@@ -26,6 +26,7 @@ EVERY = (*range(1, NUM_KEYS + 1),)
 numbers = st.lists(st.sampled_from(EVERY), min_size=1, max_size=NUM_KEYS, unique=True)
 machines = st.integers(0, 1)
 any_number = st.integers(0, 2**32)
+readers = st.sampled_from([0, 1, None])
 
 Place = Any
 """Where a value is: as `SharingMachine.values` names it."""
@@ -162,22 +163,30 @@ class SharingMachine(RuleBasedStateMachine):
 
     # ---- what others do
 
-    @rule(number=any_number, at=st.integers(0, 2 * (HEADER_BYTES + 512)))
-    def a_byte_flips(self, number: int, at: int) -> None:
+    @rule(number=any_number, at=st.integers(0, 2 * (HEADER_BYTES + 512)), reader=readers)
+    def a_byte_flips(self, number: int, at: int, reader: int | None) -> None:
         if (place := self.some_place(number)) is not None and (value := self.get(place)):
             at %= len(value)
             self.put(place, value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :])
+            self.is_read_by(reader)
 
     @rule(number=any_number, length=st.integers(0, 700))
     def a_value_is_cut_or_lengthened(self, number: int, length: int) -> None:
         if (place := self.some_place(number)) is not None:
             self.put(place, (self.get(place) + bytes(100))[:length])
 
-    @rule(first=any_number, second=any_number)
-    def a_value_is_copied_over_another(self, first: int, second: int) -> None:
+    @rule(first=any_number, second=any_number, reader=readers)
+    def a_value_is_copied_over_another(self, first: int, second: int, reader: int | None) -> None:
         one, other = self.some_place(first), self.some_place(second)
         if one is not None and other is not None:
             self.put(other, self.get(one))
+            self.is_read_by(reader)
+
+    def is_read_by(self, reader: int | None) -> None:
+        if reader is not None:
+            self.network_heals()
+            self.come_to_terms()
+            self.served(reader, [*EVERY])
 
     @rule(number=any_number)
     def a_value_leaves(self, number: int) -> None:

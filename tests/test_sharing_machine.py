@@ -222,7 +222,7 @@ class TestTwoValues(MachineOfTwoValues.TestCase):  # type: ignore[name-defined, 
 
 @pytest.mark.usefixtures("cluster")
 class TestCluster(ClusterMachine.TestCase):  # type: ignore[name-defined, misc]
-    settings = sequences(30, one_of=10)
+    settings = sequences(30, one_of=4)
 
 
 @pytest.mark.usefixtures("rclone")
