@@ -73,11 +73,19 @@ class Server:
     Attributes:
         port: where it listens; bus_port: where a node of a cluster listens to the others.
         options: of its command line, from the second start on as well.
+        inside: what its command line begins with: ``ip netns exec name``.
     """
 
     def __init__(
-        self, directory: Path, *options: str, login: Login | None = None, program: str | None = None
+        self,
+        directory: Path,
+        *options: str,
+        login: Login | None = None,
+        program: str | None = None,
+        host: str = "127.0.0.1",
+        inside: tuple[str, ...] = (),
     ) -> None:
+        self.host, self.inside = host, inside
         self.directory, self.options, self.login = directory, options, login or Login()
         self.program = program or valkey()
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,14 +100,24 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"valkey://127.0.0.1:{self.port}"
+        return f"valkey://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Start it, with nothing in it."""
-        plain = ("--save", "", "--appendonly", "no", "--bind", "127.0.0.1", "--port", str(self.port))
+        plain = ("--save", "", "--appendonly", "no", "--bind", self.host, "--port", str(self.port))
         bus = ("--cluster-port", str(self.bus_port)) if "--cluster-enabled" in self.options else ()
         self._process = subprocess.Popen(
-            [self.program, *plain, "--dir", str(self.directory), "--logfile", "log", *self.options, *bus]
+            [
+                *self.inside,
+                self.program,
+                *plain,
+                "--dir",
+                str(self.directory),
+                "--logfile",
+                "log",
+                *self.options,
+                *bus,
+            ]
         )
         until = time.monotonic() + PATIENCE_S
         while True:
@@ -142,7 +160,7 @@ class Server:
     def ask(self, *words: str | bytes, timeout_s: float = PATIENCE_S) -> Any:
         """As `say`; also answers that are arrays, and longer ones."""
         until = time.monotonic() + timeout_s
-        connection = Connection("127.0.0.1", self.port, self.login, until)
+        connection = Connection(self.host, self.port, self.login, until)
         try:
             connection.send([command(*(w.encode() if isinstance(w, str) else w for w in words))], until)
             return connection.answer(until)
@@ -172,11 +190,9 @@ class Server:
 
 
 @contextmanager
-def running(
-    directory: Path, *options: str, login: Login | None = None, program: str | None = None
-) -> Iterator[Server]:
-    """A server that is gone at the end; of Valkey unless another program is given."""
-    server = Server(directory, *options, login=login, program=program)
+def running(directory: Path, *options: str, **more: Any) -> Iterator[Server]:
+    """A server that is gone at the end; `more` as for `Server`."""
+    server = Server(directory, *options, **more)
     try:
         yield server
     finally:
