@@ -223,6 +223,20 @@ def test_hints_are_bounded_and_never_of_another_block(learnt: list[tuple[int, bo
         assert all(hints.present(key_digests(some_keys(n)))[0] == oracle[n] for n in known)
 
 
+@given(st.lists(st.one_of(st.integers(0, 40), st.none()), max_size=60))
+def test_after_all_was_forgotten_nothing_of_before_is_known(learnt: list[int | None]) -> None:
+    """None forgets all. Against a set, in a table where places are shared."""
+    hints, oracle = Hints(Clock(), 8), set[int]()
+    for number in learnt:
+        if number is None:
+            hints.clear()
+            oracle.clear()
+        else:
+            hints.learn(key_digests(some_keys(number)), np.ones(1, np.bool_))
+            oracle.add(number)
+        assert {n for n in range(41) if hints.known(key_digests(some_keys(n)))[0]} <= oracle
+
+
 def test_what_is_forgotten_is_not_its_neighbours() -> None:
     hints = Hints(Clock(), 1)
     first, second = key_digests(some_keys(1)), key_digests(some_keys(2))
