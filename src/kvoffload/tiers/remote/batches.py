@@ -293,8 +293,10 @@ class Read(Transfer):
 
     def _ask(self, connection: Connection, names: list[bytes], window: slice) -> None:
         asked = self.epoch.asked(self.keys[window])
-        values = [name for block in zip(*self._values(names[window]), strict=True) for name in block]
-        connection.send([_asked(b"GET", asked.names + values)], self.deadline)
+        # One value of a block after the other, as they are received.
+        values = [_asked_one_by_one(b"GET", some) for some in self._values(names[window])]
+        blocks = b"".join([one for block in zip(*values, strict=True) for one in block])
+        connection.send([_asked(b"GET", asked.names) + blocks], self.deadline)
 
     def _receive(self, connection: Connection, row: int) -> None:
         header = memoryview(self._headers[row : row + 1].view(np.uint8))  # type: ignore[arg-type]
@@ -413,12 +415,16 @@ class Speech(NamedTuple):
 
 
 def _asked(verb: bytes, *names: list[bytes]) -> bytes:
-    """One command for each row of these lists of names, encoded."""
-    head = b"*%d\r\n$%d\r\n%b\r\n" % (1 + len(names), len(verb), verb)
-    if len(names) == 1:
-        return b"".join([b"%b$%d\r\n%b\r\n" % (head, len(name), name) for name in names[0]])
-    rows = zip(*names, strict=True)
-    return b"".join([head + b"".join([b"$%d\r\n%b\r\n" % (len(name), name) for name in row]) for row in rows])
+    """One command for each row of these lists of names, encoded. In a list all have one length."""
+    return b"".join(_asked_one_by_one(verb, *names))
+
+
+def _asked_one_by_one(verb: bytes, *names: list[bytes]) -> list[bytes]:
+    if not names[0]:
+        return []
+    begin = b"*%d\r\n$%d\r\n%b\r\n" % (1 + len(names), len(verb), verb)
+    form = begin + b"".join([b"$%d\r\n%%b\r\n" % len(one[0]) for one in names])
+    return [form % row for row in zip(*names, strict=True)]
 
 
 def epoch_number(reply: Reply) -> int | None:
