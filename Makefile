@@ -82,9 +82,10 @@ bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM
 gpu-check:  ## all that needs a GPU, in minutes; PYTHON has torch and numba (ARGS="--device cpu" without a GPU)
 	PYTHONPATH=src $(PYTHON) bench/gpu_check.py $(ARGS)
 
-soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an hour), 200 kills, real engines under stress (SOAK_SECONDS=600)
+soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an hour), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
 		$(BIN)/python -m pytest --capture=no tests/test_tiered_disk_machine.py tests/test_disk_crash.py
+	KVOFFLOAD_SHARINGS=300 $(BIN)/python -m pytest tests/test_sharing_machine.py
 	PYTHONPATH=tests SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
 
 $(VENV)/installed-%: $(VENV)/installed

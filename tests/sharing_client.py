@@ -67,6 +67,11 @@ class SharingClient(ABC):
         ok = self.wait(job).ok if job != NO_JOB else np.zeros(len(numbers), np.bool_)
         return [number for number, is_there in zip(numbers, ok, strict=True) if is_there]
 
+    def changes(self) -> list[tuple[set[int], bool]]:
+        """Numbers of the blocks that the tier has told of, and whether they are gone."""
+        told = self.tier.take_changes()
+        return [({int.from_bytes(key, "big") for key in keys}, removed) for keys, removed in told]
+
     def believes(self, *numbers: int) -> list[bool | None]:
         """Of each block: there, not there, or None for what it would have to ask for."""
         keys = some_keys(*numbers)

@@ -24,7 +24,16 @@ from kvoffload.tiers.base import key_digests
 from kvoffload.tiers.remote.circuit import Circuit
 from kvoffload.tiers.remote.divisions import DividedEpoch, divisions_between, epoch_names, slot_of, tags
 from kvoffload.tiers.remote.hints import Hints
-from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Epoch, epoch_name, producer_of
+from kvoffload.tiers.remote.identity import (
+    HEADER,
+    HEADER_BYTES,
+    Epoch,
+    epoch_name,
+    head_bytes,
+    is_rest,
+    names_of_rests,
+    producer_of,
+)
 from kvoffload.tiers.remote.resp import Connection, Login, ProtocolError, ServerError, command
 from kvoffload.transfer.copies import address_of
 
@@ -52,6 +61,9 @@ def test_names_and_headers_are_as_docs_formats_says() -> None:
     assert EPOCH.producer.hex() == producer
     assert epoch_name("ns", EPOCH.producer) == f"kvo1:ns:{producer}:epoch".encode()
     assert EPOCH.names(some_keys(258)) == [f"kvo1:ns:{producer}:0000000000000007:{'00' * 34}0102".encode()]
+    (rest,) = names_of_rests(EPOCH.names(some_keys(258)))
+    assert rest == EPOCH.names(some_keys(258))[0] + b"+"
+    assert is_rest(rest)
     block = np.arange(BLOCK_BYTES, dtype=np.uint8).reshape(1, -1)
     (header,) = EPOCH.headers(some_keys(258), np.array([address_of(block)]), BLOCK_BYTES)
     assert (HEADER_BYTES, len(header.tobytes())) == (64, 64)
@@ -77,6 +89,36 @@ def test_names_in_a_cluster_are_as_docs_formats_says() -> None:
     at = np.array([address_of(block)])
     assert epoch.headers(keys, at, BLOCK_BYTES) == EPOCH.headers(keys, at, BLOCK_BYTES), "sealed as elsewhere"
     assert epoch.sound(keys, epoch.headers(keys, at, BLOCK_BYTES), at, BLOCK_BYTES).all()
+
+
+def jemalloc_class(num_bytes: int) -> int:
+    """The smallest of (4 + k) * 2^m that has room."""
+    return next(size for m in range(2, 60) for size in ((4 + k) << m for k in range(4)) if size >= num_bytes)
+
+
+def test_blocks_are_cut_where_it_saves_memory() -> None:
+    """As docs/formats.md says: machines with other versions of this code cut at the same place."""
+    written_down = {
+        512: 512,
+        24 << 10: 64,
+        64 << 10: 64,
+        512 << 10: 64,
+        2 << 20: 64,
+        640 * 1024 - 128: 655232,
+    }
+    assert {size: head_bytes(size) for size in written_down} == written_down
+    assert head_bytes(9 << 18) == (1 << 18) + 64, "36 layers: the rest is one of 2 MiB"
+
+
+@given(st.integers(1, 64 << 20))
+def test_no_block_takes_much_more_than_its_bytes(block_bytes: int) -> None:
+    """In a server that adds 10 to 60 bytes to a value."""
+    head = head_bytes(block_bytes)
+    assert 0 < head <= block_bytes
+    if block_bytes >= 16 << 10:
+        for added in (10, 60):
+            values = [HEADER_BYTES + head, block_bytes - head][: 1 if head == block_bytes else 2]
+            assert sum(jemalloc_class(value + added) for value in values) <= 1.1 * block_bytes
 
 
 def test_each_division_has_a_slot_of_its_own() -> None:
@@ -181,6 +223,20 @@ def test_hints_are_bounded_and_never_of_another_block(learnt: list[tuple[int, bo
         assert all(hints.present(key_digests(some_keys(n)))[0] == oracle[n] for n in known)
 
 
+@given(st.lists(st.one_of(st.integers(0, 40), st.none()), max_size=60))
+def test_after_all_was_forgotten_nothing_of_before_is_known(learnt: list[int | None]) -> None:
+    """None forgets all. Against a set, in a table where places are shared."""
+    hints, oracle = Hints(Clock(), 8), set[int]()
+    for number in learnt:
+        if number is None:
+            hints.clear()
+            oracle.clear()
+        else:
+            hints.learn(key_digests(some_keys(number)), np.ones(1, np.bool_))
+            oracle.add(number)
+        assert {n for n in range(41) if hints.known(key_digests(some_keys(n)))[0]} <= oracle
+
+
 def test_what_is_forgotten_is_not_its_neighbours() -> None:
     hints = Hints(Clock(), 1)
     first, second = key_digests(some_keys(1)), key_digests(some_keys(2))
@@ -270,7 +326,8 @@ def value(text: bytes) -> bytes:
 
 def take(connection: Connection, block_bytes: int = BLOCK_BYTES) -> tuple[Any, bytes, bytes]:
     header, row = bytearray(64), bytearray(block_bytes)
-    found = connection.value_into(memoryview(header), memoryview(row), patience())
+    parts = [memoryview(header), memoryview(row)]
+    found = connection.value_into(parts, 2 * (len(header) + len(row)) - 1, patience())
     return found, bytes(header), bytes(row)
 
 
@@ -391,10 +448,9 @@ def test_a_line_without_an_end_is_no_line() -> None:
 
 @pytest.mark.parametrize("said", [b"", b"$5", b"$576\r\n", b"$576\r\nsome of it", b"$576\r\n" + b"x" * 576])
 def test_nothing_takes_longer_than_it_may(said: bytes) -> None:
+    parts = [memoryview(bytearray(64)), memoryview(bytearray(BLOCK_BYTES))]
     with saying(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
-        connection.value_into(
-            memoryview(bytearray(64)), memoryview(bytearray(BLOCK_BYTES)), time.monotonic() + 0.2
-        )
+        connection.value_into(parts, 1 << 20, time.monotonic() + 0.2)
     with saying(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
         connection.reply(time.monotonic() - 1.0)
 

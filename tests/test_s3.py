@@ -492,6 +492,23 @@ def test_a_span_of_an_object_that_was_cut(make: Callable[..., Client], tmp_path:
         assert client.tier.stats().failed == 0
 
 
+def test_only_what_it_wrote_itself_is_told_and_what_of_that_is_gone(
+    client: Client, make: Callable[..., Client], rclone: Rclone
+) -> None:
+    other = make(rclone.port)
+    assert client.changes() == []
+    assert other.write(*range(1, 5)) == [*range(1, 5)]
+    client.write(*range(1, 13))
+    assert client.changes() == [({*range(5, 13)}, False)], "the first object is another's"
+    rclone.put(client.object(5), b"damage")
+    rclone.delete(client.object(9))
+    assert client.read(1, 5, 6) == [1]
+    assert client.changes() == [({5, 6}, True)]
+    client.tier._hints.clear()
+    assert client.probe(1, 9, 10) == [1]
+    assert client.changes() == [({9, 10}, True)]
+
+
 def test_a_wrong_hint_is_a_stale_miss_and_learnt_at_once(client: Client, rclone: Rclone) -> None:
     client.write(*PATH[:8])
     rclone.delete(client.object(1))

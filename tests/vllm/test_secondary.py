@@ -18,7 +18,7 @@ if reason := lacks(*SECONDARY):
     pytest.skip(reason, allow_module_level=True)
 
 from traffic import PATIENCE_S
-from vllm.v1.kv_offload.base import Locality, LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -280,6 +280,23 @@ def test_one_engine_finds_what_another_has_stored(server: Server) -> None:
     first.tier.drain_jobs()
     assert first.lookup([1]) == [RETRY], "after a reset it has to ask again"
     assert second.load([1, 3]) == [], "and nobody gets what was before"
+    for life in (first, second):
+        life.tier.shutdown()
+
+
+def test_it_tells_what_it_has_written_itself(server: Server) -> None:
+    first, second = sharing(server), sharing(server)
+    for life in (first, second):
+        assert life.tier.take_events() == []
+    first.store([1])
+    second.store([1, 2])
+    (event,) = second.tier.take_events()
+    assert (event.keys, event.removed, event.medium) == ([key(2)], False, Medium.STORAGE)
+    assert (event.locality, event.ownership) == (Locality.REMOTE, "valkey")
+    server.say("DEL", second.tier._tier._epoch.names(Keys.pack([key(2)], len(key(2))))[0])
+    assert second.load([1, 2]) == [1]
+    (event,) = second.tier.take_events()
+    assert (event.keys, event.removed) == ([key(2)], True)
     for life in (first, second):
         life.tier.shutdown()
 

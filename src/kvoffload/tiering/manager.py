@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, StorePlan
+from kvoffload.core.plans import LoadPlan, LookupResult, OffloadingEvent, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
 from kvoffload.hints import NO_HINTS, Hints
@@ -89,10 +89,11 @@ class TieredManager(OffloadingManager):
         deadline_s: float = 2.0,
         recompute_s_per_block: float | None = None,
         max_in_flight: float = 0.25,
+        enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
         **manager: Any,
     ) -> None:
-        super().__init__(capacity_blocks, **manager)
+        super().__init__(capacity_blocks, enable_events=enable_events, **manager)
         num_slots, block_bytes = ram.pool.shape
         if num_slots < self.capacity_blocks:
             raise ConfigError("ram", f"{num_slots} slots", f"allowed: {self.capacity_blocks} or more")
@@ -133,6 +134,8 @@ class TieredManager(OffloadingManager):
         self.hit_blocks = [0] * (1 + len(tiers))
         self.counts = TieringCounts()
         for tier in tiers:
+            if enable_events:
+                tier.take_changes()  # from now on it remembers them
             if tier.shared:
                 needed = what_it_needs(tier, recompute_s_per_block)
                 logging.getLogger("kvoffload.tiering").info("tier %s: %s", tier.name, needed)
@@ -352,6 +355,17 @@ class TieredManager(OffloadingManager):
             if nothing_runs:
                 request.num_storing = 0
                 self._end(ctx, request)
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """As `OffloadingManager.take_events`; of tiers that machines share, under the tier's name, what this
+        manager has written there, and what of that it has found gone. Nothing is said of what others wrote,
+        and what leaves a server is known when it is asked for."""
+        if self._events is not None:
+            for lane in self._lanes:
+                for keys, removed in lane.tier.take_changes():
+                    event = OffloadingEvent(self.pack(keys), self.block_size, lane.tier.name, removed)
+                    self._events.append(event)
+        return super().take_events()
 
     def is_shared(self, number: int) -> bool:
         """Whether machines share the tier of this number, from 1."""

@@ -159,6 +159,14 @@ class SecondaryTier(Protocol):
         """
         ...
 
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        """Of a shared tier, since the last call, in order: blocks that this process has written there, which
+        is confirmed, and (True) those of them that it has found gone, or cannot vouch for any longer.
+
+        Nothing is said of what others have written, nor before the first call.
+        """
+        return []
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended and its blocks would survive a crash; False on time-out."""
         ...

@@ -135,6 +135,9 @@ class BudgetedTier(SecondaryTier):
     def clear(self) -> None:
         self._tier.clear()
 
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        return self._tier.take_changes()
+
     def drain(self, timeout_s: float) -> bool:
         return self._tier.drain(timeout_s)
 

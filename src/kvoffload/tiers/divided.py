@@ -168,6 +168,9 @@ class DividedTier(SecondaryTier):
         for tier in self._members().values():
             tier.clear()
 
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        return [change for tier in self._members().values() for change in tier.take_changes()]
+
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         # Every tier is asked, even if one hangs.

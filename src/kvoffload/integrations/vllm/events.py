@@ -7,8 +7,8 @@ from typing import Any
 from vllm.v1.kv_offload import base
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import LookupResult
-from kvoffload.integrations.vllm.versions import event as vllm_event
+from kvoffload.core.plans import LookupResult, OffloadingEvent
+from kvoffload.integrations.vllm.versions import RAM, events
 
 
 class Events:
@@ -21,11 +21,15 @@ class Events:
 
     def __init__(self) -> None:
         self._left: set[bytes] = set()
+        self._of_tiers: list[OffloadingEvent] = []
 
     def reset(self, manager: OffloadingManager) -> None:
         """The manager has been reset."""
         for event in manager.take_events():
-            self._left.update(event.keys)
+            if event.medium == RAM:
+                self._left.update(event.keys)
+            else:
+                self._of_tiers.append(event)
 
     def take(self, manager: OffloadingManager) -> list[Any]:
         """Events since the last call, in order."""
@@ -35,6 +39,8 @@ class Events:
             gone = [key for key, state in states.items() if state is LookupResult.MISS]
             self._left = {key for key, state in states.items() if state is LookupResult.HIT_PENDING}
             if gone:
-                taken.append(vllm_event(base, gone, True))
-        since = manager.take_events()
-        return taken + [vllm_event(base, list(event.keys), event.removed) for event in since]
+                taken += events(base, gone, True)
+        of_tiers, self._of_tiers = self._of_tiers, []
+        for event in of_tiers + manager.take_events():
+            taken += events(base, list(event.keys), event.removed, event.medium)
+        return taken

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm import __version__ as vllm_version
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
@@ -27,7 +28,7 @@ from kvoffload.integrations.vllm.logs import join_vllm, logger
 from kvoffload.integrations.vllm.lookups import path_of
 from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.tiers import say_what_a_reset_misses, tier_owner
-from kvoffload.integrations.vllm.versions import SINCE_SECONDARY, check_version, engine_facts
+from kvoffload.integrations.vllm.versions import SINCE_SECONDARY, check_version, engine_facts, events
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
@@ -164,6 +165,13 @@ class KVOffloadTier(SecondaryTierManager):
                     transfer_bytes=int(result.ok.sum()) * self._pool.shape[1],
                 )
             )
+
+    @contained(list)
+    def take_events(self) -> list[Any]:
+        """Of a tier that machines share, what this engine has written there, and what of that it has found
+        gone."""
+        changes, name = self._tier.take_changes(), self._tier.name
+        return [event for keys, removed in changes for event in events(base, keys, removed, name)]
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must keep stepping while no request runs."""

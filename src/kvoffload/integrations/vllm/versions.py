@@ -163,13 +163,32 @@ def _replica(parallel: Any, index: str) -> str:
     return f"replica-{getattr(parallel, index, 0)}" if several else ""
 
 
-def event(base: Any, keys: list[bytes], removed: bool) -> Any:
-    """vLLM's event: blocks became readable in RAM, or left it.
+RAM = "CPU"
+"""The medium of events about RAM, for us and for vLLM."""
 
-    `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since.
+
+def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
+    """vLLM's event, if it has one for that: blocks became readable in RAM, or in the shared tier of that
+    name, or left it.
+
+    `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since. A
+    version whose events do not say whose storage it is would take the end of a block there for its end in
+    RAM.
     """
     media = getattr(base, "Medium", None)
-    return base.OffloadingEvent(keys=keys, medium="CPU" if media is None else media.CPU, removed=removed)
+    if medium == RAM:
+        found = base.OffloadingEvent(keys=keys, medium=RAM if media is None else media.CPU, removed=removed)
+    elif media is not None and "ownership" in getattr(base.OffloadingEvent, "__dataclass_fields__", {}):
+        found = base.OffloadingEvent(
+            keys=keys,
+            medium=media.STORAGE,
+            removed=removed,
+            locality=base.Locality.REMOTE,
+            ownership=medium,
+        )
+    else:
+        return []
+    return [found]
 
 
 def minor(version: str) -> tuple[int, int] | None:

@@ -19,7 +19,15 @@ import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import Mask
-from kvoffload.tiers.remote.identity import HEADER, HEADER_BYTES, Asked, Naming, epoch_name
+from kvoffload.tiers.remote.identity import (
+    HEADER,
+    HEADER_BYTES,
+    Asked,
+    Naming,
+    epoch_name,
+    head_bytes,
+    names_of_rests,
+)
 from kvoffload.tiers.remote.resp import Connection, ProtocolError, Reply, ServerError, command
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
@@ -147,7 +155,7 @@ class Measurement(Batch):
             if len(asked) == 1:
                 connection.reply(self.deadline)
             else:
-                connection.value_into(header, row, self.deadline)
+                connection.value_into([header, row], 2 * self.block_bytes, self.deadline)
         return max(time.monotonic() - begun, 1e-9)
 
 
@@ -168,6 +176,7 @@ class BlockBatch(Batch):
     num_rows: int
     keys: Keys
     epoch: Naming
+    block_bytes: int
     ok: Mask = field(init=False)
     current: Mask = field(init=False)
     refused: ServerError | None = None
@@ -193,18 +202,24 @@ class BlockBatch(Batch):
         of_blocks: Mask = confirmed[asked.of]
         return of_blocks
 
+    def _values(self, names: list[bytes]) -> list[list[bytes]]:
+        """What the values of the blocks with these names are called: all first ones, then all second ones, if
+        they have any."""
+        return [names] if head_bytes(self.block_bytes) == self.block_bytes else [names, names_of_rests(names)]
+
     def _are_there(self, connection: Connection, names: list[bytes]) -> Mask:
         """Ask for the epoch, and which of these blocks are there."""
-        asked = self.epoch.asked(self.keys)
-        connection.send([_asked(b"GET", asked.names) + _asked(b"EXISTS", names)], self.deadline)
+        asked, values = self.epoch.asked(self.keys), self._values(names)
+        connection.send([_asked(b"GET", asked.names) + _asked(b"EXISTS", *values)], self.deadline)
         self.current = self._check_epoch(connection, asked)
         found = np.zeros(len(names), np.bool_)
+        all_of_it = b":%d" % len(values)
         for row, line in enumerate(connection.lines(len(names), self.deadline)):
-            if line == b":1":
+            if line == all_of_it:
                 found[row] = True
             elif line[:1] == b"-":
                 self.refused = ServerError(line[1:].decode(errors="replace"))
-            elif line != b":0":
+            elif line not in (b":0", b":1"):
                 raise ProtocolError(f"an unexpected reply {line[:40]!r}")
         return found & self.current
 
@@ -225,10 +240,6 @@ class Transfer(BlockBatch):
 
     pool: Blocks
     rows: npt.NDArray[np.int64]
-
-    @property
-    def block_bytes(self) -> int:
-        return int(self.pool.shape[1])
 
     def _addresses(self, of: slice | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = address_of(self.pool) + self.rows[of] * self.pool.strides[0]
@@ -282,18 +293,26 @@ class Read(Transfer):
 
     def _ask(self, connection: Connection, names: list[bytes], window: slice) -> None:
         asked = self.epoch.asked(self.keys[window])
-        connection.send([_asked(b"GET", asked.names + names[window])], self.deadline)
+        # One value of a block after the other, as they are received.
+        values = [_asked_one_by_one(b"GET", some) for some in self._values(names[window])]
+        blocks = b"".join([one for block in zip(*values, strict=True) for one in block])
+        connection.send([_asked(b"GET", asked.names) + blocks], self.deadline)
 
     def _receive(self, connection: Connection, row: int) -> None:
         header = memoryview(self._headers[row : row + 1].view(np.uint8))  # type: ignore[arg-type]
-        found = connection.value_into(header, self._row(row), self.deadline)
-        if isinstance(found, ServerError):
-            self.refused = found
+        head, block = head_bytes(self.block_bytes), self._row(row)
+        parts = [[header, block[:head]], [block[head:]]][: 1 if head == self.block_bytes else 2]
+        # What is much longer than a block is no block of anybody.
+        most = 2 * (HEADER_BYTES + self.block_bytes)
+        found = [connection.value_into(part, most, self.deadline) for part in parts]
+        refused = [one for one in found if isinstance(one, ServerError)]
+        if refused:
+            self.refused = refused[0]
         elif not self.current[row]:
             pass
-        elif found is None:
+        elif None in found:
             self.absent[row] = True
-        elif found != HEADER_BYTES + self.block_bytes:
+        elif found != [sum(map(len, part)) for part in parts]:
             self.damaged[row] = True
         else:
             self._arrived.append(row)
@@ -311,8 +330,11 @@ class Read(Transfer):
     def _delete_damaged(self, connection: Connection, names: list[bytes]) -> None:
         damaged = np.flatnonzero(self.damaged).tolist()
         if damaged:
-            connection.send([_asked(b"DEL", [names[row] for row in damaged])], self.deadline)
-            connection.lines(len(damaged), self.deadline)
+            values = self._values([names[row] for row in damaged])
+            connection.send([_asked(b"DEL", *values)], self.deadline)
+            for line in connection.lines(len(damaged), self.deadline):
+                if line[:1] not in (b":", b"-"):
+                    raise ProtocolError(f"an unexpected reply {line[:40]!r}")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -353,20 +375,31 @@ class Write(Transfer):
         options = [b"EX", b"%d" % self.ttl_s] if self.ttl_s else []
         end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
         begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
-        length = b"$%d\r\n" % (HEADER_BYTES + self.block_bytes)
+        head = head_bytes(self.block_bytes)
+        values = self._values([names[row] for row in at.tolist()])
         buffers: list[bytes | memoryview] = []
-        for row, header in zip(at.tolist(), headers, strict=True):
-            head = b"%b$%d\r\n%b\r\n%b%b" % (begin, len(names[row]), names[row], length, header.tobytes())
-            buffers += [head, self._row(row), end]
+        text = b""
+        for row, header, *named in zip(at.tolist(), headers, *values, strict=True):
+            block = self._row(row)
+            for name, sealed, part in zip(
+                named, (header.tobytes(), b""), (block[:head], block[head:]), strict=False
+            ):
+                length = len(sealed) + len(part)
+                buffers += [
+                    b"%b%b$%d\r\n%b\r\n$%d\r\n%b" % (text, begin, len(name), name, length, sealed),
+                    part,
+                ]
+                text = end
+        buffers.append(text)
         connection.send(buffers, self.deadline)
         for row in at.tolist():
-            reply = connection.reply(self.deadline)
-            if isinstance(reply, ServerError):
-                self.refused = reply
-            elif reply != b"OK":
-                raise ProtocolError(f"an unexpected reply {reply!r}")
-            else:
-                self.ok[row] = True
+            replies = [connection.reply(self.deadline) for _ in values]
+            for reply in replies:
+                if isinstance(reply, ServerError):
+                    self.refused = reply
+                elif reply != b"OK":
+                    raise ProtocolError(f"an unexpected reply {reply!r}")
+            self.ok[row] = replies == [b"OK"] * len(values)
 
 
 class Speech(NamedTuple):
@@ -381,10 +414,17 @@ class Speech(NamedTuple):
     epoch_name: Callable[[str, bytes], bytes] = epoch_name
 
 
-def _asked(verb: bytes, names: list[bytes]) -> bytes:
-    """One command for each name, encoded."""
-    head = b"*2\r\n$%d\r\n%b\r\n" % (len(verb), verb)
-    return b"".join([b"%b$%d\r\n%b\r\n" % (head, len(name), name) for name in names])
+def _asked(verb: bytes, *names: list[bytes]) -> bytes:
+    """One command for each row of these lists of names, encoded. In a list all have one length."""
+    return b"".join(_asked_one_by_one(verb, *names))
+
+
+def _asked_one_by_one(verb: bytes, *names: list[bytes]) -> list[bytes]:
+    if not names[0]:
+        return []
+    begin = b"*%d\r\n$%d\r\n%b\r\n" % (1 + len(names), len(verb), verb)
+    form = begin + b"".join([b"$%d\r\n%%b\r\n" % len(one[0]) for one in names])
+    return [form % row for row in zip(*names, strict=True)]
 
 
 def epoch_number(reply: Reply) -> int | None:

@@ -119,6 +119,8 @@ class ClusterTier(DividedTier):
         self._homes = np.full(NUM_DIVISIONS, _NOBODY)
         self._reset_wanted = np.zeros(NUM_DIVISIONS, np.bool_)
         self._gone = TierStats(ready=0)
+        self._changes: list[tuple[list[bytes], bool]] = []
+        self._tells_changes = False
         self._ended: deque[Batch] = deque()
         self._asked: MapQuestion | None = None
         self._look_at = self._ask_at = 0.0
@@ -179,6 +181,11 @@ class ClusterTier(DividedTier):
         self._reset_wanted[:] = True
         for number in self._number_of.values():
             self._nodes[number].clear()
+
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        self._tells_changes = True
+        gone, self._changes = self._changes, []
+        return gone + super().take_changes()
 
     def drain(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
@@ -259,6 +266,7 @@ class ClusterTier(DividedTier):
             if self._nodes[number].is_idle:
                 node = self._nodes.pop(number)
                 node.stop()
+                self._changes += node.take_changes()
                 self._gone = _sum([self._gone, replace(node.stats(), in_flight=0, circuit_open=0)])
 
     def _follow(self, found: MapQuestion) -> None:
@@ -292,6 +300,8 @@ class ClusterTier(DividedTier):
         )
         if self._reset_wanted[[*divisions]].any():
             node.clear()
+        if self._tells_changes:
+            node.take_changes()  # from its beginning on it remembers them
         self._nodes[self._next_node] = node
         self._next_node += 1
         return self._next_node - 1

@@ -5,9 +5,12 @@ A hint may be wrong at any time: others write, and the engine evicts. A wrong on
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.structures.jit import U64Array
 from kvoffload.tiers.base import Mask
@@ -38,35 +41,50 @@ class Hints:
         absent_s: float = ABSENT_S,
     ) -> None:
         self._clock, self._present_s, self._absent_s = clock, present_s, absent_s
-        self._keys = np.zeros(num_hints, np.uint64)
+        # Digest xor how often all was forgotten: two that differ in that alone never have the same place.
+        self._keys = _pages(num_hints).view(np.uint64)
+        self._times_cleared = np.uint64(0)
         # When the hint ends; negative for a block that is absent; 0 for none.
-        self._until = np.zeros(num_hints)
+        self._until = _pages(num_hints).view(np.float64)
         self._mask = np.uint64(num_hints - 1)
 
     def present(self, digests: U64Array) -> Mask:
         """Which blocks are believed to be there."""
         at = digests & self._mask
-        found: Mask = (self._keys[at] == digests) & (self._until[at] > self._clock())
+        found: Mask = self._is_in(at, digests) & (self._until[at] > self._clock())
         return found
 
     def known(self, digests: U64Array) -> Mask:
         """Which blocks are believed to be there, or not to be."""
         at = digests & self._mask
-        found: Mask = (self._keys[at] == digests) & (np.abs(self._until[at]) > self._clock())
+        found: Mask = self._is_in(at, digests) & (np.abs(self._until[at]) > self._clock())
         return found
 
     def learn(self, digests: U64Array, present: Mask) -> None:
         """These blocks are there, or not, as far as is known now."""
         at, now = digests & self._mask, self._clock()
-        self._keys[at] = digests
+        self._keys[at] = digests ^ self._times_cleared
         self._until[at] = np.where(present, now + self._present_s, -(now + self._absent_s))
 
     def forget(self, digests: U64Array) -> None:
         """Nothing is known of these blocks."""
         at = digests & self._mask
-        self._until[at[self._keys[at] == digests]] = 0.0
+        self._until[at[self._is_in(at, digests)]] = 0.0
 
     def clear(self) -> None:
-        """Nothing is known of any block."""
-        # Pages that nobody has touched cost nothing; to write zeros into all of them takes a millisecond.
-        self._until = np.zeros(len(self._until))
+        """Nothing is known of any block. Cost: O(1), and no page is given back or zeroed: either may take
+        20 ms."""
+        self._times_cleared += np.uint64(1)
+
+    def _is_in(self, at: U64Array, digests: U64Array) -> Mask:
+        found: Mask = self._keys[at] == digests ^ self._times_cleared
+        return found
+
+
+def _pages(count: int) -> npt.NDArray[np.uint8]:
+    """Zeros, eight bytes each, in small pages: the first use of a huge one zeroes two megabytes, and 64
+    blocks are in as many of them as there are."""
+    memory = mmap.mmap(-1, 8 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

@@ -9,7 +9,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -40,6 +40,47 @@ _SEALED_BYTES = HEADER_BYTES - 8
 
 Headers: TypeAlias = npt.NDArray[Any]
 """Shape ``(n,)``, of `HEADER`."""
+
+_REST = b"+"
+_ADDED_BYTES = 64
+"""What a server adds to a value, at most."""
+_LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
+
+
+@cache
+def head_bytes(block_bytes: int) -> int:
+    """How many bytes of a block stand behind its header in a server; the others, if any, are a value of their
+    own (`names_of_rests`).
+
+    Servers take memory in jemalloc's classes, four to each doubling, and a block of a power of two with its
+    header is just above one: a quarter would be lost. So a block that would lose more than a tenth is cut,
+    such that the second value just fits into the largest class that it fills.
+    """
+    whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
+    if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
+        return block_bytes
+    return block_bytes + _ADDED_BYTES - _class_below(block_bytes + _ADDED_BYTES)
+
+
+def names_of_rests(names: list[bytes]) -> list[bytes]:
+    """What the second values of blocks with these names are called."""
+    return [name + _REST for name in names]
+
+
+def is_rest(name: bytes) -> bool:
+    """Whether it is the name of a second value."""
+    return name.endswith(_REST)
+
+
+def _class_below(num_bytes: int) -> int:
+    """The largest of jemalloc's classes that is not larger: (4 + k) * 2^m, k from 0 to 3."""
+    step = 1 << (num_bytes.bit_length() - 3)
+    return num_bytes // step * step
+
+
+def _class_above(num_bytes: int) -> int:
+    below = _class_below(num_bytes)
+    return below if below == num_bytes else below + (1 << (num_bytes.bit_length() - 3))
 
 
 class Asked(NamedTuple):

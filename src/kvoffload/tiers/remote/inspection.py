@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 
 from kvoffload.tiers.remote.cluster import Address, MapQuestion
 from kvoffload.tiers.remote.divisions import tags
-from kvoffload.tiers.remote.identity import FORMAT, HEADER_BYTES
+from kvoffload.tiers.remote.identity import FORMAT, HEADER_BYTES, is_rest, names_of_rests
 from kvoffload.tiers.remote.resp import Answer, Connection, ServerError, command
 
 Connect = Callable[[Address, float], Connection]
 
 _ROUNDS = 5
 _FORGOTTEN_AFTER_S = b"60"
+_ENOUGH_SAMPLES = 64
 _NAMES_A_CALL, _LENGTHS = b"1000", 20
 MOST_NAMES = 20_000
 """Of each node so many names are looked at, at most."""
@@ -205,6 +206,7 @@ def _add(
     """Count these names, and look at some of them closely."""
     epochs: dict[bytes, bytes] = {}
     blocks = [name for name in names if b":epoch" not in name and name.count(b":") in (4, 5)]
+    blocks = [name for name in blocks if not is_rest(name)]
     places = {_epoch_name(name) for name in blocks} | {name for name in names if b":epoch" in name}
     for place in places:
         connection.send([command(b"GET", place)], deadline)
@@ -220,10 +222,11 @@ def _add(
             report.older += 1
     for name in blocks[:_LENGTHS]:
         report = producers[name.split(b":")[2].decode(errors="replace")]
-        connection.send([command(b"STRLEN", name) + command(b"TTL", name)], deadline)
-        length, ttl = connection.answer(deadline), connection.answer(deadline)
-        if isinstance(length, int) and length > HEADER_BYTES:
-            report.block_bytes = length - HEADER_BYTES
+        asked = [(b"STRLEN", name), (b"STRLEN", *names_of_rests([name])), (b"TTL", name)]
+        connection.send([command(*words) for words in asked], deadline)
+        first, second, ttl = [connection.answer(deadline) for _ in asked]
+        if isinstance(first, int) and isinstance(second, int) and first > HEADER_BYTES:
+            report.block_bytes = first + second - HEADER_BYTES
         if isinstance(ttl, int):
             report.with_end = float(ttl >= 0) if report.with_end is None else max(report.with_end, ttl >= 0)
 
@@ -275,8 +278,15 @@ def _warnings(
         found.append(f'save is "{settings["save"]}": it writes all blocks to its disk; set it to ""')
     if facts.get("aof_enabled") == "1":
         found.append("appendonly is on: it writes all blocks to its disk; set it to no")
-    if (report.allocator or "").startswith("jemalloc"):
-        found.append("it uses jemalloc: a block of a power of two takes 1.25 times its size")
+    if policy.endswith("-random"):
+        found.append(
+            f"maxmemory-policy is {policy}: it halves blocks; take allkeys-lru, or volatile-lru with ttl="
+        )
+    elif policy != "noeviction" and 0 < (samples := _number(settings, "maxmemory-samples")) < _ENOUGH_SAMPLES:
+        found.append(
+            f"maxmemory-samples is {samples}: up to a tenth of the memory will have halves of blocks; "
+            f"set it to {_ENOUGH_SAMPLES}"
+        )
     if in_cluster and settings.get("cluster-require-full-coverage") == "yes":
         found.append(
             "cluster-require-full-coverage is yes: while one master is gone all refuse; set it to no"
@@ -299,6 +309,11 @@ def _pairs(answer: Answer) -> dict[str, str]:
         return {}
     words = [word.decode(errors="replace") if isinstance(word, bytes) else "" for word in answer]
     return dict(zip(words[::2], words[1::2], strict=False))
+
+
+def _number(pairs: Mapping[str, str], name: str) -> int:
+    text = pairs.get(name, "")
+    return int(text) if text.isdigit() else 0
 
 
 def _text(address: Address) -> str:

@@ -163,6 +163,7 @@ class Node(RemoteTier):
         epoch = DividedEpoch(self.options.namespace, self._producer, self.divisions, greeting.numbers)
         if not (self._is_partial and epoch == self._epoch):
             self._hints.clear()
+            self._vouching.lost_all()
         self._reset_wanted, self._is_partial, self._epoch = False, is_partial, epoch
 
     def _note_health(self, batch: Batch) -> None:

@@ -126,6 +126,8 @@ class _ObjectBatch(BlockBatch):
                 self.ok[:] = False
         if self._found != self.epoch.number:
             raise WasResetError(self._found)
+        for part in self.parts:
+            self.current[part.rows] = True
 
     async def _hear_epoch(self, bucket: Bucket) -> None:
         name = epoch_name(self.epoch.namespace, self.epoch.producer).decode()

@@ -204,11 +204,11 @@ class Connection:
                     raise ProtocolError(f"a reply that begins with {line[:1]!r} where a value should be")
         return found
 
-    def value_into(self, header: memoryview, row: memoryview, deadline: float) -> Reply:
-        """Receive a value into `header` and `row`: its length, None if there is none, or the error.
+    def value_into(self, parts: Sequence[memoryview], most_bytes: int, deadline: float) -> Reply:
+        """Receive a value into these, one after the other: its length, None if there is none, or the error.
 
-        A value of another length than both together is received and thrown away, if it is less than twice as
-        long; a longer one ends the connection.
+        A value of another length than all together is received and thrown away, if it is of `most_bytes` or
+        less; a longer one ends the connection.
         """
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
@@ -216,13 +216,13 @@ class Connection:
             return ServerError(text.decode(errors="replace"))
         if kind != b"$":
             raise ProtocolError(f"a reply that begins with {kind!r} where a value should be")
-        length, expected = _number(text), len(header) + len(row)
+        length, expected = _number(text), sum(map(len, parts))
         if length == -1:
             return None
         if length == expected:
-            self._take(header, deadline)
-            self._take(row, deadline)
-        elif 0 <= length < 2 * expected:
+            for part in parts:
+                self._take(part, deadline)
+        elif 0 <= length <= most_bytes:
             scratch = memoryview(bytearray(min(length, 1 << 16)))
             for start in range(0, length, 1 << 16):
                 self._take(scratch[: min(1 << 16, length - start)], deadline)

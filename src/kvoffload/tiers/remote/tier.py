@@ -36,6 +36,7 @@ from kvoffload.tiers.remote.circuit import Circuit
 from kvoffload.tiers.remote.hints import Hints
 from kvoffload.tiers.remote.identity import Epoch, Naming, producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Connect, Line
+from kvoffload.tiers.remote.vouching import Vouching
 from kvoffload.transfer import Blocks, Rows
 
 IN_FLIGHT_BYTES = 256 << 20
@@ -128,7 +129,7 @@ class RemoteTier(SecondaryTier):
             producer_of(f"{name} {place} {options.namespace} {fingerprint}")[:8], "big"
         )
         self._admission, self._clock, self._speech = admission, clock, speech
-        self._hints, self._circuit = Hints(clock), Circuit(clock)
+        self._hints, self._circuit, self._vouching = Hints(clock), Circuit(clock), Vouching()
         self._epoch: Naming | None = None
         self._greeting: Greeting | None = None
         self._greet_at = 0.0
@@ -270,6 +271,9 @@ class RemoteTier(SecondaryTier):
         self._greeting, self._greet_at = None, 0.0
         self._greet()
 
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        return self._vouching.take()
+
     def drain(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
         while True:
@@ -338,6 +342,7 @@ class RemoteTier(SecondaryTier):
         """Believe nothing of what was, and nothing of what is under way."""
         self._epoch = None
         self._hints.clear()
+        self._vouching.lost_all()
 
     # ---- jobs
 
@@ -354,6 +359,7 @@ class RemoteTier(SecondaryTier):
             num_rows=num_rows,
             keys=keys,
             epoch=self._epoch,
+            block_bytes=self.block_bytes,
             deadline=time.monotonic() + timeout_s,
             **more,  # type: ignore[arg-type]
         )
@@ -430,10 +436,14 @@ class RemoteTier(SecondaryTier):
         stale = None
         if isinstance(batch, Read):
             stale = self._take_in_read(batch)
+            if is_current:
+                self._vouching.lost(batch.keys.take(batch.absent | batch.damaged))
         elif isinstance(batch, Write):
             self._take_in_write(batch, is_current)
         else:
             self._stats.probe_hits += int(np.count_nonzero(batch.ok))
+            if is_current and batch.error is None and batch.refused is None:
+                self._vouching.lost(batch.keys.take(batch.current & ~batch.ok))
         if is_current and not isinstance(batch, Write) and not isinstance(batch.error, WasResetError):
             self._hints.learn(key_digests(batch.keys), batch.ok)
         if batch.refused is not None and batch.refused.code != FULL:
@@ -470,6 +480,7 @@ class RemoteTier(SecondaryTier):
         self._stats.bytes_written += num_written * self.block_bytes
         if is_current and num_ok:
             self._hints.learn(key_digests(batch.keys.take(batch.ok)), np.ones(num_ok, np.bool_))
+            self._vouching.stored(batch.keys.take(batch.ok & ~batch.was_there))
         num_lost = len(batch.keys) - num_ok
         if batch.refused is not None and batch.refused.code == FULL:
             self._stats.dropped += num_lost

@@ -1,0 +1,281 @@
+"""Two machines and what they share, in any order: writes, reads, resets, and all that an engine, a network
+and others may do to it.
+
+Every block says which key it has, and after how many resets it was written. So the model need not know what
+is where: whatever is served must have the right key, and be of now. Engines differ in how they are damaged.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvoffload.testing.fault_proxy import FaultProxy
+from kvoffload.tiers.base import NO_JOB, JobResult
+from kvoffload.tiers.remote.identity import HEADER_BYTES
+from sharing_client import some_keys
+from valkey_server import PATIENCE_S
+
+NUM_KEYS = 8
+EVERY = (*range(1, NUM_KEYS + 1),)
+numbers = st.lists(st.sampled_from(EVERY), min_size=1, max_size=NUM_KEYS, unique=True)
+machines = st.integers(0, 1)
+any_number = st.integers(0, 2**32)
+readers = st.sampled_from([0, 1, None])
+
+Place = Any
+"""Where a value is: as `SharingMachine.values` names it."""
+
+
+class SharingMachine(RuleBasedStateMachine):
+    """Two machines with an engine that they share.
+
+    Attributes:
+        block_bytes: of each block.
+        told: of each machine the blocks that its tier has told of, and not taken back.
+    """
+
+    block_bytes: ClassVar[int] = 512
+
+    @abstractmethod
+    def begin(self) -> list[Any]:
+        """Empty the engine; the tiers of both machines."""
+
+    @abstractmethod
+    def values(self) -> list[Place]:
+        """All values with blocks that the engine has."""
+
+    @abstractmethod
+    def get(self, place: Place) -> bytes:
+        """What is there."""
+
+    @abstractmethod
+    def put(self, place: Place, value: bytes) -> None:
+        """What is there from now on."""
+
+    @abstractmethod
+    def remove(self, place: Place) -> None:
+        """It leaves, as by an eviction."""
+
+    @abstractmethod
+    def remove_epoch(self, place: Place) -> None:
+        """The epoch of the blocks there leaves, as by an eviction."""
+
+    def parts(self, tier: Any) -> list[Any]:
+        """What has hints, a circuit and greetings of its own."""
+        return [tier]
+
+    def is_well(self, tier: Any) -> bool:
+        """Whether it can use all that is there, as far as it knows."""
+        return bool(tier._is_open())
+
+    def some_place(self, number: int) -> Place | None:
+        found = self.values()
+        return found[number % len(found)] if found else None
+
+    # ---- what machines do
+
+    @initialize()
+    def start(self) -> None:
+        self.num_resets = 0
+        self.tiers = self.begin()
+        self.told: list[set[bytes]] = [set(), set()]
+        self.hear()
+        self.pool = np.zeros((NUM_KEYS, self.block_bytes), np.uint8)
+
+    def wait(self, machine: int, job: int) -> JobResult:
+        until = time.monotonic() + PATIENCE_S
+        while not (results := self.tiers[machine].finished()):
+            assert time.monotonic() < until, "a job does not end"
+            time.sleep(0.0002)
+        (result,) = results
+        assert result.job == job
+        return result
+
+    @rule(machine=machines, of=numbers)
+    def write(self, machine: int, of: list[int]) -> None:
+        for row, number in enumerate(of):
+            self.pool[row] = number
+            self.pool[row, :4] = np.frombuffer(self.num_resets.to_bytes(4, "big"), np.uint8)
+        job, taken = self.tiers[machine].submit_write(some_keys(*of), self.pool, np.arange(len(of)))
+        if job != NO_JOB:
+            assert len(self.wait(machine, job).ok) == np.count_nonzero(taken)
+
+    @rule(machine=machines)
+    def write_all(self, machine: int) -> None:
+        self.write(machine, [*EVERY])
+
+    @rule(machine=machines, of=numbers)
+    def read(self, machine: int, of: list[int]) -> None:
+        self.served(machine, of)
+
+    def served(self, machine: int, of: list[int]) -> int:
+        """How many of these blocks the machine gets."""
+        self.pool[:] = 0xEE
+        job = self.tiers[machine].submit_read(some_keys(*of), self.pool, np.arange(len(of)))
+        ok = self.wait(machine, job).ok
+        for row in np.flatnonzero(ok).tolist():
+            assert (self.pool[row, 4:] == of[row]).all(), "another block was served"
+            age = int.from_bytes(self.pool[row, :4].tobytes(), "big")
+            assert age == self.num_resets, "a block from before a reset was served"
+        return int(np.count_nonzero(ok))
+
+    @rule(machine=machines, of=numbers)
+    def probe(self, machine: int, of: list[int]) -> None:
+        job = self.tiers[machine].submit_probe(some_keys(*of))
+        if job != NO_JOB:
+            self.wait(machine, job)
+
+    @rule(machine=machines)
+    def reset(self, machine: int) -> None:
+        tier = self.tiers[machine]
+        tier.clear()
+        assert not tier.contains(some_keys(*EVERY)).any()
+        until = time.monotonic() + PATIENCE_S
+        while not tier.drain(0.2):
+            self.network_heals()
+            self.try_again_now()
+            assert time.monotonic() < until
+        self.num_resets += 1
+
+    @rule()
+    def try_again_now(self) -> None:
+        """The pauses of circuits, greetings and full servers are over."""
+        for tier in self.tiers:
+            for part in self.parts(tier):
+                part._greet_at = part._resume_writes_at = 0.0
+                if part._circuit._next_try is not None:
+                    part._circuit._next_try = 0.0
+
+    @rule(machine=machines)
+    def forget(self, machine: int) -> None:
+        """Whatever it believed is too long ago."""
+        for part in self.parts(self.tiers[machine]):
+            part._hints.clear()
+
+    def network_heals(self) -> None:
+        """Where one can fail."""
+
+    # ---- what others do
+
+    @rule(number=any_number, at=st.integers(0, 2 * (HEADER_BYTES + 512)), reader=readers)
+    def a_byte_flips(self, number: int, at: int, reader: int | None) -> None:
+        if (place := self.some_place(number)) is not None and (value := self.get(place)):
+            at %= len(value)
+            self.put(place, value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :])
+            self.is_read_by(reader)
+
+    @rule(number=any_number, length=st.integers(0, 700))
+    def a_value_is_cut_or_lengthened(self, number: int, length: int) -> None:
+        if (place := self.some_place(number)) is not None:
+            self.put(place, (self.get(place) + bytes(100))[:length])
+
+    @rule(first=any_number, second=any_number, reader=readers)
+    def a_value_is_copied_over_another(self, first: int, second: int, reader: int | None) -> None:
+        one, other = self.some_place(first), self.some_place(second)
+        if one is not None and other is not None:
+            self.put(other, self.get(one))
+            self.is_read_by(reader)
+
+    def is_read_by(self, reader: int | None) -> None:
+        if reader is not None:
+            self.network_heals()
+            self.come_to_terms()
+            self.served(reader, [*EVERY])
+
+    @rule(number=any_number)
+    def a_value_leaves(self, number: int) -> None:
+        if (place := self.some_place(number)) is not None:
+            self.remove(place)
+
+    @rule(number=any_number)
+    def an_epoch_leaves(self, number: int) -> None:
+        """What was under it must not come back with the next one."""
+        if (place := self.some_place(number)) is not None:
+            self.remove_epoch(place)
+
+    # ---- what always holds
+
+    def hear(self) -> None:
+        for told, tier in zip(self.told, self.tiers, strict=True):
+            for keys, removed in tier.take_changes():
+                assert told.isdisjoint(keys) != removed, "a block is told of once, and taken back once"
+                told.difference_update(keys) if removed else told.update(keys)
+
+    @invariant()
+    def nothing_is_left_over(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        self.hear()
+        for tier in self.tiers:
+            assert tier.stats().in_flight == 0
+            keys = some_keys(*EVERY)
+            assert not (tier.contains(keys) & tier.unknown(keys)).any()
+
+    def come_to_terms(self) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not all(self.is_well(tier) for tier in self.tiers):
+            self.try_again_now()
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def teardown(self) -> None:
+        """When all is well both machines share again."""
+        if not hasattr(self, "tiers"):
+            return
+        try:
+            self.network_heals()
+            num_served, until = 0, time.monotonic() + PATIENCE_S
+            while (
+                num_served < NUM_KEYS
+            ):  # damage, resets and where blocks are now are found by the first reads
+                for machine in range(2):
+                    self.come_to_terms()
+                    self.forget(machine)
+                    self.probe(machine, [*EVERY])
+                self.write(0, [*EVERY])
+                num_served = min(self.served(machine, [*EVERY]) for machine in range(2))
+                assert time.monotonic() < until
+            self.nothing_is_left_over()
+        finally:
+            for tier in self.tiers:
+                tier.close()
+            self.over()
+
+    def over(self) -> None:
+        """What is to be closed besides the tiers."""
+
+
+class BehindAProxy(SharingMachine):
+    """Both machines reach the engine through one proxy."""
+
+    proxy: FaultProxy
+
+    @rule()
+    def connections_are_dropped(self) -> None:
+        self.proxy.drop_connections()
+
+    @rule()
+    def the_network_refuses(self) -> None:
+        self.proxy.set(refuse=True)
+        self.proxy.drop_connections()
+
+    @rule(cut_after=st.integers(0, 3000))
+    def the_network_cuts(self, cut_after: int) -> None:
+        self.proxy.set(cut_after=cut_after)
+
+    @rule(flip_at=st.integers(0, 3000))
+    def the_network_flips(self, flip_at: int) -> None:
+        self.proxy.set(flip_at=flip_at)
+
+    @rule()
+    def network_heals(self) -> None:
+        self.proxy.set()
+
+    def over(self) -> None:
+        self.proxy.close()

@@ -1,0 +1,232 @@
+"""Machines that share a server, a cluster and a bucket, in any order: nothing lies (`sharing_machine.py`).
+
+KVOFFLOAD_SHARINGS is how many sequences are played with each; `make soak` plays more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+import s3_server
+from kvoffload.testing.fault_proxy import FaultProxy
+from kvoffload.tiers.kinds.s3 import S3Options
+from kvoffload.tiers.kinds.valkey import ValkeyOptions
+from kvoffload.tiers.options import TierOwner
+from kvoffload.tiers.remote.cluster import MapQuestion
+from kvoffload.tiers.remote.divisions import slot_of
+from kvoffload.tiers.remote.objects import epoch_name
+from s3_server import BUCKET, KEY_ID, SECRET, Rclone
+from sharing_client import some_keys
+from sharing_machine import EVERY, BehindAProxy, SharingMachine, any_number, machines
+from valkey_server import PATIENCE_S, Cluster, Server, clustered, running
+
+PATIENT: dict[str, Any] = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
+QUICK: dict[str, Any] = {"timeout": 0.5, "probe_timeout": 0.5}
+"""Behind a proxy: when it flips the end of a line, the rest of the line never comes."""
+SHARINGS = os.environ.get("KVOFFLOAD_SHARINGS")
+
+
+def sequences(steps: int, one_of: int = 1) -> settings:
+    """So many steps each, and of sequences one of so many that others play."""
+    count = max(1, int(SHARINGS or settings().max_examples) // one_of)
+    return settings(stateful_step_count=steps, deadline=None, max_examples=count)
+
+
+class ServerMachine(BehindAProxy):
+    """With a server, and blocks of one value."""
+
+    server: ClassVar[Server]
+
+    def begin(self) -> list[Any]:
+        self.server.say("FLUSHALL")
+        self.proxy = FaultProxy(self.server.port)
+        described = ValkeyOptions(url=f"valkey://127.0.0.1:{self.proxy.port}/ns", **QUICK)
+        return [described.open(TierOwner(self.block_bytes, 36, "m")) for _ in range(2)]
+
+    def values(self) -> list[bytes]:
+        return self.server.names()
+
+    def get(self, place: bytes) -> bytes:
+        return self.server.value(place)
+
+    def put(self, place: bytes, value: bytes) -> None:
+        assert self.server.say("SET", place, value) == b"OK"
+
+    def remove(self, place: bytes) -> None:
+        self.server.say("DEL", place)
+
+    def remove_epoch(self, place: bytes) -> None:
+        self.server.say("DEL", self.tiers[0]._epoch_name)
+
+
+class MachineOfTwoValues(ServerMachine):
+    """As above, and each block is two values."""
+
+    block_bytes = 16 << 10
+
+
+class ClusterMachine(SharingMachine):
+    """With three masters: slots move, and maps are old. Blocks are one value."""
+
+    cluster: ClassVar[Cluster]
+
+    def begin(self) -> list[Any]:
+        for master in self.cluster.masters:
+            assert master.say("FLUSHALL") == b"OK"
+        described = ValkeyOptions(url=f"{self.cluster.url}/ns", **PATIENT)
+        return [described.open(TierOwner(self.block_bytes, 36, "m")) for _ in range(2)]
+
+    def values(self) -> list[tuple[Server, bytes]]:
+        return [(master, name) for master in self.cluster.masters for name in master.names()]
+
+    def get(self, place: tuple[Server, bytes]) -> bytes:
+        server, name = place
+        return server.value(name)
+
+    def put(self, place: tuple[Server, bytes], value: bytes) -> None:
+        server, name = place
+        assert server.say("SET", name, value) == b"OK"
+
+    def remove(self, place: tuple[Server, bytes]) -> None:
+        server, name = place
+        server.say("DEL", name)
+
+    def remove_epoch(self, place: tuple[Server, bytes]) -> None:
+        server, name = place
+        *begin, _, tag, _ = name.split(b":")
+        server.say("DEL", b":".join([*begin, b"epoch", tag]))
+
+    def parts(self, tier: Any) -> list[Any]:
+        return [*tier._nodes.values()]
+
+    def is_well(self, tier: Any) -> bool:
+        tier.contains(some_keys(*range(1, 100)))
+        return bool(tier._is_whole())
+
+    @rule()
+    def try_again_now(self) -> None:
+        super().try_again_now()
+        for tier in self.tiers:
+            tier._ask_at = tier._look_at = 0.0
+
+    @rule(number=any_number, to=st.integers(1, 2))
+    def a_slot_moves(self, number: int, to: int) -> None:
+        """With all that is in it, and before the machines hear of it."""
+        if (found := self.some_place(number)) is None:
+            return
+        source, name = found
+        target = self.cluster.masters[(self.cluster.masters.index(source) + to) % 3]
+        slot = str(slot_of(name))
+        identity = self.cluster.identity(target)
+        assert target.say("CLUSTER", "SETSLOT", slot, "IMPORTING", self.cluster.identity(source)) == b"OK"
+        assert source.say("CLUSTER", "SETSLOT", slot, "MIGRATING", identity) == b"OK"
+        for one in source.ask("CLUSTER", "GETKEYSINSLOT", slot, "1000"):
+            assert source.say("MIGRATE", "127.0.0.1", str(target.port), one, "0", "60000") == b"OK"
+        for server in (target, source, *self.cluster.masters):
+            assert server.say("CLUSTER", "SETSLOT", slot, "NODE", identity) == b"OK"
+
+    @rule(machine=machines)
+    def a_map_is_old(self, machine: int) -> None:
+        """All divisions are one node further."""
+        tier = self.tiers[machine]
+        known = [*tier._number_of.items()]
+        wrong = MapQuestion(deadline=0.0)
+        wrong.divisions = {
+            address: tier._nodes[known[row - 1][1]].divisions for row, (address, _) in enumerate(known)
+        }
+        wrong.num_replicas = dict.fromkeys(wrong.divisions, 0)
+        tier._follow(wrong)
+
+
+class BucketMachine(BehindAProxy):
+    """With a bucket, and two blocks in an object."""
+
+    rclone: ClassVar[Rclone]
+
+    def begin(self) -> list[Any]:
+        self.rclone.empty()
+        self.proxy = FaultProxy(self.rclone.port)
+        described = S3Options(
+            url=f"s3://{BUCKET}/ns",
+            endpoint=f"http://127.0.0.1:{self.proxy.port}",
+            region="us-east-1",
+            pack=2 * self.block_bytes,
+            **QUICK,
+        )
+        tiers = [described.open(TierOwner(self.block_bytes, 36, "m")) for _ in range(2)]
+        for tier in tiers:
+            assert tier.group_blocks == 2
+            tier.follow(tier.begin_request("r"), some_keys(*EVERY))
+        return tiers
+
+    def values(self) -> list[str]:
+        return self.rclone.names()
+
+    def get(self, place: str) -> bytes:
+        return self.rclone.file(place).read_bytes()
+
+    def put(self, place: str, value: bytes) -> None:
+        self.rclone.put(place, value)
+
+    def remove(self, place: str) -> None:
+        self.rclone.delete(place)
+
+    def remove_epoch(self, place: str) -> None:
+        self.rclone.delete(epoch_name("ns", self.tiers[0]._producer).decode())
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[None]:
+    with running(tmp_path) as server:
+        ServerMachine.server = server
+        yield
+        del ServerMachine.server
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[None]:
+    with clustered(tmp_path) as cluster:
+        ClusterMachine.cluster = cluster
+        yield
+        del ClusterMachine.cluster
+
+
+@pytest.fixture
+def rclone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    # It answers 500 to one of several `PUT`s that come at once.
+    monkeypatch.setattr("kvoffload.tiers.remote.bucket._SIDE_BY_SIDE", 1)
+    with s3_server.running(Rclone, tmp_path) as server:
+        assert isinstance(server, Rclone)
+        BucketMachine.rclone = server
+        yield
+        del BucketMachine.rclone
+
+
+@pytest.mark.usefixtures("server")
+class TestServer(ServerMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = sequences(40)
+
+
+@pytest.mark.usefixtures("server")
+class TestTwoValues(MachineOfTwoValues.TestCase):  # type: ignore[name-defined, misc]
+    settings = sequences(40, one_of=2)
+
+
+@pytest.mark.usefixtures("cluster")
+class TestCluster(ClusterMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = sequences(30, one_of=4)
+
+
+@pytest.mark.usefixtures("rclone")
+class TestBucket(BucketMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = sequences(30, one_of=4)
