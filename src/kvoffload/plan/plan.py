@@ -24,6 +24,7 @@ from kvoffload.plan.prices import MEANING, flattened
 from kvoffload.plan.rows import Cell, Measured, PlanRow, Setup, difference, measured, nothing
 from kvoffload.plan.search import Space, search
 from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontier
+from kvoffload.plan.waits import choose_by_wait
 from kvoffload.plan.words import answer, cannot_tell
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, why_not
@@ -57,7 +58,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         words: the answer, in sentences.
         outcome: ``BUY``, ``BUY_NOTHING``, ``NOT_REACHED``.
         chosen, smaller, larger, most: rows, as in `targets.Choice`.
-        needed: the share that must be saved; null without a target.
+        needed: the share that must be saved; null without such a target.
+        needed_ttft_p90_s: how long nine of ten requests are to wait at most; null without such a target.
         ceiling, by_gpus: what caches without limit save, and the GPUs' own memory.
         footprint_bytes: what would hold all blocks of all replicas.
         frontier: the purchases that save more than every cheaper one, cheapest first.
@@ -80,6 +82,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     larger: PlanRow | None
     most: PlanRow
     needed: float | None
+    needed_ttft_p90_s: float | None = None
     ceiling: float
     by_gpus: float
     footprint_bytes: int
@@ -183,17 +186,23 @@ class Plan:
         fleet, target = self.fleet, self.target
         with self._work.begun() as (workers, journal):
             evidence = gather(self._source, fleet, seed=self._work.seed, resamples=self._work.resamples)
-            clock = clock_of(fleet, evidence)
+            clock = clock_of(fleet, evidence, journal, on_progress)
             needed = target.needed(evidence, fleet)
+
+            def chosen(found: Sequence[Measured]) -> Choice:
+                if clock is not None and target.ttft_p90_s is not None:
+                    return choose_by_wait(found, target.ttft_p90_s, clock)
+                return choose(found, needed, apart)
+
             stages = _Stages(self, Measuring(evidence.traces, workers, journal), evidence, on_progress)
             apart = functools.partial(difference, evidence)
             begin = nothing(fleet, evidence)
-            rows, choice = search(
-                self._space(evidence), stages.measure, apart, lambda found: choose(found, needed, apart),
-                begin,
-            )  # fmt: skip
+            rows, choice = search(self._space(evidence), stages.measure, apart, chosen, begin)
+            in_time = None
+            if clock is not None:
+                in_time = clock.compared(choice.chosen.row, begin.row)
+                rows, choice = [clock.told(one) for one in rows], choice.of_each(clock.told)
             self._work.write([one.row for one in rows])
-        in_time = clock.compared(choice.chosen.row, begin.row) if clock else None
         return self._answer(evidence, rows, choice, in_time)
 
     def _space(self, evidence: Evidence) -> Space:
@@ -230,6 +239,7 @@ class Plan:
             larger=choice.larger.row if choice.larger else None,
             most=choice.most.row,
             needed=choice.needed,
+            needed_ttft_p90_s=self.target.ttft_p90_s,
             ceiling=evidence.ceiling,
             by_gpus=evidence.device_share,
             footprint_bytes=fleet.size_bytes(sum(trace.unique_blocks for trace in evidence.traces)),
@@ -248,7 +258,7 @@ class Plan:
             ],
             in_time=in_time,
             assumptions=assumptions(fleet, evidence, in_time),
-            cannot_tell=cannot_tell(evidence, fleet, choice.chosen.row, in_time),
+            cannot_tell=cannot_tell(evidence, fleet, choice.chosen.row, in_time, self.target),
             seed=self._work.seed,
             resamples=self._work.resamples,
         )

@@ -61,6 +61,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         busy: what these are multiplied by for the busiest minute.
         drive_writes_a_day: capacities written to a drive; ssd_life_years: until it is worn out. Null without.
         feasible: whether it can be; why_not: what is against it, in words.
+        ttft_p90_s: nine of ten requests wait no longer for their first token; null where that was not timed.
     """
 
     ram_modules: int
@@ -96,6 +97,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     ssd_life_years: float | None
     feasible: bool
     why_not: str
+    ttft_p90_s: float | None = None
 
     @property
     def purchase(self) -> Purchase:

@@ -26,6 +26,8 @@ def _parts(found: PlanAnswer) -> Iterator[Part]:
     yield _places(found)
     if any(row.ssd_drives and row.drive_writes_a_day is not None for row in found.rows):
         yield _wear(found)
+    if found.needed_ttft_p90_s is not None:
+        yield _wait_for_money(found, found.needed_ttft_p90_s)
     if found.in_time is not None:
         yield _waits(found.in_time)
         yield _links(found.in_time)
@@ -130,6 +132,25 @@ def _wear(found: PlanAnswer) -> Chart:
             data.append(_points(some, wear, name, marker={"size": 8, "symbol": symbol}))
     axes = {"xaxis": {"title": {"text": "drive writes a day"}, "rangemode": "tozero"}, "yaxis": _SAVED}
     return Chart("wear", "What SSDs have to write", data, axes, "Capacities of a drive, each day.")
+
+
+def _wait_for_money(found: PlanAnswer, asked_s: float) -> Chart:
+    timed = [row for row in found.purchases if row.ttft_p90_s is not None]
+    prices = [row.price for row in timed]
+    data: Data = [
+        {"type": "scatter", "mode": "markers", "name": name, "x": [row.price for row in rows],
+         "y": [row.ttft_p90_s for row in rows], "text": [_hover(row) for row in rows],
+         "hovertemplate": "%{y:.3g} s<br>%{text}<extra></extra>", "marker": marker}
+        for name, rows, marker in (("timed", timed, {"size": 8}),
+                                   ("recommended", [found.chosen], {"size": 16, "symbol": "star"}))
+    ]  # fmt: skip
+    data.append({"type": "scatter", "mode": "lines", "name": f"asked for: {asked_s:g} s",
+                 "x": [min(prices), max(prices)], "y": [asked_s, asked_s],
+                 "line": {"dash": "dot", "width": 1.5}, "hoverinfo": "name"})  # fmt: skip
+    axes = {"xaxis": {"title": {"text": f"price, {found.currency}"}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": "p90 of time to first token, s"}, "rangemode": "tozero"}}  # fmt: skip
+    note = "Each point is a purchase that was timed; between two of them nothing is known."
+    return Chart("wait-for-money", "Cost against waiting", data, axes, note)
 
 
 def _waits(found: InTime) -> Chart:
