@@ -92,6 +92,13 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 @click.option("--admissions", default=",".join(Setups.admissions), show_default=True, help="Of RAM.")
 @click.option("--ssd-policies", default=",".join(Setups.ssd_policies), show_default=True, help="Of SSDs.")
 @click.option("--ssd-admissions", default=",".join(Setups.ssd_admissions), show_default=True, help="Of SSDs.")
+@click.option(
+    "--sample",
+    "one_in",
+    type=int,
+    metavar="N",
+    help="Search on one of N sessions, and measure the answer on all; 1: all. By length, if not given.",
+)
 @click.option("--jobs", type=int, help="Processes; one for each CPU if not given.")
 @click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
@@ -130,6 +137,7 @@ def plan(
     admissions: str,
     ssd_policies: str,
     ssd_admissions: str,
+    one_in: int | None,
     jobs: int | None,
     scheduler: str | None,
     output: Path | None,
@@ -173,6 +181,7 @@ def plan(
             axis("ssd-policies", ssd_policies), axis("ssd-admissions", ssd_admissions),
         ),
         output=output, force=force, jobs=jobs, scheduler=scheduler, seed=seed, resamples=resamples,
+        one_in=one_in,
     )  # fmt: skip
     try:
         with without_warnings(), shown(quiet) as on_progress:

@@ -50,6 +50,16 @@ def answer(
     return said
 
 
+def searched_on(one_in: int, rows: int) -> list[str]:
+    """What is said where a search looked at a part of the sessions."""
+    if one_in == 1:
+        return []
+    return [
+        f"Searched on one of {one_in:,} sessions; the {rows:,} rows of this answer were replayed with all of "
+        "them."
+    ]
+
+
 def goods(row: PlanRow) -> str:
     """What is bought: ``512 GiB of RAM and 3.84 TB of SSD``."""
     parts = [f"{ram_size(row.ram_bytes)} of RAM"] if row.ram_bytes else []
