@@ -35,7 +35,7 @@ from kvoffload.sweep.task import TraceSource
 from kvoffload.sweep.workers import Workers
 
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
-_CONFIRMED = 5
+_CONFIRMED = 6
 """Rows that are measured on all sessions after a search on a sample, about."""
 _BEYOND_BUDGET = 2
 """How many times the budget is still looked at: what more money would bring is worth knowing."""

@@ -107,8 +107,8 @@ def confirm(
     """Measure on all what a search on a sample has found; all rows so measured, and the choice among them.
 
     The recommended purchase and its neighbours, the one that saves most, and the best of those that cannot
-    be, each with the setup that was best for it. Where the choice among those is another one, half-way
-    between it and its neighbours.
+    be, each with the setup that was best for it, and the recommended one also with the second best. Where the
+    choice among those is another one, half-way between it and its neighbours.
 
     Args:
         sampled: what was chosen on the sample; rows: its rows.
@@ -116,6 +116,9 @@ def confirm(
     near = [sampled.chosen, sampled.smaller, sampled.larger, sampled.most]
     cannot = [one for one in rows if not one.row.feasible and one.row.saved > sampled.most.row.saved]
     near += sorted(cannot, key=lambda one: (-one.row.saved, one.row.price))[:1]
+    chosen = sampled.chosen.row
+    others = [one for one in rows if one.row.purchase == chosen.purchase and one.row.setup != chosen.setup]
+    near += sorted(others, key=lambda one: (one.row.feasible, one.row.saved))[-1:]
     cells = [Cell(one.row.purchase, one.row.setup) for one in near if one and one.row.purchase != NOTHING]
     found, setups = _Found(measure), list(dict.fromkeys(cell.setup for cell in cells))
     found.look(cells, KEPT)

@@ -64,6 +64,7 @@ def _frontier(found: PlanAnswer) -> Chart:
     can = [row for row in found.rows if row.feasible]
     cannot = [row for row in found.rows if not row.feasible]
     prices = [row.price for row in found.rows]
+    some = [row for row in found.sampled if row.feasible]
     data: Data = [
         _points(can, [row.price for row in can], "can be had", marker={"size": 7, "opacity": 0.6}),
         _points(found.frontier, [row.price for row in found.frontier], "most for the money",
@@ -74,8 +75,13 @@ def _frontier(found: PlanAnswer) -> Chart:
     if cannot:
         data.insert(1, _points(cannot, [row.price for row in cannot], "cannot be",
                                marker={"size": 7, "symbol": "x", "opacity": 0.6}))  # fmt: skip
+    note = "Each point is a purchase, used in one way."
+    if some:
+        name = f"on one of {found.one_in:,} sessions"
+        data.append(_points(some, [row.price for row in some], name, marker={"size": 5, "opacity": 0.4}))
+        note += " What was measured on a part of the sessions led to the others, and is not what they save."
     axes = {"xaxis": {"title": {"text": f"price, {found.currency}"}, "rangemode": "tozero"}, "yaxis": _SAVED}
-    return Chart("frontier", "Cost against saving", data, axes, "Each point is a purchase, used in one way.")
+    return Chart("frontier", "Cost against saving", data, axes, note)
 
 
 _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
@@ -83,7 +89,7 @@ _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
 
 def _over_ram(found: PlanAnswer) -> Chart:
     """What each way to use RAM saves, over its size; only measured points."""
-    alone = [row for row in found.rows if not row.ssd_drives]
+    alone = [row for row in found.sampled or found.rows if not row.ssd_drives]
     setups = sorted({row.setup for row in alone if row.ram_modules})
     data: Data = []
     for setup in setups:
@@ -98,11 +104,12 @@ def _over_ram(found: PlanAnswer) -> Chart:
         {"type": "scatter", "mode": "lines+markers", "name": "optimum", "x": list(best),
          "y": list(best.values()), "line": {"dash": "dash"},
          "hovertemplate": "%{y:.1f} %<extra>optimum</extra>"},
-        _flat("ceiling", found.ceiling, sizes),
-        _flat("the GPUs alone", found.by_gpus, sizes),
     ]  # fmt: skip
+    if not found.sampled:
+        data += [_flat("ceiling", found.ceiling, sizes), _flat("the GPUs alone", found.by_gpus, sizes)]
     axes = {"xaxis": {"title": {"text": "RAM, GiB"}}, "yaxis": _SAVED}
     note = "Without SSDs. Between two points nothing was measured; the optimum knows the future."
+    note += f" On one of {found.one_in:,} sessions." if found.sampled else ""
     return Chart("over-ram", "Saving over RAM", data, axes, note)
 
 
