@@ -447,7 +447,7 @@ def test_what_was_timed_is_kept(turns: str, tmp_path: Path, monkeypatch: pytest.
     assert timed_rows[-1].refs_done == timed_rows[-1].rows_done * 500
     assert {now.of for now in told} == {"rows", "timed replays"}
     written_rows = (tmp_path / "rows.csv").read_text().splitlines()
-    assert written_rows[0].endswith("ttft_p90_s")
+    assert "ttft_p90_s" in written_rows[0].split(",")
 
 
 # ---- the command
