@@ -2,8 +2,10 @@
 
     python bench/plan.py conversation_first60.jsonl
     python bench/plan.py chat --gpus 8
+    python bench/plan.py chat --sessions 270000
 
-The plan is that of ``kvoffload plan`` with its defaults, for Llama-3.1-8B, in one process.
+The plan is that of ``kvoffload plan`` with its defaults, for Llama-3.1-8B, in one process. ``--sample 1``
+searches on all sessions, whatever the length; ``--sessions`` makes a built-in workload longer.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from kvoffload.plan.plan import Plan
 from kvoffload.plan.prices import Prices
 from kvoffload.plan.targets import Target
 from kvoffload.sweep.task import TraceSource
+from kvoffload.traces.formats.mooncake import write_trace
+from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import block_tokens_of
+from kvoffload.traces.workloads import builtin
 
 MODEL = "meta-llama/Llama-3.1-8B"
 LARGE_REFS = 10_000_000
@@ -33,27 +38,37 @@ def main() -> None:
     parser.add_argument("trace")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--target-of-ceiling", type=float, default=0.8)
+    parser.add_argument("--sample", type=int)
+    parser.add_argument("--sessions", type=int)
     given = parser.parse_args()
     size = block_bytes(MODEL, None, block_tokens_of(given.trace))
     assert size is not None
     fleet = Fleet(given.gpus, 64 * 10**9, size, Prices())
     target = Target(of_ceiling=given.target_of_ceiling)
     with tempfile.TemporaryDirectory() as home:
-        plan = Plan(
-            TraceSource(given.trace, None, False), fleet, target, output=Path(home) / "plan.csv", jobs=1
-        )
+        trace = given.trace
+        if given.sessions:
+            trace = str(Path(home) / "longer.jsonl")
+            write_trace(generate(builtin(given.trace, sessions=given.sessions)), Path(trace))
+        source = TraceSource(trace, None, False)
+        output = Path(home) / "plan.csv"
+        plan = Plan(source, fleet, target, output=output, jobs=1, one_in=given.sample)
         start = time.process_time()
         found = plan.run()
         cpu_s = time.process_time() - start
         assert plan.journal_path is not None
         replays = len(plan.journal_path.read_bytes().splitlines())
-    each_us = 1e6 * cpu_s / replays
     print(f"{found.trace}: {found.requests:,} requests, {found.block_refs:,} references")
-    print(f"{len(found.rows):,} rows, {replays:,} different replays, {cpu_s:.1f} s of CPU time")
-    print(f"{each_us / found.block_refs:.2f} us a reference, {each_us / found.requests:.0f} us a request")
+    where = f"one of {found.one_in:,} sessions, {len(found.sampled):,} rows there and"
+    print(f"searched on {where} {len(found.rows):,} on all")
+    print(f"{replays:,} different replays, {cpu_s:.1f} s of CPU time")
+    row = found.chosen
+    bought = f"{row.ram_modules} modules, {row.ssd_drives} drives for {row.price:,.0f}"
+    print(f"{bought}, {row.setup}: {row.saved:.4f}")
     print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB at most")
-    minutes = cpu_s * LARGE_REFS / found.block_refs / 60
-    print(f"{LARGE_REFS:,} references like these: {minutes:.0f} minutes of CPU time, on two cores half")
+    if found.one_in == 1:
+        minutes = cpu_s * LARGE_REFS / found.block_refs / 60
+        print(f"{LARGE_REFS:,} references like these: {minutes:.0f} minutes of CPU time, on two cores half")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 from command import kvoffload
 from kvoffload.errors import ConfigError, SweepError
 from kvoffload.integrations.vllm.options import parse_options
+from kvoffload.plan import sample
 from kvoffload.plan.evidence import gather, together
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
 from kvoffload.plan.plan import Plan, PlanAnswer, Setups
@@ -29,12 +30,14 @@ from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.routing import route
 from kvoffload.sweep import task as tasks
 from kvoffload.sweep import workers
+from kvoffload.sweep.grid import content_digest
 from kvoffload.sweep.task import Measurement, Task, TraceSource
 from kvoffload.tiers.options import parse_tiers
 from kvoffload.traces.formats.mooncake import write_trace
-from kvoffload.traces.load import at_load
+from kvoffload.traces.load import at_load, one_session_in
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
+from kvoffload.traces.statistics import turns
 from kvoffload.traces.workloads import builtin
 from purchases import MANY_WRITES, MIB, PLAIN, drives, fleet, line, planned, prices, words, written
 
@@ -348,6 +351,65 @@ def test_a_few_places_stand_for_all() -> None:
     assert only.sample == [(3, 0)]
 
 
+# ---- long recordings
+
+
+def test_a_sample_has_whole_sessions(chat: str) -> None:
+    trace = load_trace(chat)
+    assert one_session_in(trace, 1) is trace
+    sessions = turns(trace).session_of
+    begun = list(dict.fromkeys(sessions.tolist()))
+    for number in (2, 7, len(begun)):
+        there = trace.of_requests(np.flatnonzero(np.isin(sessions, begun[::number])))
+        found = one_session_in(trace, number)
+        assert content_digest(found) == content_digest(there)
+    assert one_session_in(trace, 10_000).requests == np.count_nonzero(sessions == begun[0])
+
+
+@pytest.mark.parametrize("one_in", [2, 3])
+def test_a_search_on_a_sample_is_confirmed_on_everything(loop: str, one_in: int) -> None:
+    source = TraceSource(loop, None, False)
+    of, target = fleet(kv_bytes=6 * MIB), Target(saved=0.4)
+    answer = Plan(source, of, target, PLAIN, jobs=1, one_in=one_in).run()
+    everything = planned(loop, of, saved=0.4)
+    assert (answer.outcome, answer.chosen) == (everything.outcome, everything.chosen)
+    assert answer.chosen.ram_modules == 20
+    assert (answer.one_in, {row.one_in for row in answer.rows}) == (one_in, {1})
+    assert {row.one_in for row in answer.sampled} == {one_in}
+    assert len(answer.rows) < len(everything.rows)
+    for row in answer.rows[1:]:
+        config = ReplayConfig(row.ram_blocks, device_blocks=row.device_blocks)
+        assert row.saved == Replay(load_trace(loop), config).run().prefix_hit_ratio
+    said = (
+        f"Searched on one of {one_in} sessions; the {len(answer.rows) - 1} rows of this answer were replayed"
+    )
+    assert f"{said} with all of them." in answer.words
+    assert [one.value for one in answer.assumptions if one.name == "searched on"] == [
+        f"one of {one_in} sessions"
+    ]
+    assert everything.one_in == 1
+    assert not everything.sampled
+
+
+def test_only_long_recordings_are_sampled(chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, of = TraceSource(chat, None, False), fleet(kv_bytes=1000 * MIB)
+    evidence, num_sessions = gather(source, of), len(set(turns(load_trace(chat)).session_of.tolist()))
+    assert sample.sessions_in(source, evidence, of) == 1
+    monkeypatch.setattr(sample, "ENOUGH_REQUESTS", evidence.requests // 5)
+    assert sample.sessions_in(source, evidence, of) == 1, "of few sessions none is left out"
+    monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 10)
+    assert sample.sessions_in(source, evidence, of) == 5
+    monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 3)
+    assert sample.sessions_in(source, evidence, of) == 3
+    two_requests = round(2 * evidence.block_refs / evidence.requests) + 1
+    small = fleet(kv_bytes=2 * two_requests * MIB)
+    assert sample.sessions_in(source, evidence, small) == 2, "its part of the GPUs must hold two requests"
+    few = gather(source, of, one_in=3)
+    assert sample.scaled(of, evidence, few).scale == evidence.block_refs / few.block_refs
+    with pytest.raises(ConfigError, match="sample: 0 is not possible; allowed: 1 to"):
+        Plan(source, of, Target(), one_in=0)
+
+
 # ---- odd traces
 
 
@@ -451,17 +513,19 @@ def test_what_was_interrupted_goes_on(loop: str, tmp_path: Path, replays: list[T
     assert len(replays) <= before + 3, "another target is answered from what is kept"
 
 
-def test_progress_never_goes_back(loop: str) -> None:
+@pytest.mark.parametrize("one_in", [1, 2])
+def test_progress_never_goes_back(loop: str, one_in: int) -> None:
     told: list[tuple[int, int, int, int]] = []
     source = TraceSource(loop, None, False)
-    answer = Plan(source, fleet(), Target(saved=0.4), PLAIN, jobs=1).run(
+    answer = Plan(source, fleet(kv_bytes=6 * MIB), Target(saved=0.4), PLAIN, jobs=1, one_in=one_in).run(
         lambda now: told.append((now.rows_done, now.rows, now.refs_done, now.refs))
     )
     for before, after in itertools.pairwise(told):
         assert before[0] <= after[0]
         assert before[2] <= after[2]
     assert all(done <= rows and refs_done <= refs for done, rows, refs_done, refs in told)
-    assert told[-1][0] == len(answer.rows) - 1, "the row of nothing is no replay"
+    replayed = len(answer.rows) - 1 + max(0, len(answer.sampled) - 1)
+    assert told[-1][0] == replayed, "the row of nothing is no replay"
 
 
 def test_an_output_of_somebody_else_is_not_replaced(loop: str, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,27 @@ import pytest
 
 from command import kvoffload
 from kvoffload.errors import ConfigError
+from kvoffload.plan import clock
+from kvoffload.plan.clock import Clock
+from kvoffload.plan.evidence import gather
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
-from kvoffload.plan.plan import PlanAnswer
+from kvoffload.plan.plan import Plan, PlanAnswer
 from kvoffload.plan.prices import Ram, as_toml
+from kvoffload.plan.rows import Measured, PlanRow, nothing
+from kvoffload.plan.targets import Target
+from kvoffload.plan.waits import choose_by_wait
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.routing import route
 from kvoffload.replay.timing.classes import machine_of_class
 from kvoffload.replay.timing.config import Timing
 from kvoffload.replay.timing.machine import QUANTITIES, Machine
-from kvoffload.replay.timing.report import seconds
+from kvoffload.replay.timing.report import Distribution, TimedOutcome, seconds
 from kvoffload.replay.timing.timed import run_in_time
+from kvoffload.sweep.measuring import Progress
+from kvoffload.sweep.task import TraceSource
 from kvoffload.tiers.options import parse_tiers
 from kvoffload.traces.sources import load_trace
-from purchases import MIB, drives, fleet, planned, prices, words, written
+from purchases import MIB, PLAIN, drives, fleet, planned, prices, words, written
 from timing import machine
 
 A_BLOCK = 512
@@ -83,9 +93,11 @@ def test_waits_by_hand(turns: str) -> None:
 
 def test_the_choice_is_that_without_a_clock(turns: str) -> None:
     answer, before = timed(turns), planned(turns, saved=0.5)
-    assert answer.rows == [msgspec.structs.replace(row, gpus_worth=one.gpus_worth,
+    assert answer.rows == [msgspec.structs.replace(row, gpus_worth=one.gpus_worth, ttft_p90_s=one.ttft_p90_s,
                                                    gpu_hours_a_day=one.gpu_hours_a_day)
                            for row, one in zip(before.rows, answer.rows, strict=True)]  # fmt: skip
+    timed_rows = [row for row in answer.rows if row.ttft_p90_s is not None]
+    assert [row.purchase for row in timed_rows] == [NOTHING, answer.chosen.purchase]
     assert before.in_time is None
     assert [one for one in answer.words if one in before.words] == before.words[1:]
     unknown = "How long users wait for first tokens is not known: --machine tells it"
@@ -148,9 +160,7 @@ def test_a_tier_that_does_not_keep_up_is_said(turns: str, tmp_path: Path) -> Non
     assert "RAM and SSDs keep up with their writes." in answer.words
     assert "is waiting in the queue or for SSDs" in words(answer)
     slow = timed(turns, by_hand(disk_write_bytes_per_s=1000.0), for_sale=for_sale)
-    assert slow.chosen == msgspec.structs.replace(
-        answer.chosen, gpus_worth=slow.chosen.gpus_worth, gpu_hours_a_day=slow.chosen.gpu_hours_a_day
-    )
+    assert slow.chosen == msgspec.structs.replace(answer.chosen, ttft_p90_s=slow.chosen.ttft_p90_s)
     assert [one for one in slow.words if one.startswith("The SSDs do not keep up with what is to be written")]
     assert not [one for one in slow.words if "keep up with their writes" in one]
     # At the end four new blocks come every ten seconds, and storing them takes 16.
@@ -297,6 +307,149 @@ def test_a_request_that_no_engine_has_room_for_is_refused(turns: str) -> None:
     planned(turns, replace(of, machine=None), budget=0)
 
 
+# ---- a target in seconds
+
+
+def test_the_cheapest_that_waits_no_longer_is_found(turns: str) -> None:
+    answer = timed(turns, target={"ttft_p90_s": 2.0})
+    # Less than 100 blocks of LRU have nothing of a loop of 100.
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY", Purchase(20, 0))
+    assert answer.chosen.ttft_p90_s == pytest.approx(1.85)
+    said = "Buy 100 MiB of RAM for 2,000 USD: p90 of time to first token is 1.85 s, and 2.00 s were asked"
+    assert answer.words[0].startswith(f"{said} for. It saves 95.0 % of the prefill")
+    assert answer.smaller is not None
+    assert answer.smaller.ttft_p90_s == pytest.approx(4), "the one below was timed, and does not reach it"
+    assert answer.smaller.purchase == Purchase(19, 0), "single modules"
+    assert (answer.needed, answer.needed_ttft_p90_s) == (None, 2.0)
+    assert "A wait is of one simulated run" in " ".join(answer.cannot_tell)
+    assert "No target was given" not in words(answer)
+    assert len([row for row in answer.rows if row.ttft_p90_s is not None]) < len(answer.rows)
+
+
+def test_what_the_gpus_reach_alone_buys_nothing(turns: str) -> None:
+    answer = timed(turns, target={"ttft_p90_s": 4.1})
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
+    said = "Buy nothing: with the GPUs' own memory p90 of time to first token is 4.00 s, and 4.10 s were"
+    assert answer.words[0] == f"{said} asked for."
+    assert [row.purchase for row in answer.rows if row.ttft_p90_s is not None] == [NOTHING]
+
+
+@pytest.mark.parametrize(("budget", "nearest"), [(None, 1.85), (1999, 4.0)])
+def test_what_no_purchase_reaches_is_said_with_the_nearest(
+    turns: str, budget: float | None, nearest: float
+) -> None:
+    answer = timed(turns, target={"ttft_p90_s": 1.0, "budget": budget})
+    assert answer.outcome == "NOT_REACHED"
+    assert answer.chosen.ttft_p90_s == pytest.approx(nearest)
+    said = "Nothing that can be had{} and was timed brings p90 of time to first token down to 1.00 s."
+    assert answer.words[0].startswith(said.format("" if budget is None else " for 1,999 USD"))
+    assert f"What comes nearest is {nearest:.2f} s, with " in answer.words[0]
+    assert budget is None or answer.chosen.price <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("read_bytes_per_s", "num_drives"), [(40 * MIB, 1), (MIB / 16, 0)])
+def test_ssds_that_save_as_much_and_are_slow_are_not_bought(
+    turns: str, read_bytes_per_s: float, num_drives: int
+) -> None:
+    """Sixteen seconds from a disk for what a GPU computes in one: it is left there."""
+    on = by_hand(disk_read_bytes_per_s=read_bytes_per_s, disk_write_bytes_per_s=40.0 * MIB)
+    answer = timed(turns, on, for_sale=prices(ssd=drives(read_per_s="1GB")), target={"ttft_p90_s": 2.5})
+    assert (answer.outcome, answer.chosen.ssd_drives) == ("BUY", num_drives)
+    assert (answer.chosen.price < 2000) == bool(num_drives)
+    assert planned(turns, fleet(prices(ssd=drives())), saved=0.5).chosen.purchase == (1, 1)
+
+
+class ByHand(Clock):
+    """A clock that knows how long a purchase of so many modules waits."""
+
+    def __init__(self, waits_s: Sequence[float]) -> None:
+        self.waits_s, self.timed = waits_s, list[int]()
+
+    def outcome(self, row: PlanRow, later: int = 0) -> TimedOutcome:
+        if row.ram_modules not in self.timed:
+            self.timed.append(row.ram_modules)
+        wait = Distribution.of(np.full(10, self.waits_s[row.ram_modules]))
+        return TimedOutcome(**{**dict.fromkeys(TimedOutcome.__struct_fields__[:13], 0), "ttft_s": wait})
+
+    def known(self, row: PlanRow) -> TimedOutcome | None:
+        return self.outcome(row) if row.ram_modules in self.timed else None
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "modules", "outcome"),
+    [
+        ((9, 8, 2, 1), 2, "BUY"),
+        ((9, 5, 3, 1, 7, 8), 2, "BUY"),  # more may be worse: from the top down as long as waits fall
+        ((9, 8, 7, 6), 3, "NOT_REACHED"),
+        ((9, 2, 7, 6), 3, "NOT_REACHED"),  # what is beyond a hill is not looked for
+        ((9, 8, 5, 6), 2, "NOT_REACHED"),  # the nearest, and not the largest
+        ((4, 8, 8, 8), 0, "BUY_NOTHING"),
+        ((*[9] * 41, *[1] * 24), 41, "BUY"),
+    ],
+)
+def test_the_ladder_is_climbed_by_halves(waits_s: Sequence[float], modules: int, outcome: str) -> None:
+    none = nothing(fleet(), gather(TraceSource("chat", None, False), fleet())).row
+    rows = [msgspec.structs.replace(none, ram_modules=n, price=n, saved=n) for n in range(len(waits_s))]
+    by_hand = ByHand(waits_s)
+    choice = choose_by_wait([Measured(row, np.zeros(1, np.int64)) for row in rows], 4.0, by_hand)
+    assert (choice.chosen.row.ram_modules, choice.outcome.name) == (modules, outcome)
+    assert len(by_hand.timed) <= max(6, 2 + len(waits_s).bit_length()), "not every purchase"
+    if outcome == "BUY":
+        assert modules - 1 in by_hand.timed
+        assert choice.smaller is not None
+        assert choice.smaller.row.ram_modules == modules - 1
+
+
+@pytest.mark.parametrize("on", [None, "by hand"])
+def test_waits_take_a_machine_and_times(on: str | None, turns: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "at-once.jsonl", [(1, 2, 3)] * 40, step_ms=0) if on else turns
+    with pytest.raises(
+        ConfigError, match=r"target-ttft-p90: 2\.0 is not possible; it takes --machine, and a"
+    ):
+        planned(path, fleet(machine=by_hand() if on else None), ttft_p90_s=2.0)
+
+
+def test_a_wait_is_one_target_and_more_than_nothing() -> None:
+    for wrong in (0.0, -1.0, math.inf):
+        with pytest.raises(ConfigError, match=r"target-ttft-p90: .* seconds, more than 0"):
+            Target(ttft_p90_s=wrong)
+    with pytest.raises(ConfigError, match=r"target-saved: 0\.5 .* one target .* not also target-ttft-p90"):
+        Target(saved=0.5, ttft_p90_s=1.0)
+
+
+def test_what_was_timed_is_kept(turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[ReplayConfig | None] = []
+
+    def counted(trace: Any, timing: Timing, blocks: int, config: ReplayConfig | None, told: Any) -> Any:
+        runs.append(config)
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        return run_in_time(trace, timing, blocks, config, told)
+
+    monkeypatch.setattr(clock, "run_in_time", counted)
+    told: list[Progress] = []
+
+    def run(ttft_p90_s: float) -> PlanAnswer:
+        source = TraceSource(turns, None, False)
+        of, target = fleet(machine=by_hand()), Target(ttft_p90_s=ttft_p90_s)
+        return Plan(source, of, target, PLAIN, jobs=1, output=tmp_path / "rows.csv").run(told.append)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(2.0)
+    answer = run(2.0)
+    once = len(runs) - 1
+    assert len(set(runs)) == once, "each once, and the interrupted one twice"
+    assert run(2.0) == answer
+    assert run(4.1).outcome == "BUY_NOTHING"
+    assert len(runs) == once + 1, "another target is answered from what is kept"
+    timed_rows = [now for now in told if now.of == "timed replays"]
+    assert timed_rows[-1].refs_done == timed_rows[-1].rows_done * 500
+    assert {now.of for now in told} == {"rows", "timed replays"}
+    written_rows = (tmp_path / "rows.csv").read_text().splitlines()
+    assert "ttft_p90_s" in written_rows[0].split(",")
+
+
 # ---- the command
 
 
@@ -328,6 +481,23 @@ def test_the_command_says_how_long_users_wait(turns: str, tmp_path: Path) -> Non
     )
     assert p90 in text
     assert "The SSDs do not keep up" in text
+
+
+def test_the_command_takes_a_wait(turns: str, tmp_path: Path) -> None:
+    kept = ("--quiet", "--output", str(tmp_path / "rows.csv"))
+    arguments = command(turns, tmp_path, by_hand(), "--target-ttft-p90", "3900ms", *kept)
+    found = msgspec.json.decode(kvoffload(*arguments, "--format", "json").stdout, type=PlanAnswer)
+    assert (found.outcome, found.needed_ttft_p90_s) == ("BUY", 3.9)
+    shown = kvoffload(*arguments)
+    assert "TTFT p90" in shown.stdout
+    text = " ".join(shown.stdout.split())
+    for sentence in (*found.words, *found.cannot_tell):
+        assert " ".join(sentence.split()) in text
+    done = kvoffload(*command(turns, tmp_path, by_hand(), "--target-ttft-p90", "100ms", *kept))
+    assert done.returncode == 1
+    done = kvoffload(*command(turns, tmp_path, by_hand(), "--target-ttft-p90", "soon"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "target-ttft-p90: 'soon' is not possible; allowed: seconds" in done.stderr
 
 
 @pytest.mark.parametrize(

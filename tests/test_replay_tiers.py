@@ -144,7 +144,7 @@ def test_damage_in_ram_never_reaches_the_disk_as_sound(small_chat: Trace, tmp_pa
             "tier.policy: 'lru,colour=red' is not possible; 'colour' is no parameter",
         ),
         ("disk:/x|/x:10%", "allowed: a directory, or a list of directories, each once"),
-        ("disk", "allowed: disk:PATH:CAPACITY"),
+        ("disk", "allowed: disk:PATH:CAPACITY, or, where no bytes are kept, simulated:CAPACITY"),
     ],
 )
 def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.timing.arrivals import AtOnce, Recorded
@@ -139,6 +140,22 @@ def test_a_block_can_be_loaded_only_when_its_store_has_ended() -> None:
     waits, behind = run(trace, stored_by[250.0], 6, config(50, 6))
     assert waits.began_s[2] == 15
     assert behind.hits() == 3
+
+
+def test_what_waits_for_very_long_asks_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = trace_of((0, "abc"), (3, "vwxyz"), (8.5, "abcd"))
+    asked, lookup = list[int](), Offload.lookup
+
+    def counted(self: Offload, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
+        asked.append(request)
+        return lookup(self, request, ctx, first, end)
+
+    monkeypatch.setattr(Offload, "lookup", counted)
+    waits, behind = run(trace, timing(machine(store_bytes_per_s=0.25)), 6, config(50, 6))
+    # Three blocks of 4,000 s each, as in the test above.
+    assert waits.began_s[2] == pytest.approx(12_003)
+    assert behind.hits() == 3
+    assert len(asked) < 12_003 + 100, "once a second, and not twenty times"
 
 
 def test_ram_that_is_too_small_keeps_the_head() -> None:

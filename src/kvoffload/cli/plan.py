@@ -25,7 +25,7 @@ from kvoffload.cli.plan_tables import tables
 from kvoffload.cli.simulate import find_machine, without_warnings
 from kvoffload.cli.sweep_progress import how_to_go_on, shown
 from kvoffload.cli.vllm_config import as_flag, transfer_config
-from kvoffload.config import parse_size
+from kvoffload.config import Duration, convert, parse_size
 from kvoffload.errors import ConfigError, SweepError
 from kvoffload.models import block_bytes
 from kvoffload.plan.fleet import Fleet
@@ -83,6 +83,11 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
     "--target-of-ceiling", type=float, metavar="SHARE", help="The same, of what any cache can save."
 )
 @click.option("--target-gpu-hours", type=float, metavar="HOURS", help="Save so many GPU-hours a day.")
+@click.option(
+    "--target-ttft-p90",
+    metavar="TIME",
+    help="Nine of ten requests wait no longer for their first token: 1.5s, 800ms. Takes --machine.",
+)
 @click.option("--prefill-tokens-per-s", type=float, default=0.0, metavar="X",
               help="That one GPU computes; the machine's, if not given.")  # fmt: skip
 @click.option("--machine", metavar="FILE|CLASS[:PARAMETERS]",
@@ -96,6 +101,13 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 @click.option("--admissions", default=",".join(Setups.admissions), show_default=True, help="Of RAM.")
 @click.option("--ssd-policies", default=",".join(Setups.ssd_policies), show_default=True, help="Of SSDs.")
 @click.option("--ssd-admissions", default=",".join(Setups.ssd_admissions), show_default=True, help="Of SSDs.")
+@click.option(
+    "--sample",
+    "one_in",
+    type=int,
+    metavar="N",
+    help="Search on one of N sessions, and measure the answer on all; 1: all. By length, if not given.",
+)
 @on_workers
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
               help="Write every row: .csv, .json, .parquet. Another target goes on from there.")  # fmt: skip
@@ -122,6 +134,7 @@ def plan(
     target_saved: float | None,
     target_of_ceiling: float | None,
     target_gpu_hours: float | None,
+    target_ttft_p90: str | None,
     prefill_tokens_per_s: float,
     machine: str | None,
     prices: Path | None,
@@ -130,6 +143,7 @@ def plan(
     admissions: str,
     ssd_policies: str,
     ssd_admissions: str,
+    one_in: int | None,
     jobs: int | None,
     scheduler: str | None,
     output: Path | None,
@@ -161,17 +175,19 @@ def plan(
         gpus, parse_size("kv-per-gpu", kv_per_gpu), size, read_prices(prices), replicas, routing, load, scale,
         prefill_tokens_per_s,
     )  # fmt: skip
+    ttft_p90_s = None if target_ttft_p90 is None else convert("target-ttft-p90", target_ttft_p90, Duration)
     if machine is not None:
         fleet = replace(fleet, machine=find_machine(machine, fleet.gpus_of_engine))
     run = Plan(
         TraceSource(trace, block_tokens, skip_bad_lines),
         fleet,
-        Target(budget, target_saved, target_of_ceiling, target_gpu_hours),
+        Target(budget, target_saved, target_of_ceiling, target_gpu_hours, ttft_p90_s),
         Setups(
             axis("stores", stores), axis("policies", policies), axis("admissions", admissions),
             axis("ssd-policies", ssd_policies), axis("ssd-admissions", ssd_admissions),
         ),
         output=output, force=force, jobs=jobs, scheduler=scheduler, seed=seed, resamples=resamples,
+        one_in=one_in,
     )  # fmt: skip
     try:
         with without_warnings(), shown(quiet) as on_progress:

@@ -12,10 +12,13 @@ from rich.text import Text
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.rows import PlanRow
 from kvoffload.plan.words import money, percent, ram_size, ssd_size
+from kvoffload.replay.timing.report import seconds
 
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
 """Columns of text for all columns of the table, and how many of these are shown in fewer."""
+_PLACE_OF_WAITS = 5
+"""Where waits stand, if they were asked for."""
 
 
 def tables(found: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:
@@ -31,6 +34,8 @@ def tables(found: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:
 def _purchases(found: PlanAnswer, width: int) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, width=width)
     names = ["", "RAM", "SSD", found.currency, "saved", "drive writes a day", "95 %", "of ceiling"]
+    if found.needed_ttft_p90_s is not None:
+        names.insert(_PLACE_OF_WAITS, "TTFT p90")
     shown = len(names) if width >= _ROOMY else _NARROW
     for name in names[:shown]:
         table.add_column(name, justify="right" if name else "left", max_width=12)
@@ -49,7 +54,7 @@ def _worth_a_line(found: PlanAnswer) -> list[PlanRow]:
     shown: list[PlanRow] = []
     most_that_cannot = 0.0
     for row in found.purchases:
-        if row.feasible and row in found.frontier:
+        if row.feasible and (row in found.frontier or row == found.chosen):
             shown.append(row)
         elif not row.feasible and row.saved > max([most_that_cannot, *(one.saved for one in shown)]):
             most_that_cannot = row.saved
@@ -59,7 +64,7 @@ def _worth_a_line(found: PlanAnswer) -> list[PlanRow]:
 
 def _cells(row: PlanRow, found: PlanAnswer) -> list[str]:
     mark = "*" if row == found.chosen else "" if row.feasible else "x"
-    return [
+    cells = [
         mark,
         ram_size(row.ram_bytes) if row.ram_bytes else "-",
         ssd_size(row.ssd_bytes) if row.ssd_bytes else "-",
@@ -71,6 +76,9 @@ def _cells(row: PlanRow, found: PlanAnswer) -> list[str]:
         "" if row.of_ceiling is None else f"{row.of_ceiling:.0%}",
         str(row.setup) if row.feasible else row.why_not,
     ]  # fmt: skip
+    if found.needed_ttft_p90_s is not None:
+        cells.insert(_PLACE_OF_WAITS, "" if row.ttft_p90_s is None else seconds(row.ttft_p90_s))
+    return cells
 
 
 def _assumptions(found: PlanAnswer) -> RenderableType:

@@ -41,22 +41,25 @@ class Lines:
     def __init__(self, console: Console, clock_s: Callable[[], float]) -> None:
         self._console, self._clock_s = console, clock_s
         self._began_s = self._last_s = 0.0
-        self._last_tenth = 0
+        self._begun_with = self._last_tenth = 0
+        self._of = ""
 
     def update(self, now: Progress) -> None:
         """Print a line if it is time for one; none when all is done, which the results say."""
-        if now.refs_done == 0:
-            # The traces have been read: what is left is to be told from the replays alone.
+        if now.refs_done == 0 or now.of != self._of:
+            # The traces have been read, or replays of another kind begin: what is left is to be told from
+            # them alone.
             self._began_s = self._last_s = self._clock_s()
+            self._of, self._begun_with, self._last_tenth = now.of, now.refs_done, 0
         if now.rows_done == now.rows:
             return
         time_s, tenth = self._clock_s(), 10 * now.refs_done // now.refs
         if time_s < self._last_s + _SECONDS_BETWEEN_LINES or tenth == self._last_tenth:
             return
         self._last_s, self._last_tenth = time_s, tenth
-        share = now.refs_done / now.refs
-        left = _span((time_s - self._began_s) * (1 - share) / share)
-        _say(self._console, f"{now.rows_done:,} of {now.rows:,} rows, {share:.0%}, about {left} left")
+        share, done = now.refs_done / now.refs, now.refs_done - self._begun_with
+        left = _span((time_s - self._began_s) * (now.refs - now.refs_done) / done)
+        _say(self._console, f"{now.rows_done:,} of {now.rows:,} {now.of}, {share:.0%}, about {left} left")
 
 
 def _resuming_first(console: Console, update: Callable[[Progress], None]) -> Callable[[Progress], None]:
@@ -82,7 +85,7 @@ def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task("reading", total=None)
         yield lambda now: bar.update(
             task,
-            description=f"{now.rows_done:,} of {now.rows:,} rows",
+            description=f"{now.rows_done:,} of {now.rows:,} {now.of}",
             completed=now.refs_done,
             total=now.refs,
         )

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload import models
-from kvoffload.cli.options import sized
+from kvoffload.cli.options import in_form, sized
 from kvoffload.cli.text import size_text
 from kvoffload.config import parse_size
 from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
@@ -38,9 +38,6 @@ _SLOW_S = 60.0
 _KEY_BYTES = 36
 _SIZES = "64KiB,512KiB,2MiB"
 _url = click.argument("url")
-_format = click.option(
-    "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
-)
 
 
 @click.group()
@@ -54,7 +51,7 @@ def tier() -> None:
 
 @tier.command()
 @_url
-@_format
+@in_form
 def ping(url: str, form: str) -> None:
     """Say whether URL can be a tier: round trip, version, rights, memory, and settings that do not suit it.
 
@@ -78,7 +75,7 @@ def ping(url: str, form: str) -> None:
 
 @tier.command()
 @_url
-@_format
+@in_form
 def inspect(url: str, form: str) -> None:
     """Say what is in the namespace of URL, model by model, from at most 20,000 names of each server.
 
@@ -105,7 +102,7 @@ def inspect(url: str, form: str) -> None:
               help="Tokens in a block; with --model or --bytes-per-token.")  # fmt: skip
 @click.option("--prefill-tokens-per-s", type=click.FloatRange(min=0, min_open=True), metavar="X",
               help="How fast the model computes: is a read worth it, and from where on?")  # fmt: skip
-@_format
+@in_form
 def bench(
     url: str,
     *,

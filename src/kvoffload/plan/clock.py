@@ -5,6 +5,7 @@ Owns which engine is timed, and what its machine is once drives are bought. The 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,13 +15,19 @@ import msgspec
 from kvoffload.errors import ConfigError
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import NOTHING, Fleet
-from kvoffload.plan.rows import Cell, PlanRow
+from kvoffload.plan.rows import Cell, Measured, PlanRow
+from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.timing.config import Timing
 from kvoffload.replay.timing.engine import check_room
 from kvoffload.replay.timing.machine import QUANTITIES, Machine, Quantity
 from kvoffload.replay.timing.report import TimedOutcome
 from kvoffload.replay.timing.timed import run_in_time
-from kvoffload.sweep.task import load
+from kvoffload.sweep.journal import SweepJournal
+from kvoffload.sweep.measuring import OnProgress, Progress
+from kvoffload.sweep.task import code_digest, load
+
+_FORMAT = 1
+"""Of a timed replay in the journal."""
 
 
 class InTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,20 +55,30 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clock:
-    """Times rows of a plan, each once.
+    """Times rows of a plan, each once; what the journal has is not done again.
 
     The engine that has most block references is timed. Where the fleet has `scale` times the requests of the
     recording, its sessions begin so much more densely, with whole caches: queues depend on how many come.
 
     Args:
         machine: of one engine, without what is bought (`Fleet.machine`).
+        journal: None keeps nothing.
+        on_progress: is told how far timed replays are.
 
     Raises: `ConfigError` at construction if a request does not fit the GPUs of an engine. Cost: as
     `run_in_time`, for each row that is new.
     """
 
-    def __init__(self, machine: Machine, fleet: Fleet, evidence: Evidence) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        fleet: Fleet,
+        evidence: Evidence,
+        journal: SweepJournal | None = None,
+        on_progress: OnProgress = lambda progress: None,
+    ) -> None:
         self._machine, self._fleet, self._evidence = machine, fleet, evidence
+        self._journal, self._on_progress, self._num_timed = journal, on_progress, 0
         refs = [trace.block_refs for trace in evidence.traces]
         self._busiest = refs.index(max(refs))
         self._trace = load(evidence.traces[self._busiest].source)
@@ -73,16 +90,45 @@ class Clock:
             blocks = f"an engine's GPUs have {self._whole.device_blocks:,} blocks"
             raise ConfigError("kv-per-gpu", fleet.kv_bytes_per_gpu, f"{blocks}; {error.allowed}") from None
 
-    def outcome(self, row: PlanRow) -> TimedOutcome:
-        """The timed replay of a row; that of a row which buys nothing is of the GPUs alone."""
+    def outcome(self, row: PlanRow, later: int = 0) -> TimedOutcome:
+        """The timed replay of a row; that of a row which buys nothing is of the GPUs alone.
+
+        `later`: how many others are expected to follow, for an estimate of the time.
+        """
+        found = self.known(row)
+        if found is None:
+            config = self._config(row)
+            timing, requests, done = self._timing(row), self._trace.requests, self._num_timed
+            rows, before = done + 1 + later, done * self._trace.requests
+
+            def told(ended: int) -> None:
+                now = done + ended // requests
+                self._on_progress(Progress(now, rows, before + ended, rows * requests, "timed replays"))
+
+            told(0)
+            found = run_in_time(self._trace, timing, self._whole.device_blocks, config, told)
+            self._num_timed += 1
+            told(requests)
+            self._known[Cell(row.purchase, row.setup)] = found
+            if self._journal is not None:
+                self._journal.add_timed(self._key(row), found)
+        return found
+
+    def known(self, row: PlanRow) -> TimedOutcome | None:
+        """The timed replay of a row if it has been made, by this run or by an earlier one."""
         cell = Cell(row.purchase, row.setup)
-        if cell not in self._known:
-            config = None
-            if cell.purchase != NOTHING:
-                config = cell.points(self._whole, self._evidence)[self._busiest].config()
-            timing = self._timing(row)
-            self._known[cell] = run_in_time(self._trace, timing, self._whole.device_blocks, config)
-        return self._known[cell]
+        if cell not in self._known and self._journal is not None:
+            kept = self._journal.timed.get(self._key(row))
+            if kept is not None:
+                self._known[cell] = kept
+        return self._known.get(cell)
+
+    def told(self, one: Measured) -> Measured:
+        """The same row, with how long users wait if that is known."""
+        found = self.known(one.row)
+        if found is None:
+            return one
+        return replace(one, row=msgspec.structs.replace(one.row, ttft_p90_s=found.ttft_s.p90))
 
     def compared(self, row: PlanRow, nothing: PlanRow) -> InTime:
         """A row beside the one that buys nothing."""
@@ -98,11 +144,24 @@ class Clock:
             max_running=timing.max_running,
             step_tokens=timing.step_tokens,
             load=timing.load,
-            with_offload=self.outcome(row),
+            with_offload=self.outcome(row, later=1),
             without=self.outcome(nothing),
             ram_break_even_tokens=from_ram if math.isfinite(from_ram) else None,
             ssd_break_even_tokens=from_ssds if math.isfinite(from_ssds) else None,
         )
+
+    def _config(self, row: PlanRow) -> ReplayConfig | None:
+        cell = Cell(row.purchase, row.setup)
+        if cell.purchase == NOTHING:
+            return None
+        return cell.points(self._whole, self._evidence)[self._busiest].config()
+
+    def _key(self, row: PlanRow) -> str:
+        """What a timed replay is known by: all that it depends on."""
+        config, source = self._config(row), self._evidence.traces[self._busiest].source
+        code = [code_digest(row.policy), code_digest(row.ssd_policy)]
+        parts = ["timed", _FORMAT, source.digest, code, self._timing(row), self._whole.device_blocks, config]
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
     def _timing(self, row: PlanRow) -> Timing:
         return Timing(self._with_drives(row.ssd_drives), self._fleet.block_bytes, load=self._fleet.scale)
@@ -125,11 +184,13 @@ class Clock:
         return msgspec.structs.replace(self._machine, **rates)
 
 
-def clock_of(fleet: Fleet, evidence: Evidence) -> Clock | None:
+def clock_of(
+    fleet: Fleet, evidence: Evidence, journal: SweepJournal | None, on_progress: OnProgress
+) -> Clock | None:
     """A clock; None where no machine is known, or the recording has no times."""
     if fleet.machine is None or not evidence.duration_s:
         return None
-    return Clock(fleet.machine, fleet, evidence)
+    return Clock(fleet.machine, fleet, evidence, journal, on_progress)
 
 
 def rests_on(found: InTime) -> Iterator[tuple[str, str, str]]:

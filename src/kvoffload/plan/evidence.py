@@ -79,11 +79,16 @@ class Evidence:
         return self.draws.ratio(hits)
 
 
-def gather(source: TraceSource, fleet: Fleet, *, seed: int = 0, resamples: int = RESAMPLES) -> Evidence:
-    """Read the recording and divide it. Raises as `load`, and `ConfigError` if it has no block."""
+def gather(
+    source: TraceSource, fleet: Fleet, *, seed: int = 0, resamples: int = RESAMPLES, one_in: int = 1
+) -> Evidence:
+    """Read the recording and divide it. Raises as `load`, and `ConfigError` if it has no block.
+
+    `one_in`: look at one of so many sessions.
+    """
     parts, traces = list[Trace](), list[SweptTrace]()
     for replica in range(fleet.replicas):
-        share = Share(fleet.load, fleet.routing, fleet.replicas, replica)
+        share = Share(fleet.load, fleet.routing, fleet.replicas, replica, one_in)
         its = TraceSource(source.name_or_path, source.block_tokens, source.skip_bad_lines, share)
         if load(its).block_refs:
             parts.append(load(its))

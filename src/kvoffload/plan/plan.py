@@ -22,15 +22,21 @@ from kvoffload.plan.evidence import Evidence, gather
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.prices import MEANING, flattened
 from kvoffload.plan.rows import Cell, Measured, PlanRow, Setup, difference, measured, nothing
-from kvoffload.plan.search import Space, search
+from kvoffload.plan.sample import check_sample, scaled, sessions_in
+from kvoffload.plan.search import Space, confirm, search
 from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontier
-from kvoffload.plan.words import answer, cannot_tell
+from kvoffload.plan.waits import choose_by_wait
+from kvoffload.plan.words import answer, cannot_tell, searched_on
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, why_not
+from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work
 from kvoffload.sweep.task import TraceSource
+from kvoffload.sweep.workers import Workers
 
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
+_CONFIRMED = 6
+"""Rows that are measured on all sessions after a search on a sample, about."""
 _BEYOND_BUDGET = 2
 """How many times the budget is still looked at: what more money would bring is worth knowing."""
 
@@ -57,11 +63,15 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         words: the answer, in sentences.
         outcome: ``BUY``, ``BUY_NOTHING``, ``NOT_REACHED``.
         chosen, smaller, larger, most: rows, as in `targets.Choice`.
-        needed: the share that must be saved; null without a target.
+        needed: the share that must be saved; null without such a target.
+        needed_ttft_p90_s: how long nine of ten requests are to wait at most; null without such a target.
         ceiling, by_gpus: what caches without limit save, and the GPUs' own memory.
         footprint_bytes: what would hold all blocks of all replicas.
         frontier: the purchases that save more than every cheaper one, cheapest first.
-        purchases: the best row of each purchase that was measured; rows: every row.
+        purchases: the best row of each purchase that was measured; rows: every row. Of a long recording those
+            that were measured on all of it.
+        one_in: a long recording was searched on one of so many sessions; 1: on all. sampled: the rows of
+            that search.
         over_time: what is saved in each window.
         in_time: how long users wait; null without a machine, and where the recording has no times.
         assumptions, cannot_tell: what the answer rests on, and what it leaves open.
@@ -80,6 +90,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     larger: PlanRow | None
     most: PlanRow
     needed: float | None
+    needed_ttft_p90_s: float | None = None
     ceiling: float
     by_gpus: float
     footprint_bytes: int
@@ -87,6 +98,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     frontier: list[PlanRow]
     purchases: list[PlanRow]
     rows: list[PlanRow]
+    one_in: int = 1
+    sampled: list[PlanRow] = []
     over_time: list[Window]
     in_time: InTime | None = None
     assumptions: list[Assumption]
@@ -145,6 +158,8 @@ class Plan:
         target: what it is to reach.
         setups: how RAM and SSDs may be used.
         output, force, jobs, scheduler, seed, resamples: as in a sweep.
+        one_in: search on one of so many sessions, and measure on all what is answered; None: by the length of
+            the recording (`plan.sample`); 1: all is searched.
 
     Attributes:
         fleet, target: as given.
@@ -164,9 +179,11 @@ class Plan:
         scheduler: str | None = None,
         seed: int = 0,
         resamples: int = RESAMPLES,
+        one_in: int | None = None,
     ) -> None:
         self._source, self.fleet, self.target, self._setups = source, fleet, target, setups or Setups()
         self._work = Work(output, force, jobs, scheduler, seed, resamples)
+        self._one_in = check_sample(one_in)
         self.progress = Progress(0, 0, 0, 0)
 
     @property
@@ -180,24 +197,36 @@ class Plan:
         Raises: `ConfigError` for a target above the ceiling, RAM too small for a block, an output that cannot
         be written; `TraceError`; `SweepError` if a replay failed. What had been finished is kept.
         """
-        fleet, target = self.fleet, self.target
+        fleet = self.fleet
         with self._work.begun() as (workers, journal):
             evidence = gather(self._source, fleet, seed=self._work.seed, resamples=self._work.resamples)
-            clock = clock_of(fleet, evidence)
-            needed = target.needed(evidence, fleet)
-            stages = _Stages(self, Measuring(evidence.traces, workers, journal), evidence, on_progress)
-            apart = functools.partial(difference, evidence)
-            begin = nothing(fleet, evidence)
-            rows, choice = search(
-                self._space(evidence), stages.measure, apart, lambda found: choose(found, needed, apart),
-                begin,
-            )  # fmt: skip
-            self._work.write([one.row for one in rows])
-        in_time = clock.compared(choice.chosen.row, begin.row) if clock else None
-        return self._answer(evidence, rows, choice, in_time)
+            needed = self.target.needed(evidence, fleet)
+            one_in = self._one_in or sessions_in(self._source, evidence, fleet)
+            told = _Told(self, on_progress)
+            whole = _Part(self, fleet, evidence, needed, told, workers, journal)
+            sampled = list[Measured]()
+            if one_in == 1:
+                rows, choice = whole.search()
+            else:
+                told.after = Progress(0, _CONFIRMED, 0, _CONFIRMED * evidence.block_refs)
+                few = gather(self._source, fleet, seed=self._work.seed, one_in=one_in)
+                # A prompt that sessions share is met for the first time in a larger part of fewer sessions.
+                less = None if needed is None else needed * few.ceiling / max(evidence.ceiling, 1e-9)
+                part = _Part(self, scaled(fleet, evidence, few), few, less, told, workers, journal, one_in)
+                sampled, found = part.search()
+                told.after = Progress(0, 0, 0, 0)
+                rows, choice = whole.confirm(found, sampled)
+            in_time = None
+            if (clock := whole.clock) is not None:
+                in_time = clock.compared(choice.chosen.row, whole.begin.row)
+                rows, choice = [clock.told(one) for one in rows], choice.of_each(clock.told)
+            self._work.write([one.row for one in (*rows, *sampled)])
+        found_on = _Searched(one_in, [one.row for one in sampled])
+        return self._answer(evidence, rows, choice, in_time, found_on)
 
-    def _space(self, evidence: Evidence) -> Space:
-        fleet, target = self.fleet, self.target
+    def space(self, evidence: Evidence, fleet: Fleet) -> Space:
+        """What is searched. Raises `ConfigError` if no RAM that is for sale is a block."""
+        target = self.target
         modules, drives = fleet.steps(evidence.footprint_blocks)
         if not modules:
             ram = fleet.prices.ram
@@ -215,7 +244,12 @@ class Plan:
         return Space(modules, drives, self._setups.of_ram, self._setups.with_ssds, allowed, edge)
 
     def _answer(
-        self, evidence: Evidence, rows: list[Measured], choice: Choice, in_time: InTime | None
+        self,
+        evidence: Evidence,
+        rows: list[Measured],
+        choice: Choice,
+        in_time: InTime | None,
+        searched: _Searched,
     ) -> PlanAnswer:
         fleet, apart = self.fleet, functools.partial(difference, evidence)
         return PlanAnswer(
@@ -224,12 +258,16 @@ class Plan:
             block_refs=evidence.block_refs,
             duration_s=evidence.duration_s,
             outcome=choice.outcome.name,
-            words=answer(choice, rows, apart, evidence, fleet, self.target, in_time),
+            words=[
+                *answer(choice, rows, apart, evidence, fleet, self.target, in_time),
+                *searched_on(searched.one_in, len(rows) - 1),
+            ],
             chosen=choice.chosen.row,
             smaller=choice.smaller.row if choice.smaller else None,
             larger=choice.larger.row if choice.larger else None,
             most=choice.most.row,
             needed=choice.needed,
+            needed_ttft_p90_s=self.target.ttft_p90_s,
             ceiling=evidence.ceiling,
             by_gpus=evidence.device_share,
             footprint_bytes=fleet.size_bytes(sum(trace.unique_blocks for trace in evidence.traces)),
@@ -237,6 +275,8 @@ class Plan:
             frontier=[one.row for one in frontier(rows)],
             purchases=[one.row for one in best_of_each(rows, feasible_first=True)],
             rows=[one.row for one in rows],
+            one_in=searched.one_in,
+            sampled=searched.rows,
             over_time=[
                 Window(chosen / max(refs, 1), alone / max(refs, 1))
                 for chosen, alone, refs in zip(
@@ -247,43 +287,114 @@ class Plan:
                 )
             ],
             in_time=in_time,
-            assumptions=assumptions(fleet, evidence, in_time),
-            cannot_tell=cannot_tell(evidence, fleet, choice.chosen.row, in_time),
+            assumptions=assumptions(fleet, evidence, in_time, searched.one_in),
+            cannot_tell=cannot_tell(evidence, fleet, choice.chosen.row, in_time, self.target),
             seed=self._work.seed,
             resamples=self._work.resamples,
         )
 
 
-class _Stages:
-    """Measures the cells of one stage of a search after the other, and tells of all of them together."""
+@dataclass(frozen=True)
+class _Searched:
+    """On what a search was done, and its rows if that was a sample."""
 
-    def __init__(self, plan: Plan, measuring: Measuring, evidence: Evidence, on_progress: OnProgress) -> None:
-        self._plan, self._measuring, self._evidence = plan, measuring, evidence
-        self._on_progress = on_progress
+    one_in: int
+    rows: list[PlanRow]
+
+
+class _Told:
+    """Tells of all parts and stages of a plan together.
+
+    Attributes:
+        after: what is expected to follow the part that is measured now.
+    """
+
+    def __init__(self, plan: Plan, on_progress: OnProgress) -> None:
+        self._plan, self.on_progress = plan, on_progress
+        self.after = Progress(0, 0, 0, 0)
         self._rows = self._refs = 0
 
-    def measure(self, cells: Sequence[Cell], later: int) -> list[Measured]:
+    def told(self, now: Progress, rows: int, later: Progress) -> None:
+        """How far the `rows` rows of a stage are, and what is expected of this part after it."""
+        after = self.after
+        self._plan.progress = Progress(
+            self._rows + now.rows_done,
+            self._rows + rows + later.rows + after.rows,
+            self._refs + now.refs_done,
+            self._refs + now.refs + later.refs + after.refs,
+        )
+        self.on_progress(self._plan.progress)
+
+    def ended(self, rows: int, refs: int) -> None:
+        """A stage is done."""
+        self._rows += rows
+        self._refs += refs
+
+
+class _Part:
+    """A recording or a sample of it: measures cells of it, and chooses among their rows."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        fleet: Fleet,
+        evidence: Evidence,
+        needed: float | None,
+        told: _Told,
+        workers: Workers,
+        journal: SweepJournal | None,
+        one_in: int = 1,
+    ) -> None:
+        self._plan, self._fleet, self._evidence, self._needed = plan, fleet, evidence, needed
+        self._told, self._one_in = told, one_in
+        self._measuring = Measuring(evidence.traces, workers, journal)
+        self._apart = functools.partial(difference, evidence)
+        self.clock = clock_of(fleet, evidence, journal, told.on_progress)
+        self.begin = nothing(fleet, evidence)
+
+    def search(self) -> tuple[list[Measured], Choice]:
+        """All rows, and the choice among them."""
+        space = self._plan.space(self._evidence, self._fleet)
+        rows, choice = search(space, self._measure, self._apart, self._choose, self.begin)
+        return [self._marked(one) for one in rows], choice
+
+    def confirm(self, sampled: Choice, rows: Sequence[Measured]) -> tuple[list[Measured], Choice]:
+        """The same near what a sample says."""
+        space = self._plan.space(self._evidence, self._fleet)
+        return confirm(space, self._measure, self._choose, self.begin, sampled, rows)
+
+    def _choose(self, rows: Sequence[Measured]) -> Choice:
+        most_s = self._plan.target.ttft_p90_s
+        if most_s is not None and self.clock is not None:
+            return choose_by_wait(rows, most_s, self.clock)
+        return choose(rows, self._needed, self._apart)
+
+    def _marked(self, one: Measured) -> Measured:
+        if self._one_in == 1:
+            return one
+        return replace(one, row=msgspec.structs.replace(one.row, one_in=self._one_in))
+
+    def _measure(self, cells: Sequence[Cell], later: int) -> list[Measured]:
         """As `search.Measure`."""
-        fleet, evidence, budget = self._plan.fleet, self._evidence, self._plan.target.budget
-        replicas, later_refs = len(evidence.traces), later * evidence.block_refs
+        fleet, evidence, budget = self._fleet, self._evidence, self._plan.target.budget
+        replicas = len(evidence.traces)
+        expected = Progress(0, later, 0, later * evidence.block_refs)
 
         def told(now: Progress) -> None:
-            self._plan.progress = Progress(
-                self._rows + now.rows_done // replicas, self._rows + len(cells) + later,
-                self._refs + now.refs_done, self._refs + now.refs + later_refs,
-            )  # fmt: skip
-            self._on_progress(self._plan.progress)
+            done = replace(now, rows_done=now.rows_done // replicas)
+            self._told.told(done, len(cells), expected)
 
         found = self._measuring.measure([one for cell in cells for one in cell.points(fleet, evidence)], told)
-        self._rows += len(cells)
-        self._refs += self._measuring.progress.refs
+        self._told.ended(len(cells), self._measuring.progress.refs)
         return [
             measured(cell, found[n * replicas : (n + 1) * replicas], fleet, evidence, budget)
             for n, cell in enumerate(cells)
         ]
 
 
-def assumptions(fleet: Fleet, evidence: Evidence, in_time: InTime | None = None) -> list[Assumption]:
+def assumptions(
+    fleet: Fleet, evidence: Evidence, in_time: InTime | None = None, one_in: int = 1
+) -> list[Assumption]:
     """What the answer rests on and the recording does not tell."""
     block, prices = f"{fleet.block_bytes:,} B", fleet.prices
     found = [
@@ -300,6 +411,9 @@ def assumptions(fleet: Fleet, evidence: Evidence, in_time: InTime | None = None)
                    "the recording's references; writes and reads are taken to follow them"),
         Assumption("replicas alike", "writes and loads are spread evenly", "assumed"),
     ]  # fmt: skip
+    if one_in > 1:
+        source = "by the length of the recording, or given; the rows of the answer are of all sessions"
+        found.append(Assumption("searched on", f"one of {one_in:,} sessions", source))
     if fleet.tokens_per_s:
         source = "the machine's, without attention to what is before"
         if fleet.prefill_tokens_per_s:

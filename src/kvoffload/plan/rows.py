@@ -61,6 +61,8 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         busy: what these are multiplied by for the busiest minute.
         drive_writes_a_day: capacities written to a drive; ssd_life_years: until it is worn out. Null without.
         feasible: whether it can be; why_not: what is against it, in words.
+        ttft_p90_s: nine of ten requests wait no longer for their first token; null where that was not timed.
+        one_in: it was measured on one of so many sessions; 1: on all.
     """
 
     ram_modules: int
@@ -96,6 +98,8 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     ssd_life_years: float | None
     feasible: bool
     why_not: str
+    ttft_p90_s: float | None = None
+    one_in: int = 1
 
     @property
     def purchase(self) -> Purchase:

@@ -83,13 +83,8 @@ def search(
     Args:
         begin: the row that buys nothing.
     """
-    rows: dict[Cell, Measured] = {}
-
-    def look(cells: Iterable[Cell], later: int) -> None:
-        new = [cell for cell in dict.fromkeys(cells) if cell not in rows]
-        rows.update(zip(new, measure(new, later), strict=True))
-
-    coarse = space.purchases
+    found = _Found(measure)
+    rows, look, coarse = found.rows, found.look, space.purchases
     behind = len(space.with_ssds) * (KEPT + 1) // max(1, len(space.setups))
     look(space.cells(space.sample, space.setups), behind * len(space.drives) + KEPT * len(coarse))
     kept = _kept(rows, space.setups, difference)
@@ -98,14 +93,66 @@ def search(
     look(space.cells(space.sample, with_ssds), KEPT * len(coarse))
     kept += _kept(rows, with_ssds, difference)
     look(space.cells(coarse, kept), _ROUNDS * KEPT)
-    answer = choose([begin, *rows.values()])
+    return _halved(space, found, kept, choose, begin)
+
+
+def confirm(
+    space: Space,
+    measure: Measure,
+    choose: Callable[[Sequence[Measured]], Choice],
+    begin: Measured,
+    sampled: Choice,
+    rows: Sequence[Measured],
+) -> tuple[list[Measured], Choice]:
+    """Measure on all what a search on a sample has found; all rows so measured, and the choice among them.
+
+    The recommended purchase and its neighbours, the one that saves most, and the best of those that cannot
+    be, each with the setup that was best for it, and the recommended one also with the second best. Where the
+    choice among those is another one, half-way between it and its neighbours.
+
+    Args:
+        sampled: what was chosen on the sample; rows: its rows.
+    """
+    near = [sampled.chosen, sampled.smaller, sampled.larger, sampled.most]
+    cannot = [one for one in rows if not one.row.feasible and one.row.saved > sampled.most.row.saved]
+    near += sorted(cannot, key=lambda one: (-one.row.saved, one.row.price))[:1]
+    chosen = sampled.chosen.row
+    others = [one for one in rows if one.row.purchase == chosen.purchase and one.row.setup != chosen.setup]
+    near += sorted(others, key=lambda one: (one.row.feasible, one.row.saved))[-1:]
+    cells = [Cell(one.row.purchase, one.row.setup) for one in near if one and one.row.purchase != NOTHING]
+    found, setups = _Found(measure), list(dict.fromkeys(cell.setup for cell in cells))
+    found.look(cells, KEPT)
+    return _halved(space, found, setups, choose, begin)
+
+
+class _Found:
+    """Rows of cells, each measured once."""
+
+    def __init__(self, measure: Measure) -> None:
+        self._measure = measure
+        self.rows: dict[Cell, Measured] = {}
+
+    def look(self, cells: Iterable[Cell], later: int) -> None:
+        new = [cell for cell in dict.fromkeys(cells) if cell not in self.rows]
+        self.rows.update(zip(new, self._measure(new, later), strict=True))
+
+
+def _halved(
+    space: Space,
+    found: _Found,
+    kept: Sequence[Setup],
+    choose: Callable[[Sequence[Measured]], Choice],
+    begin: Measured,
+) -> tuple[list[Measured], Choice]:
+    """Half-way between the answer and its neighbours, until nothing is left between."""
+    answer = choose([begin, *found.rows.values()])
     for left in reversed(range(_ROUNDS)):
-        near = _between(answer.chosen.row.purchase, rows)
-        if all(cell in rows for cell in space.cells(near, kept)):
+        near = space.cells(_between(answer.chosen.row.purchase, found.rows), kept)
+        if all(cell in found.rows for cell in near):
             break
-        look(space.cells(near, kept), left * KEPT)
-        answer = choose([begin, *rows.values()])
-    return [begin, *rows.values()], answer
+        found.look(near, left * KEPT)
+        answer = choose([begin, *found.rows.values()])
+    return [begin, *found.rows.values()], answer
 
 
 def _ends_and_middle(values: Sequence[int]) -> list[int]:

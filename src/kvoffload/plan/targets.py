@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvoffload.errors import ConfigError, Problems
@@ -22,19 +22,21 @@ Difference = Callable[[Measured, Measured], "Interval | None"]
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked for: at most one of the last three, and a budget or none.
+    """What is asked for: at most one of the last four, and a budget or none.
 
     Attributes:
         budget: of money.
         saved: share of the prefill that need not be computed, 0 to 1.
         of_ceiling: the same as a share of what caches without limit save.
         gpu_hours_a_day: that RAM and SSDs save; takes the GPUs' speed.
+        ttft_p90_s: how long nine of ten requests wait at most for their first token; takes a machine.
     """
 
     budget: float | None = None
     saved: float | None = None
     of_ceiling: float | None = None
     gpu_hours_a_day: float | None = None
+    ttft_p90_s: float | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("plan")
@@ -45,16 +47,32 @@ class Target:
                 if value is not None and not (0 <= value <= most and value < math.inf):
                     allowed = "0 to 1: a share" if most == 1 else "a number, 0 or more"
                     raise ConfigError(field, value, f"allowed: {allowed}")
+        with problems:
+            if self.ttft_p90_s is not None and not 0 < self.ttft_p90_s < math.inf:
+                raise ConfigError("target-ttft-p90", self.ttft_p90_s, "allowed: seconds, more than 0")
         problems.check()
-        if sum(one is not None for one in (self.saved, self.of_ceiling, self.gpu_hours_a_day)) > 1:
-            raise ConfigError("target-saved", self.saved, "allowed: one target beside a budget, not several")
+        given = {"target-saved": self.saved, "target-of-ceiling": self.of_ceiling,
+                 "target-gpu-hours": self.gpu_hours_a_day, "target-ttft-p90": self.ttft_p90_s}  # fmt: skip
+        several = [name for name, value in given.items() if value is not None]
+        if len(several) > 1:
+            why = f"allowed: one target beside a budget, not also {' and '.join(several[1:])}"
+            raise ConfigError(several[0], given[several[0]], why)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether something is asked for besides a budget."""
+        targets = (self.saved, self.of_ceiling, self.gpu_hours_a_day, self.ttft_p90_s)
+        return any(one is not None for one in targets)
 
     def needed(self, evidence: Evidence, fleet: Fleet) -> float | None:
-        """The share of the prefill that must be saved; None without a target.
+        """The share of the prefill that must be saved; None without a target of that kind.
 
-        Raises `ConfigError` with the ceiling for more than caches without limit save, and where rates are
-        asked for and none are known.
+        Raises `ConfigError` with the ceiling for more than caches without limit save, and where rates or
+        waits are asked for and none can be known.
         """
+        if self.ttft_p90_s is not None and not (fleet.machine and evidence.duration_s):
+            why = "it takes --machine, and a recording with times"
+            raise ConfigError("target-ttft-p90", self.ttft_p90_s, why)
         ceiling, share, field, value = evidence.ceiling, self.saved, "target-saved", self.saved
         most = f"{ceiling:.4f}"
         if self.of_ceiling is not None:
@@ -89,7 +107,7 @@ class Choice:
         most: the most that can be had within the limits, whatever it costs more.
         smaller: the next smaller purchase, and what it saves at best; None if there is none.
         larger: the next larger one that can be had and saves more.
-        needed: the share that must be saved; None without a target.
+        needed: the share that must be saved; None without such a target.
     """
 
     outcome: Outcome
@@ -98,6 +116,16 @@ class Choice:
     smaller: Measured | None
     larger: Measured | None
     needed: float | None
+
+    def of_each(self, change: Callable[[Measured], Measured]) -> Choice:
+        """The same choice of rows of which more is known."""
+        return replace(
+            self,
+            chosen=change(self.chosen),
+            most=change(self.most),
+            smaller=self.smaller and change(self.smaller),
+            larger=self.larger and change(self.larger),
+        )
 
 
 def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> list[Measured]:

@@ -42,12 +42,22 @@ def answer(
     said += _larger(choice, difference, currency)
     said += _more_ssds(row, rows)
     said += _cannot_be(choice, rows, currency)
-    if choice.needed is None and choice.chosen is not choice.most:
+    if not target.is_given and choice.chosen is not choice.most:
         said.append(f"No target was given: {ENOUGH:.0%} of the most that can be added is taken for enough.")
     said.append(
         f"No cache saves more than {percent(evidence.ceiling)}: the rest is asked for the first time."
     )
     return said
+
+
+def searched_on(one_in: int, rows: int) -> list[str]:
+    """What is said where a search looked at a part of the sessions."""
+    if one_in == 1:
+        return []
+    return [
+        f"Searched on one of {one_in:,} sessions; the {rows:,} rows of this answer were replayed with all of "
+        "them."
+    ]
 
 
 def goods(row: PlanRow) -> str:
@@ -116,6 +126,8 @@ def _saving(row: PlanRow) -> str:
 def _begin(choice: Choice, currency: str, target: Target) -> str:
     row = choice.chosen.row
     within = "" if target.budget is None else f" for {money(target.budget, currency)}"
+    if target.ttft_p90_s is not None:
+        return _begin_by_wait(choice, currency, target.ttft_p90_s, within)
     if choice.outcome is Outcome.NOT_REACHED:
         assert choice.needed is not None
         most = f"Buying {goods(row)} for {money(row.price, currency)} {_saving(row)}."
@@ -126,6 +138,25 @@ def _begin(choice: Choice, currency: str, target: Target) -> str:
             why = f"{percent(choice.needed)} were asked for"
         return f"Buy nothing: the GPUs' own memory saves {percent(row.saved)} of the prefill, and {why}."
     return f"Buy {goods(row)} for {money(row.price, currency)}: it {_saving(row)}."
+
+
+def _begin_by_wait(choice: Choice, currency: str, asked_s: float, within: str) -> str:
+    row = choice.chosen.row
+    assert row.ttft_p90_s is not None
+    asked, found = seconds(asked_s), seconds(row.ttft_p90_s)
+    bought = f"{goods(row)} for {money(row.price, currency)}" if row.ram_modules else "the GPUs' own memory"
+    if choice.outcome is Outcome.NOT_REACHED:
+        return (
+            f"Nothing that can be had{within} and was timed brings p90 of time to first token down to "
+            f"{asked}. What comes nearest is {found}, with {bought}: it {_saving(row)}."
+        )
+    if choice.outcome is Outcome.BUY_NOTHING:
+        return (
+            f"Buy nothing: with {bought} p90 of time to first token is {found}, and {asked} were asked for."
+        )
+    return (
+        f"Buy {bought}: p90 of time to first token is {found}, and {asked} were asked for. It {_saving(row)}."
+    )
 
 
 def _use(row: PlanRow, fleet: Fleet) -> str:
@@ -261,11 +292,16 @@ def _offer(row: PlanRow, currency: str) -> str:
     """``256 GiB of RAM for 1,400 USD would save 26.0 %``."""
     if not row.ram_modules:
         return f"The GPUs' own memory saves {percent(row.saved)}"
-    return f"{goods(row)} for {money(row.price, currency)} would save {percent(row.saved)}"
+    timed = "" if row.ttft_p90_s is None else f", with p90 {seconds(row.ttft_p90_s)},"
+    return f"{goods(row)} for {money(row.price, currency)}{timed} would save {percent(row.saved)}"
 
 
 def cannot_tell(
-    evidence: Evidence, fleet: Fleet, chosen: PlanRow, in_time: InTime | None = None
+    evidence: Evidence,
+    fleet: Fleet,
+    chosen: PlanRow,
+    in_time: InTime | None = None,
+    target: Target | None = None,
 ) -> list[str]:
     """What an answer from this recording leaves open, in sentences."""
     said = list[str]()
@@ -293,6 +329,11 @@ def cannot_tell(
         said.append(
             "Without what is bought, more comes than these GPUs compute: the waits then say how long that "
             "lasts in the recording."
+        )
+    if target is not None and target.ttft_p90_s is not None:
+        said.append(
+            "A wait is of one simulated run and has no interval; few purchases are timed, each used in the "
+            "way that saves most."
         )
     if evidence.busy > _A_DAY_S / 3600 and evidence.duration_s > _A_DAY_S:
         said.append("It has long gaps: the busiest minute has most of its traffic.")

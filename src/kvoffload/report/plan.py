@@ -26,6 +26,8 @@ def _parts(found: PlanAnswer) -> Iterator[Part]:
     yield _places(found)
     if any(row.ssd_drives and row.drive_writes_a_day is not None for row in found.rows):
         yield _wear(found)
+    if found.needed_ttft_p90_s is not None:
+        yield _wait_for_money(found, found.needed_ttft_p90_s)
     if found.in_time is not None:
         yield _waits(found.in_time)
         yield _links(found.in_time)
@@ -62,6 +64,7 @@ def _frontier(found: PlanAnswer) -> Chart:
     can = [row for row in found.rows if row.feasible]
     cannot = [row for row in found.rows if not row.feasible]
     prices = [row.price for row in found.rows]
+    some = [row for row in found.sampled if row.feasible]
     data: Data = [
         _points(can, [row.price for row in can], "can be had", marker={"size": 7, "opacity": 0.6}),
         _points(found.frontier, [row.price for row in found.frontier], "most for the money",
@@ -72,8 +75,13 @@ def _frontier(found: PlanAnswer) -> Chart:
     if cannot:
         data.insert(1, _points(cannot, [row.price for row in cannot], "cannot be",
                                marker={"size": 7, "symbol": "x", "opacity": 0.6}))  # fmt: skip
+    note = "Each point is a purchase, used in one way."
+    if some:
+        name = f"on one of {found.one_in:,} sessions"
+        data.append(_points(some, [row.price for row in some], name, marker={"size": 5, "opacity": 0.4}))
+        note += " What was measured on a part of the sessions led to the others, and is not what they save."
     axes = {"xaxis": {"title": {"text": f"price, {found.currency}"}, "rangemode": "tozero"}, "yaxis": _SAVED}
-    return Chart("frontier", "Cost against saving", data, axes, "Each point is a purchase, used in one way.")
+    return Chart("frontier", "Cost against saving", data, axes, note)
 
 
 _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
@@ -81,7 +89,7 @@ _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
 
 def _over_ram(found: PlanAnswer) -> Chart:
     """What each way to use RAM saves, over its size; only measured points."""
-    alone = [row for row in found.rows if not row.ssd_drives]
+    alone = [row for row in found.sampled or found.rows if not row.ssd_drives]
     setups = sorted({row.setup for row in alone if row.ram_modules})
     data: Data = []
     for setup in setups:
@@ -96,11 +104,12 @@ def _over_ram(found: PlanAnswer) -> Chart:
         {"type": "scatter", "mode": "lines+markers", "name": "optimum", "x": list(best),
          "y": list(best.values()), "line": {"dash": "dash"},
          "hovertemplate": "%{y:.1f} %<extra>optimum</extra>"},
-        _flat("ceiling", found.ceiling, sizes),
-        _flat("the GPUs alone", found.by_gpus, sizes),
     ]  # fmt: skip
+    if not found.sampled:
+        data += [_flat("ceiling", found.ceiling, sizes), _flat("the GPUs alone", found.by_gpus, sizes)]
     axes = {"xaxis": {"title": {"text": "RAM, GiB"}}, "yaxis": _SAVED}
     note = "Without SSDs. Between two points nothing was measured; the optimum knows the future."
+    note += f" On one of {found.one_in:,} sessions." if found.sampled else ""
     return Chart("over-ram", "Saving over RAM", data, axes, note)
 
 
@@ -130,6 +139,25 @@ def _wear(found: PlanAnswer) -> Chart:
             data.append(_points(some, wear, name, marker={"size": 8, "symbol": symbol}))
     axes = {"xaxis": {"title": {"text": "drive writes a day"}, "rangemode": "tozero"}, "yaxis": _SAVED}
     return Chart("wear", "What SSDs have to write", data, axes, "Capacities of a drive, each day.")
+
+
+def _wait_for_money(found: PlanAnswer, asked_s: float) -> Chart:
+    timed = [row for row in found.purchases if row.ttft_p90_s is not None]
+    prices = [row.price for row in timed]
+    data: Data = [
+        {"type": "scatter", "mode": "markers", "name": name, "x": [row.price for row in rows],
+         "y": [row.ttft_p90_s for row in rows], "text": [_hover(row) for row in rows],
+         "hovertemplate": "%{y:.3g} s<br>%{text}<extra></extra>", "marker": marker}
+        for name, rows, marker in (("timed", timed, {"size": 8}),
+                                   ("recommended", [found.chosen], {"size": 16, "symbol": "star"}))
+    ]  # fmt: skip
+    data.append({"type": "scatter", "mode": "lines", "name": f"asked for: {asked_s:g} s",
+                 "x": [min(prices), max(prices)], "y": [asked_s, asked_s],
+                 "line": {"dash": "dot", "width": 1.5}, "hoverinfo": "name"})  # fmt: skip
+    axes = {"xaxis": {"title": {"text": f"price, {found.currency}"}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": "p90 of time to first token, s"}, "rangemode": "tozero"}}  # fmt: skip
+    note = "Each point is a purchase that was timed; between two of them nothing is known."
+    return Chart("wait-for-money", "Cost against waiting", data, axes, note)
 
 
 def _waits(found: InTime) -> Chart:

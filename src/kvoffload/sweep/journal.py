@@ -1,6 +1,7 @@
-"""What a sweep has finished so far, in a file that survives every way to be interrupted.
+"""What a sweep or a plan has finished so far, in a file that survives every way to be interrupted.
 
-One line of JSON for each measurement, appended when it is there. Knows nothing of grids and rows.
+One line of JSON for each measurement or timed replay, appended when it is there. Knows nothing of grids and
+rows.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from pathlib import Path
 import msgspec
 
 from kvoffload.errors import ConfigError
+from kvoffload.replay.timing.report import TimedOutcome
 from kvoffload.sweep.task import Measurement
 
 
-class _Line(msgspec.Struct):
+class _Line(msgspec.Struct, omit_defaults=True):
     key: str
-    measurement: Measurement
+    measurement: Measurement | None = None
+    timed: TimedOutcome | None = None
 
 
 def journal_path(output: Path) -> Path:
@@ -27,22 +30,24 @@ def journal_path(output: Path) -> Path:
 
 
 class SweepJournal:
-    """Measurements by key, in the file ``OUTPUT.journal``, which one process at a time may have open.
+    """Measurements and timed replays by key, in the file ``OUTPUT.journal``, which one process at a time may
+    have open.
 
     Whatever does not read as a line of ours counts as not there: the half line at the end after a
     ``kill -9``, a line of another version. What was written is in the hands of the operating system:
     it survives the end of the process at any point, not that of the machine.
 
     Attributes:
-        found: what was there when it was opened.
+        found, timed: measurements and timed replays that were there when it was opened.
 
-    Raises: `ConfigError` that names the output, here and in `add`, if the file cannot be written or another
-    process has it.
+    Raises: `ConfigError` that names the output, here and where it is added to, if the file cannot be written
+    or another process has it.
     """
 
     def __init__(self, output: Path) -> None:
         self._output, self.path = output, journal_path(output)
         self.found: dict[str, Measurement] = {}
+        self.timed: dict[str, TimedOutcome] = {}
         try:
             self._file = self.path.open("a+b", buffering=0)
         except OSError as error:
@@ -56,7 +61,14 @@ class SweepJournal:
 
     def add(self, key: str, measurement: Measurement) -> None:
         """Append one measurement."""
-        line = msgspec.json.encode(_Line(key, measurement)) + b"\n"
+        self._append(_Line(key, measurement))
+
+    def add_timed(self, key: str, outcome: TimedOutcome) -> None:
+        """Append one timed replay."""
+        self._append(_Line(key, timed=outcome))
+
+    def _append(self, found: _Line) -> None:
+        line = msgspec.json.encode(found) + b"\n"
         try:
             written = self._file.write(line)
             if written != len(line):  # The last bytes of a full disk.
@@ -82,7 +94,10 @@ class SweepJournal:
         for text in content[:end].splitlines():
             with contextlib.suppress(msgspec.MsgspecError):
                 line = msgspec.json.decode(text, type=_Line)
-                self.found[line.key] = line.measurement
+                if line.measurement is not None:
+                    self.found[line.key] = line.measurement
+                if line.timed is not None:
+                    self.timed[line.key] = line.timed
         # The next line must not continue a half one.
         self._file.truncate(end)
 

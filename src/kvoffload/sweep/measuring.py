@@ -36,12 +36,14 @@ class Progress:
     Attributes:
         rows_done, rows: combinations with a result, and all of them.
         refs_done, refs: block references replayed by this run, and those it has to replay.
+        of: what the rows are: in a plan also timed replays.
     """
 
     rows_done: int
     rows: int
     refs_done: int
     refs: int
+    of: str = "rows"
 
 
 OnProgress = Callable[[Progress], None]

@@ -24,7 +24,7 @@ from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import SESSION, route
 from kvoffload.sweep.bootstrap import window_sums
 from kvoffload.sweep.grid import content_digest
-from kvoffload.traces.load import at_load
+from kvoffload.traces.load import at_load, one_session_in
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 
@@ -56,6 +56,7 @@ class Share:
     """What one of several replicas gets of a trace; the defaults are all of it.
 
     Attributes:
+        one_in: of so many sessions only each first (`traces.load.one_session_in`).
         load: sessions at a time, over those of the recording (`traces.load`).
         routing, replicas: how requests are divided, and among how many (`replay.routing`).
         replica: which of them this is, 0 to `replicas` - 1.
@@ -65,6 +66,7 @@ class Share:
     routing: str = SESSION
     replicas: int = 1
     replica: int = 0
+    one_in: int = 1
 
 
 ALL = Share()
@@ -137,7 +139,7 @@ def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
     """What each replica gets. Kept together: they are as large as the trace, and were read with it."""
     share = source.share
     ((trace, _),) = _whole(replace(source, share=ALL))
-    trace = at_load(trace, share.load)
+    trace = at_load(one_session_in(trace, share.one_in), share.load)
     replica_of = route(trace, share.replicas, share.routing)
     parts = [trace.of_requests(np.flatnonzero(replica_of == one)) for one in range(share.replicas)]
     return tuple((part, content_digest(part)) for part in parts)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvoffload.errors import SweepError
 from kvoffload.sweep.task import Failure, Measurement, Task, attempt
@@ -40,44 +40,56 @@ class LocalWorkers:
     """Up to `jobs` processes of this machine; with one job, or one task, this process itself.
 
     Processes are started afresh (``spawn``) and not forked: a fork copies the locks of the threads of
-    numpy and numba in whatever state they are. Each one keeps the trace it read last. They end with this
-    process, also when it is killed.
+    numpy and numba in whatever state they are. Each one keeps the trace it read last, also from one call of
+    `results` to the next. They end with this process, also when it is killed.
     """
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
+        self._executor: ProcessPoolExecutor | None = None
+        self._others: set[Any] = set()
 
     def results(self, tasks: Sequence[Task]) -> Results:
         """As `Workers.results`."""
         jobs = min(self._jobs, len(tasks))
-        return self._here(tasks) if jobs <= 1 else self._beside(tasks, jobs)
+        return self._here(tasks) if jobs <= 1 else self._beside(tasks)
 
     def close(self) -> None:
-        """Nothing is left to close between two calls of `results`."""
+        """End the processes, which have nothing to do."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
 
     def _here(self, tasks: Sequence[Task]) -> Results:
         for task in tasks:
             yield task, attempt(task)
 
-    def _beside(self, tasks: Sequence[Task], jobs: int) -> Results:
-        others = set(multiprocessing.active_children())
-        executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin)
+    def _beside(self, tasks: Sequence[Task]) -> Results:
+        if self._executor is None:
+            self._others = set(multiprocessing.active_children())
+            spawn = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(self._jobs, spawn, initializer=_begin)
         finished = False
         try:
             with _sigint_waits():
-                futures = {executor.submit(attempt, task): task for task in tasks}
+                futures = {self._executor.submit(attempt, task): task for task in tasks}
             for future in as_completed(futures):
                 yield futures[future], future.result()
             finished = True
         except BrokenProcessPool:
             raise SweepError("a worker process ended unexpectedly; was there too little memory?") from None
         finally:
-            executor.shutdown(wait=finished, cancel_futures=True)
             if not finished:
-                # What is being replayed now may take minutes, and its result is not wanted any more.
-                for process in set(multiprocessing.active_children()) - others:
-                    process.terminate()
-                    process.join()
+                self._give_up()
+
+    def _give_up(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+        # What is being replayed now may take minutes, and its result is not wanted any more.
+        for process in set(multiprocessing.active_children()) - self._others:
+            process.terminate()
+            process.join()
 
 
 @contextlib.contextmanager

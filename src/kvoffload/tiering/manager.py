@@ -489,9 +489,11 @@ class TieredManager(OffloadingManager):
         self._num_reading += num_taken
         come_from = come_from[:num_taken]
         numbers = np.unique(come_from).tolist()
-        for number, part in zip(
-            numbers, plan.split([np.flatnonzero(come_from == n) for n in numbers]), strict=True
-        ):
+        # To split a plan costs as much as to read: where all is of one kind, here and below, it stays whole.
+        parts = [plan]
+        if len(numbers) > 1:
+            parts = plan.split([np.flatnonzero(come_from == number) for number in numbers])
+        for number, part in zip(numbers, parts, strict=True):
             self._read(number, part, request)
 
     def _read_ahead(self) -> None:
@@ -556,15 +558,18 @@ class TieredManager(OffloadingManager):
         lane.has_read(ok, result.stale, seconds, self._clock())
         for key in plan.keys:
             self._promoting.pop(key, None)
-        read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
+        read, lost = plan, None
+        if not ok.all():
+            read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
         if len(read.keys):
             self._ram.seal(read.keys, read.slots)
             self.counts.promoted += len(read.keys)
         num_stale = 0 if result.stale is None else int(np.count_nonzero(result.stale))
         self.counts.stale += num_stale
-        self.counts.lost += len(lost.keys) - num_stale
         super().complete_store(read)
-        super().complete_store(lost, success=False)
+        if lost is not None:
+            self.counts.lost += len(lost.keys) - num_stale
+            super().complete_store(lost, success=False)
 
     def _cascade(self, row: int, keys: Keys, request: TierWait | None) -> None:
         """Offer ready blocks to a tier; those that it takes stay pinned until they are written. Those for
@@ -583,8 +588,9 @@ class TieredManager(OffloadingManager):
         offered = self.pin(keys[:room])
         # A tier takes its own checksum of the bytes that it gets: damaged bytes must not get a valid one.
         sound = self._ram.verify_slots(offered.keys, offered.slots)
-        offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
-        self.unpin(damaged, damaged=range(len(damaged.keys)))
+        if not sound.all():
+            offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
+            self.unpin(damaged, damaged=range(len(damaged.keys)))
         record = request.records[row] if request is not None else None
         try:
             job, taken = lane.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
@@ -592,8 +598,10 @@ class TieredManager(OffloadingManager):
             self._refused(lane, len(offered.keys), "written", error)
             self.unpin(offered)
             return
-        kept, others = offered.split([np.flatnonzero(taken), np.flatnonzero(~taken)])
-        self.unpin(others)
+        kept = offered
+        if not taken.all():
+            kept, others = offered.split([np.flatnonzero(taken), np.flatnonzero(~taken)])
+            self.unpin(others)
         if job == NO_JOB:
             self.unpin(kept)
             return

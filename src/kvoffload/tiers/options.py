@@ -249,7 +249,9 @@ def _fields_of_text(field: str, text: str) -> dict[str, Any]:
         kind, rest = "simulated", kind
     path, _, capacity = rest.rpartition(":")
     if not kind or not capacity:
-        raise ConfigError(field, text, f"allowed: {_EXAMPLE}")
+        raise ConfigError(
+            field, text, f"allowed: {_EXAMPLE}, or, where no bytes are kept, simulated:CAPACITY"
+        )
     found: dict[str, Any] = {"type": kind, "capacity": capacity}
     if path:
         found["path"] = path.split("|")

@@ -1,4 +1,4 @@
-"""The same sessions at another load: more of them, or fewer, at one time. Knows times; no caches."""
+"""The same sessions at another load, and some of them. Knows times and sessions; no caches."""
 
 from __future__ import annotations
 
@@ -35,3 +35,17 @@ def at_load(trace: Trace, load: float) -> Trace:
     earlier_ms = np.round((begins - first) * (1 - 1 / load)).astype(np.int64)
     moved = replace(trace, timestamps_ms=times - earlier_ms[sessions])
     return moved.of_requests(np.argsort(moved.timestamps_ms, kind="stable"))
+
+
+def one_session_in(trace: Trace, number: int) -> Trace:
+    """Every so many-th session of a trace, whole, in the order in which they begin; 1 is all of it.
+
+    What a session is, is inferred. Cost: 0.2 s per million block references.
+    """
+    if number == 1 or not trace.requests:
+        return trace
+    sessions = turns(trace).session_of
+    _, first = np.unique(sessions, return_index=True)
+    chosen = np.zeros(len(first), np.bool_)
+    chosen[np.argsort(first, kind="stable")[::number]] = True
+    return trace.of_requests(np.flatnonzero(chosen[sessions]))

@@ -27,6 +27,9 @@ from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
 """How often a request that waits for a tier asks again while the engine has no other step to make."""
+_ASKS_WHEN_QUIET = 2
+"""The same once nothing has happened for a whole deadline: all that give up by themselves have done so. A
+pause longer than the deadline would begin a new wait."""
 _NO_TOKENS = 1e-6
 """Tokens that a request need not have generated to have ended: time is a floating-point number."""
 
@@ -82,7 +85,8 @@ class Engine:
         self._queues = (deque[_Request](), deque[_Request](), deque[_Request]())
         self._prefilling = deque[_Request]()
         self._num_running = 0
-        self._woken = self._stepping = self._asks = False
+        self._woken = self._stepping = False
+        self._happened_at = 0.0
         # What a step computes: requests, tokens left of its budget, and how long it takes.
         self._step: list[_Request] = []
         self._budget, self._work_s = 0, 0.0
@@ -104,6 +108,10 @@ class Engine:
 
     def wake(self) -> None:
         """Something has changed: if no step is under way, begin one."""
+        self._happened_at = self._events.now
+        self._begin_soon()
+
+    def _begin_soon(self) -> None:
         if not self._woken:
             self._woken = True
             self._events.at(self._events.now, self._begin_step)
@@ -272,14 +280,16 @@ class Engine:
         if self._generating:
             until.append(now + (self._generating[0][0] - self._generated) / self._tokens_per_s)
         if self._queues[1]:
-            until.append(now + self._timing.deadline_s / _ASKS_PER_DEADLINE)
+            is_quiet = now - self._happened_at > self._timing.deadline_s
+            asks = _ASKS_WHEN_QUIET if is_quiet else _ASKS_PER_DEADLINE
+            until.append(now + self._timing.deadline_s / asks)
         if until:
             self._timer += 1
             self._events.at(min(until), lambda timer=self._timer: self._wake_of(timer))  # type: ignore[misc]
 
     def _wake_of(self, timer: int) -> None:
         if timer == self._timer:
-            self.wake()
+            self._begin_soon()
 
     # ---- room
 
