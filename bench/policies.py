@@ -30,7 +30,7 @@ import numpy.typing as npt
 from kvoffload.config import parse_capacity
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.hints import Hints
-from kvoffload.policies.hazard.policy import Hazard
+from kvoffload.policies.hazard.policy import Hazard, promised
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.traces.format import read_trace
@@ -152,7 +152,7 @@ def rows(recording: Recording, capacities: list[str], broken: list[str]) -> Iter
         broken += [
             f"{recording.trace.name}, {capacity}, {side}, told {known.words}: {lead * 100:+.2f} points"
             for (capacity, side), (lead, _) in zip(places, found, strict=True)
-            if lead < -Hazard.promise
+            if lead < -promised(Hazard.promise, Hazard.write_cost)
         ]
 
 
