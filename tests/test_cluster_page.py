@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from kvoffload.cli.main import cli
 from kvoffload.tiers.remote.resp import Login
-from valkey_server import PATIENCE_S, binary, running
+from valkey_server import PATIENCE_S, running, valkey
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/cluster.md").read_text()
 
@@ -50,7 +50,7 @@ def test_a_team_has_its_namespace_and_no_other(tmp_path: Path, monkeypatch: pyte
 def test_the_lines_for_tls_are_read(tmp_path: Path) -> None:
     """The server then ends, because it has no TLS, or no certificate."""
     ended = subprocess.run(
-        [binary(), written(tmp_path, "tls-port")], capture_output=True, text=True, timeout=PATIENCE_S
+        [valkey(), written(tmp_path, "tls-port")], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert ended.returncode != 0
     assert "TLS" in ended.stdout

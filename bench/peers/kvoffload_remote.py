@@ -17,7 +17,7 @@ from kvoffload.tiers.remote import identity, objects
 from kvoffload.tiers.remote.identity import Epoch, producer_of
 from kvoffload.tiers.remote.places import Places
 from peers.contract import KEY_BYTES, TIMEOUT_S, Adapter, Place, page_aligned, until_ended
-from peers.doors import BUCKET, Object, Value, ask, namespace, server
+from peers.doors import BUCKET, Object, Values, ask, namespace, server
 from peers.kvoffload_tier import KvoffloadTier, keys_of
 
 
@@ -33,7 +33,7 @@ class KvoffloadShared(KvoffloadTier):
     def _options(self) -> TierOptions: ...
 
     @abstractmethod
-    def _media(self, keys: Keys) -> Sequence[Value | Object]:
+    def _media(self, keys: Keys) -> Sequence[Values | Object]:
         """Where each block is in the present epoch."""
 
     def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
@@ -69,11 +69,12 @@ class KvoffloadValkey(KvoffloadShared):
         url = f"valkey://127.0.0.1:{server()}/{self._namespace}"
         return ValkeyOptions(url=url, timeout=TIMEOUT_S, probe_timeout=TIMEOUT_S)
 
-    def _media(self, keys: Keys) -> Sequence[Value]:
+    def _media(self, keys: Keys) -> Sequence[Values]:
         port = int(server())
         number = ask(port, b"GET", identity.epoch_name(self._namespace, self._producer)) or b"0"
         epoch = Epoch(self._namespace, self._producer, int(number, 16))
-        return [Value(port, name) for name in epoch.names(keys)]
+        names = epoch.names(keys)
+        return [Values(port, both) for both in zip(names, identity.names_of_rests(names), strict=True)]
 
 
 class KvoffloadS3(KvoffloadShared):

@@ -10,7 +10,7 @@ from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import _obje
 from lmcache.v1.distributed.l2_adapters.resp_l2_adapter import RESPL2AdapterConfig
 
 from peers.contract import Adapter, Place
-from peers.doors import Value, ask, namespace, server
+from peers.doors import Values, ask, namespace, server
 from peers.lmcache_fs import OFF, LmcacheFs
 
 
@@ -24,16 +24,16 @@ class LmcacheResp(LmcacheFs):
     def forget(self, numbers: Sequence[int]) -> None:
         """Through the server's door: the client has no way to delete."""
         for value in self._values(numbers):
-            ask(value.port, b"DEL", value.name)
+            ask(value.port, b"DEL", *value.names)
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
         """The values that exist."""
         values = zip(numbers, self._values(numbers), strict=True)
         return {number: Place(value, 0, size) for number, value in values if (size := value.size())}
 
-    def _values(self, numbers: Sequence[int]) -> list[Value]:
+    def _values(self, numbers: Sequence[int]) -> list[Values]:
         port = int(server())
-        return [Value(port, _object_key_to_string(self._key(number)).encode()) for number in numbers]
+        return [Values(port, (_object_key_to_string(self._key(number)).encode(),)) for number in numbers]
 
 
 ADAPTERS = {
