@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from needs import DEVICES, needs
 
 from kvoffload.models import bytes_per_token
@@ -97,9 +98,12 @@ def test_a_token_takes_what_we_say(
     (tmp_path / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(llama / name, tmp_path)
+    told = bytes_per_token(str(tmp_path), settings.get("kv_cache_dtype", "auto"))
+    assert told == expected
+    if kind == "fp8" and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        pytest.skip("vLLM has no fp8 cache on a processor without AVX-512 or AMX: not seen what it allocates")
     engine = start_engine(
         tmp_path, None, load_format="dummy", dtype="auto", num_gpu_blocks_override=64, **settings
     )
     assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == (2 if changes is WINDOWS else 1)
-    told = bytes_per_token(str(tmp_path), settings.get("kv_cache_dtype", "auto"))
-    assert told == allocated_bytes_per_token(engine) == expected
+    assert told == allocated_bytes_per_token(engine)
