@@ -136,7 +136,7 @@ def test_what_one_server_computes_the_other_finds_also_after_valkey_was_killed(
     load = Load(servers, on_llama, SEVEN)
     with load.running():
         # Then most of what is asked for is read from there.
-        load.wait_until(lambda: len(valkey.names()) == SEVEN * NINE)
+        load.wait_until(lambda: len(valkey.blocks()) == SEVEN * NINE)
         valkey.stop()
         load.wait_until(lambda: all(server.metrics()[IS_LEFT_ALONE] for server in servers))
     assert not load.wrong
