@@ -41,6 +41,11 @@ def ask(port: int, *words: bytes) -> bytes | None:
         return None if head == b"$-1" else answer.read(int(head[1:]))
 
 
+def changed(whole: bytes, offset: int, memory: bytes) -> bytes:
+    """The same with `memory` at `offset`."""
+    return whole[:offset] + memory + whole[offset + len(memory) :]
+
+
 class Values(NamedTuple):
     """A `Medium`: what a block is in a Valkey server, one value or several, one behind the other."""
 
@@ -51,9 +56,7 @@ class Values(NamedTuple):
         return b"".join(ask(self.port, b"GET", name) or b"" for name in self.names)[offset:end]
 
     def write(self, offset: int, memory: bytes) -> None:
-        whole = bytearray(self.read(0, self.size()))
-        whole[offset : offset + len(memory)] = memory
-        self._put(bytes(whole))
+        self._put(changed(self.read(0, self.size()), offset, memory))
 
     def truncate(self, length: int) -> None:
         self._put(self.read(0, length))
@@ -92,9 +95,7 @@ class Object(NamedTuple):
         return bytes(obstore.get(self._store, self.name).bytes())[offset:end]
 
     def write(self, offset: int, memory: bytes) -> None:
-        whole = bytearray(self.read(0, self.size()))
-        whole[offset : offset + len(memory)] = memory
-        self._put(bytes(whole))
+        self._put(changed(self.read(0, self.size()), offset, memory))
 
     def truncate(self, length: int) -> None:
         self._put(self.read(0, length))
