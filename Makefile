@@ -92,7 +92,7 @@ $(VENV)/installed-%: $(VENV)/installed
 	$(BIN)/pip install --quiet --group $*
 	touch $@
 
-docs: $(VENV)/installed-docs  ## the documents as a site, in build/site; fails on a dead link or a public name without an entry
+docs: $(VENV)/installed-docs report  ## the documents as a site with a live plan, in build/site; fails on a dead link or a public name without an entry
 	$(BIN)/python bench/docs_site.py
 
 dist: $(VENV)/installed-dist  ## wheel and sdist in dist/, tried in empty environments (ARGS="--torch 3.11", --upload)

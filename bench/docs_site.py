@@ -2,7 +2,8 @@
 
 Two things that belong together. mkdocs calls the functions ``on_...`` (`mkdocs.yml`): the README is the first
 page, the other documents of the root are pages, and a source file that a document links to becomes one. As a
-script it builds the site, strictly, and looks for every public name in it. Knows nothing of what pages say.
+script it builds the site, strictly, looks for every public name in it, and puts the page of an example plan
+beside `docs/plan-page.md`, which shows it. Knows nothing of what pages say.
 
     python bench/docs_site.py        # make docs
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from os.path import normpath, relpath
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
+PLAN = ROOT / "build" / "plan.html"
+"""What `make report` makes."""
+EXAMPLE = "example-plan.html"
+"""The same in the site, where `docs/plan-page.md` shows it."""
 OUTSIDE = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _LANGUAGES = {".py": "python", ".json": "json", ".sh": "sh", ".toml": "toml"}
@@ -95,6 +101,9 @@ def main() -> None:
     missing = [name for name in kvoffload.__all__ if f'id="kvoffload.{name}"' not in pages]
     if missing:
         raise SystemExit(f"docs: no entry in the reference: {', '.join(missing)}")
+    if f'src="{EXAMPLE}"' not in (SITE / "plan-page.html").read_text(encoding="utf-8"):
+        raise SystemExit(f"docs: docs/plan-page.md does not show {EXAMPLE}")
+    shutil.copy(PLAN, SITE / EXAMPLE)
     count = len(list(SITE.rglob("*.html")))
     print(f"docs: {count} pages in {SITE.relative_to(ROOT)}/, no link or anchor leads nowhere,", end=" ")
     print(f"all {len(kvoffload.__all__)} public names have an entry")

@@ -6,7 +6,7 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,17 @@ def recordings_root() -> Path:
     """Where recorded traces are: ``$KVOFFLOAD_TRACES``, or ``shared/traces`` beside the checkout."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "traces"
     return Path(os.environ.get("KVOFFLOAD_TRACES", beside))
+
+
+@pytest.fixture(scope="session")
+def scheduler() -> Iterator[str]:
+    """A Dask cluster of two workers on this machine."""
+    distributed = pytest.importorskip("distributed", reason="Dask (distributed) is not installed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address="127.0.0.1:0",
+        silence_logs=50,
+    ) as local:  # fmt: skip
+        yield local.scheduler_address
 
 
 @pytest.fixture(scope="session")

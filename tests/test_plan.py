@@ -513,6 +513,25 @@ def test_what_was_interrupted_goes_on(loop: str, tmp_path: Path, replays: list[T
     assert len(replays) <= before + 3, "another target is answered from what is kept"
 
 
+@pytest.mark.slow
+def test_a_cluster_finds_the_same_plan(loop: str, tmp_path: Path, scheduler: str) -> None:
+    """Replicas, samples and SSDs; what was interrupted there goes on here."""
+    of = fleet(prices(ssd=drives()), gpus=2, replicas=2, kv_bytes=6 * MIB)
+
+    def run(output: str, **where: Any) -> PlanAnswer:
+        source, target = TraceSource(loop, None, False), Target(saved=0.4)
+        return Plan(source, of, target, PLAIN, one_in=2, output=tmp_path / output, **where).run()
+
+    there, here = run("there.csv", scheduler=scheduler), run("here.csv", jobs=1)
+    assert there == here
+    assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
+    journal = tmp_path / "there.csv.journal"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[: len(lines) // 2]))
+    (tmp_path / "there.csv").unlink()
+    assert run("there.csv", jobs=1) == here
+
+
 @pytest.mark.parametrize("one_in", [1, 2])
 def test_progress_never_goes_back(loop: str, one_in: int) -> None:
     told: list[tuple[int, int, int, int]] = []

@@ -360,6 +360,21 @@ def test_ssds_that_save_as_much_and_are_slow_are_not_bought(
     assert planned(turns, fleet(prices(ssd=drives())), saved=0.5).chosen.purchase == (1, 1)
 
 
+@pytest.mark.parametrize("one_in", [2, 5])
+def test_a_wait_that_was_searched_on_a_sample_is_one_of_all(turns: str, one_in: int) -> None:
+    """Fewer sessions have enough in less RAM (whole caches): on all of them that does not reach it."""
+    source, of = TraceSource(turns, None, False), fleet(machine=by_hand())
+    answer = Plan(source, of, Target(ttft_p90_s=2.0), PLAIN, jobs=1, one_in=one_in).run()
+    everything = timed(turns, target={"ttft_p90_s": 2.0})
+    assert (answer.outcome, answer.chosen) == (everything.outcome, everything.chosen)
+    assert answer.smaller == everything.smaller
+    assert answer.in_time == everything.in_time
+    assert {row.one_in for row in answer.rows} == {1}
+    assert min(row.ram_modules for row in answer.rows[1:]) < 20 // one_in + 2, "what the sample said"
+    assert {row.ttft_p90_s for row in answer.sampled} == {None}, "waits of the answer are of all sessions"
+    assert f"Searched on one of {one_in} sessions" in words(answer)
+
+
 class ByHand(Clock):
     """A clock that knows how long a purchase of so many modules waits."""
 

@@ -871,16 +871,6 @@ def test_a_policy_that_fails_is_named_and_the_rest_is_kept(chat: str, tmp_path: 
 # ---- on a cluster
 
 
-@pytest.fixture(scope="module")
-def scheduler() -> Iterator[str]:
-    distributed = pytest.importorskip("distributed", reason="Dask (distributed) is not installed")
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address="127.0.0.1:0",
-        silence_logs=50,
-    ) as local:  # fmt: skip
-        yield local.scheduler_address
-
-
 @pytest.mark.slow
 def test_a_cluster_says_the_same(chat: str, rag: str, tmp_path: Path, scheduler: str) -> None:
     outputs = [tmp_path / "cluster.csv", tmp_path / "here.csv"]
