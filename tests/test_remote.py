@@ -455,6 +455,100 @@ def test_nothing_takes_longer_than_it_may(said: bytes) -> None:
         connection.reply(time.monotonic() - 1.0)
 
 
+# A block: a value of 9 bytes, and one of 40.
+HEAD, REST = 9, 40
+_VALUES = st.sampled_from(["there", "absent", "short", "long", "error", "there", "there"])
+
+
+def said_of(kind: str, length: int, number: int) -> bytes:
+    """A reply, and as bytes something that looks like replies."""
+    body = (b"%03d\r\n$-1\r\n$40\r\n" % number * 9)[:length]
+    others = {
+        "absent": b"$-1\r\n",
+        "error": b"-ERR no\r\n",
+        "short": value(body[1:]),
+        "long": value(body + b"x"),
+    }
+    return others.get(kind, value(body))
+
+
+def spaces(count: int, *lengths: int) -> list[list[list[memoryview]]]:
+    return [[[memoryview(bytearray(length))] for length in lengths] for _ in range(count)]
+
+
+def alone(connection: Connection, block: list[list[memoryview]], deadline: float) -> list[Any]:
+    return [connection.value_into(part, 1 << 10, deadline) for part in block]
+
+
+@given(
+    st.lists(st.tuples(_VALUES, _VALUES), min_size=1, max_size=12),
+    st.integers(1, 700),
+    st.integers(1, 5),
+    st.booleans(),
+)
+@example([("there", "there")] * 3 + [("there", "absent")], 1 << 20, 4, False)
+@example([("absent", "absent")] * 12, 1 << 20, 12, True)
+def test_blocks_arrive_together_or_alone(
+    blocks: list[tuple[str, str]], step: int, at_once: int, is_one_value: bool
+) -> None:
+    """As many at a time as are there; from the first that is not as it should be each is read alone."""
+    lengths = (HEAD,) if is_one_value else (HEAD, REST)
+    replies = [
+        [said_of(kind, length, number) for kind, length in zip(kinds, lengths, strict=False)]
+        for number, kinds in enumerate(blocks)
+    ]
+    stream = b"+first\r\n" + b"".join(map(b"".join, replies)) + b"+last\r\n"
+    found: list[list[object]] = []
+    with saying(stream, step=max(step, len(stream) // 20), then_hangs=True) as connection:
+        assert connection.reply(patience()) == b"first"
+        while len(found) < len(blocks):
+            rows = spaces(min(at_once, len(blocks) - len(found)), *lengths)
+            came = connection.blocks_into(rows, patience())
+            found += [[bytes(part[0]) for part in row] for row in rows[:came]]
+            if came < len(rows):
+                kinds = blocks[len(found)][: len(lengths)]
+                assert kinds != ("there",) * len(lengths)
+                read = alone(connection, rows[came], patience())
+                found.append([bytes(part[0]) if one == len(part[0]) else None
+                              for one, part in zip(read, rows[came], strict=True)])  # fmt: skip
+        assert connection.reply(patience()) == b"last"
+    for number, (kinds, row) in enumerate(zip(blocks, found, strict=True)):
+        for kind, length, its in zip(kinds, lengths, row, strict=False):
+            body = said_of("there", length, number).partition(b"\r\n")[2][:-2]
+            assert its == (body if kind == "there" else None)
+
+
+@pytest.mark.parametrize("then_hangs", [True, False])
+@pytest.mark.parametrize("cut", [0, 1, 30, 61, 62, 123, 124, 150, 185])
+def test_blocks_that_came_before_the_end_count(cut: int, then_hangs: bool) -> None:
+    blocks = b"".join(said_of("there", length, n) for n in range(3) for length in (HEAD, REST))
+    each, rows = len(blocks) // 3, spaces(3, HEAD, REST)
+    assert each == 62, "as in the parameters"
+    with saying(blocks[:cut], then_hangs=then_hangs) as connection:
+        error = TimeoutError if then_hangs else ConnectionResetError
+        deadline = time.monotonic() + (0.2 if then_hangs else 60.0)
+        if cut < each:
+            with pytest.raises(error):
+                connection.blocks_into(rows, deadline)
+            return
+        assert connection.blocks_into(rows, deadline) == cut // each
+        assert [bytes(row[1][0])[:3] for row in rows[: cut // each]] == [b"000", b"001", b"002"][
+            : cut // each
+        ]
+        with pytest.raises(error):
+            alone(connection, rows[cut // each], deadline)
+
+
+@pytest.mark.parametrize("said", [b"$9\r\n123456789zz", b"$x\r\n", b"$99999999\r\n", b"HTTP/1.1 400 Bad\r\n"])
+def test_what_no_server_says_ends_the_connection_before_its_block(said: bytes) -> None:
+    good = said_of("there", HEAD, 7)
+    rows = spaces(3, HEAD)
+    with saying(good + said + b"\r\n" * 40) as connection:
+        assert connection.blocks_into(rows, patience()) == 1
+        with pytest.raises(ProtocolError):
+            connection.value_into(rows[1][0], 1 << 10, patience())
+
+
 def test_a_login_has_no_password_as_text() -> None:
     login = Login("user", "hunter2")
     assert "hunter2" not in f"{login} {login!r} {[login]}"

@@ -28,7 +28,15 @@ from kvoffload.tiers.remote.identity import (
     head_bytes,
     names_of_rests,
 )
-from kvoffload.tiers.remote.resp import Connection, ProtocolError, Reply, ServerError, command
+from kvoffload.tiers.remote.resp import (
+    MOST_AT_ONCE,
+    Block,
+    Connection,
+    ProtocolError,
+    Reply,
+    ServerError,
+    command,
+)
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
@@ -271,6 +279,7 @@ class Read(Transfer):
         super().__post_init__()
         self.absent, self.damaged = np.zeros((2, len(self.keys)), np.bool_)
         self._headers = np.zeros(len(self.keys), HEADER)
+        self._header_bytes = memoryview(self._headers.view(np.uint8))  # type: ignore[arg-type]
         self._arrived: list[int] = []
 
     def run(self, connection: Connection) -> None:
@@ -285,8 +294,7 @@ class Read(Transfer):
                     self._ask(connection, names, windows[number + 1])
                 asked = self.epoch.asked(self.keys[window])
                 self.current[window] = self._check_epoch(connection, asked)
-                for row in range(window.start, window.stop):
-                    self._receive(connection, row)
+                self._receive_all(connection, window)
         finally:
             self._verify()
         self._delete_damaged(connection, names)
@@ -298,10 +306,28 @@ class Read(Transfer):
         blocks = b"".join([one for block in zip(*values, strict=True) for one in block])
         connection.send([_asked(b"GET", asked.names) + blocks], self.deadline)
 
+    def _receive_all(self, connection: Connection, window: slice) -> None:
+        """Several at a time; what is not there, or is not of its length, alone."""
+        at_once = max(1, min(MOST_AT_ONCE, _VERIFY_BYTES // max(1, self.block_bytes)))
+        row = window.start
+        while row < window.stop:
+            blocks = [self._parts(one) for one in range(row, min(row + at_once, window.stop))]
+            came = connection.blocks_into(blocks, self.deadline)
+            self._arrived += (row + np.flatnonzero(self.current[row : row + came])).tolist()
+            self._verify()
+            row += came
+            if came < len(blocks):
+                self._receive(connection, row)
+                row += 1
+
+    def _parts(self, row: int) -> Block:
+        """Where the values of a block belong."""
+        at, head, block = HEADER_BYTES * row, head_bytes(self.block_bytes), self._row(row)
+        first = [self._header_bytes[at : at + HEADER_BYTES], block[:head]]
+        return [first] if head == self.block_bytes else [first, [block[head:]]]
+
     def _receive(self, connection: Connection, row: int) -> None:
-        header = memoryview(self._headers[row : row + 1].view(np.uint8))  # type: ignore[arg-type]
-        head, block = head_bytes(self.block_bytes), self._row(row)
-        parts = [[header, block[:head]], [block[head:]]][: 1 if head == self.block_bytes else 2]
+        parts = self._parts(row)
         # What is much longer than a block is no block of anybody.
         most = 2 * (HEADER_BYTES + self.block_bytes)
         found = [connection.value_into(part, most, self.deadline) for part in parts]
@@ -316,8 +342,6 @@ class Read(Transfer):
             self.damaged[row] = True
         else:
             self._arrived.append(row)
-            if len(self._arrived) * self.block_bytes >= _VERIFY_BYTES:
-                self._verify()
 
     def _verify(self) -> None:
         at = np.array(self._arrived, np.int64)
@@ -392,14 +416,15 @@ class Write(Transfer):
                 text = end
         buffers.append(text)
         connection.send(buffers, self.deadline)
-        for row in at.tolist():
-            replies = [connection.reply(self.deadline) for _ in values]
-            for reply in replies:
-                if isinstance(reply, ServerError):
-                    self.refused = reply
-                elif reply != b"OK":
-                    raise ProtocolError(f"an unexpected reply {reply!r}")
-            self.ok[row] = replies == [b"OK"] * len(values)
+        each = len(values)
+        lines = connection.lines(each * len(at), self.deadline)
+        for line in lines:
+            if line[:1] == b"-":
+                self.refused = ServerError(line[1:].decode(errors="replace"))
+            elif line != b"+OK":
+                raise ProtocolError(f"an unexpected reply {line[:40]!r}")
+        stored = [lines[n : n + each] == [b"+OK"] * each for n in range(0, len(lines), each)]
+        self.ok[at] = stored
 
 
 class Speech(NamedTuple):

@@ -35,8 +35,6 @@ HEADER = np.dtype(
     ]
 )
 HEADER_BYTES = HEADER.itemsize
-_SEALED_BYTES = HEADER_BYTES - 8
-"""All of a header but the checksum."""
 
 Headers: TypeAlias = npt.NDArray[Any]
 """Shape ``(n,)``, of `HEADER`."""
@@ -121,12 +119,8 @@ class Naming(ABC):
 
     def sound(self, keys: Keys, headers: Headers, addresses: npt.NDArray[np.int64], block_bytes: int) -> Mask:
         """Which of these blocks are what was stored under their keys, in this place. Cost: as `headers`."""
-        expected, seeds = self._without_checksums(keys, block_bytes)
-        found = headers.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :_SEALED_BYTES]
-        same = found == expected.view(np.uint8).reshape(-1, HEADER_BYTES)[:, :_SEALED_BYTES]
-        sound: Mask = same.all(axis=1) & (
-            headers["checksum"] == block_checksums(addresses, block_bytes, seeds)
-        )
+        expected = self.headers(keys, addresses, block_bytes)
+        sound: Mask = (_words(headers) == _words(expected)).all(axis=1)
         return sound
 
     def _without_checksums(self, keys: Keys, block_bytes: int) -> tuple[Headers, Checksums]:
@@ -175,6 +169,10 @@ class Epoch(Naming):
 
     def _numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
         return np.uint64(self.number), self.seed
+
+
+def _words(headers: Headers) -> npt.NDArray[np.uint64]:
+    return headers.view(np.uint64).reshape(-1, HEADER_BYTES // 8)
 
 
 def hexadecimal(keys: Keys) -> list[bytes]:

@@ -22,13 +22,18 @@ Buffer: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ServerError | None"
 Answer: TypeAlias = "Reply | list[Answer]"
 """A reply of any kind; what it has in arrays, too."""
+Block: TypeAlias = Sequence[Sequence[memoryview]]
+"""Where the values of a block belong, each in parts."""
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
 """5 ms, as a ``timeval``: by so much a call may be late."""
 _MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
-"""`sendmsg` takes at most 1,024."""
+"""`sendmsg` takes at most 1,024, as `recvmsg` does."""
+MOST_AT_ONCE = 128
+"""Blocks of `blocks_into`: five buffers each."""
+_END = b"\r\n"
 
 
 class ProtocolError(KVOffloadError):
@@ -135,13 +140,7 @@ class Connection:
                 count = self._socket.sendmsg(left[:_MOST_BUFFERS])
             except BlockingIOError:
                 continue  # its moment is over
-            done = 0
-            while done < len(left) and count >= len(left[done]):
-                count -= len(left[done])
-                done += 1
-            left = left[done:]
-            if count:
-                left[0] = left[0][count:]
+            left = _behind(left, count)
 
     def reply(self, deadline: float) -> Reply:
         """A reply that is not an array, of up to 4 KiB."""
@@ -175,7 +174,7 @@ class Connection:
         while len(found) < count:
             whole = bytes(self._buffer[self._begin : self._end]).split(b"\r\n")[:-1][: count - len(found)]
             if not whole:
-                if self._end - self._begin == _LINE_BYTES:
+                if self._end - self._begin >= _LINE_BYTES:
                     raise ProtocolError("a line without an end")
                 self._receive_more(deadline)
             self._begin += sum(map(len, whole)) + 2 * len(whole)
@@ -231,7 +230,53 @@ class Connection:
         self._end_of_value(deadline)
         return length
 
+    def blocks_into(self, blocks: Sequence[Block], deadline: float) -> int:
+        """Receive the values of these blocks, in as few calls to the kernel as can be; how many came.
+
+        All blocks are alike, and `MOST_AT_ONCE` at most. Where a value is not there, or of another length, it
+        ends before its block, whose replies come next: `value_into` reads them. So it does where time or the
+        connection end, if any block has come; over TLS none comes in this way. What did not come may have
+        left anything in its parts. Cost: where the last values are not there, up to `_MOMENT`.
+        """
+        if not self._is_plain:
+            return 0
+        form = _Form([sum(map(len, parts)) for parts in blocks[0]])
+        said, buffers = form.laid_out(blocks)
+        count, total = self._held_into(buffers), form.num_bytes * len(blocks)
+        left = _behind(buffers, count)
+        while count < total and form.is_sound(said, count):
+            try:
+                received = self._receive(left, deadline, socket.MSG_WAITALL)
+            except OSError:
+                if count < form.num_bytes:
+                    raise
+                break
+            count += received
+            left = _behind(left, received)
+        came = form.sound_blocks(said, count)
+        if (used := came * form.num_bytes) < count:
+            self._hold(b"".join(buffers)[used:count] + self._buffer[self._begin : self._end])
+        return came
+
     # ---- inside
+
+    def _hold(self, received: bytes) -> None:
+        """Take this for what has been received and not been used."""
+        self._held = bytearray(received.ljust(_LINE_BYTES, b"\0"))
+        self._buffer = memoryview(self._held)
+        self._begin, self._end = 0, len(received)
+
+    def _held_into(self, buffers: Sequence[memoryview]) -> int:
+        """Use what has been received already: how many bytes."""
+        count = 0
+        for buffer in buffers:
+            size = min(len(buffer), self._end - self._begin)
+            buffer[:size] = self._buffer[self._begin : self._begin + size]
+            self._begin += size
+            count += size
+            if self._begin == self._end:
+                break
+        return count
 
     def _answer(self, deadline: float, most_nested: int) -> Answer:
         line = self._line(deadline)
@@ -258,7 +303,7 @@ class Connection:
     def _line(self, deadline: float) -> bytes:
         """A line of a reply, without its end."""
         while (at := self._held.find(b"\r\n", self._begin, self._end)) < 0:
-            if self._end - self._begin == _LINE_BYTES:
+            if self._end - self._begin >= _LINE_BYTES:
                 raise ProtocolError("a line without an end")
             self._receive_more(deadline)
         line = bytes(self._buffer[self._begin : at])
@@ -273,7 +318,7 @@ class Connection:
         into[:filled] = self._buffer[self._begin : self._begin + filled]
         self._begin += filled
         while filled < len(into):
-            filled += self._receive(into[filled:], deadline, socket.MSG_WAITALL if self._is_plain else 0)
+            filled += self._receive([into[filled:]], deadline, socket.MSG_WAITALL)
 
     def _end_of_value(self, deadline: float) -> None:
         while self._end - self._begin < 2:
@@ -283,25 +328,84 @@ class Connection:
         self._begin += 2
 
     def _receive_more(self, deadline: float) -> None:
-        """Add to what has been received and not been used."""
+        """Add to what has been received and not been used, which is less than `_LINE_BYTES`."""
         rest = self._held[self._begin : self._end]
         self._buffer[: len(rest)] = rest
         self._begin, self._end = 0, len(rest)
-        self._end += self._receive(self._buffer[self._end :], deadline)
+        self._end += self._receive([self._buffer[self._end : _LINE_BYTES]], deadline)
 
-    def _receive(self, into: memoryview, deadline: float, flags: int = 0) -> int:
+    def _receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
         while True:
             left = _seconds_left(deadline)
-            if not self._is_plain:
-                self._socket.settimeout(left)
             try:
-                count = self._socket.recv_into(into, 0, flags)
+                if self._is_plain:
+                    count = self._socket.recvmsg_into(into, 0, flags)[0]
+                else:
+                    self._socket.settimeout(left)
+                    count = self._socket.recv_into(into[0])
             except BlockingIOError:
                 continue  # its moment is over
             if count == 0:
                 raise ConnectionResetError("the server has closed the connection")
             self.has_received = True
             return count
+
+
+class _Form:
+    """How the values of blocks stand in a stream, if all are there: ``$LENGTH``, value, end of line.
+
+    Attributes:
+        num_bytes: of one block in the stream.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lines = [b"$%d\r\n" % length for length in lengths]
+        self._lengths = lengths
+        self._around = b"".join([line + _END for line in self._lines])
+        self.num_bytes = sum(lengths) + len(self._around)
+
+    def laid_out(self, blocks: Sequence[Block]) -> tuple[memoryview, list[memoryview]]:
+        """Room for what stands around the values, and all buffers in the order of the stream."""
+        said = memoryview(bytearray(len(self._around) * len(blocks)))
+        buffers: list[memoryview] = []
+        begin = end = 0
+        for block in blocks:
+            for line, parts in zip(self._lines, block, strict=True):
+                end += len(line)
+                buffers.append(said[begin:end])
+                buffers += parts
+                begin, end = end, end + len(_END)
+        buffers.append(said[begin:end])
+        return said, buffers
+
+    def is_sound(self, said: memoryview, count: int) -> bool:
+        """Whether all that stands around the values in the first `count` bytes is as it should be."""
+        whole, left = divmod(count, self.num_bytes)
+        known = whole * len(self._around)
+        for line, length in zip(self._lines, self._lengths, strict=True):
+            for size, is_around in ((len(line), True), (length, False), (len(_END), True)):
+                known += min(left, size) * is_around
+                left = max(0, left - size)
+        return said[:known] == (self._around * (whole + 1))[:known]
+
+    def sound_blocks(self, said: memoryview, count: int) -> int:
+        """The blocks that have come, up to the first that is not as it should be."""
+        whole, size = count // self.num_bytes, len(self._around)
+        if said[: whole * size] == self._around * whole:
+            return whole
+        return next(n for n in range(whole) if said[n * size : (n + 1) * size] != self._around)
+
+
+def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of these without their first `count` bytes."""
+    done = 0
+    while done < len(buffers) and count >= len(buffers[done]):
+        count -= len(buffers[done])
+        done += 1
+    left = buffers[done:]
+    if count:
+        left[0] = left[0][count:]
+    return left
 
 
 def _number(text: bytes) -> int:
