@@ -391,6 +391,21 @@ def test_a_search_on_a_sample_is_confirmed_on_everything(loop: str, one_in: int)
     assert not everything.sampled
 
 
+def test_the_busiest_minute_of_a_sample_is_that_of_the_recording(loop: str) -> None:
+    """Fewer sessions come less evenly: their busiest minute says nothing about the links of all."""
+    of, sessions = fleet(kv_bytes=6 * MIB), TraceSource(loop, None, False)
+    row = planned(loop, of, saved=0.4).chosen
+    assert row.load_bytes_per_s is not None
+    assert row.ram_write_bytes_per_s is not None
+    link = 1.3 * row.busy * max(row.load_bytes_per_s, row.ram_write_bytes_per_s)
+    few = gather(sessions, of, one_in=5)
+    assert few.busy > 1.3 * row.busy, "a sample of its own would be in the way"
+    of = fleet(prices(link_per_s=f"{link:.0f}"), kv_bytes=6 * MIB)
+    answer = Plan(sessions, of, Target(saved=0.4), PLAIN, jobs=1, one_in=5).run()
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY", row.purchase)
+    assert {one.busy for one in (*answer.rows, *answer.sampled)} == {row.busy}
+
+
 def test_only_long_recordings_are_sampled(chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, of = TraceSource(chat, None, False), fleet(kv_bytes=1000 * MIB)
     evidence, num_sessions = gather(source, of), len(set(turns(load_trace(chat)).session_of.tolist()))

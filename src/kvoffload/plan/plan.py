@@ -210,6 +210,7 @@ class Plan:
             else:
                 told.after = Progress(0, _CONFIRMED, 0, _CONFIRMED * evidence.block_refs)
                 few = gather(self._source, fleet, seed=self._work.seed, one_in=one_in)
+                few = replace(few, busy=evidence.busy)  # fewer sessions come less evenly
                 # A prompt that sessions share is met for the first time in a larger part of fewer sessions.
                 less = None if needed is None else needed * few.ceiling / max(evidence.ceiling, 1e-9)
                 part = _Part(self, scaled(fleet, evidence, few), few, less, told, workers, journal, one_in)
