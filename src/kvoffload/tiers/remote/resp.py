@@ -34,6 +34,8 @@ _MOST_BUFFERS = 512
 MOST_AT_ONCE = 128
 """Blocks of `blocks_into`: five buffers each."""
 _END = b"\r\n"
+_SHORTEST_LINE_BYTES = 4
+"""``:1``, with its end."""
 
 
 class ProtocolError(KVOffloadError):
@@ -176,7 +178,8 @@ class Connection:
             if not whole:
                 if self._end - self._begin >= _LINE_BYTES:
                     raise ProtocolError("a line without an end")
-                self._receive_more(deadline)
+                # Servers say each line when they come to it: waking up for each costs more than the exchange.
+                self._receive_more(deadline, _SHORTEST_LINE_BYTES * (count - len(found)))
             self._begin += sum(map(len, whole)) + 2 * len(whole)
             found += whole
         return found
@@ -327,12 +330,18 @@ class Connection:
             raise ProtocolError("a value that does not end where it should")
         self._begin += 2
 
-    def _receive_more(self, deadline: float) -> None:
-        """Add to what has been received and not been used, which is less than `_LINE_BYTES`."""
+    def _receive_more(self, deadline: float, wanted: int = 0) -> None:
+        """Add to what has been received and not been used, which is less than `_LINE_BYTES`.
+
+        `wanted`: that there are so many bytes in all, if they come within `_MOMENT`.
+        """
         rest = self._held[self._begin : self._end]
         self._buffer[: len(rest)] = rest
         self._begin, self._end = 0, len(rest)
-        self._end += self._receive([self._buffer[self._end : _LINE_BYTES]], deadline)
+        waits = wanted > len(rest) + 1
+        end = min(wanted, _LINE_BYTES) if waits else _LINE_BYTES
+        flags = socket.MSG_WAITALL if waits else 0
+        self._end += self._receive([self._buffer[self._end : end]], deadline, flags)
 
     def _receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
         while True:
