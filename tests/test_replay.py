@@ -7,10 +7,13 @@ import io
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.faults import KINDS, parse_injection
+from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport
 from kvoffload.testing.audit import audit
@@ -38,6 +41,14 @@ def trace_of(*requests: list[int]) -> Trace:
 @pytest.fixture(scope="module")
 def small_chat() -> Trace:
     return generate(builtin("chat", sessions=150))
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20, unique=True))
+@example([-(2**63), -1, 0, 1, 2**63 - 1])
+def test_keys_tell_their_blocks(ids: list[int]) -> None:
+    keys, codes = TraceKeys(trace_of(ids)), np.arange(len(ids), dtype=np.int32)[::-1]
+    assert keys.ids(keys.of_blocks(codes)).tolist() == ids[::-1]
+    assert len({bytes(key) for key in keys.of_blocks(codes)}) == len(ids)
 
 
 def test_counts_by_hand() -> None:

@@ -15,28 +15,43 @@ FINGERPRINT = "kvoffload replay, contents from keys, 1"
 """The producer of a replay's blocks: any replay may read what another one has left on a disk."""
 
 
+_STEP = np.uint64(0xD1342543DE82EF95)
+# splitmix64's finisher, and what undoes it (modulo 2^64 the last two numbers are inverse).
+_ROUNDS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x96DE1B173F119089)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB), np.uint64(0x319642B2D24D8EC3)),
+)
+_LAST = np.uint64(31)
+
+
 class TraceKeys:
     """One 32-byte key for each block of a trace, made once, as one array (splitmix64 of the block id)."""
 
     def __init__(self, trace: Trace) -> None:
-        lanes = np.arange(1, KEY_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        lanes = np.arange(1, KEY_BYTES // 8 + 1, dtype=np.uint64) * _STEP
         with np.errstate(over="ignore"):
             words: KeyWords = trace.block_ids.astype(np.uint64)[:, None] + lanes[None, :]
-            words ^= words >> np.uint64(30)
-            words *= np.uint64(0xBF58476D1CE4E5B9)
-            words ^= words >> np.uint64(27)
-            words *= np.uint64(0x94D049BB133111EB)
-            words ^= words >> np.uint64(31)
-        self._words, self._block_ids = words, trace.block_ids
-        self._order: npt.NDArray[np.intp] | None = None
+            for shift, factor, _ in _ROUNDS:
+                words ^= words >> shift
+                words *= factor
+            words ^= words >> _LAST
+        self._words = words
 
     def of_blocks(self, codes: npt.NDArray[np.int32]) -> Keys:
         """Keys of some blocks, in their order."""
         return Keys(self._words.take(codes, axis=0), KEY_BYTES)
 
-    def ids(self, keys: Keys) -> npt.NDArray[np.int64]:
-        """The block ids of keys that it has made, by their first words. Cost: O(log n) a key."""
-        if self._order is None:
-            self._order = np.argsort(self._words[:, 0])
-        at = np.searchsorted(self._words[:, 0], keys.words[:, 0], sorter=self._order)
-        return self._block_ids[self._order[at]]
+    @staticmethod
+    def ids(keys: Keys) -> npt.NDArray[np.int64]:
+        """The block ids of keys that it has made: computed back from their first words."""
+        words = _shifted_back(keys.words[:, 0], _LAST)
+        for shift, _, inverse in reversed(_ROUNDS):
+            words = _shifted_back(words * inverse, shift)
+        found: npt.NDArray[np.int64] = (words - _STEP).view(np.int64)
+        return found
+
+
+def _shifted_back(words: npt.NDArray[np.uint64], shift: np.uint64) -> npt.NDArray[np.uint64]:
+    """What ``x ^ (x >> shift)`` was made of; for shifts of 22 or more."""
+    found: npt.NDArray[np.uint64] = words ^ (words >> shift) ^ (words >> (shift + shift))
+    return found
