@@ -100,11 +100,14 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"valkey://{self.host}:{self.port}"
+        scheme = "valkeys" if "--tls-cert-file" in self.options else "valkey"
+        return f"{scheme}://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Start it, with nothing in it."""
         plain = ("--save", "", "--appendonly", "no", "--bind", self.host, "--port", str(self.port))
+        if "--tls-cert-file" in self.options:
+            plain = (*plain[:-1], "0", "--tls-port", str(self.port))
         bus = ("--cluster-port", str(self.bus_port)) if "--cluster-enabled" in self.options else ()
         self._process = subprocess.Popen(
             [
