@@ -379,6 +379,8 @@ def main() -> None:
     given = parser.parse_args()
     sys.setswitchinterval(given.switch_interval)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    gc.collect()
+    gc.freeze()  # as vLLM does when an engine has started
     print(HEAD)
     alone = Machine(None)
     alone.run(given.seconds, is_counted=True)
