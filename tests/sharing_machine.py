@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,11 +24,15 @@ from sharing_client import some_keys
 from valkey_server import PATIENCE_S
 
 NUM_KEYS = 8
+SEALED_BYTES = HEADER_BYTES - 8
+"""All of a header but the checksum."""
 EVERY = (*range(1, NUM_KEYS + 1),)
 numbers = st.lists(st.sampled_from(EVERY), min_size=1, max_size=NUM_KEYS, unique=True)
 machines = st.integers(0, 1)
 any_number = st.integers(0, 2**32)
-readers = st.sampled_from([0, 1, None])
+readers = st.sampled_from([0, 1, 0, 1, None])
+MOMENT_S = 0.1
+"""The deadline of a read that will not be answered."""
 
 Place = Any
 """Where a value is: as `SharingMachine.values` names it."""
@@ -38,6 +44,7 @@ class SharingMachine(RuleBasedStateMachine):
     Attributes:
         block_bytes: of each block.
         told: of each machine the blocks that its tier has told of, and not taken back.
+        given_away: the memory of the last reads, and what it had when they ended.
     """
 
     block_bytes: ClassVar[int] = 512
@@ -58,6 +65,10 @@ class SharingMachine(RuleBasedStateMachine):
     def put(self, place: Place, value: bytes) -> None:
         """What is there from now on."""
 
+    def whole(self, place: Place) -> list[Place]:
+        """All values of the block that this is one of."""
+        return [place]
+
     @abstractmethod
     def remove(self, place: Place) -> None:
         """It leaves, as by an eviction."""
@@ -74,8 +85,16 @@ class SharingMachine(RuleBasedStateMachine):
         """Whether it can use all that is there, as far as it knows."""
         return bool(tier._is_open())
 
-    def some_place(self, number: int) -> Place | None:
+    def epochs(self, tier: Any) -> list[int]:
+        """The numbers of the epochs that it finds blocks of."""
+        return [tier._epoch.number]
+
+    def some_place(self, number: int, reader: int | None = None) -> Place | None:
+        """Any value; one that this machine finds, if there is one that reads next."""
         found = self.values()
+        if reader is not None:
+            numbers = [f"{one:016x}" for one in self.epochs(self.tiers[reader])]
+            found = [place for place in found if any(one in str(place) for one in numbers)]
         return found[number % len(found)] if found else None
 
     # ---- what machines do
@@ -87,6 +106,7 @@ class SharingMachine(RuleBasedStateMachine):
         self.told: list[set[bytes]] = [set(), set()]
         self.hear()
         self.pool = np.zeros((NUM_KEYS, self.block_bytes), np.uint8)
+        self.given_away: deque[tuple[Any, Any]] = deque(maxlen=20)
 
     def wait(self, machine: int, job: int) -> JobResult:
         until = time.monotonic() + PATIENCE_S
@@ -116,14 +136,25 @@ class SharingMachine(RuleBasedStateMachine):
 
     def served(self, machine: int, of: list[int]) -> int:
         """How many of these blocks the machine gets."""
-        self.pool[:] = 0xEE
-        job = self.tiers[machine].submit_read(some_keys(*of), self.pool, np.arange(len(of)))
+        pool = np.full((NUM_KEYS, self.block_bytes), 0xEE, np.uint8)
+        job = self.tiers[machine].submit_read(some_keys(*of), pool, np.arange(len(of)))
         ok = self.wait(machine, job).ok
+        self.given_away.append((pool, pool.copy()))
         for row in np.flatnonzero(ok).tolist():
-            assert (self.pool[row, 4:] == of[row]).all(), "another block was served"
-            age = int.from_bytes(self.pool[row, :4].tobytes(), "big")
+            assert (pool[row, 4:] == of[row]).all(), "another block was served"
+            age = int.from_bytes(pool[row, :4].tobytes(), "big")
             assert age == self.num_resets, "a block from before a reset was served"
         return int(np.count_nonzero(ok))
+
+    def read_in_vain(self, machine: int) -> None:
+        """A read that ends at its deadline."""
+        parts = self.parts(self.tiers[machine])
+        before = [part.options for part in parts]
+        for part in parts:
+            part.options = replace(part.options, timeout_s=MOMENT_S)
+        self.served(machine, [*EVERY])
+        for part, options in zip(parts, before, strict=True):
+            part.options = options
 
     @rule(machine=machines, of=numbers)
     def probe(self, machine: int, of: list[int]) -> None:
@@ -165,27 +196,44 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule(number=any_number, at=st.integers(0, 2 * (HEADER_BYTES + 512)), reader=readers)
     def a_byte_flips(self, number: int, at: int, reader: int | None) -> None:
-        if (place := self.some_place(number)) is not None and (value := self.get(place)):
+        self.will_be_read_by(reader)
+        if (place := self.some_place(number, reader)) is not None and (value := self.get(place)):
             at %= len(value)
             self.put(place, value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :])
-            self.is_read_by(reader)
+        self.is_read_by(reader)
 
-    @rule(number=any_number, length=st.integers(0, 700))
-    def a_value_is_cut_or_lengthened(self, number: int, length: int) -> None:
-        if (place := self.some_place(number)) is not None:
+    @rule(number=any_number, length=st.integers(0, 700), reader=readers)
+    def a_value_is_cut_or_lengthened(self, number: int, length: int, reader: int | None) -> None:
+        self.will_be_read_by(reader)
+        if (place := self.some_place(number, reader)) is not None:
             self.put(place, (self.get(place) + bytes(100))[:length])
+        self.is_read_by(reader)
 
-    @rule(first=any_number, second=any_number, reader=readers)
-    def a_value_is_copied_over_another(self, first: int, second: int, reader: int | None) -> None:
-        one, other = self.some_place(first), self.some_place(second)
-        if one is not None and other is not None:
-            self.put(other, self.get(one))
-            self.is_read_by(reader)
+    @rule(first=any_number, reader=readers)
+    def values_become_others(self, first: int, reader: int | None) -> None:
+        """As a whole; all but what says whose they are; all but that and the checksum."""
+        self.will_be_read_by(reader)
+        for row, kept_bytes in enumerate((0, SEALED_BYTES, HEADER_BYTES)):
+            one, other = (
+                self.some_place(first + 2 * row, reader),
+                self.some_place(first + 2 * row + 1, reader),
+            )
+            if one is not None and other is not None:
+                # Only the first value of a block has a header.
+                for source, to, kept in zip(
+                    self.whole(one), self.whole(other), (kept_bytes, 0), strict=False
+                ):
+                    self.put(to, self.get(to)[:kept] + self.get(source)[kept:])
+        self.is_read_by(reader)
+
+    def will_be_read_by(self, reader: int | None) -> None:
+        """All blocks are there for this machine, and it knows."""
+        if reader is not None:
+            self.network_heals()
+            self.share([reader])
 
     def is_read_by(self, reader: int | None) -> None:
         if reader is not None:
-            self.network_heals()
-            self.come_to_terms()
             self.served(reader, [*EVERY])
 
     @rule(number=any_number)
@@ -212,6 +260,7 @@ class SharingMachine(RuleBasedStateMachine):
         if not hasattr(self, "tiers"):
             return
         self.hear()
+        assert all((pool == then).all() for pool, then in self.given_away), "written to after its deadline"
         for tier in self.tiers:
             assert tier.stats().in_flight == 0
             keys = some_keys(*EVERY)
@@ -224,23 +273,25 @@ class SharingMachine(RuleBasedStateMachine):
             assert time.monotonic() < until
             time.sleep(0.001)
 
+    def share(self, readers: list[int]) -> None:
+        """All blocks are there for these machines."""
+        until = time.monotonic() + PATIENCE_S
+        # Damage, resets and where blocks are now are found by the first reads.
+        while min(self.served(machine, [*EVERY]) for machine in readers) < NUM_KEYS:
+            assert time.monotonic() < until, "what was written is not served"
+            for machine in readers:
+                self.come_to_terms()
+                self.forget(machine)
+                self.probe(machine, [*EVERY])
+            self.write(readers[0], [*EVERY])
+
     def teardown(self) -> None:
         """When all is well both machines share again."""
         if not hasattr(self, "tiers"):
             return
         try:
             self.network_heals()
-            num_served, until = 0, time.monotonic() + PATIENCE_S
-            while (
-                num_served < NUM_KEYS
-            ):  # damage, resets and where blocks are now are found by the first reads
-                for machine in range(2):
-                    self.come_to_terms()
-                    self.forget(machine)
-                    self.probe(machine, [*EVERY])
-                self.write(0, [*EVERY])
-                num_served = min(self.served(machine, [*EVERY]) for machine in range(2))
-                assert time.monotonic() < until
+            self.share([0, 1])
             self.nothing_is_left_over()
         finally:
             for tier in self.tiers:
@@ -272,6 +323,13 @@ class BehindAProxy(SharingMachine):
     @rule(flip_at=st.integers(0, 3000))
     def the_network_flips(self, flip_at: int) -> None:
         self.proxy.set(flip_at=flip_at)
+
+    @rule(machine=machines)
+    def the_network_hangs(self, machine: int) -> None:
+        """And goes on: what was under way arrives when nobody waits for it any more."""
+        self.proxy.set(hang=True)
+        self.read_in_vain(machine)
+        self.network_heals()
 
     @rule()
     def network_heals(self) -> None:

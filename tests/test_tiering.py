@@ -260,12 +260,33 @@ def test_what_a_busy_tier_cannot_take_waits_for_its_turn() -> None:
     assert rig.manager.counts.not_offered == 0
 
 
+def test_a_step_makes_one_offer_even_to_a_tier_that_takes_nothing() -> None:
+    """Else what waits, up to all of RAM, would be offered within one step, bit by bit."""
+    rig = Rig(capacity=16, immediate=False, max_in_flight=0.25)
+    rig.store("abcdefghijkl")
+    offers: list[str] = []
+    submit = rig.tier.submit_write
+
+    def noted(offered: list[bytes], *rest: Any) -> Any:
+        offers.append(text(offered))
+        return submit(offered, *rest)
+
+    rig.tier.submit_write = noted  # type: ignore[method-assign]
+    rig.tier.takes = False
+    rig.end_all()
+    assert offers == ["efgh"]
+    rig.manager.poll()
+    assert offers == ["efgh", "ijkl"]
+    assert not rig.manager.has_jobs
+
+
 def test_what_leaves_ram_before_its_turn_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(capacity=4, immediate=False, max_in_flight=0.5)
     rig.store("abcd")
     rig.store("xy")  # in place of c and d, which wait
     assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
     rig.end_all()
+    rig.manager.poll()
     assert [text(job.keys) for job in rig.tier.jobs] == ["xy"]
     assert rig.manager.counts.not_offered == 2
     assert "tier t0: 2 blocks left RAM before it could take them" in caplog.text

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -100,11 +100,14 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"valkey://{self.host}:{self.port}"
+        scheme = "valkeys" if "--tls-cert-file" in self.options else "valkey"
+        return f"{scheme}://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Start it, with nothing in it."""
         plain = ("--save", "", "--appendonly", "no", "--bind", self.host, "--port", str(self.port))
+        if "--tls-cert-file" in self.options:
+            plain = (*plain[:-1], "0", "--tls-port", str(self.port))
         bus = ("--cluster-port", str(self.bus_port)) if "--cluster-enabled" in self.options else ()
         self._process = subprocess.Popen(
             [
@@ -206,11 +209,20 @@ NODE_TIMEOUT_S = 1.0
 class Cluster:
     """Masters, each with a replica; made by commands.
 
+    Args:
+        places: where each server is, as for `Server`.
+
     Attributes:
         servers: three masters, and then a replica of each.
     """
 
-    def __init__(self, directory: Path, num_masters: int, *options: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        num_masters: int,
+        *options: str,
+        places: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
         self.servers: list[Server] = []
         self.num_masters = num_masters
         timeout = (
@@ -223,7 +235,7 @@ class Cluster:
             for number in range(2 * num_masters):
                 (place := directory / f"node-{number}").mkdir()
                 more = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", *timeout, *options)
-                self.servers.append(Server(place, *more))
+                self.servers.append(Server(place, *more, **(places[number] if places else {})))
             self._join()
         except BaseException:
             self.stop()
@@ -235,7 +247,7 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return "valkey+cluster://" + ",".join(f"127.0.0.1:{one.port}" for one in self.masters)
+        return "valkey+cluster://" + ",".join(f"{one.host}:{one.port}" for one in self.masters)
 
     def stop(self) -> None:
         for server in self.servers:
@@ -275,7 +287,7 @@ class Cluster:
         first, *others = self.servers
         for other in others:
             port, bus_port = str(other.port), str(other.bus_port)
-            assert first.say("CLUSTER", "MEET", "127.0.0.1", port, bus_port) == b"OK"
+            assert first.say("CLUSTER", "MEET", other.host, port, bus_port) == b"OK"
         bounds = [16384 * number // self.num_masters for number in range(self.num_masters + 1)]
         for server, begin, end in zip(self.masters, bounds, bounds[1:], strict=False):
             assert server.say("CLUSTER", "ADDSLOTSRANGE", str(begin), str(end - 1)) == b"OK"
@@ -288,9 +300,9 @@ class Cluster:
 
 
 @contextmanager
-def clustered(directory: Path, *options: str, num_masters: int = 3) -> Iterator[Cluster]:
-    """A cluster that is gone at the end."""
-    cluster = Cluster(directory, num_masters, *options)
+def clustered(directory: Path, *options: str, num_masters: int = 3, **more: Any) -> Iterator[Cluster]:
+    """A cluster that is gone at the end; `more` as for `Cluster`."""
+    cluster = Cluster(directory, num_masters, *options, **more)
     try:
         yield cluster
     finally:

@@ -5,6 +5,7 @@ dies.
 from __future__ import annotations
 
 import shutil
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from traffic import PATIENCE_S, Expected
 
 import s3_server
-from valkey_server import Server, running
+from kvoffload.tiers.kinds.valkey import PASSWORD
+from kvoffload.tiers.remote.resp import Login
+from valkey_server import Server, clustered, redis, running, self_signed
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 
@@ -21,6 +24,31 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 FOUR = 4
 """Prompts of nine whole blocks each; RAM has room for 48 blocks, and the engine for two prompts."""
+
+
+def engine_before(start_engine: Callable[..., Any], model: Path, url: str, **options: Any) -> Any:
+    """With an empty RAM."""
+    tier = {"url": url, "timeout": PATIENCE_S, "probe_timeout": PATIENCE_S, **options}
+    return start_engine(model, {"ram": "6MiB", "tiers": [tier], "tier_deadline_s": PATIENCE_S})
+
+
+def compute(expected: Expected, *place: Any, **options: Any) -> None:
+    """An engine computes a prompt, and its machine is gone."""
+    engine = engine_before(*place, **options)
+    expected.check(engine, 1)
+    engine.drain()
+    assert engine.manager.core.settle(PATIENCE_S)
+    assert engine.manager.core.tier_stats()[0].written == 9
+    engine.close()
+
+
+def find(expected: Expected, *place: Any, **options: Any) -> None:
+    """Another one does not have to."""
+    engine = engine_before(*place, **options)
+    expected.check(engine, 1)
+    engine.drain()
+    assert engine.manager.core.hit_blocks == [0, 9]
+    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +64,7 @@ def machine(start_engine: Callable[..., Any], server: Server) -> Callable[..., A
     """
 
     def start(model: Path, **options: Any) -> Any:
-        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
-        tier = {"url": f"{server.url}/engines", **patient, **options}
-        return start_engine(model, {"ram": "6MiB", "tiers": [tier], "tier_deadline_s": PATIENCE_S})
+        return engine_before(start_engine, model, f"{server.url}/engines", **options)
 
     return start
 
@@ -87,20 +113,40 @@ def test_an_engine_that_is_started_on_an_empty_machine_finds_a_bucket_warm(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "s3").mkdir()
     with s3_server.running(s3_server.Rclone, tmp_path / "s3") as bucket:
-        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S, "pack": "384KiB"}
         url = f"s3://{s3_server.BUCKET}/engines?endpoint={bucket.endpoint}&region=us-east-1"
-        options = {"ram": "6MiB", "tiers": [{"url": url, **patient}], "tier_deadline_s": PATIENCE_S}
-        first = start_engine(llama, options)
-        on_llama.check(first, 1)
-        first.drain()
-        assert first.manager.core.settle(PATIENCE_S)
-        assert first.manager.core.tier_stats()[0].written == 9
-        first.close()
-        second = start_engine(llama, options)
-        on_llama.check(second, 1)
-        second.drain()
-        assert second.manager.core.hit_blocks == [0, 9]
-        second.close()
+        compute(on_llama, start_engine, llama, url, pack="384KiB")
+        find(on_llama, start_engine, llama, url, pack="384KiB")
+
+
+def test_over_tls_with_a_password_from_the_environment_or_a_file(
+    on_llama: Expected, start_engine: Callable[..., Any], llama: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pem, key = self_signed(tmp_path)
+    files = ("--tls-cert-file", pem, "--tls-key-file", key, "--tls-ca-cert-file", pem)
+    options = (*files, "--tls-auth-clients", "no", "--requirepass", "hunter2")
+    login = Login(password="hunter2", tls=ssl.create_default_context(cafile=pem))
+    with running(tmp_path, *options, login=login, program=redis()) as server:
+        url = f"{server.url}/engines"
+        with monkeypatch.context() as environment:
+            environment.setenv(PASSWORD, "hunter2")
+            compute(on_llama, start_engine, llama, url, ca=pem)
+        (tmp_path / "password").write_text("hunter2\n")
+        find(on_llama, start_engine, llama, url, ca=pem, password_file=str(tmp_path / "password"))
+    assert "hunter2" not in caplog.text
+
+
+def test_over_a_cluster(
+    on_llama: Expected, start_engine: Callable[..., Any], llama: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nine blocks, on more than one of three masters."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with clustered(tmp_path) as cluster:
+        compute(on_llama, start_engine, llama, f"{cluster.url}/engines")
+        assert sum(bool(master.blocks()) for master in cluster.masters) > 1
+        find(on_llama, start_engine, llama, f"{cluster.url}/engines")
 
 
 def test_engines_of_other_weights_get_nothing(

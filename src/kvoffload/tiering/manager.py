@@ -623,16 +623,17 @@ class TieredManager(OffloadingManager):
         return room
 
     def _offer_waiting(self, row: int, lane: TierLane) -> None:
-        """Offer the blocks that have waited the longest, if they are still here."""
-        while lane.waiting and (room := self._room_for_writes(row)):
-            room = min(room, len(lane.waiting))
-            keys = self.pack([*islice(lane.waiting, room + 1)])
-            keys = keys[: lane.tier.cut(keys, room)]
-            for key in keys:
-                del lane.waiting[key]
-            here = self.ready_slots_of(keys) >= 0
-            self._not_offered(lane, int(np.count_nonzero(~here & ~lane.tier.contains(keys))))
-            self._cascade(row, keys.take(here), None)
+        """Offer the blocks that have waited the longest, if they are still here: once a step, because a tier
+        that takes none, as one that is closed, leaves the room for the next ones, up to all of RAM."""
+        if (room := min(self._room_for_writes(row), len(lane.waiting))) == 0:
+            return
+        keys = self.pack([*islice(lane.waiting, room + 1)])
+        keys = keys[: lane.tier.cut(keys, room)]
+        for key in keys:
+            del lane.waiting[key]
+        here = self.ready_slots_of(keys) >= 0
+        self._not_offered(lane, int(np.count_nonzero(~here & ~lane.tier.contains(keys))))
+        self._cascade(row, keys.take(here), None)
 
     def _not_offered(self, lane: TierLane, num_blocks: int) -> None:
         if num_blocks:
