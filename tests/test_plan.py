@@ -567,7 +567,10 @@ def test_the_prices_that_are_printed_are_read(tmp_path: Path) -> None:
         ("[server]\nslots = -1\n", r"\$\.server\.slots"),
         ("[server]\nprice = -1\n", r"\$\.server\.price"),
         ('[server]\nlink_per_s = "0B"\n', "link_per_s: '0B' is not possible; allowed: at least one byte"),
-        ('[server]\nhost_link_per_s = "0B"\n', "host_link_per_s: '0B' is not possible; allowed: at least one"),
+        (
+            '[server]\nhost_link_per_s = "0B"\n',
+            "host_link_per_s: '0B' is not possible; allowed: at least one",
+        ),
         ("[server]\ndrives = 1\n", "unknown field `drives`.*--show-prices"),
         ("ram", "prices"),
     ],

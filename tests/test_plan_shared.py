@@ -33,6 +33,8 @@ from kvoffload.traces.workloads import builtin
 from purchases import MIB, PLAIN, drives, fleet, line, planned, prices, words, written
 from timing import machine
 
+NOTHING_IN = "reuse:1000"
+"""Admission that takes nothing: a server of no use."""
 REQUESTS = 200
 STEP_S = 10
 
@@ -99,9 +101,13 @@ def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) ->
     assert answer.words[0].endswith(f"0.0 % by RAM, {share} by servers.")
     use = "That is 1 modules of 10MiB in the host, and a cache server of 1 GiB that all 2 engines share."
     assert use in words(answer)
-    sharing = "Without servers: 10 MiB of RAM for 100 USD would save 0.0 %, "
-    assert f"{sharing}{100 * again / REQUESTS:.1f} points less (sure)." in words(answer)
-    most = f"No cache saves more than {share}, and none of engines that share nothing more than 0.0 %: the rest"
+    (sharing,) = [one for one in answer.words if one.startswith("Without servers: ")]
+    less = f"10 MiB of RAM for 100 USD would save 0.0 %, {100 * again / REQUESTS:.1f} points less "
+    assert sharing.startswith(f"Without servers: {less}")
+    assert sharing.endswith(("(sure).", "slowly)."))
+    most = (
+        f"No cache saves more than {share}, and none of engines that share nothing more than 0.0 %: the rest"
+    )
     assert most in words(answer)
 
 
@@ -110,11 +116,13 @@ def test_what_servers_would_bring_is_said_where_they_are_too_dear(twice: str) ->
     assert answer.chosen.purchase == NOTHING
     assert "servers" not in answer.words[0]
     loop = [(4 * n, 4 * n + 1) for _ in range(10) for n in range(20)]
-    dear = planned(written(Path(twice).with_name("loop.jsonl"), loop), two(server(price=1000)), saved=0.3)
+    of = two(server(price=3000), Ram(module="10MiB", price=100, slots=10))
+    dear = planned(written(Path(twice).with_name("loop.jsonl"), loop), of, saved=0.3)
     assert dear.chosen.servers == 0
     assert dear.chosen.ram_modules
     (said,) = [one for one in dear.words if one.startswith("The cheapest with servers: ")]
-    assert "10 MiB of RAM and a cache server of 1 GiB for 1,100 USD would save" in said
+    assert "10 MiB of RAM and a cache server of 1 GiB for 3,100 USD would save 90.0 %, " in said
+    assert " points more (" in said
 
 
 def test_blocks_of_servers_are_of_all_engines() -> None:
@@ -130,15 +138,15 @@ def test_blocks_of_servers_are_of_all_engines() -> None:
 
 def test_the_fewest_servers_are_found_between_coarse_steps(twice: str) -> None:
     trace, asked = load_trace(twice), asked_twice()[1] / REQUESTS
-    of = two(server(memory="5.15MiB", slots=16), Ram(module="2MiB", price=1, slots=1))
+    of = two(server(memory="5.15MiB", slots=8), Ram(module="2MiB", price=1, slots=1))
     found = {}
-    for servers in range(1, 17):
+    for servers in range(1, 9):
         tiers = parse_tiers("tiers", f"{of.server_blocks(Purchase(1, 0, servers))},policy=lru")
         config = ReplayConfig(1, device_blocks=5, tiers=tiers, instances=2, routing="random")
         found[servers] = SharedReplay(trace, config).run().prefix_hit_ratio
     needed = next(share for servers, share in found.items() if servers % 2 and share > 0.3 * asked)
     fewest = min(servers for servers, share in found.items() if share >= needed)
-    assert fewest in (3, 5, 7, 9, 11, 13, 15), "no coarse step"
+    assert fewest in (3, 5, 6, 7), "no coarse step"
     answer = planned(twice, of, saved=needed)
     assert answer.chosen.purchase == Purchase(1, 0, fewest)
 
@@ -155,18 +163,20 @@ def row_of(evidence: Evidence, of: Fleet, purchase: Purchase, setup: Setup) -> M
 @pytest.mark.parametrize("routing", ["session", "prefix", "random"])
 @pytest.mark.parametrize("store", ["on-compute", "on-device-eviction"])
 def test_a_useless_server_changes_nothing(chat: str, routing: str, store: str) -> None:
-    for_sale = prices(Ram(module="200MiB", price=100, slots=4), server=server(memory="2MiB"))
-    of = fleet(for_sale, 100 * MIB, gpus=3, replicas=3, routing=routing)
+    for_sale = prices(Ram(module="1GiB", price=100, slots=4), server=server())
+    of = fleet(for_sale, 20 * MIB, gpus=3, replicas=3, routing=routing)
     evidence = gather(TraceSource(chat, None, False), of, is_shared=True)
     alone = row_of(evidence, of, Purchase(2, 0), Setup(store, "lru", "all"))
     assert alone.row.by_ram > 0
-    for rule in ("all", "reuse:1000"):
-        shared = row_of(evidence, of, Purchase(2, 0, 1), Setup(store, "lru", "all", server_admission=rule))
-        assert shared.hits.tolist() == alone.hits.tolist()
-        assert len(shared.hits) == len(evidence.refs)
-        assert (shared.row.saved, shared.row.saved_low) == (alone.row.saved, alone.row.saved_low)
-        assert shared.row.server_blocks == 1
-        assert difference(evidence, shared, alone) == (0, 0, 0)
+    shared = row_of(evidence, of, Purchase(2, 0, 1), Setup(store, "lru", "all", server_admission=NOTHING_IN))
+    assert shared.hits.tolist() == alone.hits.tolist()
+    assert len(shared.hits) == len(evidence.refs)
+    assert (shared.row.saved, shared.row.saved_low) == (alone.row.saved, alone.row.saved_low)
+    assert shared.row.server_write_bytes_per_s == shared.row.by_servers == 0
+    assert difference(evidence, shared, alone) == (0, 0, 0)
+    used = row_of(evidence, of, Purchase(2, 0, 1), Setup(store, "lru", "all", server_admission="all"))
+    # A victim tier shares only what the GPUs have dropped.
+    assert used.row.saved > alone.row.saved or store == "on-device-eviction"
 
 
 def test_windows_are_those_of_each_engine_by_itself(tmp_path: Path) -> None:
@@ -181,8 +191,8 @@ def test_windows_are_those_of_each_engine_by_itself(tmp_path: Path) -> None:
     of = two(gpus=3, replicas=3)
     evidence = gather(TraceSource(str(tmp_path / "uneven.jsonl"), None, False), of, is_shared=True)
     alone = row_of(evidence, of, Purchase(1, 0), Setup("on-compute", "lru", "all"))
-    rule = "reuse:1000"
-    shared = row_of(evidence, of, Purchase(1, 0, 1), Setup("on-compute", "lru", "all", server_admission=rule))
+    setup = Setup("on-compute", "lru", "all", server_admission=NOTHING_IN)
+    shared = row_of(evidence, of, Purchase(1, 0, 1), setup)
     assert shared.hits.tolist() == alone.hits.tolist()
 
 
@@ -277,9 +287,7 @@ def test_each_server_has_a_network_of_its_own(twice: str) -> None:
     link = f"{0.75 * one.server_write_bytes_per_s * one.busy / 1000:.6f}KB"
     small = Server(memory="100MiB", price=50, slots=4, link_per_s=link)
     rows = [row for row in planned(twice, two(small), of_ceiling=0.1).rows if row.servers]
-    assert {row.servers: row.feasible for row in rows} == {1: False, 2: True, 4: True} | {
-        row.servers: row.servers > 1 for row in rows
-    }
+    assert {row.servers: row.feasible for row in rows} == {1: False, 2: True, 3: True}
 
 
 def test_without_times_no_server_is_bought(tmp_path: Path) -> None:
@@ -353,12 +361,12 @@ def test_a_target_in_seconds_is_of_what_can_be_timed(twice: str) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_servers_stand_in_the_line_for_vllm(twice: str, tmp_path: Path, slots: int) -> None:
-    memory = "1GiB" if slots == 1 else "200MiB"
+    memory = "1GiB" if slots == 1 else "10MiB"
     of_prices = prices(Ram(module="10MiB", price=100, slots=4), server=server(memory=memory, slots=slots))
     (tmp_path / "prices.toml").write_text(as_toml(of_prices))
     arguments = ("plan", twice, "--bytes-per-token", "2KiB", "--gpus", "2", "--kv-per-gpu", "5MiB",
                  "--replicas", "2", "--routing", "random", "--prices", tmp_path / "prices.toml",
-                 "--target-of-ceiling", "1.0", "--policies", "lru", "--admissions", "all",
+                 "--policies", "lru", "--admissions", "all",
                  "--stores", "on-compute", "--server-admissions", "all", "--jobs", "1", "--quiet",
                  "--output", tmp_path / "rows.csv")  # fmt: skip
     done = kvoffload(*arguments, "--format", "json")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from kvoffload.plan.fleet import NOTHING, Purchase
 from kvoffload.plan.rows import Cell, Measured, Setup
 from kvoffload.plan.targets import Choice, Difference, beside
@@ -101,8 +103,9 @@ def search(
     """Measure what an answer takes; all rows, and the choice among them.
 
     1. Every setup of RAM at a few places: where setups differ much, they differ there.
-    2. SSDs, then servers, behind those that were best most often, and behind the one that writes least, at a
-       few places: a replay with either costs several times one without.
+    2. At a few places, for a replay with either costs several times one without: SSDs behind those that were
+       best most often and the one that writes least; servers behind the best of each moment to store, because
+       what is stored early is there for others.
     3. The best of each at every coarse place.
     4. Between the answer and its neighbours, in halves: purchases come in single modules.
 
@@ -114,12 +117,16 @@ def search(
     """
     found = _Found(measure)
     rows, look, coarse = found.rows, found.look, space.purchases
-    behind = sum(len(its.setups) for its in space.behind) * (KEPT + 1) // max(1, len(space.setups))
-    look(space.cells(space.sample, space.setups), 3 * behind + KEPT * len(coarse))
+    behind = sum(len(its.setups) * len(its.counts) for its in space.behind) * (KEPT + 1) // len(space.setups)
+    look(space.cells(space.sample, space.setups), behind + KEPT * len(coarse))
     kept = _kept(rows, space.setups, difference)
-    before = {(one.store, one.policy, one.admission) for one in (*kept, *_least_writes(rows))}
+    before = {
+        "drives": [*kept, *_least_writes(rows)],
+        "servers": _best_of_each_store(rows, space.setups, difference),
+    }
     for its in space.behind:
-        tried = [one for one in its.setups if (one.store, one.policy, one.admission) in before]
+        first = {(one.store, one.policy, one.admission) for one in before[its.axis]}
+        tried = [one for one in its.setups if (one.store, one.policy, one.admission) in first]
         look(space.cells(space.sample, tried), KEPT * len(coarse))
         kept += _kept(rows, tried, difference)
     look(space.cells(coarse, kept), _ROUNDS * KEPT)
@@ -194,7 +201,8 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
     """The setups that are best most often, then those that cannot be told apart from the best most often.
 
-    Among those that can be; what wears out SSDs everywhere is kept only if all do.
+    Among those that can be; what wears out SSDs everywhere is kept only if all do. Of those that do the same
+    everywhere, as an admission rule that refuses nothing, one.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}
@@ -210,8 +218,33 @@ def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Diffe
             alike = is_best or (lead is not None and lead.low <= 0)
             first, second, total = wins[one.row.setup]
             wins[one.row.setup] = (first + is_best, second + alike, total + one.row.saved)
-    ranked = sorted(wins, key=lambda one: wins[one], reverse=True)
-    return [one for one in ranked[:KEPT] if wins[one] > (0, 0, 0.0)] or ranked[:1]
+    ranked, kept = sorted(wins, key=lambda one: wins[one], reverse=True), list[Setup]()
+    for setup in ranked:
+        if wins[setup] > (0, 0, 0.0) and not any(_do_the_same(rows, setup, other) for other in kept):
+            kept.append(setup)
+    return kept[:KEPT] or ranked[:1]
+
+
+def _do_the_same(rows: dict[Cell, Measured], one: Setup, other: Setup) -> bool:
+    """Whether two setups save and write the same wherever both were measured."""
+
+    def done(its: Measured) -> tuple[float | None, ...]:
+        row = its.row
+        return row.ram_write_bytes_per_s, row.ssd_write_bytes_per_s, row.server_write_bytes_per_s
+
+    pairs = [(its, rows.get(Cell(cell.purchase, other))) for cell, its in rows.items() if cell.setup == one]
+    return all(
+        rival is None or (done(its) == done(rival) and np.array_equal(its.hits, rival.hits))
+        for its, rival in pairs
+    )
+
+
+def _best_of_each_store(
+    rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference
+) -> list[Setup]:
+    """For each moment to store the setup that is best most often."""
+    stores = dict.fromkeys(one.store for one in setups)
+    return [_kept(rows, [one for one in setups if one.store == store], difference)[0] for store in stores]
 
 
 def _least_writes(rows: dict[Cell, Measured]) -> list[Setup]:
