@@ -136,6 +136,7 @@ def test_blocks_of_servers_are_of_all_engines() -> None:
     assert two(server(memory="1KiB", slots=4)).server_steps(100) == []
 
 
+@pytest.mark.slow
 def test_the_fewest_servers_are_found_between_coarse_steps(twice: str) -> None:
     trace, asked = load_trace(twice), asked_twice()[1] / REQUESTS
     of = two(server(memory="5.15MiB", slots=8), Ram(module="2MiB", price=1, slots=1))
@@ -199,6 +200,7 @@ def test_windows_are_those_of_each_engine_by_itself(tmp_path: Path) -> None:
 # ---- rows are replays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"routing": "session", "scale": 2.0}, {"routing": "prefix", "load": 4.0}]
 )

@@ -104,8 +104,8 @@ def search(
 
     1. Every setup of RAM at a few places: where setups differ much, they differ there.
     2. At a few places, for a replay with either costs several times one without: SSDs behind those that were
-       best most often and the one that writes least; servers behind the best of each moment to store, because
-       what is stored early is there for others.
+       best most often and the one that writes least; servers behind the best one and the one that writes
+       most, because what is stored is there for others.
     3. The best of each at every coarse place.
     4. Between the answer and its neighbours, in halves: purchases come in single modules.
 
@@ -121,8 +121,8 @@ def search(
     look(space.cells(space.sample, space.setups), behind + KEPT * len(coarse))
     kept = _kept(rows, space.setups, difference)
     before = {
-        "drives": [*kept, *_least_writes(rows)],
-        "servers": _best_of_each_store(rows, space.setups, difference),
+        "drives": [*kept, *_that_writes(rows, min)],
+        "servers": [*kept[:1], *_that_writes(rows, max)],
     }
     for its in space.behind:
         first = {(one.store, one.policy, one.admission) for one in before[its.axis]}
@@ -239,20 +239,13 @@ def _do_the_same(rows: dict[Cell, Measured], one: Setup, other: Setup) -> bool:
     )
 
 
-def _best_of_each_store(
-    rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference
-) -> list[Setup]:
-    """For each moment to store the setup that is best most often."""
-    stores = dict.fromkeys(one.store for one in setups)
-    return [_kept(rows, [one for one in setups if one.store == store], difference)[0] for store in stores]
-
-
-def _least_writes(rows: dict[Cell, Measured]) -> list[Setup]:
-    """The setup that writes least to RAM, and so to SSDs behind it; none where no times are known."""
+def _that_writes(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
+    """The setup that writes least to RAM (`min`), or most (`max`), and so to what is behind it; none where no
+    times are known."""
     written: dict[Setup, float] = {}
     for cell, one in rows.items():
         written[cell.setup] = written.get(cell.setup, 0.0) + (one.row.ram_write_bytes_per_s or 0.0)
-    return [min(written, key=lambda one: written[one])] if written else []
+    return [extreme(written, key=lambda one: written[one])] if written else []
 
 
 def _between(chosen: Purchase, rows: dict[Cell, Measured]) -> list[Purchase]:
