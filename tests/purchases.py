@@ -9,20 +9,23 @@ from typing import Any
 
 from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.plan import Plan, PlanAnswer, Setups
-from kvoffload.plan.prices import Prices, Ram, Ssd
+from kvoffload.plan.prices import Prices, Ram, Server, Ssd
 from kvoffload.plan.targets import Target
 from kvoffload.sweep.task import TraceSource
 
 MIB = 2**20
-PLAIN = Setups(("on-compute",), ("lru",), ("all",), ("lru",), ("all",))
+PLAIN = Setups(("on-compute",), ("lru",), ("all",), ("lru",), ("all",), ("all",))
 """Whose hits are those of a textbook."""
 
 MANY_WRITES = 1e9
 
 
-def prices(ram: Ram | None = None, ssd: Ssd | None = None, **others: Any) -> Prices:
-    """Modules of 5 blocks for 100, and no SSDs."""
-    return Prices(ram=ram or Ram(module="5MiB", price=100, slots=40), ssd=ssd or Ssd(slots=0), **others)
+def prices(
+    ram: Ram | None = None, ssd: Ssd | None = None, server: Server | None = None, **others: Any
+) -> Prices:
+    """Modules of 5 blocks for 100, and neither SSDs nor servers."""
+    ram = ram or Ram(module="5MiB", price=100, slots=40)
+    return Prices(ram=ram, ssd=ssd or Ssd(slots=0), server=server or Server(slots=0), **others)
 
 
 def fleet(for_sale: Prices | None = None, kv_bytes: int = 5 * MIB, gpus: int = 1, **others: Any) -> Fleet:

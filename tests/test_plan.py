@@ -22,7 +22,7 @@ from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
 from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import MEANING, Prices, Ram, Ssd, as_toml, flattened, read_prices
 from kvoffload.plan.rows import PlanRow, limits
-from kvoffload.plan.search import Space
+from kvoffload.plan.search import Behind, Space
 from kvoffload.plan.targets import Target
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.optimum import infinite
@@ -343,12 +343,16 @@ def test_windows_of_replicas_add_up(chat: str) -> None:
 
 
 def test_a_few_places_stand_for_all() -> None:
-    space = Space([1, 2, 4, 8, 16], [0, 1, 2, 4], PLAIN.of_ram, PLAIN.with_ssds, lambda one: one.modules < 16)
-    assert space.sample == [(1, 0), (4, 0), (16, 0), (1, 2), (1, 4), (4, 1)]
-    cells = space.cells(space.sample, [*PLAIN.of_ram, *PLAIN.with_ssds])
-    assert [cell.purchase for cell in cells] == [(1, 0), (4, 0), (1, 2), (1, 4), (4, 1)]
-    only = Space([3], [0], PLAIN.of_ram, PLAIN.with_ssds, lambda one: True)
-    assert only.sample == [(3, 0)]
+    behind = [Behind("drives", [1, 2, 4], PLAIN.with_ssds), Behind("servers", [1, 3], PLAIN.with_servers)]
+    space = Space([1, 2, 4, 8, 16], PLAIN.of_ram, behind, lambda one: one.modules < 16)
+    ram, ssds, servers = [(1, 0, 0), (4, 0, 0)], [(1, 2, 0), (1, 4, 0), (4, 1, 0)], [(1, 0, 3), (4, 0, 1)]
+    assert space.sample == [*ram, (16, 0, 0), *ssds, *servers]
+    cells = space.cells(space.sample, [*PLAIN.of_ram, *PLAIN.with_ssds, *PLAIN.with_servers])
+    assert [cell.purchase for cell in cells] == [*ram, *ssds, *servers]
+    assert all(bool(cell.purchase.servers) == bool(cell.setup.server_admission) for cell in cells)
+    assert len(space.purchases) == 4 * 6, "RAM alone, three numbers of drives, two of servers"
+    assert not any(one.drives and one.servers for one in space.purchases)
+    assert Space([3], PLAIN.of_ram).sample == [(3, 0, 0)]
 
 
 # ---- long recordings
@@ -592,6 +596,16 @@ def test_the_prices_that_are_printed_are_read(tmp_path: Path) -> None:
         ("[ram]\nprice = -3\n", r"\$\.ram\.price"),
         ('[ssd]\ndrive = "4 parsecs"\n', "drive: '4 parsecs'"),
         ('[ram]\nmodule = "0GiB"\n', "module: '0GiB' is not possible; allowed: at least one byte"),
+        ('[server]\nmemory = "0GiB"\n', "memory: '0GiB' is not possible; allowed: at least one byte"),
+        ('[server]\nmemory = "much"\n', "memory: 'much'"),
+        ("[server]\nslots = -1\n", r"\$\.server\.slots"),
+        ("[server]\nprice = -1\n", r"\$\.server\.price"),
+        ('[server]\nlink_per_s = "0B"\n', "link_per_s: '0B' is not possible; allowed: at least one byte"),
+        (
+            '[server]\nhost_link_per_s = "0B"\n',
+            "host_link_per_s: '0B' is not possible; allowed: at least one",
+        ),
+        ("[server]\ndrives = 1\n", "unknown field `drives`.*--show-prices"),
         ("ram", "prices"),
     ],
 )

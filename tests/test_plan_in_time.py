@@ -357,7 +357,7 @@ def test_ssds_that_save_as_much_and_are_slow_are_not_bought(
     answer = timed(turns, on, for_sale=prices(ssd=drives(read_per_s="1GB")), target={"ttft_p90_s": 2.5})
     assert (answer.outcome, answer.chosen.ssd_drives) == ("BUY", num_drives)
     assert (answer.chosen.price < 2000) == bool(num_drives)
-    assert planned(turns, fleet(prices(ssd=drives())), saved=0.5).chosen.purchase == (1, 1)
+    assert planned(turns, fleet(prices(ssd=drives())), saved=0.5).chosen.purchase == Purchase(1, 1)
 
 
 @pytest.mark.parametrize("one_in", [2, 5])

@@ -15,7 +15,7 @@ import pytest
 
 from command import kvoffload
 from hangs import HANGS_S
-from kvoffload.plan.prices import Prices, Ram, Ssd, as_toml
+from kvoffload.plan.prices import Prices, Ram, Server, Ssd, as_toml
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
@@ -43,6 +43,23 @@ def plan(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
         "plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "200MiB",
         "--prices", home / "prices.toml", "--jobs", "1", "--report", home / "plan.html", "--format", "json",
         "--machine", "h100-pcie5", "--prefill-tokens-per-s", "1000", "--admissions", "all", "--quiet",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return home / "plan.html", done.stdout
+
+
+@pytest.fixture(scope="module")
+def sampled(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same of engines that may share servers, searched on one of two sessions."""
+    home = tmp_path_factory.mktemp("sampled-page")
+    of_server = Server(memory="300MiB", price=5, slots=2)
+    for_sale = Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=Ssd(slots=0), server=of_server)
+    (home / "prices.toml").write_text(as_toml(for_sale))
+    done = kvoffload(
+        "plan", trace, "--bytes-per-token", "2KiB", "--gpus", "2", "--kv-per-gpu", "100MiB",
+        "--replicas", "2", "--routing", "random", "--prices", home / "prices.toml", "--sample", "2",
+        "--policies", "lru", "--admissions", "all", "--jobs", "1", "--report", home / "plan.html",
+        "--format", "json", "--quiet",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return home / "plan.html", done.stdout
@@ -143,6 +160,44 @@ def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
         assert f"{100 * row['saved']:.1f} %" in cells
 
 
+def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tuple[Path, str]) -> None:
+    path, printed = sampled
+    page, found = Page(path), json.loads(printed)
+    drawn = charts(page)
+    assert found["sampled"]
+    assert {row["one_in"] for row in found["sampled"]} == {2}
+    by_name = {one["name"]: one for one in drawn["frontier"]["data"]}
+    for name, rows in (
+        ("can be had", found["rows"]),
+        ("on one of 2 sessions", found["sampled"]),
+        ("recommended", [found["chosen"]]),
+    ):
+        feasible = [row for row in rows if row["feasible"]]
+        assert feasible
+        assert by_name[name]["x"] == [row["price"] for row in feasible]
+        assert by_name[name]["y"] == [100 * row["saved"] for row in feasible]
+    notes = [text for _, text in page.texts]
+    assert any("What was measured on a part of the sessions led to the others" in note for note in notes)
+    assert any(note.endswith("On one of 2 sessions.") for note in notes)
+    alone = [row for row in found["sampled"] if row["ram_modules"] and not row["servers"]]
+    for one in drawn["over-ram"]["data"]:
+        points = set(zip(one["x"], one["y"], strict=True))
+        shown = {(row["ram_bytes"] / 2**30, 100 * row["saved"]) for row in alone}
+        assert one["name"] == "optimum" or points <= shown
+
+
+def test_a_page_shows_servers(sampled: tuple[Path, str], plan: tuple[Path, str]) -> None:
+    page, found = Page(sampled[0]), json.loads(sampled[1])
+    assert any(row["servers"] for row in found["frontier"])
+    parts = {one["name"]: one["y"] for one in charts(page)["places"]["data"]}
+    assert set(parts) == {"GPUs", "RAM", "SSDs", "servers"}
+    assert parts["servers"] == [100 * row["by_servers"] for row in found["frontier"]]
+    stacked = [sum(heights) for heights in zip(*parts.values(), strict=True)]
+    assert stacked == pytest.approx([100 * row["saved"] for row in found["frontier"]])
+    assert "servers" in [text for tag, text in page.texts if tag == "th"]
+    assert "servers" not in [text for tag, text in Page(plan[0]).texts if tag == "th"], "one engine"
+
+
 def test_the_charts_of_a_sweep_have_its_rows(sweep: tuple[Path, str]) -> None:
     path, printed = sweep
     drawn, rows = charts(Page(path)), json.loads(printed)
@@ -220,7 +275,7 @@ def opened(browser: Any, path: Path, width: int, scheme: str) -> tuple[Any, list
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(PHONE, "dark"), (PHONE, "light"), (DESK, "light")])
-@pytest.mark.parametrize("kind", ["plan", "sweep"])
+@pytest.mark.parametrize("kind", ["plan", "sampled", "sweep"])
 def test_a_browser_draws_all_charts(
     kind: str, width: int, scheme: str, browser: Any, request: pytest.FixtureRequest
 ) -> None:

@@ -32,6 +32,7 @@ from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import as_toml, read_prices
 from kvoffload.plan.targets import Outcome, Target
+from kvoffload.plan.words import PLACEHOLDERS
 from kvoffload.replay.routing import ROUTINGS, SESSION
 from kvoffload.replay.timing.classes import CLASSES
 from kvoffload.report.page import check_report, write_report
@@ -43,6 +44,8 @@ from kvoffload.traces.sources import block_tokens_of
 
 _SSD_PATH = "/data/kv"
 """Where the line for vLLM has the SSDs: to be replaced by theirs."""
+_SERVER = "cache-server-{number}:6379"
+"""The same of servers."""
 
 
 class _Times(click.ParamType[float]):
@@ -101,6 +104,8 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 @click.option("--admissions", default=",".join(Setups.admissions), show_default=True, help="Of RAM.")
 @click.option("--ssd-policies", default=",".join(Setups.ssd_policies), show_default=True, help="Of SSDs.")
 @click.option("--ssd-admissions", default=",".join(Setups.ssd_admissions), show_default=True, help="Of SSDs.")
+@click.option("--server-admissions", default=",".join(Setups.server_admissions), show_default=True,
+              help="Of servers that replicas share.")  # fmt: skip
 @click.option(
     "--sample",
     "one_in",
@@ -143,6 +148,7 @@ def plan(
     admissions: str,
     ssd_policies: str,
     ssd_admissions: str,
+    server_admissions: str,
     one_in: int | None,
     jobs: int | None,
     scheduler: str | None,
@@ -156,7 +162,8 @@ def plan(
     form: str,
     quiet: bool,
 ) -> None:
-    """Say how much RAM and SSD to buy for engines that are asked what TRACE was, and what that is worth.
+    """Say how much RAM and SSD, and how many cache servers, to buy for engines that are asked what TRACE was,
+    and what that is worth.
 
     TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag. Every
     number is of a replay, none is interpolated. What cannot be (writes that wear SSDs out, links that are too
@@ -185,6 +192,7 @@ def plan(
         Setups(
             axis("stores", stores), axis("policies", policies), axis("admissions", admissions),
             axis("ssd-policies", ssd_policies), axis("ssd-admissions", ssd_admissions),
+            axis("server-admissions", server_admissions),
         ),
         output=output, force=force, jobs=jobs, scheduler=scheduler, seed=seed, resamples=resamples,
         one_in=one_in,
@@ -209,7 +217,7 @@ def plan(
             console.print(part)
         if found.vllm:
             # Not through the console, which folds lines: it is pasted.
-            click.echo(f"Each engine (SSDs where yours are):\n{found.vllm}")
+            click.echo(f"Each engine ({PLACEHOLDERS}):\n{found.vllm}")
     if found.outcome == Outcome.NOT_REACHED.name:
         sys.exit(1)
 
@@ -231,6 +239,10 @@ def _line(found: PlanAnswer, fleet: Fleet) -> str:
             f"policy={row.ssd_policy},admission={row.ssd_admission}",
         )
         given["tiers"] = [f"disk:{_SSD_PATH}:{_typed(size)},{rules}"]
+    if row.servers:
+        nodes = ",".join(_SERVER.format(number=number + 1) for number in range(row.servers))
+        scheme = "valkey+cluster" if row.servers > 1 else "valkey"
+        given["tiers"] = [f"{scheme}://{nodes}/kv?admission={row.server_admission}"]
     return as_flag(transfer_config(given, connector=True))
 
 

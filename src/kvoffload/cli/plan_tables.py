@@ -18,7 +18,9 @@ _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
 """Columns of text for all columns of the table, and how many of these are shown in fewer."""
 _PLACE_OF_WAITS = 5
-"""Where waits stand, if they were asked for."""
+"""Where waits stand, if they were asked for. Servers then are not looked at."""
+_PLACE_OF_SERVERS = 3
+"""Where servers stand, if they were looked at."""
 
 
 def tables(found: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:
@@ -36,7 +38,9 @@ def _purchases(found: PlanAnswer, width: int) -> RenderableType:
     names = ["", "RAM", "SSD", found.currency, "saved", "drive writes a day", "95 %", "of ceiling"]
     if found.needed_ttft_p90_s is not None:
         names.insert(_PLACE_OF_WAITS, "TTFT p90")
-    shown = len(names) if width >= _ROOMY else _NARROW
+    if found.has_servers:
+        names.insert(_PLACE_OF_SERVERS, "servers")
+    shown = len(names) if width >= _ROOMY else _NARROW + found.has_servers
     for name in names[:shown]:
         table.add_column(name, justify="right" if name else "left", max_width=12)
     table.add_column("used so; or why not", ratio=1)
@@ -78,6 +82,8 @@ def _cells(row: PlanRow, found: PlanAnswer) -> list[str]:
     ]  # fmt: skip
     if found.needed_ttft_p90_s is not None:
         cells.insert(_PLACE_OF_WAITS, "" if row.ttft_p90_s is None else seconds(row.ttft_p90_s))
+    if found.has_servers:
+        cells.insert(_PLACE_OF_SERVERS, str(row.servers) if row.servers else "-")
     return cells
 
 

@@ -55,7 +55,8 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clock:
-    """Times rows of a plan, each once; what the journal has is not done again.
+    """Times rows of a plan without servers, each once; what the journal has is not done again. A tier that
+    engines share is not in the clock: it times one of them.
 
     The engine that has most block references is timed. Where the fleet has `scale` times the requests of the
     recording, its sessions begin so much more densely, with whole caches: queues depend on how many come.
@@ -116,6 +117,8 @@ class Clock:
 
     def known(self, row: PlanRow) -> TimedOutcome | None:
         """The timed replay of a row if it has been made, by this run or by an earlier one."""
+        if row.servers:
+            return None
         cell = Cell(row.purchase, row.setup)
         if cell not in self._known and self._journal is not None:
             kept = self._journal.timed.get(self._key(row))

@@ -6,7 +6,7 @@ Owns how the requests of several replicas are counted together. Replays nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,17 +32,20 @@ class Evidence:
     Attributes:
         name: of the trace.
         traces: what each replica gets, without those that get nothing.
+        whole: what all of them get, in the order of the recording; None unless they may share a tier.
         requests, block_refs, tokens: of all replicas; tokens of full blocks.
         duration_s: from the first arrival to the last; 0: nothing is known of rates.
         busy: references a second of the busiest minute, over those of an average one.
         footprint_blocks: different blocks of the replica that has most.
-        ceiling_hits: block references that caches without limit would serve.
+        ceiling_hits: block references that caches without limit would serve. apart_hits: the same of replicas
+            that share nothing.
         refs: block references in each window. device_hits: those that the GPUs serve alone.
         draws: of the windows, for intervals.
     """
 
     name: str
     traces: tuple[SweptTrace, ...]
+    whole: SweptTrace | None
     requests: int
     block_refs: int
     tokens: int
@@ -50,6 +53,7 @@ class Evidence:
     busy: float
     footprint_blocks: int
     ceiling_hits: int
+    apart_hits: int
     refs: Sums
     device_hits: Sums
     draws: Resamples
@@ -58,6 +62,16 @@ class Evidence:
     def ceiling(self) -> float:
         """The prefix-hit ratio of caches without limit."""
         return self.ceiling_hits / self.block_refs
+
+    @property
+    def ceiling_apart(self) -> float:
+        """The same of replicas that share nothing."""
+        return self.apart_hits / self.block_refs
+
+    @property
+    def replayed(self) -> tuple[SweptTrace, ...]:
+        """All that is replayed for a plan; the whole is last."""
+        return self.traces if self.whole is None else (*self.traces, self.whole)
 
     @property
     def device_share(self) -> float:
@@ -80,16 +94,21 @@ class Evidence:
 
 
 def gather(
-    source: TraceSource, fleet: Fleet, *, seed: int = 0, resamples: int = RESAMPLES, one_in: int = 1
+    source: TraceSource,
+    fleet: Fleet,
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    one_in: int = 1,
+    is_shared: bool = False,
 ) -> Evidence:
     """Read the recording and divide it. Raises as `load`, and `ConfigError` if it has no block.
 
-    `one_in`: look at one of so many sessions.
+    `one_in`: look at one of so many sessions. `is_shared`: the replicas may share a tier.
     """
     parts, traces = list[Trace](), list[SweptTrace]()
     for replica in range(fleet.replicas):
-        share = Share(fleet.load, fleet.routing, fleet.replicas, replica, one_in)
-        its = TraceSource(source.name_or_path, source.block_tokens, source.skip_bad_lines, share)
+        its = replace(source, share=Share(fleet.load, fleet.routing, fleet.replicas, replica, one_in))
         if load(its).block_refs:
             parts.append(load(its))
             traces.append(swept(its))
@@ -97,19 +116,25 @@ def gather(
         trace = load(source)
         why = f"it must have a request of at least one block ({trace.block_tokens} tokens)"
         raise ConfigError("trace", source.name_or_path, why)
+    whole, all_of_it = None, replace(source, share=Share(fleet.load, one_in=one_in))
+    apart = sum(infinite(part).prefix_hit_blocks for part in parts)
+    if is_shared:
+        whole = swept(all_of_it)
     windows = together([trace.refs for trace in traces])
     refs = int(windows.sum())
     duration_s, busy = _pace(parts)
     return Evidence(
         name=parts[0].name,
         traces=tuple(traces),
+        whole=whole,
         requests=sum(part.requests for part in parts),
         block_refs=refs,
         tokens=refs * parts[0].block_tokens,
         duration_s=duration_s,
         busy=busy,
         footprint_blocks=max(part.unique_blocks for part in parts),
-        ceiling_hits=sum(infinite(part).prefix_hit_blocks for part in parts),
+        ceiling_hits=infinite(load(all_of_it)).prefix_hit_blocks if is_shared else apart,
+        apart_hits=apart,
         refs=windows,
         device_hits=together([window_sums(run_device(part, fleet.device_blocks).served) for part in parts]),
         draws=Resamples(windows, resamples, seed),

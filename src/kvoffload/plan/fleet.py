@@ -1,4 +1,6 @@
-"""The engines that RAM and SSDs are bought for, and what can be bought for them. Knows sizes; no traces."""
+"""The engines that RAM, SSDs and cache servers are bought for, and what can be bought for them. Knows sizes;
+no traces.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,19 @@ from kvoffload.replay.timing.machine import Machine
 from kvoffload.traces.load import check_load
 
 _MOST_GPUS = 4096
+SERVER_BYTES_PER_BYTE = 1.03
+"""Memory that a server takes for a byte of blocks: 1.003 to 1.029, measured (docs/cluster.md, How large)."""
 
 
 class Purchase(NamedTuple):
-    """Modules of RAM and drives for each host; all hosts get the same."""
+    """Modules of RAM and drives for each host, which all get the same, and servers for all of them.
+
+    There are drives or servers, not both.
+    """
 
     modules: int
     drives: int
+    servers: int = 0
 
 
 NOTHING = Purchase(0, 0)
@@ -33,7 +41,8 @@ class Fleet:
     Attributes:
         gpus, kv_bytes_per_gpu: memory for blocks that is there already.
         block_bytes: of a block of the trace, in all layers and ranks of an engine together.
-        replicas: engines; each has its part of the GPUs, the RAM and the SSDs, and shares none of it.
+        replicas: engines; each has its part of the GPUs, the RAM and the SSDs, and shares none of it. Servers
+            are of all.
         routing: how requests are divided among them (`replay.routing`).
         load: sessions at a time, over those of the recording (`traces.load`).
         scale: requests of the fleet, over those of the recording: the recording is a sample of sessions. What
@@ -71,6 +80,11 @@ class Fleet:
             raise ConfigError("kv-per-gpu", self.kv_bytes_per_gpu, why)
         if self.machine is not None:
             self.machine.check(has_ram=True, has_disk=self.prices.ssd.slots > 0)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether there is somebody to share servers with, and there are any."""
+        return self.replicas > 1 and self.prices.server.slots > 0
 
     @property
     def gpus_of_engine(self) -> int:
@@ -112,10 +126,19 @@ class Fleet:
         """SSDs for blocks, all hosts together."""
         return self.hosts * purchase.drives * self.prices.ssd.drive_bytes
 
+    def server_bytes(self, purchase: Purchase) -> int:
+        """Memory of all servers together."""
+        return purchase.servers * self.prices.server.memory_bytes
+
+    def server_blocks(self, purchase: Purchase) -> int:
+        """The blocks that all servers hold, of what the recording asks for: those of all replicas."""
+        taken = SERVER_BYTES_PER_BYTE * self.block_bytes * self.scale
+        return int(self.server_bytes(purchase) / taken)
+
     def price(self, purchase: Purchase) -> float:
-        """Of all hosts together."""
+        """Of all hosts and servers together."""
         per_host = purchase.modules * self.prices.ram.price + purchase.drives * self.prices.ssd.price
-        return self.hosts * per_host
+        return self.hosts * per_host + purchase.servers * self.prices.server.price
 
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
         """How many modules and how many drives a host may get, coarse, in ascending order; no drives first.
@@ -127,6 +150,14 @@ class Fleet:
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]
         useful = [n for n in range(1, len(ram)) if ram[n] >= 1 and ram[n - 1] < footprint_blocks]
         return _coarse(useful), [0, *_coarse([n for n in range(1, len(ssd)) if ssd[n] >= 1])]
+
+    def server_steps(self, unique_blocks: int) -> list[int]:
+        """How many servers the fleet may get, coarse, in ascending order.
+
+        From the fewest that are a block up to what is for sale, and no more than hold all that is asked for.
+        """
+        held = [self.server_blocks(Purchase(0, 0, n)) for n in range(self.prices.server.slots + 1)]
+        return _coarse([n for n in range(1, len(held)) if held[n] >= 1 and held[n - 1] < unique_blocks])
 
 
 def _coarse(counts: list[int]) -> list[int]:

@@ -19,11 +19,11 @@ from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.plan.clock import InTime, clock_of, rests_on
 from kvoffload.plan.evidence import Evidence, gather
-from kvoffload.plan.fleet import Fleet, Purchase
-from kvoffload.plan.prices import MEANING, flattened
-from kvoffload.plan.rows import Cell, Measured, PlanRow, Setup, difference, measured, nothing
+from kvoffload.plan.fleet import SERVER_BYTES_PER_BYTE, Fleet, Purchase
+from kvoffload.plan.prices import MEANING, Server, flattened
+from kvoffload.plan.rows import SERVER_POLICY, Cell, Measured, PlanRow, Setup, difference, measured, nothing
 from kvoffload.plan.sample import check_sample, scaled, sessions_in
-from kvoffload.plan.search import Space, confirm, search
+from kvoffload.plan.search import Behind, Space, confirm, search
 from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontier
 from kvoffload.plan.waits import choose_by_wait
 from kvoffload.plan.words import answer, cannot_tell, searched_on
@@ -65,7 +65,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         chosen, smaller, larger, most: rows, as in `targets.Choice`.
         needed: the share that must be saved; null without such a target.
         needed_ttft_p90_s: how long nine of ten requests are to wait at most; null without such a target.
-        ceiling, by_gpus: what caches without limit save, and the GPUs' own memory.
+        ceiling, by_gpus: what caches without limit save, and the GPUs' own memory. ceiling_apart: as the
+            ceiling, of engines that share nothing; below it only where servers were looked at.
         footprint_bytes: what would hold all blocks of all replicas.
         frontier: the purchases that save more than every cheaper one, cheapest first.
         purchases: the best row of each purchase that was measured; rows: every row. Of a long recording those
@@ -73,7 +74,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         one_in: a long recording was searched on one of so many sessions; 1: on all. sampled: the rows of
             that search.
         over_time: what is saved in each window.
-        in_time: how long users wait; null without a machine, and where the recording has no times.
+        in_time: how long users wait; null without a machine, with servers, and where the recording has no
+            times.
         assumptions, cannot_tell: what the answer rests on, and what it leaves open.
         vllm: what each engine is to be started with; empty where RAM is not bought.
         seed, resamples, version: as in a sweep's rows.
@@ -92,6 +94,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     needed: float | None
     needed_ttft_p90_s: float | None = None
     ceiling: float
+    ceiling_apart: float
     by_gpus: float
     footprint_bytes: int
     currency: str
@@ -109,6 +112,11 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     resamples: int
     version: str = __version__
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers were looked at."""
+        return any(row.servers for row in self.rows)
+
     def to_json(self) -> bytes:
         """One JSON object, indented."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
@@ -116,7 +124,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Setups:
-    """The ways to use RAM and SSDs that are tried, each list as typed in a sweep. What cannot be is a
+    """The ways to use what is bought that are tried, each list as typed in a sweep. What cannot be is a
     `ConfigError`."""
 
     stores: tuple[str, ...] = STORES
@@ -124,17 +132,19 @@ class Setups:
     admissions: tuple[str, ...] = ("all", "tinylfu")
     ssd_policies: tuple[str, ...] = ("lru",)
     ssd_admissions: tuple[str, ...] = ("all", "reuse:2")
+    server_admissions: tuple[str, ...] = ("all", "reuse:2")
 
     def __post_init__(self) -> None:
         for policies, admissions in (
             (self.policies, self.admissions),
             (self.ssd_policies, self.ssd_admissions),
+            ((SERVER_POLICY,), self.server_admissions),
         ):
             Grid(policies, admissions, ("1",), ("1",), self.stores)
 
     @property
     def of_ram(self) -> list[Setup]:
-        """Those without SSDs."""
+        """Those of RAM alone."""
         every = itertools.product(self.stores, self.policies, self.admissions)
         return [Setup(*one) for one in every if why_not(*one[1:]) is None]
 
@@ -144,6 +154,13 @@ class Setups:
         every = itertools.product(self.of_ram, self.ssd_policies, self.ssd_admissions)
         return [replace(ram, ssd_policy=policy, ssd_admission=rule) for ram, policy, rule in every
                 if why_not(policy, rule) is None]  # fmt: skip
+
+    @property
+    def with_servers(self) -> list[Setup]:
+        """Those with servers."""
+        every = itertools.product(self.of_ram, self.server_admissions)
+        return [replace(ram, server_admission=rule) for ram, rule in every
+                if why_not(SERVER_POLICY, rule) is None]  # fmt: skip
 
 
 class Plan:
@@ -156,7 +173,7 @@ class Plan:
         source: the recording.
         fleet: what is bought for, and what can be bought.
         target: what it is to reach.
-        setups: how RAM and SSDs may be used.
+        setups: how what is bought may be used.
         output, force, jobs, scheduler, seed, resamples: as in a sweep.
         one_in: search on one of so many sessions, and measure on all what is answered; None: by the length of
             the recording (`plan.sample`); 1: all is searched.
@@ -199,7 +216,10 @@ class Plan:
         """
         fleet = self.fleet
         with self._work.begun() as (workers, journal):
-            evidence = gather(self._source, fleet, seed=self._work.seed, resamples=self._work.resamples)
+            work, is_shared = self._work, self._may_share
+            evidence = gather(
+                self._source, fleet, seed=work.seed, resamples=work.resamples, is_shared=is_shared
+            )
             needed = self.target.needed(evidence, fleet)
             one_in = self._one_in or sessions_in(self._source, evidence, fleet)
             told = _Told(self, on_progress)
@@ -209,7 +229,7 @@ class Plan:
                 rows, choice = whole.search()
             else:
                 told.after = Progress(0, _CONFIRMED, 0, _CONFIRMED * evidence.block_refs)
-                few = gather(self._source, fleet, seed=self._work.seed, one_in=one_in)
+                few = gather(self._source, fleet, seed=work.seed, one_in=one_in, is_shared=is_shared)
                 few = replace(few, busy=evidence.busy)  # fewer sessions come less evenly
                 # A prompt that sessions share is met for the first time in a larger part of fewer sessions.
                 less = None if needed is None else needed * few.ceiling / max(evidence.ceiling, 1e-9)
@@ -218,12 +238,18 @@ class Plan:
                 told.after = Progress(0, 0, 0, 0)
                 rows, choice = whole.confirm(found, sampled)
             in_time = None
-            if (clock := whole.clock) is not None:
+            if (clock := whole.clock) is not None and not choice.chosen.row.servers:
                 in_time = clock.compared(choice.chosen.row, whole.begin.row)
                 rows, choice = [clock.told(one) for one in rows], choice.of_each(clock.told)
-            self._work.write([one.row for one in (*rows, *sampled)])
+            work.write([one.row for one in (*rows, *sampled)])
         found_on = _Searched(one_in, [one.row for one in sampled])
         return self._answer(evidence, rows, choice, in_time, found_on)
+
+    @property
+    def _may_share(self) -> bool:
+        """Whether servers are looked at: several share them, and nobody asks for seconds, which are not known
+        of servers."""
+        return self.fleet.may_share and self.target.ttft_p90_s is None
 
     def space(self, evidence: Evidence, fleet: Fleet) -> Space:
         """What is searched. Raises `ConfigError` if no RAM that is for sale is a block."""
@@ -237,12 +263,17 @@ class Plan:
         def allowed(purchase: Purchase) -> bool:
             return target.budget is None or fleet.price(purchase) <= _BEYOND_BUDGET * target.budget
 
-        every = [[Purchase(n, d) for n in range(modules[0], modules[-1] + 1)] for d in drives]
-        budget = target.budget
+        setups, budget = self._setups, target.budget
+        behind = [Behind("drives", drives[1:], setups.with_ssds)]
+        if evidence.whole is not None:
+            servers = fleet.server_steps(evidence.whole.unique_blocks)
+            behind.append(Behind("servers", servers, setups.with_servers))
+        lines = [Purchase(0, 0), *(its.with_ram(0, count) for its in behind for count in its.counts)]
+        every = [[one._replace(modules=n) for n in range(modules[0], modules[-1] + 1)] for one in lines]
         edge = [] if budget is None else [
             max(within) for line in every if (within := [one for one in line if fleet.price(one) <= budget])
         ]  # fmt: skip
-        return Space(modules, drives, self._setups.of_ram, self._setups.with_ssds, allowed, edge)
+        return Space(modules, setups.of_ram, behind, allowed, edge)
 
     def _answer(
         self,
@@ -270,6 +301,7 @@ class Plan:
             needed=choice.needed,
             needed_ttft_p90_s=self.target.ttft_p90_s,
             ceiling=evidence.ceiling,
+            ceiling_apart=evidence.ceiling_apart,
             by_gpus=evidence.device_share,
             footprint_bytes=fleet.size_bytes(sum(trace.unique_blocks for trace in evidence.traces)),
             currency=fleet.prices.currency,
@@ -348,7 +380,7 @@ class _Part:
     ) -> None:
         self._plan, self._fleet, self._evidence, self._needed = plan, fleet, evidence, needed
         self._told, self._one_in = told, one_in
-        self._measuring = Measuring(evidence.traces, workers, journal)
+        self._measuring = Measuring(evidence.replayed, workers, journal)
         self._apart = functools.partial(difference, evidence)
         self.clock = clock_of(fleet, evidence, journal, told.on_progress)
         self.begin = nothing(fleet, evidence)
@@ -378,18 +410,20 @@ class _Part:
     def _measure(self, cells: Sequence[Cell], later: int) -> list[Measured]:
         """As `search.Measure`."""
         fleet, evidence, budget = self._fleet, self._evidence, self._plan.target.budget
-        replicas = len(evidence.traces)
+        points = [cell.points(fleet, evidence) for cell in cells]
+        every = list(itertools.chain.from_iterable(points))
         expected = Progress(0, later, 0, later * evidence.block_refs)
 
         def told(now: Progress) -> None:
-            done = replace(now, rows_done=now.rows_done // replicas)
-            self._told.told(done, len(cells), expected)
+            # A cell with servers is one replay, the others are one for each replica.
+            done = now.rows_done * len(cells) // max(1, len(every))
+            self._told.told(replace(now, rows_done=done), len(cells), expected)
 
-        found = self._measuring.measure([one for cell in cells for one in cell.points(fleet, evidence)], told)
+        found = iter(self._measuring.measure(every, told))
         self._told.ended(len(cells), self._measuring.progress.refs)
         return [
-            measured(cell, found[n * replicas : (n + 1) * replicas], fleet, evidence, budget)
-            for n, cell in enumerate(cells)
+            measured(cell, list(itertools.islice(found, len(its))), fleet, evidence, budget)
+            for cell, its in zip(cells, points, strict=True)
         ]
 
 
@@ -423,8 +457,21 @@ def assumptions(
     if in_time is not None:
         found += itertools.starmap(Assumption, rests_on(in_time))
     found.append(Assumption("prices", f"in {prices.currency}, {prices.date}", prices.source))
+    shares = evidence.whole is not None
+    found += _of_sharing(fleet, is_looked_at=shares)
     for name, value in flattened(prices).items():
-        if name not in ("currency", "source", "date"):
+        if name not in ("currency", "source", "date") and (shares or not name.startswith("server.")):
             unit = f" {prices.currency}" if name.endswith("price") else ""
             found.append(Assumption(name, f"{value}{unit}", MEANING[name]))
     return found
+
+
+def _of_sharing(fleet: Fleet, *, is_looked_at: bool) -> list[Assumption]:
+    """What is taken for true of servers; where they are for sale and not looked at, why."""
+    if is_looked_at:
+        source = "Valkey's own, and measured there; what one engine has stored the others find at once"
+        return [Assumption("servers", f"lru, {SERVER_BYTES_PER_BYTE:g} bytes for a byte of blocks", source)]
+    if not fleet.prices.server.slots or fleet.prices.server == Server():
+        return []
+    alone, in_seconds = "one engine shares with nobody", "they are not timed, and seconds were asked for"
+    return [Assumption("servers", "not looked at", alone if fleet.replicas == 1 else in_seconds)]

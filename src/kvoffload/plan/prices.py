@@ -1,4 +1,5 @@
-"""What RAM and SSDs cost and can do: the defaults, which are assumptions, and a file that replaces them.
+"""What RAM, SSDs and cache servers cost and can do: the defaults, which are assumptions, and a file that
+replaces them.
 
 The one place where numbers of hardware stand. Knows no traces.
 """
@@ -69,6 +70,35 @@ class Ssd(_Part, frozen=True, kw_only=True):
         return self._size("write_per_s")
 
 
+class Server(_Part, frozen=True, kw_only=True):
+    """Machines whose RAM all engines share, in a Valkey cluster. `slots`: for the whole fleet; 0: none.
+
+    `memory` is what holds values: ``maxmemory``. `link_per_s` is the network of a server, `host_link_per_s`
+    that of a host of engines, each in each direction.
+    """
+
+    memory: str = "460GiB"
+    price: _NotNegative = 8000.0
+    slots: _NoneOrMore = 8
+    link_per_s: str = "12.5GB"
+    host_link_per_s: str = "25GB"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one server."""
+        return self._size("memory")
+
+    @property
+    def link_bytes_per_s(self) -> int:
+        """Of one server."""
+        return self._size("link_per_s")
+
+    @property
+    def host_link_bytes_per_s(self) -> int:
+        """Of one host."""
+        return self._size("host_link_per_s")
+
+
 class Prices(_Part, frozen=True, kw_only=True):
     """Prices, and what is bought for them.
 
@@ -85,6 +115,7 @@ class Prices(_Part, frozen=True, kw_only=True):
     link_per_s: str = "50GB"
     ram: Ram = Ram()
     ssd: Ssd = Ssd()
+    server: Server = Server()
 
     @property
     def link_bytes_per_s(self) -> int:
@@ -108,6 +139,11 @@ MEANING = {
     "ssd.write_per_s": "of a drive; the same",
     "ssd.writes_per_day": "that a drive is rated for, in capacities of its own",
     "ssd.life_years": "for which it is rated so, and which it is to last",
+    "server.memory": "maxmemory of a Valkey server that all engines share: 512 GiB, less a tenth",
+    "server.price": "of such a machine: eight modules of RAM (5,120), and the rest of it",
+    "server.slots": "servers for the whole fleet; 0: none",
+    "server.link_per_s": "of a server, each direction; 100 Gbit/s on paper",
+    "server.host_link_per_s": "between a host and the servers, each direction; 200 Gbit/s on paper",
 }
 """What each number means, for the file that people edit and for answers."""
 
@@ -150,12 +186,12 @@ def read_prices(path: Path | None) -> Prices:
             raise ConfigError("prices", str(path), why) from None
     problems = Problems("prices")
     for part, names in (
-        (prices, ("link",)),
+        (prices, ("link_per_s",)),
         (prices.ram, ("module",)),
-        (prices.ssd, ("drive", "read", "write")),
+        (prices.ssd, ("drive", "read_per_s", "write_per_s")),
+        (prices.server, ("memory", "link_per_s", "host_link_per_s")),
     ):
-        for name in names:
-            sized = name if name in ("module", "drive") else f"{name}_per_s"
+        for sized in names:
             with problems:
                 if part._size(sized) < 1:
                     raise ConfigError(sized, getattr(part, sized), "allowed: at least one byte")

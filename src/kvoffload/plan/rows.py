@@ -6,30 +6,35 @@ Owns the columns, and the limits of hardware. A plan measures with the replays o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 import numpy as np
 
 from kvoffload.plan.evidence import Evidence, together
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
+from kvoffload.replay.routing import SESSION
 from kvoffload.sweep.bootstrap import Interval, Sums
 from kvoffload.sweep.grid import Point
 from kvoffload.sweep.task import Measurement
 from kvoffload.tiers.options import NO_TIERS, SizedTierOptions, parse_tiers
 
 _A_DAY_S = 86_400
+SERVER_POLICY = "lru"
+"""What leaves servers: they decide it themselves (docs/cluster.md, Settings of the server)."""
 
 
 @dataclass(frozen=True, order=True)
 class Setup:
-    """How a purchase is used. `ssd_policy` and `ssd_admission` are empty without SSDs."""
+    """How a purchase is used. `ssd_policy` and `ssd_admission` are empty without SSDs, `server_admission`
+    without servers, which choose themselves what leaves."""
 
     store: str
     policy: str
     admission: str
     ssd_policy: str = ""
     ssd_admission: str = ""
+    server_admission: str = ""
 
     def __str__(self) -> str:
         if not self.store:
@@ -37,7 +42,8 @@ class Setup:
         ram = self.policy if self.admission == "all" else f"{self.policy} with {self.admission}"
         ssd = "" if self.ssd_admission in ("", "all") else f"; SSD takes {self.ssd_admission}"
         ssd += "" if self.ssd_policy in ("", "lru") else f", {self.ssd_policy}"
-        return f"{ram}, {self.store}{ssd}"
+        server = "" if self.server_admission in ("", "all") else f"; servers take {self.server_admission}"
+        return f"{ram}, {self.store}{ssd}{server}"
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,19 +51,21 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ram_modules, ssd_drives: for each host. ram_bytes, ssd_bytes: of all hosts.
-        price: of all hosts.
+        servers: for all hosts; server_bytes: of all servers.
+        price: of all hosts and servers.
         store, policy, admission: how RAM is used; empty for the row that buys nothing.
         ssd_policy, ssd_admission: what leaves SSDs, what may enter them; empty without.
-        device_blocks, ram_blocks, ssd_blocks: of each replica, as they were replayed.
-        saved: what need not be computed, by GPUs' own memory, RAM and SSDs together (prefix-hit ratio).
+        server_admission: what may enter servers, which evict in the order of use; empty without.
+        device_blocks, ram_blocks, ssd_blocks: of each replica, as they were replayed. server_blocks: of all.
+        saved: what need not be computed, by all places together (prefix-hit ratio).
         saved_low, saved_high, correlation: its interval (`bootstrap.Interval`); null for too few requests.
-        by_gpus, by_ram, by_ssds: the same by place; they add up to `saved`.
+        by_gpus, by_ram, by_ssds, by_servers: the same by place; they add up to `saved`.
         of_ceiling: `saved` over what caches without limit save; null if that is nothing.
-        optimum: `saved` of the best policy at this place.
-        gpus_worth: GPUs that would compute what RAM and SSDs save; null if no speed or no times are known.
+        optimum: `saved` of the best policy at this place; with servers that of caches without limit.
+        gpus_worth: GPUs that would compute what the purchase saves; null if no speed or no times are known.
         gpu_hours_a_day: the same in hours.
-        ram_write_bytes_per_s, load_bytes_per_s, ssd_write_bytes_per_s, ssd_read_bytes_per_s: in the mean;
-            null without times.
+        ram_write_bytes_per_s, load_bytes_per_s, ssd_write_bytes_per_s, ssd_read_bytes_per_s,
+            server_write_bytes_per_s, server_read_bytes_per_s: in the mean; null without times.
         busy: what these are multiplied by for the busiest minute.
         drive_writes_a_day: capacities written to a drive; ssd_life_years: until it is worn out. Null without.
         feasible: whether it can be; why_not: what is against it, in words.
@@ -67,17 +75,21 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
     ram_modules: int
     ssd_drives: int
+    servers: int
     ram_bytes: int
     ssd_bytes: int
+    server_bytes: int
     price: float
     store: str
     policy: str
     admission: str
     ssd_policy: str
     ssd_admission: str
+    server_admission: str
     device_blocks: int
     ram_blocks: int
     ssd_blocks: int
+    server_blocks: int
     saved: float
     saved_low: float | None
     saved_high: float | None
@@ -85,6 +97,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     by_gpus: float
     by_ram: float
     by_ssds: float
+    by_servers: float
     of_ceiling: float | None
     optimum: float
     gpus_worth: float | None
@@ -93,6 +106,8 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     load_bytes_per_s: float | None
     ssd_write_bytes_per_s: float | None
     ssd_read_bytes_per_s: float | None
+    server_write_bytes_per_s: float | None
+    server_read_bytes_per_s: float | None
     busy: float
     drive_writes_a_day: float | None
     ssd_life_years: float | None
@@ -104,12 +119,13 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def purchase(self) -> Purchase:
         """What is bought."""
-        return Purchase(self.ram_modules, self.ssd_drives)
+        return Purchase(self.ram_modules, self.ssd_drives, self.servers)
 
     @property
     def setup(self) -> Setup:
         """How it is used."""
-        return Setup(self.store, self.policy, self.admission, self.ssd_policy, self.ssd_admission)
+        return Setup(self.store, self.policy, self.admission, self.ssd_policy, self.ssd_admission,
+                     self.server_admission)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,21 +144,39 @@ class Cell:
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """The replays: one for each replica that gets requests."""
-        ram, ssd = fleet.blocks(fleet.ram_bytes(self.purchase)), fleet.blocks(fleet.ssd_bytes(self.purchase))
-        device, setup, found = fleet.device_blocks, self.setup, list[Point]()
-        for number, trace in enumerate(evidence.traces):
-            tiers = NO_TIERS
-            if self.purchase.drives:
-                # What holds every block evicts none: larger is the same.
-                blocks = min(ssd, trace.unique_blocks)
-                tiers = f"{blocks},policy={setup.ssd_policy},admission={setup.ssd_admission}"
-            options = tuple(one for one in parse_tiers("tiers", tiers) if isinstance(one, SizedTierOptions))
-            found.append(
-                Point(number, setup.policy, setup.admission, setup.store, str(ram), ram, str(device), device,
-                      tiers, options)
-            )  # fmt: skip
-        return found
+        """The replays: one for each replica that gets requests; one of all of them with servers."""
+        setup = self.setup
+        # What holds every block evicts none: larger is the same.
+        if self.purchase.servers:
+            assert evidence.whole is not None, "servers are looked at where they are shared"
+            blocks = min(fleet.server_blocks(self.purchase), evidence.whole.unique_blocks)
+            tiers = f"{blocks},policy={SERVER_POLICY},admission={setup.server_admission}"
+            return [self._point(fleet, len(evidence.traces), tiers, fleet.replicas)]
+        if not self.purchase.drives:
+            return [self._point(fleet, number, NO_TIERS) for number in range(len(evidence.traces))]
+        ssd, rules = (
+            fleet.blocks(fleet.ssd_bytes(self.purchase)),
+            f"policy={setup.ssd_policy},admission={setup.ssd_admission}",
+        )
+        return [
+            self._point(fleet, number, f"{min(ssd, trace.unique_blocks)},{rules}")
+            for number, trace in enumerate(evidence.traces)
+        ]
+
+    def _point(self, fleet: Fleet, trace: int, tiers: str, instances: int = 1) -> Point:
+        ram, device, setup = fleet.blocks(fleet.ram_bytes(self.purchase)), fleet.device_blocks, self.setup
+        options = tuple(one for one in parse_tiers("tiers", tiers) if isinstance(one, SizedTierOptions))
+        routing = fleet.routing if instances > 1 else SESSION
+        return Point(
+            trace, setup.policy, setup.admission, setup.store, str(ram), ram, str(device), device, tiers,
+            options, instances=instances, routing=routing,
+        )  # fmt: skip
+
+    def window_hits(self, found: Sequence[Measurement]) -> Sums:
+        """Of all replicas, each in windows of its own requests, from the measurements of `points`."""
+        if self.purchase.servers:
+            return together([np.array(one, np.int64) for one in found[0].instance_window_hits])
+        return together([np.array(one.window_hits, np.int64) for one in found])
 
 
 def nothing(fleet: Fleet, evidence: Evidence) -> Measured:
@@ -154,7 +188,7 @@ def measured(
     cell: Cell, found: Sequence[Measurement], fleet: Fleet, evidence: Evidence, budget: float | None = None
 ) -> Measured:
     """The row of a cell, from the measurements of its points."""
-    hits = together([np.array(one.window_hits, np.int64) for one in found])
+    hits = cell.window_hits(found)
     one = _measured(cell, found, fleet, evidence, hits)
     against = limits(one.row, fleet, budget)
     row = msgspec.structs.replace(one.row, feasible=not against, why_not="; ".join(against))
@@ -167,45 +201,47 @@ def _measured(
     refs, purchase, reports = evidence.block_refs, cell.purchase, [one.report for one in found]
     saved, interval = int(hits.sum()), evidence.interval(hits)
     tiers = [report.tiers for report in reports]
-    ssd_hits = sum(one.hit_blocks for ram, *behind in tiers for one in behind)
+    behind_hits = sum(one.hit_blocks for ram, *behind in tiers for one in behind)
     offload_hits = sum(report.offload_hit_blocks for report in reports)
-    ssd_written = sum(one.blocks_written for ram, *behind in tiers for one in behind)
+    reads = evidence.per_second(behind_hits, fleet)
+    writes = evidence.per_second(sum(one.blocks_written for ram, *behind in tiers for one in behind), fleet)
     best = sum(round(report.optimum_hit_ratio * report.block_refs) for report in reports) or saved
     worth = evidence.gpus_worth(offload_hits / refs, fleet)
     ssd_bytes = fleet.ssd_bytes(purchase)
-    writes = evidence.per_second(ssd_written, fleet) if purchase.drives else None
-    a_day = None if writes is None else writes * _A_DAY_S / ssd_bytes
+    a_day = None if writes is None or not ssd_bytes else writes * _A_DAY_S / ssd_bytes
     rated = fleet.prices.ssd
     life = rated.writes_per_day * rated.life_years / a_day if a_day else None
     row = PlanRow(
         ram_modules=purchase.modules,
         ssd_drives=purchase.drives,
+        servers=purchase.servers,
         ram_bytes=fleet.ram_bytes(purchase),
         ssd_bytes=ssd_bytes,
+        server_bytes=fleet.server_bytes(purchase),
         price=fleet.price(purchase),
-        store=cell.setup.store,
-        policy=cell.setup.policy,
-        admission=cell.setup.admission,
-        ssd_policy=cell.setup.ssd_policy,
-        ssd_admission=cell.setup.ssd_admission,
+        **asdict(cell.setup),
         device_blocks=fleet.device_blocks,
         ram_blocks=fleet.blocks(fleet.ram_bytes(purchase)),
         ssd_blocks=fleet.blocks(ssd_bytes),
+        server_blocks=fleet.server_blocks(purchase),
         saved=saved / refs,
         saved_low=interval and interval.low,
         saved_high=interval and interval.high,
         correlation=interval and interval.correlation,
         by_gpus=(saved - offload_hits) / refs,
-        by_ram=(offload_hits - ssd_hits) / refs,
-        by_ssds=ssd_hits / refs,
+        by_ram=(offload_hits - behind_hits) / refs,
+        by_ssds=behind_hits / refs if purchase.drives else 0.0,
+        by_servers=behind_hits / refs if purchase.servers else 0.0,
         of_ceiling=saved / evidence.ceiling_hits if evidence.ceiling_hits else None,
         optimum=best / refs,
         gpus_worth=worth,
         gpu_hours_a_day=None if worth is None else 24 * worth,
         ram_write_bytes_per_s=evidence.per_second(sum(one.blocks_written for one in reports), fleet),
         load_bytes_per_s=evidence.per_second(offload_hits, fleet),
-        ssd_write_bytes_per_s=writes,
-        ssd_read_bytes_per_s=evidence.per_second(ssd_hits, fleet) if purchase.drives else None,
+        ssd_write_bytes_per_s=writes if purchase.drives else None,
+        ssd_read_bytes_per_s=reads if purchase.drives else None,
+        server_write_bytes_per_s=writes if purchase.servers else None,
+        server_read_bytes_per_s=reads if purchase.servers else None,
         busy=evidence.busy,
         drive_writes_a_day=a_day,
         ssd_life_years=life,
@@ -224,6 +260,8 @@ def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[str]
     for what, used in (("stores", row.ram_write_bytes_per_s), ("loads", row.load_bytes_per_s)):
         if used is not None and used * row.busy > link:
             against.append(f"{what} of {_rate(used * row.busy)}, and the GPUs' links take {_rate(link)}")
+    if row.servers:
+        return [*against, *_network(row, fleet)]
     if not drives:
         return against
     if row.ssd_write_bytes_per_s is None or row.ssd_read_bytes_per_s is None:
@@ -241,6 +279,25 @@ def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[str]
             f"SSDs last {age(row.ssd_life_years)}, not {prices.ssd.life_years:g} years"
         )
     return against
+
+
+def _network(row: PlanRow, fleet: Fleet) -> list[str]:
+    """What the network has against servers: theirs, and that of the hosts."""
+    server = fleet.prices.server
+    if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
+        return ["the recording has no times: nobody knows what servers would have to take"]
+    return [
+        f"{_rate(used * row.busy)} {what} in the busiest minute, and the {who}' network takes {_rate(link)}"
+        for what, used in (
+            ("to servers", row.server_write_bytes_per_s),
+            ("from servers", row.server_read_bytes_per_s),
+        )
+        for who, link in (
+            ("servers", row.servers * server.link_bytes_per_s),
+            ("hosts", fleet.hosts * server.host_link_bytes_per_s),
+        )
+        if used * row.busy > link
+    ]
 
 
 def difference(evidence: Evidence, one: Measured, other: Measured) -> Interval | None:

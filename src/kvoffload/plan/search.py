@@ -9,13 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from kvoffload.plan.fleet import NOTHING, Purchase
 from kvoffload.plan.rows import Cell, Measured, Setup
-from kvoffload.plan.targets import Choice, Difference
+from kvoffload.plan.targets import Choice, Difference, beside
 
 KEPT = 2
-"""Setups that are measured everywhere, of those with SSDs and of those without."""
+"""Setups that are measured everywhere, of those of RAM alone and of those with each thing behind it."""
 _ROUNDS = 4
 """Of halving the steps around the answer."""
 
@@ -24,42 +27,70 @@ Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
 
 
 @dataclass(frozen=True)
+class Behind:
+    """What may stand behind RAM.
+
+    Attributes:
+        axis: which number of a purchase this is.
+        counts: that are looked at, ascending, without 0 (`Fleet.steps`, `Fleet.server_steps`).
+        setups: ways to use it and RAM.
+    """
+
+    axis: Literal["drives", "servers"]
+    counts: Sequence[int]
+    setups: Sequence[Setup]
+
+    def with_ram(self, modules: int, count: int) -> Purchase:
+        """So many of it, behind so many modules."""
+        return Purchase(modules, 0)._replace(**{self.axis: count})
+
+
+@dataclass(frozen=True)
 class Space:
     """What is searched.
 
     Attributes:
-        modules, drives: of a host, ascending; the first number of drives is 0 (`Fleet.steps`).
-        setups: ways to use RAM alone; with_ssds: ways to use both.
+        modules: of a host, ascending.
+        setups: ways to use RAM alone.
+        behind: what may stand behind RAM; a purchase has one of these at most.
         allowed: whether a purchase is looked at.
         edge: purchases besides the coarse ones: what a budget just buys.
     """
 
     modules: Sequence[int]
-    drives: Sequence[int]
     setups: Sequence[Setup]
-    with_ssds: Sequence[Setup]
+    behind: Sequence[Behind] = ()
     allowed: Callable[[Purchase], bool] = lambda purchase: True
     edge: Sequence[Purchase] = ()
 
     def cells(self, purchases: Iterable[Purchase], setups: Iterable[Setup]) -> list[Cell]:
         """Every setup at every purchase where it makes sense and that is looked at."""
-        pairs = itertools.product(purchases, setups)
-        return [Cell(purchase, setup) for purchase, setup in pairs
-                if bool(purchase.drives) == bool(setup.ssd_policy) and self.allowed(purchase)]  # fmt: skip
+        return [
+            Cell(purchase, setup)
+            for purchase, setup in itertools.product(purchases, setups)
+            if bool(purchase.drives) == bool(setup.ssd_policy)
+            and bool(purchase.servers) == bool(setup.server_admission)
+            and self.allowed(purchase)
+        ]
 
     @property
     def purchases(self) -> list[Purchase]:
         """Those that are looked at before anything of the answer is known."""
-        steps = itertools.starmap(Purchase, itertools.product(self.modules, self.drives))
+        alone = [Purchase(0, 0), *(its.with_ram(0, n) for its in self.behind for n in its.counts)]
+        steps = [one._replace(modules=modules) for modules in self.modules for one in alone]
         return [one for one in dict.fromkeys((*steps, *self.edge)) if self.allowed(one)]
 
     @property
     def sample(self) -> list[Purchase]:
-        """A few: RAM at both ends and in the middle; SSDs behind little RAM and behind a middling amount."""
+        """A few: RAM at both ends and in the middle; all else behind little RAM and behind a middling
+        amount."""
         ram = _ends_and_middle(self.modules)
-        ssd = _ends_and_middle(self.drives[1:])
-        few = [(ram[0], one) for one in ssd[1:]] + [(ram[len(ram) // 2], one) for one in ssd[:1]]
-        return [*(Purchase(one, 0) for one in ram), *itertools.starmap(Purchase, dict.fromkeys(few))]
+        found = [Purchase(one, 0) for one in ram]
+        for its in self.behind:
+            counts = _ends_and_middle(its.counts)
+            few = [(ram[0], one) for one in counts[1:]] + [(ram[len(ram) // 2], one) for one in counts[:1]]
+            found += itertools.starmap(its.with_ram, dict.fromkeys(few))
+        return found
 
 
 def search(
@@ -72,9 +103,10 @@ def search(
     """Measure what an answer takes; all rows, and the choice among them.
 
     1. Every setup of RAM at a few places: where setups differ much, they differ there.
-    2. SSDs behind those that were best most often, and behind the one that writes least, at a few places: a
-       replay with SSDs costs several times one without.
-    3. The best of both at every coarse place.
+    2. At a few places, for a replay with either costs several times one without: SSDs behind those that were
+       best most often and the one that writes least; servers behind the best one and the one that writes
+       most, because what is stored is there for others.
+    3. The best of each at every coarse place.
     4. Between the answer and its neighbours, in halves: purchases come in single modules.
 
     A setup that is given up may be the best at a place in between; it was then behind at all places that were
@@ -85,13 +117,18 @@ def search(
     """
     found = _Found(measure)
     rows, look, coarse = found.rows, found.look, space.purchases
-    behind = len(space.with_ssds) * (KEPT + 1) // max(1, len(space.setups))
-    look(space.cells(space.sample, space.setups), behind * len(space.drives) + KEPT * len(coarse))
+    behind = sum(len(its.setups) * len(its.counts) for its in space.behind) * (KEPT + 1) // len(space.setups)
+    look(space.cells(space.sample, space.setups), behind + KEPT * len(coarse))
     kept = _kept(rows, space.setups, difference)
-    before_ssds = {(one.store, one.policy, one.admission) for one in (*kept, *_least_writes(rows))}
-    with_ssds = [one for one in space.with_ssds if (one.store, one.policy, one.admission) in before_ssds]
-    look(space.cells(space.sample, with_ssds), KEPT * len(coarse))
-    kept += _kept(rows, with_ssds, difference)
+    before = {
+        "drives": [*kept, *_that_writes(rows, min)],
+        "servers": [*kept[:1], *_that_writes(rows, max)],
+    }
+    for its in space.behind:
+        first = {(one.store, one.policy, one.admission) for one in before[its.axis]}
+        tried = [one for one in its.setups if (one.store, one.policy, one.admission) in first]
+        look(space.cells(space.sample, tried), KEPT * len(coarse))
+        kept += _kept(rows, tried, difference)
     look(space.cells(coarse, kept), _ROUNDS * KEPT)
     return _halved(space, found, kept, choose, begin)
 
@@ -107,13 +144,14 @@ def confirm(
     """Measure on all what a search on a sample has found; all rows so measured, and the choice among them.
 
     The recommended purchase and its neighbours, the one that saves most, and the best of those that cannot
-    be, each with the setup that was best for it, and the recommended one also with the second best. Where the
-    choice among those is another one, half-way between it and its neighbours.
+    be, each with the setup that was best for it, and the recommended one also with the second best; and what
+    tells whether sharing is worth it (`beside`). Where the choice among those is another one, half-way
+    between it and its neighbours.
 
     Args:
         sampled: what was chosen on the sample; rows: its rows.
     """
-    near = [sampled.chosen, sampled.smaller, sampled.larger, sampled.most]
+    near = [sampled.chosen, sampled.smaller, sampled.larger, sampled.most, beside(rows, sampled.chosen)]
     cannot = [one for one in rows if not one.row.feasible and one.row.saved > sampled.most.row.saved]
     near += sorted(cannot, key=lambda one: (-one.row.saved, one.row.price))[:1]
     chosen = sampled.chosen.row
@@ -163,7 +201,8 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
     """The setups that are best most often, then those that cannot be told apart from the best most often.
 
-    Among those that can be; what wears out SSDs everywhere is kept only if all do.
+    Among those that can be; what wears out SSDs everywhere is kept only if all do. Of those that do the same
+    everywhere, as an admission rule that refuses nothing, one.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}
@@ -179,16 +218,34 @@ def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Diffe
             alike = is_best or (lead is not None and lead.low <= 0)
             first, second, total = wins[one.row.setup]
             wins[one.row.setup] = (first + is_best, second + alike, total + one.row.saved)
-    ranked = sorted(wins, key=lambda one: wins[one], reverse=True)
-    return [one for one in ranked[:KEPT] if wins[one] > (0, 0, 0.0)] or ranked[:1]
+    ranked, kept = sorted(wins, key=lambda one: wins[one], reverse=True), list[Setup]()
+    for setup in ranked:
+        if wins[setup] > (0, 0, 0.0) and not any(_do_the_same(rows, setup, other) for other in kept):
+            kept.append(setup)
+    return kept[:KEPT] or ranked[:1]
 
 
-def _least_writes(rows: dict[Cell, Measured]) -> list[Setup]:
-    """The setup that writes least to RAM, and so to SSDs behind it; none where no times are known."""
+def _do_the_same(rows: dict[Cell, Measured], one: Setup, other: Setup) -> bool:
+    """Whether two setups save and write the same wherever both were measured."""
+
+    def done(its: Measured) -> tuple[float | None, ...]:
+        row = its.row
+        return row.ram_write_bytes_per_s, row.ssd_write_bytes_per_s, row.server_write_bytes_per_s
+
+    pairs = [(its, rows.get(Cell(cell.purchase, other))) for cell, its in rows.items() if cell.setup == one]
+    return all(
+        rival is None or (done(its) == done(rival) and np.array_equal(its.hits, rival.hits))
+        for its, rival in pairs
+    )
+
+
+def _that_writes(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
+    """The setup that writes least to RAM (`min`), or most (`max`), and so to what is behind it; none where no
+    times are known."""
     written: dict[Setup, float] = {}
     for cell, one in rows.items():
         written[cell.setup] = written.get(cell.setup, 0.0) + (one.row.ram_write_bytes_per_s or 0.0)
-    return [min(written, key=lambda one: written[one])] if written else []
+    return [extreme(written, key=lambda one: written[one])] if written else []
 
 
 def _between(chosen: Purchase, rows: dict[Cell, Measured]) -> list[Purchase]:
@@ -197,11 +254,12 @@ def _between(chosen: Purchase, rows: dict[Cell, Measured]) -> list[Purchase]:
     if chosen == NOTHING:
         return []
     found = []
-    for axis in (0, 1):
-        line = sorted({one[axis] for one in known if one[1 - axis] == chosen[1 - axis]} | {0})
+    for axis, name in enumerate(Purchase._fields):
+        others = chosen._replace(**{name: 0})
+        line = sorted({one[axis] for one in known if one._replace(**{name: 0}) == others} | {0})
         place = line.index(chosen[axis])
         for other in (*line[max(0, place - 1) : place], *line[place + 1 : place + 2]):
             middle = (other + chosen[axis]) // 2
             if middle not in line and (middle or axis):
-                found.append(chosen._replace(**{("modules", "drives")[axis]: middle}))
+                found.append(chosen._replace(**{name: middle}))
     return found

@@ -16,6 +16,8 @@ from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
 """The part of what could be added that is taken for enough where no target says what is."""
+ABOUT = 1.1
+"""Times a price that are about the same price."""
 
 Difference = Callable[[Measured, Measured], "Interval | None"]
 
@@ -28,7 +30,7 @@ class Target:
         budget: of money.
         saved: share of the prefill that need not be computed, 0 to 1.
         of_ceiling: the same as a share of what caches without limit save.
-        gpu_hours_a_day: that RAM and SSDs save; takes the GPUs' speed.
+        gpu_hours_a_day: that what is bought saves; takes the GPUs' speed.
         ttft_p90_s: how long nine of ten requests wait at most for their first token; takes a machine.
     """
 
@@ -157,6 +159,20 @@ def frontier(rows: Sequence[Measured]) -> list[Measured]:
         if not found or one.row.saved > found[-1].row.saved:
             found.append(one)
     return found
+
+
+def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
+    """What tells whether sharing is worth it: for a row with servers the best one without, and the reverse.
+
+    Of those that can be for about the same price the one that saves most, else the cheapest. None where
+    servers were not looked at or cannot be, and where nothing is bought.
+    """
+    others = [one for one in best_of_each(rows) if one.row.purchase != NOTHING
+              and bool(one.row.servers) != bool(chosen.row.servers)]  # fmt: skip
+    if chosen.row.purchase == NOTHING or not others:
+        return None
+    about = [one for one in others if one.row.price <= ABOUT * chosen.row.price]
+    return max(about, key=lambda one: (one.row.saved, -one.row.price), default=others[0])
 
 
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:

@@ -11,12 +11,14 @@ from kvoffload.plan.clock import InTime
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.rows import Measured, PlanRow, age
-from kvoffload.plan.targets import ENOUGH, Choice, Difference, Outcome, Target
+from kvoffload.plan.targets import ABOUT, ENOUGH, Choice, Difference, Outcome, Target, beside
 from kvoffload.replay.timing.report import TimedOutcome, TimedTierReport, seconds
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.verdict import Certainty, certainty_of
 
 _A_DAY_S = 86_400
+PLACEHOLDERS = "SSDs and servers where yours are"
+"""What is to be replaced in the line for vLLM."""
 _NO_MORE = 0.0005
 """A share that is printed as 0.0 %."""
 
@@ -34,19 +36,23 @@ def answer(
     currency, row = fleet.prices.currency, choice.chosen.row
     said = [_begin(choice, currency, target)]
     if row.ram_modules:
-        said += [_use(row, fleet), *_ssds(row)]
+        said += [_use(row, fleet), *_ssds(row), *_servers(row)]
     if in_time is not None:
         said += _waits(in_time, row)
-    if choice.smaller is not None:
+    other = beside(rows, choice.chosen)
+    if other is not None:
+        said.append(_sharing(choice.chosen, other, difference, currency))
+    if choice.smaller is not None and not _is_said(choice.smaller, other):
         said.append(_smaller(choice.chosen, choice.smaller, difference, currency))
-    said += _larger(choice, difference, currency)
+    said += _larger(choice, other, difference, currency)
     said += _more_ssds(row, rows)
     said += _cannot_be(choice, rows, currency)
     if not target.is_given and choice.chosen is not choice.most:
         said.append(f"No target was given: {ENOUGH:.0%} of the most that can be added is taken for enough.")
-    said.append(
-        f"No cache saves more than {percent(evidence.ceiling)}: the rest is asked for the first time."
-    )
+    most = percent(evidence.ceiling)
+    if evidence.whole is not None:
+        most += f", and none of engines that share nothing more than {percent(evidence.ceiling_apart)}"
+    said.append(f"No cache saves more than {most}: the rest is asked for the first time.")
     return said
 
 
@@ -61,10 +67,17 @@ def searched_on(one_in: int, rows: int) -> list[str]:
 
 
 def goods(row: PlanRow) -> str:
-    """What is bought: ``512 GiB of RAM and 3.84 TB of SSD``."""
+    """What is bought: ``512 GiB of RAM and 3.84 TB of SSD``, or ``... and 2 cache servers of 460 GiB``."""
     parts = [f"{ram_size(row.ram_bytes)} of RAM"] if row.ram_bytes else []
     parts += [f"{ssd_size(row.ssd_bytes)} of SSD"] if row.ssd_bytes else []
+    parts += [servers(row)] if row.servers else []
     return " and ".join(parts) or "nothing"
+
+
+def servers(row: PlanRow) -> str:
+    """Those of a row that has some: ``2 cache servers of 460 GiB``."""
+    one = ram_size(row.server_bytes // row.servers)
+    return f"{row.servers} cache servers of {one}" if row.servers > 1 else f"a cache server of {one}"
 
 
 def ram_size(num_bytes: int) -> str:
@@ -117,6 +130,7 @@ def _saving(row: PlanRow) -> str:
     """``saves 31.4 % of the prefill (28.0 to 34.2 %): 12.0 % by the GPUs alone, 19.4 % by RAM``."""
     parts = [f"{percent(row.by_gpus)} by the GPUs' own memory", f"{percent(row.by_ram)} by RAM"]
     parts += [f"{percent(row.by_ssds)} by SSDs"] if row.ssd_drives else []
+    parts += [f"{percent(row.by_servers)} by servers"] if row.servers else []
     said = f"saves {percent(row.saved)} of the prefill{_interval(row)}: {', '.join(parts)}"
     if row.gpus_worth is not None:
         said += f". What is bought does the work of {row.gpus_worth:,.2f} GPUs"
@@ -163,7 +177,20 @@ def _use(row: PlanRow, fleet: Fleet) -> str:
     where = f"each of {fleet.hosts} hosts" if fleet.hosts > 1 else "the host"
     each = f"{row.ram_modules} modules of {fleet.prices.ram.module}"
     each += f", {row.ssd_drives} drives of {fleet.prices.ssd.drive}" if row.ssd_drives else ""
-    return f"Use {row.setup}. That is {each} in {where}."
+    shared = ""
+    if row.servers:
+        shared = f", and {servers(row)} that all {fleet.replicas} engines share"
+    return f"Use {row.setup}. That is {each} in {where}{shared}."
+
+
+def _servers(row: PlanRow) -> list[str]:
+    if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
+        return []
+    written, read = (
+        row.busy * row.server_write_bytes_per_s / 1e9,
+        row.busy * row.server_read_bytes_per_s / 1e9,
+    )
+    return [f"In the busiest minute {written:.2f} GB/s are written to servers, and {read:.2f} GB/s are read."]
 
 
 def _ssds(row: PlanRow) -> list[str]:
@@ -254,13 +281,31 @@ def _smaller(chosen: Measured, smaller: Measured, difference: Difference, curren
     return f"{_offer(smaller.row, currency)}, {100 * less:.1f} points less ({certainty(lead)})."
 
 
-def _larger(choice: Choice, difference: Difference, currency: str) -> list[str]:
+def _is_said(one: Measured, other: Measured | None) -> bool:
+    return other is not None and one.row.purchase == other.row.purchase
+
+
+def _sharing(chosen: Measured, other: Measured, difference: Difference, currency: str) -> str:
+    """What servers bring against what about the same money buys without, or would bring."""
+    points = 100 * (other.row.saved - chosen.row.saved)
+    lead = difference(other, chosen) if points > 0 else difference(chosen, other)
+    which = "Without servers" if chosen.row.servers else "With servers"
+    if other.row.price > ABOUT * chosen.row.price:
+        which = f"The cheapest {which.lower()}"
+    more = f"{abs(points):.1f} points {'more' if points > 0 else 'less'}"
+    return f"{which}: {_offer(other.row, currency)}, {more} ({certainty(lead)})."
+
+
+def _larger(choice: Choice, other: Measured | None, difference: Difference, currency: str) -> list[str]:
+    """What more money brings; `other` is said already."""
     larger, chosen = choice.larger, choice.chosen
     if larger is None:
         return ["Nothing else that can be had saves more."]
-    lead = difference(larger, chosen)
-    more = larger.row.saved - chosen.row.saved
-    found = [f"{_offer(larger.row, currency)}, {100 * more:.1f} points more ({certainty(lead)})."]
+    found = []
+    if not _is_said(larger, other):
+        lead = difference(larger, chosen)
+        more = larger.row.saved - chosen.row.saved
+        found.append(f"{_offer(larger.row, currency)}, {100 * more:.1f} points more ({certainty(lead)}).")
     if choice.most is not larger:
         most = choice.most.row
         found.append(
@@ -273,7 +318,8 @@ def _larger(choice: Choice, difference: Difference, currency: str) -> list[str]:
 def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
     """Whether SSDs would add to this RAM, whatever they cost and take."""
     more = [one.row for one in rows
-            if one.row.ram_modules == row.ram_modules and one.row.ssd_drives > row.ssd_drives]  # fmt: skip
+            if (one.row.ram_modules, one.row.servers) == (row.ram_modules, row.servers)
+            and one.row.ssd_drives > row.ssd_drives]  # fmt: skip
     if not more or max(one.saved for one in more) - row.saved >= _NO_MORE:
         return []
     return [f"{'More SSDs bring' if row.ssd_drives else 'An SSD brings'} nothing."]
@@ -307,8 +353,8 @@ def cannot_tell(
     said = list[str]()
     if not evidence.duration_s:
         said.append(
-            "All requests come at one time: nothing is known of bytes per second, so no SSD can be judged, "
-            "and none is recommended."
+            "All requests come at one time: nothing is known of bytes per second, so neither SSDs nor "
+            "servers can be judged, and none is recommended."
         )
     elif evidence.duration_s < _A_DAY_S:
         hours = evidence.duration_s / 3600
@@ -316,25 +362,7 @@ def cannot_tell(
             f"The recording has {hours:,.1f} hours: other hours, other days and what comes back on the "
             "next day are not in it."
         )
-    if fleet.machine is None:
-        said.append(
-            "How long users wait for first tokens is not known: --machine tells it, with a file of "
-            "`kvoffload calibrate` or a class such as h100-pcie5."
-        )
-    elif in_time is None:
-        said.append("Without times in the recording, nothing is known of how long users wait.")
-    elif in_time.with_offload.is_overloaded:
-        said.append("More comes than these GPUs compute: waits say how long that lasts in the recording.")
-    elif in_time.without.is_overloaded:
-        said.append(
-            "Without what is bought, more comes than these GPUs compute: the waits then say how long that "
-            "lasts in the recording."
-        )
-    if target is not None and target.ttft_p90_s is not None:
-        said.append(
-            "A wait is of one simulated run and has no interval; few purchases are timed, each used in the "
-            "way that saves most."
-        )
+    said += _of_waits(fleet, chosen, in_time, target)
     if evidence.busy > _A_DAY_S / 3600 and evidence.duration_s > _A_DAY_S:
         said.append("It has long gaps: the busiest minute has most of its traffic.")
     if evidence.interval(evidence.device_hits) is None:
@@ -346,7 +374,10 @@ def cannot_tell(
         )
     if evidence.ceiling_hits == 0:
         said.append("No request begins with blocks of an earlier one: there is nothing to save.")
-    if chosen.ram_blocks + chosen.ssd_blocks >= evidence.footprint_blocks > 0:
+    holds_all = chosen.ram_blocks + chosen.ssd_blocks >= evidence.footprint_blocks > 0
+    if evidence.whole is not None and chosen.servers:
+        holds_all = chosen.server_blocks >= evidence.whole.unique_blocks
+    if holds_all:
         said.append(
             "What is bought holds all that the recording asks for: it is never full, and what it would "
             "still have later cannot be seen."
@@ -362,4 +393,36 @@ def cannot_tell(
             f"The traffic is taken to be {fleet.scale:g} times the recording's, of sessions like these: "
             "a prompt that all of them share is then counted as if there were several."
         )
+    return said
+
+
+def _of_waits(fleet: Fleet, chosen: PlanRow, in_time: InTime | None, target: Target | None) -> list[str]:
+    """What is not known of waits."""
+    said = list[str]()
+    if fleet.machine is None:
+        said.append(
+            "How long users wait for first tokens is not known: --machine tells it, with a file of "
+            "`kvoffload calibrate` or a class such as h100-pcie5."
+        )
+    elif chosen.servers:
+        said.append(
+            "How long users wait with servers is not known: the clock times one engine, and no tier that "
+            "several share. With `slots = 0` under [server] the answer is the best without, with its waits."
+        )
+    elif in_time is None:
+        said.append("Without times in the recording, nothing is known of how long users wait.")
+    elif in_time.with_offload.is_overloaded:
+        said.append("More comes than these GPUs compute: waits say how long that lasts in the recording.")
+    elif in_time.without.is_overloaded:
+        said.append(
+            "Without what is bought, more comes than these GPUs compute: the waits then say how long that "
+            "lasts in the recording."
+        )
+    if target is not None and target.ttft_p90_s is not None:
+        said.append(
+            "A wait is of one simulated run and has no interval; few purchases are timed, each used in the "
+            "way that saves most."
+        )
+        if fleet.may_share:
+            said.append("Servers that engines share are not timed, and were not looked at.")
     return said

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.optimum import infinite, optimum
@@ -82,10 +83,9 @@ class SharedReplay:
             last = config.tiers[-1]
             assert isinstance(last, SizedTierOptions), "without bytes all tiers are simulated"
             self._shared = SharedTier(last, num_instances)
-        self._replays = [
-            Replay(trace.of_requests(np.flatnonzero(self._instance_of == number)), alone, shared=self._shared)
-            for number in range(num_instances)
-        ]
+        parts = [trace.of_requests(np.flatnonzero(self._instance_of == one)) for one in range(num_instances)]
+        self._refs = [part.block_refs for part in parts]
+        self._replays = [Replay(part, alone, shared=self._shared) for part in parts]
         self.hits_per_request = np.zeros(trace.requests, np.int32)
 
     def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
@@ -105,6 +105,11 @@ class SharedReplay:
             self.hits_per_request[self._instance_of == number] = one.hits_per_request
         progress(self._trace.requests)
         return self._together(reports)
+
+    @property
+    def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
+        """As `hits_per_request`, for each instance that is asked for a block the hits of its own requests."""
+        return [one.hits_per_request for one, refs in zip(self._replays, self._refs, strict=True) if refs]
 
     def _take_turn(self, instance: int) -> None:
         if self._shared is not None:

@@ -78,8 +78,11 @@ class ReplayConfig:
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
-    """Slots that a cache of this capacity can ever use: one that holds every block evicts none."""
-    return min(capacity_blocks, trace.unique_blocks)
+    """Slots that a cache of this capacity can ever use: one that holds every block evicts none.
+
+    One at least: of several instances some may be asked for nothing.
+    """
+    return max(1, min(capacity_blocks, trace.unique_blocks))
 
 
 class Replay:

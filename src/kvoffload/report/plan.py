@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvoffload.plan.clock import InTime
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.rows import PlanRow
-from kvoffload.plan.words import goods, money, percent, ram_size, shares, ssd_size, ttft
+from kvoffload.plan.words import PLACEHOLDERS, goods, money, percent, ram_size, shares, ssd_size, ttft
 from kvoffload.report.page import Chart, Data, Part, Table, Text, page
 
 _GIB = 2**30
@@ -20,7 +20,7 @@ def plan_page(found: PlanAnswer, command: str) -> str:
 
 def _parts(found: PlanAnswer) -> Iterator[Part]:
     if found.vllm:
-        yield Text("Each engine is started with (SSDs where yours are)", [found.vllm], is_code=True)
+        yield Text(f"Each engine is started with ({PLACEHOLDERS})", [found.vllm], is_code=True)
     yield _frontier(found)
     yield _over_ram(found)
     yield _places(found)
@@ -89,7 +89,7 @@ _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
 
 def _over_ram(found: PlanAnswer) -> Chart:
     """What each way to use RAM saves, over its size; only measured points."""
-    alone = [row for row in found.sampled or found.rows if not row.ssd_drives]
+    alone = [row for row in found.sampled or found.rows if not (row.ssd_drives or row.servers)]
     setups = sorted({row.setup for row in alone if row.ram_modules})
     data: Data = []
     for setup in setups:
@@ -108,18 +108,21 @@ def _over_ram(found: PlanAnswer) -> Chart:
     if not found.sampled:
         data += [_flat("ceiling", found.ceiling, sizes), _flat("the GPUs alone", found.by_gpus, sizes)]
     axes = {"xaxis": {"title": {"text": "RAM, GiB"}}, "yaxis": _SAVED}
-    note = "Without SSDs. Between two points nothing was measured; the optimum knows the future."
+    note = "Without SSDs and servers" if found.has_servers else "Without SSDs"
+    note += ". Between two points nothing was measured; the optimum knows the future."
     note += f" On one of {found.one_in:,} sessions." if found.sampled else ""
     return Chart("over-ram", "Saving over RAM", data, axes, note)
 
 
 def _places(found: PlanAnswer) -> Chart:
     names = [f"{goods(row)}, {money(row.price, found.currency)}" for row in found.frontier]
+    fields = [("GPUs", "by_gpus"), ("RAM", "by_ram"), ("SSDs", "by_ssds")]
+    fields += [("servers", "by_servers")] if found.has_servers else []
     data: Data = [
         {"type": "bar", "name": name, "x": list(range(1, len(names) + 1)), "customdata": names,
          "y": [100 * getattr(row, field) for row in found.frontier],
          "hovertemplate": f"%{{y:.1f}} % by {name}<br>%{{customdata}}<extra></extra>"}
-        for name, field in (("GPUs", "by_gpus"), ("RAM", "by_ram"), ("SSDs", "by_ssds"))
+        for name, field in fields
     ]  # fmt: skip
     ticks = {"tickvals": list(range(1, len(names) + 1)), "title": {"text": "purchases, cheapest first"}}
     layout = {"barmode": "stack", "xaxis": ticks, "yaxis": _SAVED}
@@ -200,8 +203,9 @@ def _over_time(found: PlanAnswer) -> Chart:
 
 
 def _purchases(found: PlanAnswer) -> Table:
-    headings = ("RAM", "SSD", f"{found.currency}#", "saved#", "95 %#", "of ceiling#", "drive writes a day#",
-                "used so; or why not")  # fmt: skip
+    shared = ("servers",) if found.has_servers else ()
+    headings = ("RAM", "SSD", *shared, f"{found.currency}#", "saved#", "95 %#", "of ceiling#",
+                "drive writes a day#", "used so; or why not")  # fmt: skip
     rows, marks = [], []
     for row in found.purchases:
         interval = "" if row.saved_low is None or row.saved_high is None else (
@@ -210,6 +214,7 @@ def _purchases(found: PlanAnswer) -> Table:
         rows.append((
             ram_size(row.ram_bytes) if row.ram_bytes else "-",
             ssd_size(row.ssd_bytes) if row.ssd_bytes else "-",
+            *((str(row.servers) if row.servers else "-",) if shared else ()),
             f"{row.price:,.0f}", percent(row.saved), interval,
             "" if row.of_ceiling is None else f"{row.of_ceiling:.0%}",
             "" if row.drive_writes_a_day is None else f"{row.drive_writes_a_day:,.2f}",

@@ -18,7 +18,7 @@ import numpy as np
 from kvoffload._version import __version__
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import TraceError
-from kvoffload.replay.instances import replay_of
+from kvoffload.replay.instances import SharedReplay, replay_of
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import SESSION, route
@@ -38,10 +38,13 @@ class Measurement(msgspec.Struct, frozen=True):
     Attributes:
         report: its report.
         window_hits: prefix hits in each window (`bootstrap.window_sums`).
+        instance_window_hits: of several instances, for each that is asked for a block the prefix hits in each
+            window of its own requests, as if it were replayed alone.
     """
 
     report: ReplayReport
     window_hits: list[int]
+    instance_window_hits: list[list[int]] = []
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,12 @@ def _whole(source: TraceSource) -> tuple[tuple[Trace, str]]:
     return ((trace, content_digest(trace)),)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
-    """What each replica gets. Kept together: they are as large as the trace, and were read with it."""
+    """What each replica gets. Kept together: they are as large as the trace, and were read with it.
+
+    Two: a plan replays replicas by themselves, and all of them in front of what they share.
+    """
     share = source.share
     ((trace, _),) = _whole(replace(source, share=ALL))
     trace = at_load(one_session_in(trace, share.one_in), share.load)
@@ -163,7 +169,12 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
         return Failure(f"{type(error).__name__}: {error}")
     # What a policy says of itself is in no row.
     report = msgspec.structs.replace(report, policy_state={})
-    return Measurement(report, window_sums(run.hits_per_request).tolist())
+    of_instances = run.hits_of_instances if isinstance(run, SharedReplay) else []
+    return Measurement(
+        report,
+        window_sums(run.hits_per_request).tolist(),
+        [window_sums(hits).tolist() for hits in of_instances],
+    )
 
 
 @functools.cache
