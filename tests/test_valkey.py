@@ -106,7 +106,7 @@ def test_many_windows_of_blocks(client: Client, monkeypatch: pytest.MonkeyPatch)
     numbers = list(range(1, 61))
     for blocks in (1, 7, 60):
         monkeypatch.setattr("kvoffload.tiers.remote.batches.WINDOW_BYTES", blocks * BLOCK_BYTES)
-        monkeypatch.setattr("kvoffload.tiers.remote.batches._VERIFY_BYTES", 3 * BLOCK_BYTES)
+        monkeypatch.setattr("kvoffload.tiers.remote.batches.MOST_AT_ONCE", 3)
         client.tier._hints.clear()
         assert client.write(*numbers) == numbers
         assert client.read(*numbers, 99, 98) == numbers

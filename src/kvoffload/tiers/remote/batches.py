@@ -41,9 +41,8 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
 WINDOW_BYTES = 4 << 20
-"""Blocks that are asked for, or sent, at a time: the next window is asked for before this one is received."""
-_VERIFY_BYTES = 1 << 20
-"""Blocks are verified while they are in the processor's cache."""
+"""Blocks that are asked for, or sent, at a time: the next window is asked for before this one is received.
+What has been received is verified while it is in the processor's cache."""
 FULL = "OOM"
 """What a server answers that has no room and evicts nothing."""
 ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
@@ -308,10 +307,9 @@ class Read(Transfer):
 
     def _receive_all(self, connection: Connection, window: slice) -> None:
         """Several at a time; what is not there, or is not of its length, alone."""
-        at_once = max(1, min(MOST_AT_ONCE, _VERIFY_BYTES // max(1, self.block_bytes)))
         row = window.start
         while row < window.stop:
-            blocks = [self._parts(one) for one in range(row, min(row + at_once, window.stop))]
+            blocks = [self._parts(one) for one in range(row, min(row + MOST_AT_ONCE, window.stop))]
             came = connection.blocks_into(blocks, self.deadline)
             self._arrived += (row + np.flatnonzero(self.current[row : row + came])).tolist()
             self._verify()
