@@ -340,8 +340,9 @@ def by_hand() -> Any:
     return machine(prefill_s_per_token=1 / 512, copy_latency_s=0.1, **dict.fromkeys(rates, 4.0 * MIB))
 
 
-def test_purchases_with_servers_are_not_timed(twice: str) -> None:
-    answer = planned(twice, two(machine=by_hand()), of_ceiling=1.0)
+def test_purchases_with_servers_are_not_timed(twice: str, tmp_path: Path) -> None:
+    source, of = TraceSource(twice, None, False), two(machine=by_hand())
+    answer = Plan(source, of, Target(of_ceiling=1.0), PLAIN, jobs=1, output=tmp_path / "kept.csv").run()
     assert answer.chosen.servers
     assert answer.in_time is None
     assert "How long users wait with servers is not known" in " ".join(answer.cannot_tell)
@@ -349,6 +350,19 @@ def test_purchases_with_servers_are_not_timed(twice: str) -> None:
     alone = planned(twice, two(machine=by_hand()), saved=0.0)
     assert not alone.chosen.servers
     assert alone.in_time is not None
+
+
+def test_what_ssds_would_add_is_said_of_equal_servers(twice: str) -> None:
+    of = fleet(
+        prices(Ram(module="10MiB", price=100, slots=4), drives(), server=server()),
+        gpus=2, replicas=2, routing="random",
+    )  # fmt: skip
+    answer = planned(twice, of, of_ceiling=1.0)
+    assert answer.chosen.purchase == Purchase(1, 0, 1)
+    behind_equal_ram = [row for row in answer.rows if row.ssd_drives and row.ram_modules == 1]
+    assert behind_equal_ram, "which save nothing, and stand behind RAM without servers"
+    assert max(row.saved for row in behind_equal_ram) < answer.chosen.saved
+    assert "SSD" not in words(answer)
 
 
 def test_a_target_in_seconds_is_of_what_can_be_timed(twice: str) -> None:
