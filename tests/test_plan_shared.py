@@ -99,7 +99,7 @@ def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) ->
     begin = f"Buy 10 MiB of RAM and a cache server of 1 GiB for 150 USD: it saves {share} of the prefill"
     assert answer.words[0].startswith(begin)
     assert answer.words[0].endswith(f"0.0 % by RAM, {share} by servers.")
-    use = "That is 1 modules of 10MiB in the host, and a cache server of 1 GiB that all 2 engines share."
+    use = "That is 1 module of 10MiB in the host, and a cache server of 1 GiB that all 2 engines share."
     assert use in words(answer)
     (sharing,) = [one for one in answer.words if one.startswith("Without servers: ")]
     less = f"10 MiB of RAM for 100 USD would save 0.0 %, {100 * again / REQUESTS:.1f} points less "

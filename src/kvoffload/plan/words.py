@@ -80,6 +80,10 @@ def servers(row: PlanRow) -> str:
     return f"{row.servers} cache servers of {one}" if row.servers > 1 else f"a cache server of {one}"
 
 
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
+
+
 def ram_size(num_bytes: int) -> str:
     """As RAM is sold: ``512 GiB``, ``1.5 TiB``."""
     return _size(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
@@ -175,8 +179,8 @@ def _begin_by_wait(choice: Choice, currency: str, asked_s: float, within: str) -
 
 def _use(row: PlanRow, fleet: Fleet) -> str:
     where = f"each of {fleet.hosts} hosts" if fleet.hosts > 1 else "the host"
-    each = f"{row.ram_modules} modules of {fleet.prices.ram.module}"
-    each += f", {row.ssd_drives} drives of {fleet.prices.ssd.drive}" if row.ssd_drives else ""
+    each = f"{_several(row.ram_modules, 'module')} of {fleet.prices.ram.module}"
+    each += f", {_several(row.ssd_drives, 'drive')} of {fleet.prices.ssd.drive}" if row.ssd_drives else ""
     shared = ""
     if row.servers:
         shared = f", and {servers(row)} that all {fleet.replicas} engines share"
