@@ -30,6 +30,8 @@ _PORT = 6379
 _START_S, _COMMAND_START_S = 1.0, 5.0
 _REPLAY_S = 30.0
 _COUNTED_BLOCKS = 1 << 16
+_LINES = 2
+"""For reads, writes and probes each: while one verifies, the other receives. A cluster has several servers."""
 """An admission rule counts as for a cache of so many blocks: how many the server holds is not ours to
 know.
 """
@@ -173,7 +175,9 @@ class ValkeyOptions(TierOptions):
             connect = connector(login)
             return ClusterTier(self.name, str(place), [*place.nodes], connect, options, **more)
         connect_to, (node,) = connector(login), place.nodes
-        return RemoteTier(self.name, str(place), lambda deadline: connect_to(node, deadline), options, **more)
+        return RemoteTier(
+            self.name, str(place), lambda deadline: connect_to(node, deadline), options, lines=_LINES, **more
+        )
 
     def login(self) -> Login:
         """How to get in, from the environment and files. Raises `ConfigError`."""
