@@ -25,6 +25,7 @@ from kvoffload.plan.rows import PlanRow, limits
 from kvoffload.plan.search import Behind, Space
 from kvoffload.plan.targets import Target
 from kvoffload.replay.data import DataPlane
+from kvoffload.replay.device import run_device
 from kvoffload.replay.optimum import infinite
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.routing import route
@@ -408,6 +409,18 @@ def test_the_busiest_minute_of_a_sample_is_that_of_the_recording(loop: str) -> N
     answer = Plan(sessions, of, Target(saved=0.4), PLAIN, jobs=1, one_in=5).run()
     assert (answer.outcome, answer.chosen.purchase) == ("BUY", row.purchase)
     assert {one.busy for one in (*answer.rows, *answer.sampled)} == {row.busy}
+
+
+def test_the_gpus_of_a_sample_are_as_much_smaller_as_it_is(loop: str) -> None:
+    """What they serve alone, as what stands behind them: otherwise nothing looks worth buying."""
+    source, of = TraceSource(loop, None, False), fleet(kv_bytes=50 * MIB)
+    answer = Plan(source, of, Target(saved=0.4), PLAIN, jobs=1, one_in=5).run()
+    alone, few = answer.sampled[0], one_session_in(load_trace(loop), 5)
+    assert alone.purchase == NOTHING
+    assert 5 < alone.device_blocks < 20
+    assert alone.saved == int(run_device(few, alone.device_blocks).served.sum()) / few.block_refs == 0
+    assert int(run_device(few, 50).served.sum()) > 0.4 * few.block_refs, "if they had kept their size"
+    assert (answer.outcome, answer.chosen) == ("BUY", planned(loop, of, saved=0.4).chosen)
 
 
 def test_only_long_recordings_are_sampled(chat: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,11 @@ from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.kinds.valkey import PASSWORD, USERNAME, ValkeyOptions
 from kvoffload.tiers.options import TierOwner, parse_tier, parse_tiers
-from kvoffload.tiers.remote.cluster import MapQuestion
+from kvoffload.tiers.remote.cluster import Address, ClusterTier, MapQuestion
 from kvoffload.tiers.remote.divisions import division_of, slot_of
 from kvoffload.tiers.remote.identity import names_of_rests
-from kvoffload.tiers.remote.resp import ProtocolError
+from kvoffload.tiers.remote.resp import Connection, ProtocolError
+from kvoffload.tiers.remote.tier import RemoteOptions
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
 from sharing_client import CANARY, some_keys
@@ -63,6 +64,22 @@ def make() -> Iterator[Callable[..., Client]]:
     yield one
     for client in made:
         client.tier.close()
+
+
+def test_a_cluster_of_which_nothing_is_known_drops_what_is_offered() -> None:
+    """So it may be for hours, behind an engine that was started without it."""
+
+    def nobody(address: Address, deadline: float) -> Connection:
+        raise ConnectionRefusedError
+
+    options = RemoteOptions(namespace="ns")
+    tier = ClusterTier(
+        "valkey", "nowhere", [("127.0.0.1", 1)], nobody, options, block_bytes=BLOCK_BYTES, fingerprint="model"
+    )
+    assert tier.queue_room > 0, "or RAM would keep blocks for it"
+    job, taken = tier.submit_write(some_keys(1, 2), np.zeros((2, BLOCK_BYTES), np.uint8), np.arange(2))
+    assert (job, taken.tolist()) == (NO_JOB, [False, False])
+    tier.close()
 
 
 def node_of(client: Client, number: int) -> Any:

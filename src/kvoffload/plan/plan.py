@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -229,11 +230,10 @@ class Plan:
                 rows, choice = whole.search()
             else:
                 told.after = Progress(0, _CONFIRMED, 0, _CONFIRMED * evidence.block_refs)
-                few = gather(self._source, fleet, seed=work.seed, one_in=one_in, is_shared=is_shared)
-                few = replace(few, busy=evidence.busy)  # fewer sessions come less evenly
+                of_few, few = self._sample(evidence, one_in)
                 # A prompt that sessions share is met for the first time in a larger part of fewer sessions.
                 less = None if needed is None else needed * few.ceiling / max(evidence.ceiling, 1e-9)
-                part = _Part(self, scaled(fleet, evidence, few), few, less, told, workers, journal, one_in)
+                part = _Part(self, of_few, few, less, told, workers, journal, one_in)
                 sampled, found = part.search()
                 told.after = Progress(0, 0, 0, 0)
                 rows, choice = whole.confirm(found, sampled)
@@ -250,6 +250,13 @@ class Plan:
         """Whether servers are looked at: several share them, and nobody asks for seconds, which are not known
         of servers."""
         return self.fleet.may_share and self.target.ttft_p90_s is None
+
+    def _sample(self, evidence: Evidence, one_in: int) -> tuple[Fleet, Evidence]:
+        """The fleet for one of so many sessions, and what those say of it."""
+        options: dict[str, Any] = {"seed": self._work.seed, "one_in": one_in, "is_shared": self._may_share}
+        fleet = scaled(self.fleet, evidence, gather(self._source, self.fleet, **options))
+        # Its GPUs are smaller as well. Fewer sessions come less evenly: the busiest minute is that of all.
+        return fleet, replace(gather(self._source, fleet, **options), busy=evidence.busy)
 
     def space(self, evidence: Evidence, fleet: Fleet) -> Space:
         """What is searched. Raises `ConfigError` if no RAM that is for sale is a block."""

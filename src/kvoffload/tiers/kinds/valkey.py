@@ -30,11 +30,11 @@ _PORT = 6379
 _START_S, _COMMAND_START_S = 1.0, 5.0
 _REPLAY_S = 30.0
 _COUNTED_BLOCKS = 1 << 16
-_LINES = 2
-"""For reads, writes and probes each: while one verifies, the other receives. A cluster has several servers."""
 """An admission rule counts as for a cache of so many blocks: how many the server holds is not ours to
 know.
 """
+_LINES = 2
+"""For reads, writes and probes each: while one verifies, the other receives. In a cluster each server has one."""
 _TO_BE_REFUSED = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """What a server answers to a login or a command that it will never allow."""
 _OF_A_CLUSTER = {"MOVED", "CLUSTERDOWN"}

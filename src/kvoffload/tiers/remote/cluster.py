@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -169,9 +170,10 @@ class ClusterTier(DividedTier):
 
     @property
     def queue_room(self) -> int:
-        # A node that hangs has none, and must not keep the others from getting theirs.
+        # A node that hangs has none, and must not keep the others from getting theirs. Where no node is known
+        # what is offered is dropped.
         rooms = [self._nodes[number].queue_room for number in self._number_of.values()]
-        return max(rooms, default=super().queue_room)
+        return max(rooms, default=sys.maxsize)
 
     def finished(self) -> list[JobResult]:
         self._tend()
