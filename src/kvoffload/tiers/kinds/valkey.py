@@ -34,7 +34,7 @@ _COUNTED_BLOCKS = 1 << 16
 know.
 """
 _LINES = 2
-"""For reads, writes and probes each: while one verifies, the other receives. In a cluster each server has one."""
+"""For reads, writes and probes each: while one verifies, the other receives. In a cluster one a node."""
 _TO_BE_REFUSED = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """What a server answers to a login or a command that it will never allow."""
 _OF_A_CLUSTER = {"MOVED", "CLUSTERDOWN"}
