@@ -306,17 +306,17 @@ class Read(Transfer):
         connection.send([_asked(b"GET", asked.names) + blocks], self.deadline)
 
     def _receive_all(self, connection: Connection, window: slice) -> None:
-        """Several at a time; what is not there, or is not of its length, alone."""
-        row = window.start
+        """Several at a time; what is not there, or is not of its length, alone, and then fewer at a time."""
+        row, at_once = window.start, MOST_AT_ONCE
         while row < window.stop:
-            blocks = [self._parts(one) for one in range(row, min(row + MOST_AT_ONCE, window.stop))]
+            blocks = [self._parts(one) for one in range(row, min(row + at_once, window.stop))]
             came = connection.blocks_into(blocks, self.deadline)
             self._arrived += (row + np.flatnonzero(self.current[row : row + came])).tolist()
-            self._verify()
-            row += came
+            row, at_once = row + came, min(2 * at_once, MOST_AT_ONCE)
             if came < len(blocks):
                 self._receive(connection, row)
-                row += 1
+                row, at_once = row + 1, 1
+        self._verify()
 
     def _parts(self, row: int) -> Block:
         """Where the values of a block belong."""
