@@ -13,6 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kvoffload
+from kvoffload.traces.formats.mooncake import write_trace
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.workloads import builtin
 
 EXAMPLES = {"dev": 20, "ci": 100, "soak": 2_000}
 """Profile -> examples of each property: `make test`, `make test-all`, and as long as you like."""
@@ -46,6 +49,14 @@ def recordings_root() -> Path:
     """Where recorded traces are: ``$KVOFFLOAD_TRACES``, or ``shared/traces`` beside the checkout."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "traces"
     return Path(os.environ.get("KVOFFLOAD_TRACES", beside))
+
+
+@pytest.fixture(scope="session")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with generated traffic of sixty conversations, `small-chat.jsonl`."""
+    path = tmp_path_factory.mktemp("traces") / "small-chat.jsonl"
+    write_trace(generate(builtin("chat", sessions=60)), path)
+    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import pytest
 
 from kvoffload.tiers.remote.divisions import division_of
 from sharing_client import CANARY, some_keys
-from test_partition import LATE, ip, wait_until
+from test_partition import LATE, ip, made, wait_until
 from valkey_client import Client
 from valkey_server import PATIENCE_S, Cluster, Server, clustered
 
@@ -76,12 +76,7 @@ class Archipelago:
 
 @pytest.fixture(scope="module")
 def islands() -> Iterator[Archipelago]:
-    try:
-        found = Archipelago()
-    except (AssertionError, OSError) as error:
-        pytest.skip(f"no network namespaces with a bridge can be made here: {error}")
-    yield found
-    found.close()
+    yield from made(Archipelago)
 
 
 @pytest.fixture

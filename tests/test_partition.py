@@ -10,7 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from sharing_client import CANARY, some_keys
 from valkey_client import Client
 from valkey_server import PATIENCE_S, Server, running
 
+T = TypeVar("T")
 BLOCK_BYTES = 64 << 10
 RATE = "40mbit"
 """60 blocks take 0.8 s: time to cut the link in the middle."""
@@ -73,14 +74,19 @@ class Island:
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True)  # and its link with it
 
 
+def made(kind: type[T]) -> Iterator[T]:
+    """One of these, closed at the end; the test is skipped where none can be made."""
+    try:
+        found: Any = kind()
+    except (AssertionError, OSError) as error:
+        pytest.skip(f"no {kind.__name__} of network namespaces can be made here: {error}")
+    yield found
+    found.close()
+
+
 @pytest.fixture(scope="module")
 def shared_island() -> Iterator[Island]:
-    try:
-        island = Island()
-    except (AssertionError, OSError) as error:
-        pytest.skip(f"no network namespace can be made here: {error}")
-    yield island
-    island.close()
+    yield from made(Island)
 
 
 @pytest.fixture(scope="module")

@@ -34,12 +34,9 @@ from kvoffload.sweep import workers
 from kvoffload.sweep.grid import content_digest
 from kvoffload.sweep.task import Measurement, Task, TraceSource
 from kvoffload.tiers.options import parse_tiers
-from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.load import at_load, one_session_in
-from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.statistics import turns
-from kvoffload.traces.workloads import builtin
 from purchases import MANY_WRITES, MIB, PLAIN, drives, fleet, line, planned, prices, words, written
 
 
@@ -54,13 +51,6 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = [(hot[number % 25], cold[number]) for number in range(250)]
     chains = [chain for pair in pairs for chain in pair]
     return written(tmp_path_factory.mktemp("plan") / "loop.jsonl", chains)
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("plan") / "small-chat.jsonl"
-    write_trace(generate(builtin("chat", sessions=60)), path)
-    return str(path)
 
 
 # ---- the right purchase

@@ -25,11 +25,8 @@ from kvoffload.sweep.measuring import Measuring
 from kvoffload.sweep.task import TraceSource
 from kvoffload.sweep.workers import LocalWorkers
 from kvoffload.tiers.options import parse_tiers
-from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.load import at_load
-from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
-from kvoffload.traces.workloads import builtin
 from purchases import MIB, PLAIN, drives, fleet, line, planned, prices, words, written
 from timing import machine
 
@@ -70,13 +67,6 @@ def asked_twice() -> tuple[list[tuple[int, int]], int]:
 def twice(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("shared") / "twice.jsonl"
     return written(path, asked_twice()[0], step_ms=1000 * STEP_S)
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("shared") / "small-chat.jsonl"
-    write_trace(generate(builtin("chat", sessions=60)), path)
-    return str(path)
 
 
 # ---- by hand

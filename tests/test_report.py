@@ -16,9 +16,6 @@ import pytest
 from command import kvoffload
 from hangs import HANGS_S
 from kvoffload.plan.prices import Prices, Ram, Server, Ssd, as_toml
-from kvoffload.traces.formats.mooncake import write_trace
-from kvoffload.traces.sessions import generate
-from kvoffload.traces.workloads import builtin
 
 pytest.importorskip("plotly", reason="reports take plotly: pip install 'kvoffload[report]'")
 
@@ -27,20 +24,13 @@ PHONE, DESK = 360, 1200
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("report") / "small-chat.jsonl"
-    write_trace(generate(builtin("chat", sessions=60)), path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def plan(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def plan(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The page of a plan, and what the same command printed as JSON."""
     home = tmp_path_factory.mktemp("plan-page")
     ssd = Ssd(drive="400MiB", price=10, slots=1, writes_per_day=5)
     (home / "prices.toml").write_text(as_toml(Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=ssd)))
     done = kvoffload(
-        "plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "200MiB",
+        "plan", chat, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "200MiB",
         "--prices", home / "prices.toml", "--jobs", "1", "--report", home / "plan.html", "--format", "json",
         "--machine", "h100-pcie5", "--prefill-tokens-per-s", "1000", "--admissions", "all", "--quiet",
     )  # fmt: skip
@@ -49,14 +39,14 @@ def plan(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
 
 
 @pytest.fixture(scope="module")
-def sampled(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def sampled(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The same of engines that may share servers, searched on one of two sessions."""
     home = tmp_path_factory.mktemp("sampled-page")
     of_server = Server(memory="300MiB", price=5, slots=2)
     for_sale = Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=Ssd(slots=0), server=of_server)
     (home / "prices.toml").write_text(as_toml(for_sale))
     done = kvoffload(
-        "plan", trace, "--bytes-per-token", "2KiB", "--gpus", "2", "--kv-per-gpu", "100MiB",
+        "plan", chat, "--bytes-per-token", "2KiB", "--gpus", "2", "--kv-per-gpu", "100MiB",
         "--replicas", "2", "--routing", "random", "--prices", home / "prices.toml", "--sample", "2",
         "--policies", "lru", "--admissions", "all", "--jobs", "1", "--report", home / "plan.html",
         "--format", "json", "--quiet",
@@ -66,11 +56,11 @@ def sampled(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 @pytest.fixture(scope="module")
-def sweep(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def sweep(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The same of a sweep."""
     path = tmp_path_factory.mktemp("sweep-page") / "sweep.html"
     done = kvoffload(
-        "sweep", trace, "--capacities", "2%,5%,10%", "--device-blocks", "0,0.5x", "--jobs", "1", "--quiet",
+        "sweep", chat, "--capacities", "2%,5%,10%", "--device-blocks", "0,0.5x", "--jobs", "1", "--quiet",
         "--report", path, "--format", "json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -215,11 +205,11 @@ def test_the_charts_of_a_sweep_have_its_rows(sweep: tuple[Path, str]) -> None:
                 assert math.isclose(row["ci_high"], row["prefix_hit_ratio"] + above / 100)
 
 
-def test_what_stands_in_a_page_cannot_break_it(tmp_path: Path, trace: str) -> None:
+def test_what_stands_in_a_page_cannot_break_it(tmp_path: Path, chat: str) -> None:
     evil = tmp_path / "<b>&amp;</script><script>alert(1)</script>"
     evil.mkdir(parents=True)
     path = evil / "a<i>b.jsonl"
-    path.write_bytes(Path(trace).read_bytes())
+    path.write_bytes(Path(chat).read_bytes())
     report = tmp_path / "page.html"
     done = kvoffload("sweep", path, "--policies", "lru", "--jobs", "1", "--quiet", "--report", report)
     assert done.returncode == 0, done.stderr
@@ -229,11 +219,11 @@ def test_what_stands_in_a_page_cannot_break_it(tmp_path: Path, trace: str) -> No
 
 
 @pytest.mark.parametrize("command", ["plan", "sweep"])
-def test_a_report_that_cannot_be_is_known_before_the_work(command: str, tmp_path: Path, trace: str) -> None:
+def test_a_report_that_cannot_be_is_known_before_the_work(command: str, tmp_path: Path, chat: str) -> None:
     more = ("--gpus", "1", "--kv-per-gpu", "1GB", "--bytes-per-token", "2KiB") if command == "plan" else ()
     (tmp_path / "there.html").write_text("precious")
     for name, why in (("page.pdf", "a file that ends in .html"), ("there.html", "or --force")):
-        done = kvoffload(command, trace, *more, "--report", tmp_path / name)
+        done = kvoffload(command, chat, *more, "--report", tmp_path / name)
         assert done.returncode == 2
         assert why in done.stderr
     assert (tmp_path / "there.html").read_text() == "precious"

@@ -52,13 +52,6 @@ SMALL = Grid(("lru", "arc"), ("all", "reuse:2"), ("2%", "5%"), ("0", "0.5x"))
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("sweep") / "small-chat.jsonl"
-    write_trace(generate(builtin("chat", sessions=60)), path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def rag(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("sweep") / "small-rag.jsonl.gz"
     write_trace(generate(builtin("rag", sessions=40)), path)

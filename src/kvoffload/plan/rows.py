@@ -154,10 +154,8 @@ class Cell:
             return [self._point(fleet, len(evidence.traces), tiers, fleet.replicas)]
         if not self.purchase.drives:
             return [self._point(fleet, number, NO_TIERS) for number in range(len(evidence.traces))]
-        ssd, rules = (
-            fleet.blocks(fleet.ssd_bytes(self.purchase)),
-            f"policy={setup.ssd_policy},admission={setup.ssd_admission}",
-        )
+        ssd = fleet.blocks(fleet.ssd_bytes(self.purchase))
+        rules = f"policy={setup.ssd_policy},admission={setup.ssd_admission}"
         return [
             self._point(fleet, number, f"{min(ssd, trace.unique_blocks)},{rules}")
             for number, trace in enumerate(evidence.traces)

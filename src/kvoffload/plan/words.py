@@ -190,10 +190,8 @@ def _use(row: PlanRow, fleet: Fleet) -> str:
 def _servers(row: PlanRow) -> list[str]:
     if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
         return []
-    written, read = (
-        row.busy * row.server_write_bytes_per_s / 1e9,
-        row.busy * row.server_read_bytes_per_s / 1e9,
-    )
+    written = row.busy * row.server_write_bytes_per_s / 1e9
+    read = row.busy * row.server_read_bytes_per_s / 1e9
     return [f"In the busiest minute {written:.2f} GB/s are written to servers, and {read:.2f} GB/s are read."]
 
 
