@@ -642,6 +642,26 @@ def test_a_connection_that_is_cut_anywhere(proxy: FaultProxy, make: Callable[...
         assert client.read(1, 2, 3) == [1, 2, 3]
 
 
+def test_of_a_write_that_is_cut_what_was_confirmed_counts(
+    proxy: FaultProxy, make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.tiers.remote.batches.WINDOW_BYTES", BLOCK_BYTES)
+    client, numbers = make(proxy), [*range(1, 11)]
+    epoch_and_all_are_missing = len(b"$16\r\n%016x\r\n" % 0) + 10 * len(b":0\r\n")
+    a_block = 2 * len(b"+OK\r\n")
+    proxy.set(cut_after=epoch_and_all_are_missing + 3 * a_block + a_block // 2)
+    assert client.write(*numbers) == [1, 2, 3]
+    stats = client.tier.stats()
+    assert (stats.written, stats.failed) == (3, 7)
+    assert client.believes(3) == [True]
+    proxy.set()
+    client.try_again_now()
+    client.come_to_terms()
+    client.tier._hints.clear()
+    assert client.write(*numbers) == numbers, "what is there counts, whoever wrote it"
+    assert client.read(*numbers) == numbers
+
+
 @pytest.mark.parametrize("fault", ["swapped", "repeated", "left out", "all the same"])
 def test_replies_that_are_not_to_what_was_asked(
     proxy: FaultProxy, make: Callable[..., Client], fault: str
@@ -791,9 +811,15 @@ def test_a_server_that_stops_in_the_middle(
 # ---- what a server may refuse
 
 
+@pytest.mark.parametrize("window_bytes", [BLOCK_BYTES, 4 << 20])
 def test_a_full_server_is_a_dropped_write_and_not_a_failure(
-    tmp_path: Path, make: Callable[..., Client], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    make: Callable[..., Client],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    window_bytes: int,
 ) -> None:
+    monkeypatch.setattr("kvoffload.tiers.remote.batches.WINDOW_BYTES", window_bytes)
     with running(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server:
         client = make(server)
         written = [number for first in (1, 61, 121) for number in client.write(*range(first, first + 60))]
