@@ -15,7 +15,7 @@ import numpy as np
 
 from kvoffload.structures.batches import OneKey, is_key_at, word_at
 from kvoffload.structures.jit import ReadU64Matrix, U64Array, U64Matrix, inline, kernel
-from kvoffload.structures.keys import Keys, words_per_key
+from kvoffload.structures.keys import Keys, taken, words_per_key
 from kvoffload.structures.structs import Struct
 
 ABSENT = -1
@@ -63,7 +63,7 @@ class Index(Struct):
 
     def keys_at(self, positions: np.ndarray) -> Keys:
         """Copy of the keys at `positions`."""
-        return Keys(self.keys.take(positions, axis=0), self.key_bytes)
+        return Keys(taken(self.keys, positions), self.key_bytes)
 
     def key_at(self, position: int) -> bytes:
         """The key at `position`."""

@@ -42,12 +42,13 @@ class Keys(Sequence[bytes]):
     @classmethod
     def pack(cls, keys: Sequence[bytes], key_bytes: int) -> Keys:
         """Pack `keys`. Raises `ValueError` that names the first key of another length than `key_bytes`."""
-        joined, count, num_words = joined_keys(keys, key_bytes), len(keys), words_per_key(key_bytes)
-        if key_bytes == num_words * 8:
-            return cls(np.ndarray((count, num_words), np.uint64, joined), key_bytes)
-        padded = np.zeros((count, num_words * 8), np.uint8)
-        padded[:, :key_bytes] = np.ndarray((count, key_bytes), np.uint8, joined)
-        return cls(padded.view(np.uint64), key_bytes)
+        count, num_words = len(keys), words_per_key(key_bytes)
+        padding = bytes(8 * num_words - key_bytes)
+        joined = padding.join([*keys, b""]) if padding else b"".join(keys)
+        # The total length is not enough: one key may be too long and another too short.
+        if list(map(len, keys)).count(key_bytes) != count and (problem := wrong_key(keys, key_bytes)):
+            raise problem
+        return cls(np.ndarray((count, num_words), np.uint64, joined), key_bytes)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -64,7 +65,7 @@ class Keys(Sequence[bytes]):
 
     def take(self, rows: npt.NDArray[Any]) -> Keys:
         """The keys of `rows`, which are row numbers or a mask."""
-        return Keys(self.words[rows], self.key_bytes)
+        return Keys(taken(self.words, rows), self.key_bytes)
 
     def __iter__(self) -> Iterator[bytes]:
         size, stride = self.key_bytes, self.words.shape[1] * 8
@@ -90,13 +91,17 @@ def words_per_key(key_bytes: int) -> int:
     return (key_bytes + 7) // 8
 
 
-def joined_keys(keys: Sequence[bytes], key_bytes: int) -> bytes:
-    """All keys, one after the other. Raises `ValueError` as `Keys.pack` does. Cost: 20 ns a key."""
-    joined = b"".join(keys)
-    # The total length is not enough: one key may be too long and another too short.
-    if list(map(len, keys)).count(key_bytes) != len(keys) and (problem := wrong_key(keys, key_bytes)):
-        raise problem
-    return joined
+def taken(words: KeyWords, rows: npt.NDArray[Any]) -> KeyWords:
+    """The words of `rows`, which are row numbers or a mask: a copy.
+
+    As one array of whole rows: to index in two dimensions numpy gives up the interpreter's lock, and the
+    scheduler's thread would get it back when other threads are done with it, milliseconds later.
+    """
+    if rows.dtype == np.bool_:
+        rows = rows.nonzero()[0]
+    whole = words.view(np.dtype((np.void, words.itemsize * words.shape[1]))).reshape(-1)
+    found: KeyWords = whole[rows].view(np.uint64).reshape(-1, words.shape[1])
+    return found
 
 
 def wrong_key(keys: Sequence[bytes], key_bytes: int) -> ValueError | TypeError | None:

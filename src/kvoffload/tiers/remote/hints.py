@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import U64Array
+from kvoffload.structures.jit import I64Array, U64Array
 from kvoffload.tiers.base import Mask
 
 PRESENT_S, ABSENT_S = 60.0, 5.0
@@ -50,25 +50,25 @@ class Hints:
 
     def present(self, digests: U64Array) -> Mask:
         """Which blocks are believed to be there."""
-        at = digests & self._mask
+        at = self._places(digests)
         found: Mask = self._is_in(at, digests) & (self._until[at] > self._clock())
         return found
 
     def known(self, digests: U64Array) -> Mask:
         """Which blocks are believed to be there, or not to be."""
-        at = digests & self._mask
+        at = self._places(digests)
         found: Mask = self._is_in(at, digests) & (np.abs(self._until[at]) > self._clock())
         return found
 
     def learn(self, digests: U64Array, present: Mask) -> None:
         """These blocks are there, or not, as far as is known now."""
-        at, now = digests & self._mask, self._clock()
+        at, now = self._places(digests), self._clock()
         self._keys[at] = digests ^ self._times_cleared
         self._until[at] = np.where(present, now + self._present_s, -(now + self._absent_s))
 
     def forget(self, digests: U64Array) -> None:
         """Nothing is known of these blocks."""
-        at = digests & self._mask
+        at = self._places(digests)
         self._until[at[self._is_in(at, digests)]] = 0.0
 
     def clear(self) -> None:
@@ -76,7 +76,13 @@ class Hints:
         20 ms."""
         self._times_cleared += np.uint64(1)
 
-    def _is_in(self, at: U64Array, digests: U64Array) -> Mask:
+    def _places(self, digests: U64Array) -> I64Array:
+        # numpy gives up the interpreter's lock to index with any other type, and gets it back when others are
+        # done with it: the scheduler's thread waited for milliseconds.
+        found: I64Array = (digests & self._mask).view(np.int64)
+        return found
+
+    def _is_in(self, at: I64Array, digests: U64Array) -> Mask:
         found: Mask = self._keys[at] == digests ^ self._times_cleared
         return found
 
