@@ -143,24 +143,36 @@ def confirm(
 ) -> tuple[list[Measured], Choice]:
     """Measure on all what a search on a sample has found; all rows so measured, and the choice among them.
 
-    The recommended purchase and its neighbours, the one that saves most, and the best of those that cannot
-    be, each with the setup that was best for it, and the recommended one also with the second best; and what
-    tells whether sharing is worth it (`beside`). Where the choice among those is another one, half-way
-    between it and its neighbours.
+    The recommended purchase with the two setups that were best for it, the one that saves most, the best of
+    those that cannot be, and what tells whether sharing is worth it (`beside`), each with its best setup.
+    Then the neighbours of the recommended one, used as it is used best, so that what is compared differs in
+    one thing; and where the choice among all these is another one, half-way between it and its neighbours.
 
     Args:
         sampled: what was chosen on the sample; rows: its rows.
     """
-    near = [sampled.chosen, sampled.smaller, sampled.larger, sampled.most, beside(rows, sampled.chosen)]
+    its = sampled.chosen.row
+    others = [one for one in rows if one.row.purchase == its.purchase and one.row.setup != its.setup]
+    second = sorted(others, key=lambda one: (one.row.feasible, one.row.saved))[-1:]
     cannot = [one for one in rows if not one.row.feasible and one.row.saved > sampled.most.row.saved]
-    near += sorted(cannot, key=lambda one: (-one.row.saved, one.row.price))[:1]
-    chosen = sampled.chosen.row
-    others = [one for one in rows if one.row.purchase == chosen.purchase and one.row.setup != chosen.setup]
-    near += sorted(others, key=lambda one: (one.row.feasible, one.row.saved))[-1:]
-    cells = [Cell(one.row.purchase, one.row.setup) for one in near if one and one.row.purchase != NOTHING]
-    found, setups = _Found(measure), list(dict.fromkeys(cell.setup for cell in cells))
-    found.look(cells, KEPT)
-    return _halved(space, found, setups, choose, begin)
+    best = sorted(cannot, key=lambda one: (-one.row.saved, one.row.price))[:1]
+    found = _Found(measure)
+    look_first = [sampled.chosen, *second, sampled.most, *best, beside(rows, sampled.chosen)]
+    found.look(_cells_of(look_first), 2 * KEPT)
+    of_chosen = [one for cell, one in found.rows.items() if cell.purchase == its.purchase]
+    used = max(of_chosen, key=lambda one: (one.row.feasible, one.row.saved)).row.setup if of_chosen else None
+    alike = [
+        cell
+        for near in _cells_of([sampled.smaller, sampled.larger])
+        for cell in (used and space.cells([near.purchase], [used])) or [near]
+    ]
+    found.look(alike, KEPT)
+    return _halved(space, found, None, choose, begin)
+
+
+def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
+    """Of those that buy something."""
+    return [Cell(one.row.purchase, one.row.setup) for one in rows if one and one.row.purchase != NOTHING]
 
 
 class _Found:
@@ -178,14 +190,16 @@ class _Found:
 def _halved(
     space: Space,
     found: _Found,
-    kept: Sequence[Setup],
+    kept: Sequence[Setup] | None,
     choose: Callable[[Sequence[Measured]], Choice],
     begin: Measured,
 ) -> tuple[list[Measured], Choice]:
-    """Half-way between the answer and its neighbours, until nothing is left between."""
+    """Half-way between the answer and its neighbours, until nothing is left between; with these setups, or
+    with the answer's alone."""
     answer = choose([begin, *found.rows.values()])
     for left in reversed(range(_ROUNDS)):
-        near = space.cells(_between(answer.chosen.row.purchase, found.rows), kept)
+        setups = [answer.chosen.row.setup] if kept is None else kept
+        near = space.cells(_between(answer.chosen.row.purchase, found.rows), setups)
         if all(cell in found.rows for cell in near):
             break
         found.look(near, left * KEPT)

@@ -27,6 +27,8 @@ from kvoffload.sweep.workers import LocalWorkers, Workers
 
 _FORMAT = 1
 """Of a line in the journal."""
+_TIER_WORK = 2
+"""What a tier behind RAM costs a replay, over RAM's own."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Measuring:
                 number, traces[points[number].trace].source, points[number].config(),
                 traces[points[number].trace].block_refs,
             )
-            for number in sorted(todo.values())
+            for number in sorted(todo.values(), key=lambda number: (-self._work(points[number]), number))
         ]  # fmt: skip
         rows_of_key = Counter(keys)
         done = sum(key in known for key in keys)
@@ -185,6 +187,10 @@ class Measuring:
                     on_progress,
                 )
         return [known[key] for key in keys]
+
+    def _work(self, point: Point) -> int:
+        """What comes first, so that no worker is left with much at the end: in references, roughly."""
+        return self._traces[point.trace].block_refs * (1 + _TIER_WORK * len(point.tier_options))
 
     def _key(self, point: Point) -> str:
         """What a measurement is known by: all that it depends on."""
