@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from kvoffload.plan.evidence import gather, together
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
 from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import MEANING, Prices, Ram, Ssd, as_toml, flattened, read_prices
-from kvoffload.plan.rows import PlanRow, limits
-from kvoffload.plan.search import Behind, Space
-from kvoffload.plan.targets import Target
+from kvoffload.plan.rows import Cell, Measured, PlanRow, limits, nothing
+from kvoffload.plan.search import Behind, Space, confirm
+from kvoffload.plan.targets import Choice, Target, choose
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.device import run_device
 from kvoffload.replay.optimum import infinite
@@ -384,6 +384,39 @@ def test_a_search_on_a_sample_is_confirmed_on_everything(loop: str, one_in: int)
     ]
     assert everything.one_in == 1
     assert not everything.sampled
+
+
+@pytest.mark.parametrize("off_by", [-0.2, -0.03, 0.0, 0.1])
+def test_a_sample_that_is_wrong_costs_few_rows(loop: str, off_by: float) -> None:
+    """It is corrected by what the first rows on all say, and each neighbour is used as the answer is."""
+    none = nothing(fleet(), gather(TraceSource(loop, None, False), fleet()))
+    ways = Setups(("on-compute", "on-device-eviction"), ("lru",), ("all",)).of_ram
+    space, steps = Space([*range(2, 64, 2)], ways), list[list[Cell]]()
+
+    def row(cell: Cell, off_by: float = 0.0) -> Measured:
+        """A module brings less the more there are; the second setup is better, and worse on a sample."""
+        modules, better = cell.purchase.modules, -0.02 if off_by else 0.02
+        saved = 0.9 * (1 - 0.93**modules) + off_by + better * (cell.setup == ways[1])
+        had = {"ram_modules": modules, "price": modules, "saved": saved, "store": cell.setup.store}
+        its = msgspec.structs.replace(none.row, policy="lru", admission="all", **had)
+        return Measured(its, np.zeros(1, np.int64))
+
+    def measure(cells: Sequence[Cell], later: int) -> list[Measured]:
+        steps.append(list(cells))
+        return [row(cell) for cell in cells]
+
+    def chosen(rows: Sequence[Measured]) -> Choice:
+        return choose(rows, 0.6, lambda one, other: None)
+
+    sampled = [row(cell, off_by or 1e-6) for cell in space.cells(space.purchases, ways)]
+    found, choice = confirm(space, measure, chosen, none, chosen([none, *sampled]), sampled, chosen)
+    least = next(n for n in itertools.count() if row(Cell(Purchase(n, 0), ways[1])).row.saved >= 0.6)
+    assert choice.chosen.row.purchase == (least, 0, 0)
+    assert {one.row.setup for one in (choice.chosen, choice.smaller, choice.larger) if one} == {ways[1]}
+    assert choice.smaller is not None
+    assert choice.smaller.row.ram_modules == least - 1
+    assert len(found) - 1 <= 8
+    assert len(steps) <= 4, "each waits for the one before"
 
 
 def test_the_busiest_minute_of_a_sample_is_that_of_the_recording(loop: str) -> None:

@@ -36,7 +36,7 @@ from kvoffload.sweep.task import TraceSource
 from kvoffload.sweep.workers import Workers
 
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
-_CONFIRMED = 6
+_CONFIRMED = 8
 """Rows that are measured on all sessions after a search on a sample, about."""
 _BEYOND_BUDGET = 2
 """How many times the budget is still looked at: what more money would bring is worth knowing."""
@@ -401,7 +401,9 @@ class _Part:
     def confirm(self, sampled: Choice, rows: Sequence[Measured]) -> tuple[list[Measured], Choice]:
         """The same near what a sample says."""
         space = self._plan.space(self._evidence, self._fleet)
-        return confirm(space, self._measure, self._choose, self.begin, sampled, rows)
+        # To guess takes no replay, and waits are known of replays only.
+        guess = None if self._plan.target.ttft_p90_s is not None else self._choose
+        return confirm(space, self._measure, self._choose, self.begin, sampled, rows, guess)
 
     def _choose(self, rows: Sequence[Measured]) -> Choice:
         most_s = self._plan.target.ttft_p90_s

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from kvoffload.plan.fleet import NOTHING, Purchase
@@ -20,10 +21,12 @@ from kvoffload.plan.targets import Choice, Difference, beside
 KEPT = 2
 """Setups that are measured everywhere, of those of RAM alone and of those with each thing behind it."""
 _ROUNDS = 4
-"""Of halving the steps around the answer."""
+"""Of halving the steps around the answer; twice as many where a sample said where that is."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
 """Cells -> their rows. The number: how many cells are expected to follow, for an estimate of the time."""
+Choose = Callable[[Sequence[Measured]], Choice]
+"""Rows, one of which buys nothing -> the choice among them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def search(
     space: Space,
     measure: Measure,
     difference: Difference,
-    choose: Callable[[Sequence[Measured]], Choice],
+    choose: Choose,
     begin: Measured,
 ) -> tuple[list[Measured], Choice]:
     """Measure what an answer takes; all rows, and the choice among them.
@@ -136,38 +139,48 @@ def search(
 def confirm(
     space: Space,
     measure: Measure,
-    choose: Callable[[Sequence[Measured]], Choice],
+    choose: Choose,
     begin: Measured,
     sampled: Choice,
     rows: Sequence[Measured],
+    guess: Choose | None,
 ) -> tuple[list[Measured], Choice]:
     """Measure on all what a search on a sample has found; all rows so measured, and the choice among them.
 
-    The recommended purchase with the two setups that were best for it, the one that saves most, the best of
-    those that cannot be, and what tells whether sharing is worth it (`beside`), each with its best setup.
-    Then the neighbours of the recommended one, used as it is used best, so that what is compared differs in
-    one thing; and where the choice among all these is another one, half-way between it and its neighbours.
+    1. The recommended purchase with the two setups that were best for it, the one that saves most, the best
+       of those that cannot be, and what tells whether sharing is worth it (`beside`), each with its best
+       setup.
+    2. What would be recommended if the sample were wrong by as much everywhere as in step 1, and its
+       neighbours, used as the first was used best: what is compared differs in one thing.
+    3. Half-way between the answer and its neighbours.
 
     Args:
         sampled: what was chosen on the sample; rows: its rows.
+        guess: chooses among rows that are corrected and not measured; None to take `sampled` for step 2.
     """
-    its = sampled.chosen.row
-    others = [one for one in rows if one.row.purchase == its.purchase and one.row.setup != its.setup]
-    second = sorted(others, key=lambda one: (one.row.feasible, one.row.saved))[-1:]
+    its, found = sampled.chosen.row.purchase, _Found(measure)
+    ways = sorted((one for one in rows if one.row.purchase == its), key=_how_good)
     cannot = [one for one in rows if not one.row.feasible and one.row.saved > sampled.most.row.saved]
     best = sorted(cannot, key=lambda one: (-one.row.saved, one.row.price))[:1]
-    found = _Found(measure)
-    look_first = [sampled.chosen, *second, sampled.most, *best, beside(rows, sampled.chosen)]
-    found.look(_cells_of(look_first), 2 * KEPT)
-    of_chosen = [one for cell, one in found.rows.items() if cell.purchase == its.purchase]
-    used = max(of_chosen, key=lambda one: (one.row.feasible, one.row.saved)).row.setup if of_chosen else None
-    alike = [
-        cell
-        for near in _cells_of([sampled.smaller, sampled.larger])
-        for cell in (used and space.cells([near.purchase], [used])) or [near]
-    ]
-    found.look(alike, KEPT)
-    return _halved(space, found, None, choose, begin)
+    found.look(_cells_of([*ways[-2:], sampled.most, *best, beside(rows, sampled.chosen)]), 2 * KEPT)
+    near, used = [sampled.smaller, sampled.larger], list[Setup]()
+    if its != NOTHING:
+        answer = max((one for cell, one in found.rows.items() if cell.purchase == its), key=_how_good)
+        used = [answer.row.setup]
+        if guess is not None:
+            by = answer.row.saved - next(one.row.saved for one in ways if one.row.setup in used)
+            guessed = guess([begin, *(_corrected(one, by) for one in rows if one.row.purchase != NOTHING)])
+            near = [guessed.chosen, guessed.smaller, guessed.larger]
+    found.look([cell for one in _cells_of(near) for cell in space.cells([one.purchase], used) or [one]], KEPT)
+    return _halved(space, found, None, choose, begin, 2 * _ROUNDS)
+
+
+def _how_good(one: Measured) -> tuple[bool, float]:
+    return one.row.feasible, one.row.saved
+
+
+def _corrected(one: Measured, by: float) -> Measured:
+    return replace(one, row=msgspec.structs.replace(one.row, saved=one.row.saved + by))
 
 
 def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
@@ -191,13 +204,14 @@ def _halved(
     space: Space,
     found: _Found,
     kept: Sequence[Setup] | None,
-    choose: Callable[[Sequence[Measured]], Choice],
+    choose: Choose,
     begin: Measured,
+    most_rounds: int = _ROUNDS,
 ) -> tuple[list[Measured], Choice]:
     """Half-way between the answer and its neighbours, until nothing is left between; with these setups, or
     with the answer's alone."""
     answer = choose([begin, *found.rows.values()])
-    for left in reversed(range(_ROUNDS)):
+    for left in reversed(range(most_rounds)):
         setups = [answer.chosen.row.setup] if kept is None else kept
         near = space.cells(_between(answer.chosen.row.purchase, found.rows), setups)
         if all(cell in found.rows for cell in near):
