@@ -455,7 +455,8 @@ class TieredManager(OffloadingManager):
         self._probe(keys, reachable, request)
         if request.given_up:
             reachable &= here | np.array([key not in request.given_up for key in keys], np.bool_)
-        length = len(keys) if reachable.all() else int(reachable.argmin())
+        blocked = reachable.tobytes().find(0)  # `argmin` gives up the interpreter's lock, as `unique` does
+        length = len(keys) if blocked < 0 else blocked
         request.may_wait_s = self.deadline_s
         if self.recompute_s_per_block is not None:
             request.may_wait_s = min(self.deadline_s, length * self.recompute_s_per_block)
@@ -488,7 +489,7 @@ class TieredManager(OffloadingManager):
             return
         self._num_reading += num_taken
         come_from = come_from[:num_taken]
-        numbers = np.unique(come_from).tolist()
+        numbers = sorted(set(come_from.tolist()))
         # To split a plan costs as much as to read: where all is of one kind, here and below, it stays whole.
         parts = [plan]
         if len(numbers) > 1:
