@@ -37,7 +37,7 @@ report: $(VENV)/installed-dev  ## the page of an example plan, build/plan.html (
 	$(BIN)/kvoffload plan $(or $(TRACE),chat) --model meta-llama/Llama-3.1-8B --gpus 1 --kv-per-gpu 64GB \
 		--report build/plan.html --force $(ARGS)
 
-test: $(VENV)/installed-dev  ## the tests that run in six to ten minutes on two cores (ARGS=tests/test_arc.py)
+test: $(VENV)/installed-dev  ## all but the slow tests, about a quarter of an hour on two cores (ARGS=tests/test_arc.py)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/installed-dev  ## every test, long recordings too, and five times as many random examples
