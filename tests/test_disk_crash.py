@@ -31,7 +31,10 @@ BOOKS = int(os.environ.get("KVOFFLOAD_CRASH_SEEDS", "2"))
 
 
 class Life:
-    """What a tier was told, and what it promised: by block, version and position in the record."""
+    """What a tier was told, and what it promised: by block, version and position in the record.
+
+    Clears are a step, and the position from which on it is durable.
+    """
 
     def __init__(self) -> None:
         self.written: dict[int, list[tuple[int, int]]] = {}
@@ -59,9 +62,13 @@ class Life:
         }
 
     def allowed(self, number: int, position: int) -> set[int]:
-        """Versions that a block may have after a crash here."""
-        forgotten = max((begun for begun, durable in self.clears if durable <= position), default=-1)
-        return {v for v, since in self.written.get(number, []) if forgotten < since <= position}
+        """Versions that a block may have after a crash here.
+
+        By steps, as versions are: a clear of what is empty writes nothing, and what is stored after it has
+        the same position.
+        """
+        forgotten = max((step for step, durable in self.clears if durable <= position), default=-1)
+        return {v for v, since in self.written.get(number, []) if v > forgotten and since <= position}
 
 
 def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
@@ -96,7 +103,7 @@ def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
         elif action < 0.74:
             disk.tier.clear()
             assert disk.tier.drain(HANGS_S)
-            life.clears.append((before, recorder.position))
+            life.clears.append((step, recorder.position))
             forgotten = step
         elif action < 0.85:
             disk.use(chance.sample(everything, chance.randint(1, 5)))
