@@ -393,10 +393,10 @@ def test_a_sample_that_is_wrong_costs_few_rows(loop: str, off_by: float) -> None
     ways = Setups(("on-compute", "on-device-eviction"), ("lru",), ("all",)).of_ram
     space, steps = Space([*range(2, 64, 2)], ways), list[list[Cell]]()
 
-    def row(cell: Cell, off_by: float = 0.0) -> Measured:
+    def row(cell: Cell, is_sampled: bool = False) -> Measured:
         """A module brings less the more there are; the second setup is better, and worse on a sample."""
-        modules, better = cell.purchase.modules, -0.02 if off_by else 0.02
-        saved = 0.9 * (1 - 0.93**modules) + off_by + better * (cell.setup == ways[1])
+        modules, better = cell.purchase.modules, -0.02 if is_sampled else 0.02
+        saved = 0.9 * (1 - 0.93**modules) + off_by * is_sampled + better * (cell.setup == ways[1])
         had = {"ram_modules": modules, "price": modules, "saved": saved, "store": cell.setup.store}
         its = msgspec.structs.replace(none.row, policy="lru", admission="all", **had)
         return Measured(its, np.zeros(1, np.int64))
@@ -408,7 +408,7 @@ def test_a_sample_that_is_wrong_costs_few_rows(loop: str, off_by: float) -> None
     def chosen(rows: Sequence[Measured]) -> Choice:
         return choose(rows, 0.6, lambda one, other: None)
 
-    sampled = [row(cell, off_by or 1e-6) for cell in space.cells(space.purchases, ways)]
+    sampled = [row(cell, is_sampled=True) for cell in space.cells(space.purchases, ways)]
     found, choice = confirm(space, measure, chosen, none, chosen([none, *sampled]), sampled, chosen)
     least = next(n for n in itertools.count() if row(Cell(Purchase(n, 0), ways[1])).row.saved >= 0.6)
     assert choice.chosen.row.purchase == (least, 0, 0)

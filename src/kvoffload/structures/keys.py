@@ -7,6 +7,7 @@ and all keys of one manager have the same length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -99,9 +100,14 @@ def taken(words: KeyWords, rows: npt.NDArray[Any]) -> KeyWords:
     """
     if rows.dtype == np.bool_:
         rows = rows.nonzero()[0]
-    whole = words.view(np.dtype((np.void, words.itemsize * words.shape[1]))).reshape(-1)
-    found: KeyWords = whole[rows].view(np.uint64).reshape(-1, words.shape[1])
-    return found
+    num_keys, num_words = words.shape
+    whole = np.ndarray(num_keys, _whole_row(num_words), words)
+    return np.ndarray((len(rows), num_words), np.uint64, whole[rows])
+
+
+@cache
+def _whole_row(num_words: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, 8 * num_words))
 
 
 def wrong_key(keys: Sequence[bytes], key_bytes: int) -> ValueError | TypeError | None:

@@ -77,8 +77,8 @@ class Hints:
         self._times_cleared += np.uint64(1)
 
     def _places(self, digests: U64Array) -> I64Array:
-        # numpy gives up the interpreter's lock to index with any other type, and gets it back when others are
-        # done with it: the scheduler's thread waited for milliseconds.
+        # numpy gives up the interpreter's lock to index with unsigned numbers, and gets it back when others
+        # are done with it: the scheduler's thread waited for milliseconds.
         found: I64Array = (digests & self._mask).view(np.int64)
         return found
 
