@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.replay.device import run_device
+from kvoffload.replay.device import Device, run_device
+from kvoffload.replay.keys import KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import STORES, OptimumResult, infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.traces.format import read_trace
@@ -88,7 +90,7 @@ def best_of_all(requests: Requests, capacity: int, offers: Offers) -> int:
 
 
 @given(chained_requests(max_requests=30, max_new=5), st.integers(0, 20))
-def test_the_device_equals_its_naive_twin_and_the_manager(requests: Requests, device_blocks: int) -> None:
+def test_the_device_equals_its_naive_twin(requests: Requests, device_blocks: int) -> None:
     trace = trace_of(requests)
     run = run_device(trace, device_blocks)
     offers = naive_device(requests, device_blocks, "on-device-eviction")
@@ -96,9 +98,27 @@ def test_the_device_equals_its_naive_twin_and_the_manager(requests: Requests, de
     ids = trace.block_ids[trace.refs[run.dropped]]
     dropped = [part.tolist() for part in np.split(ids, run.offsets[1:])][: len(requests)]
     assert dropped == [offered for _, offered in offers]
-    if device_blocks and trace.unique_blocks:
-        report = Replay(trace, ReplayConfig(1, device_blocks=device_blocks)).run()
-        assert report.device_hit_blocks == run.served.sum()
+
+
+@given(chained_requests(max_requests=30, max_new=5), st.integers(1, 20))
+def test_the_device_equals_a_manager_request_by_request(requests: Requests, device_blocks: int) -> None:
+    trace = trace_of(requests)
+    device, keys = Device(trace, device_blocks), TraceKeys(trace)
+    manager = OffloadingManager(device_blocks, key_bytes=KEY_BYTES)
+    every, held = np.arange(trace.unique_blocks, dtype=np.int32), np.zeros(device_blocks, np.int32)
+    for request in range(trace.requests):
+        codes = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
+        ctx = manager.begin_request("")
+        assert device.served(request) == manager.lookup(keys.of_blocks(codes), ctx).num_ready
+        dropped = device.serve(request)
+        evicted: list[int] = []
+        if (plan := manager.prepare_store(keys.of_blocks(codes), ctx)) is not None:
+            evicted = held[plan.slots[len(plan.slots) - plan.num_evicted :]][::-1].tolist()
+            held[plan.slots] = codes[plan.rows]
+            manager.complete_store(plan)
+        manager.finish_request(ctx)
+        assert dropped.tolist() == evicted
+        assert device.contains(every).tolist() == manager.contains(keys.of_blocks(every)).tolist()
 
 
 @given(

@@ -1,8 +1,8 @@
 """What an LRU device cache does with a trace: what it serves, and what it drops when.
 
 The device sees every request, and ends with its blocks, wherever they came from. So what it does follows
-from the trace alone, and can be known before any tier is chosen. The same decisions as those of the
-manager that `replay.replay` puts in front of a tier, without a manager, in a fraction of the time.
+from the trace alone, and can be known before any tier is chosen: the decisions of an `OffloadingManager` with
+``lru``, without a manager, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -54,6 +54,40 @@ def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
     last_use = np.zeros(trace.unique_blocks, np.int64)
     _run(trace.refs, trace.offsets, order.links, last_use, device_blocks, served, dropped, offsets)
     return DeviceRun(served, dropped[: offsets[-1]], offsets)
+
+
+class Device:
+    """The same cache in front of a replay: a request at a time, in the order of the trace.
+
+    Args:
+        trace, device_blocks: as of `run_device`.
+    """
+
+    def __init__(self, trace: Trace, device_blocks: int) -> None:
+        run = run_device(trace, device_blocks)
+        self._refs, self._dropped = trace.refs, run.dropped
+        self._begins: list[int] = trace.offsets.tolist()
+        self._served: list[int] = run.served.tolist()
+        self._offsets: list[int] = run.offsets.tolist()
+        self._holds = np.zeros(trace.unique_blocks, np.bool_)
+
+    def contains(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which of these blocks it holds, as of the last request that was served."""
+        return self._holds.take(codes)
+
+    def served(self, request: int) -> int:
+        """Length of the head of this request that it holds when the request comes."""
+        return self._served[request]
+
+    def serve(self, request: int) -> npt.NDArray[np.int32]:
+        """It takes in the blocks of this request, the next one. The blocks that leave it, warmest first;
+        not those that never enter for want of room."""
+        begin, end = self._begins[request : request + 2]
+        places = self._dropped[self._offsets[request] : self._offsets[request + 1]]
+        self._holds[self._refs[begin:end]] = True
+        dropped = self._refs.take(places)
+        self._holds[dropped] = False
+        return dropped[places < begin][::-1]
 
 
 @kernel

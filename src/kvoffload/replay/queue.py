@@ -29,6 +29,7 @@ class EngineQueue:
 
     def __init__(self, manager: OffloadingManager, trace: Trace, keys: TraceKeys, num_requests: int) -> None:
         self._manager, self._trace, self._keys, self._num_requests = manager, trace, keys, num_requests
+        self._offsets: list[int] = trace.offsets.tolist()
         self._waiting: deque[RequestContext] = deque()
 
     def serve(self, request: int) -> RequestContext:
@@ -42,6 +43,6 @@ class EngineQueue:
         return ctx
 
     def _begin(self, request: int) -> RequestContext:
-        first, end = self._trace.offsets[request : request + 2]
+        first, end = self._offsets[request : request + 2]
         keys, hints = self._keys.of_blocks(self._trace.refs[first:end]), self._trace.hints_of(request)
         return self._manager.begin_request(str(request), keys, hints=hints.at_begin)

@@ -26,6 +26,7 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
+from kvoffload.replay.device import Device
 from kvoffload.replay.ends import End, EndsAtOnce, EndsWhenGenerated, check_decode_speed
 from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
@@ -139,11 +140,7 @@ class Replay:
         else:
             self.manager = OffloadingManager(num_slots, **options)
         self._queue = EngineQueue(self.manager, trace, self._keys, check_queue(config.queue_requests))
-        self._device: OffloadingManager | None = None
-        if config.device_blocks:
-            num_device_slots = slots_needed(trace, config.device_blocks)
-            self._device = OffloadingManager(num_device_slots, key_bytes=KEY_BYTES, medium="GPU")
-            self._device_held = np.full(num_device_slots, -1, np.int32)
+        self._device = Device(trace, config.device_blocks) if config.device_blocks else None
         # Code of the block in each slot, to name what leaves.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
@@ -176,20 +173,16 @@ class Replay:
         keys = self._keys.of_blocks(codes)
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
         ctx = self._queue.serve(request)
-        device_ctx = None
-        on_device = 0
-        if self._device is not None:
-            device_ctx = self._device.begin_request("")
-            on_device = self._device.lookup(keys, device_ctx).num_ready
-        if self._is_victim_tier:
-            assert self._device is not None
-            here = self._device.contains(keys, device_ctx) | self.manager.contains(keys, ctx)
+        device = self._device
+        on_device = device.served(request) if device is not None else 0
+        if device is not None and self._is_victim_tier:
+            here = device.contains(codes) | self.manager.contains(keys, ctx)
             self._block_hits += int(np.count_nonzero(here))
         behind = (codes[on_device:], keys[on_device:]) if on_device else (codes, keys)
         from_tier = self._load(request, *behind, ctx)
         self._log.numbers(request, "hit", on_device, from_tier)
-        dropped = self._store_on_device(codes, keys, device_ctx)
-        if self._is_victim_tier:
+        if device is not None and self._is_victim_tier:
+            dropped = device.serve(request)
             if len(dropped):
                 self._store(request, dropped, self._keys.of_blocks(dropped), None)
         else:
@@ -211,27 +204,11 @@ class Replay:
             if self._ends.are_late and self._is_victim_tier and self._device is not None:
                 # The manager takes it that the device has what the request used. That of the replay may have
                 # dropped some of it meanwhile, which an engine's does not do before the end.
-                keys = ctx.keys()
-                self.manager.keep(keys.take(~self._device.contains(keys)))
+                codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
+                self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(codes)]))
         if self._tiered is not None:
             self._settle(self._tiered)
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
-
-    def _store_on_device(
-        self, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
-    ) -> npt.NDArray[np.int32]:
-        """The engine's own cache takes the request's blocks in; the blocks that it drops, warmest first."""
-        dropped = np.empty(0, np.int32)
-        if self._device is None or ctx is None:
-            return dropped
-        plan = self._device.prepare_store(keys, ctx)
-        if plan is not None:
-            if plan.num_evicted:
-                dropped = self._device_held[plan.slots[-plan.num_evicted :]][::-1]
-            self._device_held[plan.slots] = codes[plan.rows]
-            self._device.complete_store(plan)
-        self._device.finish_request(ctx)
-        return dropped
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
         """Leading blocks that the tier delivers: all that it holds, up to the first damaged one."""
