@@ -330,6 +330,21 @@ def by_hand() -> Any:
     return machine(prefill_s_per_token=1 / 512, copy_latency_s=0.1, **dict.fromkeys(rates, 4.0 * MIB))
 
 
+def test_waits_are_of_rows_without_servers_also_where_the_second_engine_has_most(tmp_path: Path) -> None:
+    """The engine with most references is timed; rows with servers are of both at once, and are not."""
+    second = whole_numbers(200, 2, seed=0).tolist()
+    loop = [tuple(range(5 * n, 5 * n + 2 + 2 * second[n % 20])) for _ in range(10) for n in range(20)]
+    path = written(tmp_path / "uneven.jsonl", loop, step_ms=1000 * STEP_S)
+    of = two(server(price=3000), Ram(module="10MiB", price=100, slots=10), machine=by_hand())
+    source, kept = TraceSource(path, None, False), tmp_path / "plan.csv"
+    first, other = gather(source, of).traces
+    assert first.block_refs < other.block_refs
+    answer = Plan(source, of, Target(saved=0.3), PLAIN, output=kept, jobs=1).run()
+    assert answer.in_time is not None
+    assert answer.chosen.ttft_p90_s is not None
+    assert {row.ttft_p90_s for row in answer.rows if row.servers} == {None}
+
+
 def test_purchases_with_servers_are_not_timed(twice: str, tmp_path: Path) -> None:
     source, of = TraceSource(twice, None, False), two(machine=by_hand())
     answer = Plan(source, of, Target(of_ceiling=1.0), PLAIN, jobs=1, output=tmp_path / "kept.csv").run()
