@@ -8,14 +8,16 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffload.tiers.remote.cluster import MapQuestion
 from kvoffload.tiers.remote.divisions import division_of
+from kvoffload.tiers.remote.resp import Connection, Login, ServerError
 from sharing_client import CANARY, some_keys
 from test_partition import LATE, ip, made, wait_until
 from valkey_client import Client
@@ -172,6 +174,13 @@ def test_a_master_that_its_cluster_does_not_reach(
         assert client.write(*lost) == lost, "it does not know yet"
         while port not in [one[2][1] for one in second.ask("CLUSTER", "SLOTS")]:
             assert {*read_in_time(client)} <= {*NUMBERS}
+        cluster.wait(lambda: b"cluster_state:fail" in first.ask("CLUSTER", "INFO"))
+        until = time.monotonic() + PATIENCE_S
+        with (
+            closing(Connection(first.host, first.port, Login(), until)) as connection,
+            pytest.raises(ServerError, match="CLUSTERDOWN"),  # it does not know who has taken over
+        ):
+            MapQuestion(deadline=until).run(connection)
         come_back(client)
         wait_until(lambda: client.probe(*NUMBERS) == NUMBERS)
         assert read_in_time(client) == NUMBERS, "its replica has them"

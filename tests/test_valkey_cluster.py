@@ -27,7 +27,7 @@ from kvoffload.tiers.options import TierOwner, parse_tier, parse_tiers
 from kvoffload.tiers.remote.cluster import Address, ClusterTier, MapQuestion
 from kvoffload.tiers.remote.divisions import division_of, slot_of
 from kvoffload.tiers.remote.identity import names_of_rests
-from kvoffload.tiers.remote.resp import Connection, ProtocolError
+from kvoffload.tiers.remote.resp import Connection, ProtocolError, ServerError
 from kvoffload.tiers.remote.tier import RemoteOptions
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
@@ -602,7 +602,7 @@ def test_nobody_there_costs_a_command_its_start() -> None:
     assert time.monotonic() - begun < 20.0
 
 
-RIGHTS = "+get +set +exists +del +wait +cluster|slots"
+RIGHTS = "+get +set +exists +del +wait +cluster|info +cluster|slots"
 
 
 def test_tenants_are_fenced(
@@ -638,17 +638,17 @@ def test_as_users_type_it() -> None:
 
 
 class _Says:
-    """A connection to a node that answers so."""
+    """A connection to a node that answers so, when it is asked for its map."""
 
     host = "asked"
 
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
+    def __init__(self, ranges: Any, state: Any = b"cluster_state:ok\r\ncluster_size:3\r\n") -> None:
+        self._answers = [state, ranges]
 
     def send(self, *_: Any) -> None: ...
 
     def answer(self, *_: Any) -> Any:
-        return self._answer
+        return self._answers.pop(0)
 
 
 def test_a_map_is_read_as_nodes_write_it() -> None:
@@ -670,6 +670,15 @@ def test_a_map_is_read_as_nodes_write_it() -> None:
     for nonsense in (b"OK", None, [1], [[0, 1]], [[0, 1, [b"h"]]], [[0, b"x", [b"h", 1]]], [[0, 1, 5]]):
         with pytest.raises(ProtocolError):
             MapQuestion(deadline=0.0).run(_Says(nonsense))  # type: ignore[arg-type]
+    for state, what in [
+        (b"cluster_state:fail\r\n", "CLUSTERDOWN"),
+        (ServerError("NOPERM"), "NOPERM"),
+        (None, "CLUSTER INFO"),
+    ]:
+        question = MapQuestion(deadline=0.0)
+        with pytest.raises((ServerError, ProtocolError), match=what):
+            question.run(_Says([[0, 127, [b"h", 7, b"id"]]], state))  # type: ignore[arg-type]
+        assert not question.divisions
 
 
 def test_a_replay_with_a_cluster_is_one_with_a_tier_that_holds_all(cluster: Cluster) -> None:

@@ -46,6 +46,9 @@ _FIRST_ROW = np.zeros(1, np.int64)
 class MapQuestion(Batch):
     """Asks a node which node has what; each time on a connection of its own, to whichever node is next.
 
+    A node that cannot reach most masters says that the cluster is down: it may not know who has taken over,
+    so its map does not count.
+
     Attributes:
         divisions: of each node that has some. num_replicas: of each of these, without those that are down.
     """
@@ -56,10 +59,15 @@ class MapQuestion(Batch):
     num_replicas: dict[Address, int] = field(default_factory=dict)
 
     def run(self, connection: Connection) -> None:
-        connection.send([command(b"CLUSTER", b"SLOTS")], self.deadline)
-        answer = connection.answer(self.deadline)
-        if isinstance(answer, ServerError):
-            raise answer
+        connection.send([command(b"CLUSTER", b"INFO"), command(b"CLUSTER", b"SLOTS")], self.deadline)
+        state, answer = (connection.answer(self.deadline) for _ in range(2))
+        for error in (state, answer):
+            if isinstance(error, ServerError):
+                raise error
+        if not isinstance(state, bytes):
+            raise ProtocolError("CLUSTER INFO is not answered as it should be")
+        if b"cluster_state:ok" not in state:
+            raise ServerError("CLUSTERDOWN says a node that was asked for the map")
         found: dict[Address, list[int]] = {}
         for first, last, address, num_replicas in _ranges(answer, connection.host):
             self.num_replicas[address] = num_replicas
