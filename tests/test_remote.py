@@ -4,12 +4,16 @@ needed.
 
 from __future__ import annotations
 
+import queue
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from hypothesis import strategies as st
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.fault_proxy import split_replies
 from kvoffload.tiers.base import key_digests
+from kvoffload.tiers.remote.batches import Batch
 from kvoffload.tiers.remote.circuit import Circuit
 from kvoffload.tiers.remote.divisions import DividedEpoch, divisions_between, epoch_names, slot_of, tags
 from kvoffload.tiers.remote.hints import Hints
@@ -34,6 +39,7 @@ from kvoffload.tiers.remote.identity import (
     names_of_rests,
     producer_of,
 )
+from kvoffload.tiers.remote.line import Line
 from kvoffload.tiers.remote.resp import Connection, Login, ProtocolError, ServerError, command
 from kvoffload.transfer.copies import address_of
 
@@ -325,11 +331,70 @@ def value(text: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(text), text)
 
 
+def wait_for_bytes(connection: Connection) -> None:
+    """Until something has come, or the end."""
+    assert select.select([connection._socket], [], [], 60.0)[0]
+
+
 def take(connection: Connection, block_bytes: int = BLOCK_BYTES) -> tuple[Any, bytes, bytes]:
     header, row = bytearray(64), bytearray(block_bytes)
     parts = [memoryview(header), memoryview(row)]
     found = connection.value_into(parts, 2 * (len(header) + len(row)) - 1, patience())
     return found, bytes(header), bytes(row)
+
+
+def test_what_nobody_asked_for_is_noticed() -> None:
+    with saying(b"+OK\r\n", then_hangs=True) as connection:
+        wait_for_bytes(connection)
+        assert not connection.is_in_step, "in the kernel"
+        assert connection.reply(patience()) == b"OK"
+        assert connection.is_in_step
+    with saying(b"+OK\r\n+OK\r\n", then_hangs=True) as connection:
+        assert connection.reply(patience()) == b"OK"
+        until = patience()
+        while connection.is_in_step:  # it may come in two pieces
+            assert time.monotonic() < until
+        connection.reply(patience())
+        assert connection.is_in_step, "nothing was taken away"
+    with saying(b"") as connection:
+        wait_for_bytes(connection)
+        assert not connection.is_in_step, "the server has hung up"
+
+
+@dataclass(eq=False, kw_only=True)
+class Visit(Batch):
+    """Remembers through what it spoke."""
+
+    through: Any = None
+
+    def run(self, connection: Any) -> None:
+        self.through = connection
+
+
+def test_a_line_whose_connection_is_out_of_step_takes_another() -> None:
+    ended: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+
+    def connect(_: float) -> Any:
+        return SimpleNamespace(is_in_step=True, has_received=False, abort=int, close=int)
+
+    def visit(**options: Any) -> Any:
+        line.submit(Visit(deadline=patience(), **options))
+        found = ended.get(timeout=60.0)
+        assert isinstance(found, Visit)
+        assert found.error is None
+        return found.through
+
+    line = Line("visited", connect, ended.put)
+    try:
+        first = visit()
+        assert visit() is first
+        first.is_in_step = False
+        second = visit(hangs_up=True)
+        assert second is not first
+        assert visit() is not second
+    finally:
+        line.stop()
+        assert line.join(60.0)
 
 
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])

@@ -687,6 +687,18 @@ def test_replies_that_are_not_to_what_was_asked(
     assert client.read(1, 2, 3) == [1, 2, 3]
 
 
+def test_a_connection_that_brought_damage_is_not_used_again(
+    proxy: FaultProxy, make: Callable[..., Client]
+) -> None:
+    client = make(proxy)
+    client.write(1, 2)
+    connections = proxy.num_connections
+    proxy.set(flip_at=12_000)
+    assert client.read(1) == []
+    assert client.read(2) == client.read(2) == [2]
+    assert proxy.num_connections > connections
+
+
 def test_a_slow_network_is_only_slow(proxy: FaultProxy, make: Callable[..., Client]) -> None:
     client = make(proxy)
     client.write(1, 2)

@@ -73,12 +73,11 @@ class Batch(ABC):
         hangs_up: whether its connection ends with it.
     """
 
-    hangs_up: ClassVar[bool] = False
-
     deadline: float
     submitted: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     error: Exception | None = None
+    hangs_up: bool = False
 
     def begin(self, now: float) -> None:  # noqa: B027  (most deadlines are of the submission)
         """It is its turn."""
@@ -297,6 +296,8 @@ class Read(Transfer):
         finally:
             self._verify()
         self._delete_damaged(connection, names)
+        # Perhaps nothing is damaged, and these were the answers to something else.
+        self.hangs_up = bool(self.damaged.any())
 
     def _ask(self, connection: Connection, names: list[bytes], window: slice) -> None:
         asked = self.epoch.asked(self.keys[window])

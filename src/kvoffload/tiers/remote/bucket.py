@@ -100,6 +100,7 @@ class Bucket:
 
     has_received = True
     """A failed request is not made again."""
+    is_in_step = True
 
     def __init__(self, store: Any, ledger: Ledger) -> None:
         import obstore

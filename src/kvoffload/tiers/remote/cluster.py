@@ -53,8 +53,7 @@ class MapQuestion(Batch):
         divisions: of each node that has some. num_replicas: of each of these, without those that are down.
     """
 
-    hangs_up = True
-
+    hangs_up: bool = True
     divisions: dict[Address, tuple[int, ...]] = field(default_factory=dict)
     num_replicas: dict[Address, int] = field(default_factory=dict)
 

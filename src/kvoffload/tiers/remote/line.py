@@ -17,7 +17,7 @@ CONNECT_S = 0.5
 
 Connect: TypeAlias = Callable[[float], Any]
 """Makes a connection, logged in, by the time (`time.monotonic`) that it is given: what batches speak through,
-with `close`, `abort` and `has_received` of `resp.Connection`."""
+with `close`, `abort`, `has_received` and `is_in_step` of `resp.Connection`."""
 
 
 class Line:
@@ -91,6 +91,8 @@ class Line:
             del batch  # with the last reference to the pool's rows
 
     def _say(self, batch: Batch) -> None:
+        if self._connection is not None and not self._connection.is_in_step:
+            self._hang_up()  # the next answer would be the one to something else
         if self._connection is not None:
             self._connection.has_received = False
             try:

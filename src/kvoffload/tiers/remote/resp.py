@@ -128,6 +128,22 @@ class Connection:
         """Close it: from here on no byte can arrive. Idempotent."""
         self._socket.close()
 
+    @property
+    def is_in_step(self) -> bool:
+        """Between exchanges: whether nothing has come that was not asked for, and the server has not hung up.
+
+        Over TLS, which says things of its own, what nobody has looked at yet does not count.
+        """
+        if self._begin != self._end:
+            return False
+        if not self._is_plain:
+            return True
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError as nothing:
+            return isinstance(nothing, BlockingIOError)
+        return False
+
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """Send all of these, one after the other."""
         if not self._is_plain:
