@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from needs import CONNECTOR, needs
-from traffic import Expected, check_nothing_is_left, drive, random_prompts
+from traffic import TOKENS_THAT_PREEMPT, Expected, check_nothing_is_left, drive, random_prompts
 
 from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.testing.audit import audit
@@ -205,7 +205,9 @@ def test_who_is_preempted_waits_again(
     core, waited = engine.manager.core, list[Any]()
     expect = core.expect
     core.expect = lambda ctx: waited.append(ctx) or expect(ctx)
-    outcome = drive(engine, on_llama.chats, on_llama.chat_answers, seed=3, requests=60)
+    outcome = drive(
+        engine, on_llama.chats, on_llama.chat_answers, seed=3, requests=60, tokens=TOKENS_THAT_PREEMPT
+    )
     assert not outcome.wrong, outcome
     assert outcome.preempted > 0
     assert len(waited) == 60 + outcome.preempted

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 from needs import COUNTS_EVERY_STEP, needs
-from traffic import ANSWER_TOKENS, Expected, Recorder, check_nothing_is_left, conversations, damage, drive
+from traffic import (
+    ANSWER_TOKENS,
+    TOKENS_THAT_PREEMPT,
+    Expected,
+    Recorder,
+    check_nothing_is_left,
+    conversations,
+    damage,
+    drive,
+)
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -173,6 +182,7 @@ def test_stress(engine: Any, on_llama: Expected, seed: int) -> None:
         on_llama.chat_answers,
         seed,
         100,
+        tokens=TOKENS_THAT_PREEMPT,
         aborts=0.1 * (seed - 1),
         resets=0.01 * (seed - 1),
     )
