@@ -35,7 +35,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADS, HEAD_BYTES = 1, 16
+HEADS, HEAD_BYTES = 4, 16
 ANSWER_TOKENS, AT_ONCE = 4, 4
 GPU_PROMPTS, RAM_PROMPTS = 6, 40
 """How many prompts the GPU's cache and RAM hold."""

@@ -27,6 +27,7 @@ CONNECTOR = versions.SINCE_CONNECTOR, "the scheduler's side that KVOffloadConnec
 DEVICES = versions.SINCE_DEVICES, "the module that pins memory for copies on devices"
 SECONDARY = versions.SINCE_SECONDARY, "tiers as KVOffloadDisk is one"
 SOURCES = (0, 32), "sources of hits"
+RESETS = (0, 27), "resets under running requests"
 POSITIONS = (0, 31), "records of which keys belong to a request"
 ORDER = (0, 31), "policies that hear when a request ends, and an LRU of its own that is one of them"
 NAMED_POLICIES = (0, 27), "policies that are named by a module"

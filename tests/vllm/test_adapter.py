@@ -81,6 +81,7 @@ class World:
             found = self.lookup(ctx, keys)
             if found is not None:
                 return found
+            self.manager.on_schedule_end(base.ScheduleEndContext([], []))
         raise AssertionError("no answer")
 
     def store(self, ctx: Any, keys: list[bytes]) -> Any:
@@ -303,6 +304,36 @@ def test_waiting_for_verification_holds_up_nobody(world: Callable[..., World]) -
     assert one.hits(other, path) > 0
     for request in (waiting, other):
         one.manager.on_request_finished(request)
+    one.check()
+
+
+@pytest.mark.parametrize("begins", ["loads", "stores", "runs"])
+def test_a_preempted_request_loads_in_the_step_after_the_report(
+    world: Callable[..., World], begins: str
+) -> None:
+    """vLLM dies if the step that reports a preemption, by a reset, also begins a load of the request."""
+    one, path = world(8), [key(number) for number in range(4)]
+    one.serve("r", path)
+    ctx = one.request("a", path)
+    assert one.hits(ctx, path) == 4
+    if begins == "loads":
+        one.manager.prepare_load(path, ctx)
+        one.manager.complete_load({*path}, ctx)
+    elif begins == "stores":
+        one.store(ctx, [key(50)])
+    else:
+        one.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
+    assert one.lookup(ctx, path) is None
+    assert one.lookup(ctx, path) is None
+    one.manager.on_schedule_end(base.ScheduleEndContext([], ["a"]))
+    assert one.hits(ctx, path) == 4
+    # Not reported, as after a load that failed: it waits for one step.
+    one.manager.prepare_load(path, ctx)
+    one.manager.complete_load({*path}, ctx)
+    assert one.lookup(ctx, path) is None
+    one.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    assert one.hits(ctx, path) == 4
+    one.manager.on_request_finished(ctx)
     one.check()
 
 

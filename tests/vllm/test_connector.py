@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from needs import CONNECTOR, needs
-from traffic import TOKENS_THAT_PREEMPT, Expected, check_nothing_is_left, drive, random_prompts
+from traffic import (
+    ANSWER_TOKENS,
+    TOKENS_THAT_PREEMPT,
+    Expected,
+    answer_across_a_reset,
+    check_nothing_is_left,
+    drive,
+    random_prompts,
+)
 
 from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.testing.audit import audit
@@ -36,6 +44,10 @@ def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, on_llam
     assert max(asked) == 9
     assert engine.manager.core.stats().loaded >= 9
     audit(engine.manager.core)
+    before = engine.manager.core.stats().loaded
+    assert answer_across_a_reset(engine, on_llama.prompts[0], ANSWER_TOKENS) == on_llama.answers[0]
+    assert engine.manager.core.stats().loaded >= before + 9
+    check_nothing_is_left(engine)
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import COUNTS_EVERY_STEP, needs
+from needs import COUNTS_EVERY_STEP, RESETS, needs
 from traffic import (
     ANSWER_TOKENS,
     TOKENS_THAT_PREEMPT,
     Expected,
     Recorder,
+    answer_across_a_reset,
     check_nothing_is_left,
     conversations,
     damage,
@@ -55,6 +56,18 @@ def test_loaded_prefixes_give_the_same_tokens(engine: Any, on_llama: Expected) -
     assert engine.manager.core.stats().stored == 27, "nine whole blocks of each prompt, once"
     assert loaded(engine) >= 27
     assert (recorder.compared, recorder.different) == (loaded(engine), 0), "bytes as they were stored"
+    check_nothing_is_left(engine)
+
+
+@needs(*RESETS)
+def test_a_reset_under_a_request_that_loads_in_the_same_step(engine: Any, on_llama: Expected) -> None:
+    on_llama.check(engine, 1)
+    engine.drain()
+    before = loaded(engine)
+    for _ in range(2):
+        answer = answer_across_a_reset(engine, on_llama.prompts[0], ANSWER_TOKENS)
+        assert answer == on_llama.answers[0]
+    assert loaded(engine) >= before + 18, "nine blocks after each reset"
     check_nothing_is_left(engine)
 
 

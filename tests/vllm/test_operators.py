@@ -49,6 +49,26 @@ def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None
     one.close()
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_waiting_request_counts_once(tmp_path: Path, at_once: bool) -> None:
+    """vLLM repeats the lookup in every step in which the request cannot be scheduled."""
+    one, path = World(tmp_path, 40), [key(number) for number in range(30)]
+    one.serve("stores", path)
+    one.manager.metrics.num_lookups = 0
+    ctx = one.request("r", path)
+    asks = (lambda: one.manager.lookup_prefix(path, ctx)) if at_once else (lambda: one.lookup(ctx, path))
+    for _ in range(5):
+        assert asks() == ((30, False) if at_once else 30)
+        one.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    assert one.manager.metrics.num_lookups == 30
+    one.manager.on_schedule_end(base.ScheduleEndContext(["r"], []))
+    one.manager.on_schedule_end(base.ScheduleEndContext([], ["r"]))
+    asks()
+    assert one.manager.metrics.num_lookups == 60, "preempted: the blocks are looked up and loaded once more"
+    one.manager.on_request_finished(ctx)
+    one.close()
+
+
 @pytest.mark.parametrize("key_bytes", [20, 36])
 def test_keys_of_any_length_where_vllm_notes_no_positions(tmp_path: Path, key_bytes: int) -> None:
     """vLLM before 0.31; its hash may be xxhash."""
@@ -74,9 +94,8 @@ def with_a_tier(tmp_path: Path) -> World:
     tier = ScriptedTier(one.pool.slot_stride, immediate=True)
     one.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
     one.manager._build(36)
-    del one.manager.on_schedule_end  # without tiers there is nothing to do
     one.serve("stores", [key(1), key(2)])
-    one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
+    one.manager.on_schedule_end(base.ScheduleEndContext([], []))
     assert len(tier.blocks) == 2
     return one
 
@@ -85,7 +104,7 @@ def come_up(one: World, ctx: Any) -> int | None:
     """Ask for the keys 1 and 2 until what is in the tier has come up."""
     assert one.lookup(ctx, [key(1), key(2)]) is None
     for _ in range(4):
-        one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
+        one.manager.on_schedule_end(base.ScheduleEndContext([], []))
         found = one.lookup(ctx, [key(1), key(2)])
     return found
 
@@ -121,13 +140,12 @@ def test_a_load_that_failed_is_no_failure_of_what_comes_into_its_slot_next(tmp_p
     tier = ScriptedTier(one.pool.slot_stride, immediate=True)
     one.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
     one.manager._build(36)
-    del one.manager.on_schedule_end  # without tiers there is nothing to do
     one.serve("stores", keys)
-    one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
+    one.manager.on_schedule_end(base.ScheduleEndContext([], []))
     for number in range(6):
         ctx = one.request(f"r{number}", keys)
         while one.lookup(ctx, keys) is None:
-            one.manager.on_schedule_end(SimpleNamespace(new_req_ids=()))
+            one.manager.on_schedule_end(base.ScheduleEndContext([], []))
         spec = one.manager.prepare_load(keys, ctx)
         if number % 2 == 0:
             one.pool.fail(0, spec.block_ids)

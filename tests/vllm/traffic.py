@@ -112,6 +112,28 @@ def reset_engine(engine: Any) -> bool:
         return False
 
 
+def answer_across_a_reset(engine: Any, prompt: list[int], tokens: int) -> list[int]:
+    """The answer to a prompt whose blocks RAM holds, when the device's cache is reset after the first token.
+
+    vLLM preempts the request and schedules it again in the same step, with a load of its blocks.
+    """
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    engine.drain()
+    engine.llm.llm_engine.add_request("reset", {"prompt_token_ids": prompt}, sampling)
+    answer: list[int] = []
+    has_been_reset = False
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for output in engine.llm.llm_engine.step():
+            answer = list(output.outputs[0].token_ids)
+        if answer and not has_been_reset:
+            has_been_reset = engine.core.reset_prefix_cache(reset_running_requests=True)
+            assert has_been_reset
+    engine.drain()
+    return answer
+
+
 @dataclass
 class Outcome:
     """What a run of requests gave.

@@ -32,12 +32,26 @@ class Request:
         path: its keys as vLLM had recorded them when it first asked.
         reach: number of them that are looked up ahead.
         checks: its blocks that are being or have been verified.
+        has_begun: the request runs, loads, or has stored blocks, and has not been reported as preempted.
+        first_step: the step of its first lookup since it waits; None before that lookup.
     """
 
     ctx: RequestContext
     path: list[bytes]
     reach: int = _FIRST_REACH
     checks: Checks = field(default_factory=Checks)
+    has_begun: bool = False
+    first_step: int | None = None
+
+    def is_first_lookup(self, step: int) -> bool:
+        """Whether this is the first lookup. vLLM repeats a lookup in every step of a wait."""
+        if self.first_step is None:
+            self.first_step = step
+        return self.first_step == step
+
+    def wait_again(self) -> None:
+        """Record that the request was preempted, or that its load failed: it is looked up anew."""
+        self.has_begun, self.first_step = False, None
 
 
 class Lookups:
@@ -88,7 +102,7 @@ class Lookups:
         request.reach = min(4 * request.reach, _LONGEST_REACH)
         if self.ahead and self._asker is request:
             # vLLM asks in another order, perhaps because of several KV groups.
-            request.reach = 0
+            request.reach, self.ahead = 0, []
         elif wanted:
             num_ready = self._manager.lookup(wanted, request.ctx).num_ready
             self.ahead, self._asker = wanted[:num_ready][::-1], request

@@ -94,16 +94,16 @@ class KVOffloadManager(OffloadingManager):
         self._told: dict[str, Hints] = {}
         self._running: set[str] = set()
         self._outdated: set[str] = set()
+        self._asked_again: list[Request] = []
+        self._step = 0
         self._loads: InFlight[LoadPlan] = InFlight()
         self._stores: InFlight[StorePlan] = InFlight()
         self._verifier: Verifier | None = None
         self._sealing = options.verify == ALWAYS
         self._shown_s = 0.0
-        # vLLM calls these in every step; most engines have nothing to do there.
+        # vLLM calls this in every step; most engines have nothing to do there.
         if not enable_events:
             self.take_events = list  # type: ignore[method-assign]
-        if open_tiers is None and not self._sealing:
-            self.on_schedule_end = _nothing  # type: ignore[method-assign]
         self.core: core.OffloadingManager
         self._tiered: TieredManager | None = None
         self._open_tiers, self._missing_tiers = open_tiers, missing_tiers
@@ -223,7 +223,6 @@ class KVOffloadManager(OffloadingManager):
 
     def lookup(self, key: bytes, req_context: Any) -> VLLMResult:
         """State of one block. A HIT will load; if verification is on, it has been verified."""
-        self.metrics.num_lookups += 1
         ahead = self._lookups.ahead
         if ahead and ahead[-1] is key:
             ahead.pop()
@@ -233,7 +232,15 @@ class KVOffloadManager(OffloadingManager):
         # `contained`, inlined: this is called for each block, and a call costs as much as the answer.
         try:
             request = self._requests.get(req_context.req_id) or self._request(req_context, (key,))
-            return self._lookups.one(key, request)
+            if request.has_begun:
+                # It was preempted, perhaps by a reset before this step. vLLM dies if the step that reports
+                # the preemption also begins a load of the request (docs/upstream.md).
+                self._asked_again.append(request)
+                return VLLMResult.RETRY
+            answer = self._lookups.one(key, request)
+            if request.is_first_lookup(self._step):
+                self.metrics.num_lookups += 1 + len(self._lookups.ahead)
+            return answer
         except Exception:
             self._break("lookup")
             return VLLMResult.MISS
@@ -241,8 +248,11 @@ class KVOffloadManager(OffloadingManager):
     @contained(lambda keys, req_context: (0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         """How many leading blocks are ready, and whether to ask again because the next soon will be."""
-        self.metrics.num_lookups += len(keys)
         request = self._request(req_context, keys)
+        if request.has_begun:
+            request.wait_again()
+        if request.is_first_lookup(self._step):
+            self.metrics.num_lookups += len(keys)
         return self._lookups.prefix(keys, request)
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
@@ -260,6 +270,7 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
         """Pin blocks that `lookup` has answered with HIT."""
         request = self._request(req_context, keys)
+        request.has_begun = True
         plan = self.core.prepare_load(list(keys), request.ctx)
         self._loads.add(plan, keys)
         self._release(request)
@@ -283,6 +294,7 @@ class KVOffloadManager(OffloadingManager):
         if req_context.req_id in self._outdated:
             return _NOTHING
         request = self._request(req_context, keys)
+        request.has_begun = True
         self._release(request)
         offered = list(keys)
         # Blocks that end at the same token stay in the order of their groups.
@@ -350,16 +362,22 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda context: None)
     def on_schedule_end(self, context: Any) -> None:
-        """Running requests load nothing more in this step: release the blocks that were verified for them.
-
-        Begin the promotions that this step has asked for.
+        """End a step: begin the promotions that it needs, and release the blocks verified for requests that
+        now run. Requests preempted by the step may load in the next one.
         """
         if self._tiered is not None:
             self._tiered.poll()
-        if self._verifier is not None:
-            for request_id in context.new_req_ids:
-                if request_id in self._requests:
-                    self._release(self._requests[request_id])
+        for request_id in context.new_req_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                request.has_begun = True
+                self._release(request)
+        for request_id in context.preempted_req_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                request.wait_again()
+        for request in self._asked_again:
+            request.wait_again()
+        self._asked_again.clear()
+        self._step += 1
 
     @contained(lambda: False)
     def has_pending_work(self) -> bool:
@@ -434,7 +452,3 @@ class KVOffloadManager(OffloadingManager):
         self._log.error(
             "damage", "kvoffload: block %s is not what was stored: it is computed again", key.hex()
         )
-
-
-def _nothing(*_: Any) -> None:
-    """What there is to do at the end of a step without tiers and verification."""

@@ -21,7 +21,7 @@ PREFIX = "vllm:kvoffload_"
 """When an engine ends vLLM unregisters only metrics that have ``vllm`` in their names."""
 
 COUNTERS = {
-    "lookup_blocks": "Blocks that requests asked for.",
+    "lookup_blocks": "Blocks of each request's first lookup; lookups repeated while it waits are left out.",
     "hit_blocks": "Blocks that were found and loaded.",
     "stored_blocks": "Blocks stored.",
     "evicted_blocks": "Blocks that left for others.",

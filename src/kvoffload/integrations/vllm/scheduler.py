@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from copy import copy
 from itertools import islice
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -58,11 +59,21 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         super().update_state_after_alloc(request, *arguments)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """A step was scheduled: who was preempted for it waits again."""
-        for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
-            status = self._req_status.get(request_id)
-            if status is not None and request_id not in scheduler_output.num_scheduled_tokens:
-                self.manager.expect(status.req_context)
+        """Build the jobs of a step that was scheduled. Requests preempted for it wait again.
+
+        A reset under running requests preempts them, and the same step may begin their loads. vLLM then dies
+        of an assertion: it expects only stores of a preempted request, and waits for them. A request that
+        loads has no store under way, so it is left out of the preempted requests.
+        """
+        preempted = scheduler_output.preempted_req_ids
+        if preempted:
+            loading = {job.req_id for job in self._current_batch_load_jobs.values()}
+            if not loading.isdisjoint(preempted):
+                scheduler_output = copy(scheduler_output)  # the worker needs all of them
+                scheduler_output.preempted_req_ids = preempted = preempted - loading
+            for request_id in preempted - scheduler_output.num_scheduled_tokens.keys():
+                if (status := self._req_status.get(request_id)) is not None:
+                    self.manager.expect(status.req_context)
         return super().build_connector_meta(scheduler_output)
 
     def request_finished(self, request: Any) -> Any:
