@@ -36,6 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS, HEAD_BYTES = 4, 16
+"""A block of 16 tokens has 4 KiB. Our slots are whole pages; smaller blocks would give our sides less RAM."""
 ANSWER_TOKENS, AT_ONCE = 4, 4
 GPU_PROMPTS, RAM_PROMPTS = 6, 40
 """How many prompts the GPU's cache and RAM hold."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,6 @@ class Engine:
 
         if VERSION < SINCE_STEADY_KEYS:
             os.environ["PYTHONHASHSEED"] = "0"  # servers get it, too
-        if VERSION >= (0, 31):
-            from vllm.triton_utils import dispatcher
-
-            # vLLM looks at everything in every module, and stumbles over a library handle of llvmlite that
-            # says it has a `__dict__`. Only where numba was imported before the engine's worker, as in tests.
-            dispatcher.vars = lambda value: found if isinstance(found := value.__dict__, Mapping) else {}
         transfer = None
         if offload is not None:
             transfer = {

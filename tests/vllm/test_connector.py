@@ -19,6 +19,7 @@ from traffic import (
 )
 
 from kvoffload.hints import NO_HINTS, Hints
+from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler
 from kvoffload.testing.audit import audit
 
 SamplingParams = pytest.importorskip("vllm").SamplingParams
@@ -38,10 +39,19 @@ def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, on_llam
     lookup = engine.manager.lookup_prefix
     engine.manager.lookup_prefix = lambda keys, ctx: asked.append(len(keys)) or lookup(keys, ctx)
     engine.manager.lookup = None  # key by key: never
+    side = engine.connector.connector_scheduler
+    sources: list[tuple[Any, Any]] = []
+    get_sources = side.get_external_cache_hit_sources
+    of_vllm = super(KVOffloadScheduler, side).get_external_cache_hit_sources
+    side.get_external_cache_hit_sources = lambda *given: (
+        sources.append((get_sources(*given), of_vllm(*given))) or get_sources(*given)
+    )
     for _ in range(2):
         on_llama.check(engine, NINE)
     engine.drain()
     assert max(asked) == 9
+    assert sources
+    assert all(ours == theirs for ours, theirs in sources)
     assert engine.manager.core.stats().loaded >= 9
     audit(engine.manager.core)
     before = engine.manager.core.stats().loaded

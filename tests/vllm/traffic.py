@@ -102,10 +102,10 @@ class Expected:
         assert found == self.answers[:count]
 
 
-def reset_engine(engine: Any) -> bool:
-    """Reset the caches of the engine and ours; False if vLLM cannot, under a request that loads."""
+def reset_engine(engine: Any, *, connector: bool = True) -> bool:
+    """Preempt all requests and reset the engine's cache, and ours; False if vLLM cannot, under a load."""
     try:
-        return bool(engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+        return bool(engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=connector))
     except RuntimeError as error:
         if "not supported yet" not in str(error):
             raise
@@ -166,8 +166,8 @@ def drive(
     Args:
         tokens: of each answer.
         aborts: share of the requests that are aborted, at a random time. None where vLLM dies of it.
-        resets: probability of a reset of our cache, at each step; of the engine's as well half of the time.
-            None where vLLM dies of it.
+        resets: probability of a reset at each step: of the engine's cache, of ours, or of both. None where
+            vLLM dies of it.
     """
     from needs import MAY_ABORT, MAY_RESET
     from vllm import SamplingParams
@@ -205,7 +205,10 @@ def drive(
             outcome.aborted += 1
         if rng.random() < resets and MAY_RESET:
             outcome.resets += 1
-            if rng.random() < 0.5 or not reset_engine(engine):
+            kind = rng.choice(["device", "ram", "both"])
+            if kind == "device":
+                reset_engine(engine, connector=False)
+            elif kind == "ram" or not reset_engine(engine):
                 assert scheduler.reset_connector_cache()
     scheduler._preempt_request = preempt
     engine.drain()

@@ -264,6 +264,11 @@ class KVOffloadManager(OffloadingManager):
         number = 0 if request is None else self._tiered.source_of(key, request.ctx)
         return HOST if number == 0 else ELSEWHERE if self._tiered.is_shared(number) else DISK
 
+    def has_promoted_for(self, req_context: Any) -> bool:
+        """Whether a tier has brought blocks of this request into RAM, which it has not loaded yet."""
+        request = self._requests.get(req_context.req_id)
+        return self._tiered is not None and request is not None and self._tiered.has_promoted(request.ctx)
+
     # ---- load
 
     @contained(lambda keys, req_context: SlotsSpec(np.full(len(keys), -1, np.int32)))

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     TransferJobStatus,
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffloadingContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.integrations.vllm.hints import known_at_arrival, known_at_end
 from kvoffload.integrations.vllm.manager import KVOffloadManager
@@ -75,6 +76,18 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
                 if (status := self._req_status.get(request_id)) is not None:
                     self.manager.expect(status.req_context)
         return super().build_connector_meta(scheduler_output)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Tokens of a hit by their source.
+
+        vLLM asks for the source of each block, which costs as much as all else about a long hit. A hit
+        without promoted blocks comes from RAM, and a group of full attention covers all of its tokens.
+        """
+        context = self._req_status[request.request_id].req_context
+        covered = any(group.sliding_window_size_in_chunks is None for group in self.config.kv_group_configs)
+        if num_external_tokens and covered and not self.manager.has_promoted_for(context):
+            return {CacheHitSource.HOST: num_external_tokens}
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
         """A request has ended; the manager is told so later, when its last blocks have been offered."""
