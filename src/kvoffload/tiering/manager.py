@@ -195,7 +195,7 @@ class TieredManager(OffloadingManager):
         return request.came_from.get(key, 0) if request is not None else 0
 
     def has_promoted(self, ctx: RequestContext) -> bool:
-        """Whether blocks of this request came from a tier, and their load is not complete."""
+        """Return True if blocks of this request came from a tier, and their load is not complete."""
         request = self._requests.get(ctx)
         return request is not None and bool(request.came_from)
 

@@ -44,7 +44,7 @@ class Request:
     first_step: int | None = None
 
     def is_first_lookup(self, step: int) -> bool:
-        """Whether this is the first lookup. vLLM repeats a lookup in every step of a wait."""
+        """Return True for the first lookup of a request; vLLM repeats the lookup in every step of a wait."""
         if self.first_step is None:
             self.first_step = step
         return self.first_step == step

@@ -247,7 +247,7 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda keys, req_context: (0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """How many leading blocks are ready, and whether to ask again because the next soon will be."""
+        """Return the number of ready leading blocks, and True if the next block may be ready at a later call."""
         request = self._request(req_context, keys)
         if request.has_begun:
             request.wait_again()
@@ -265,7 +265,7 @@ class KVOffloadManager(OffloadingManager):
         return HOST if number == 0 else ELSEWHERE if self._tiered.is_shared(number) else DISK
 
     def has_promoted_for(self, req_context: Any) -> bool:
-        """Whether a tier has brought blocks of this request into RAM, which it has not loaded yet."""
+        """Return True if a tier has promoted blocks of this request, and their load is not complete."""
         request = self._requests.get(req_context.req_id)
         return self._tiered is not None and request is not None and self._tiered.has_promoted(request.ctx)
 
