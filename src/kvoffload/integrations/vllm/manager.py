@@ -247,7 +247,7 @@ class KVOffloadManager(OffloadingManager):
 
     @contained(lambda keys, req_context: (0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and True if the next one may be ready at a later call."""
+        """Return the number of ready leading blocks, and True if the next one may soon be ready."""
         request = self._request(req_context, keys)
         if request.has_begun:
             request.wait_again()
