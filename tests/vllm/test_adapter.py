@@ -332,7 +332,12 @@ def test_a_preempted_request_loads_in_the_step_after_the_report(
     one.manager.complete_load({*path}, ctx)
     assert one.lookup(ctx, path) is None
     one.manager.on_schedule_end(base.ScheduleEndContext([], []))
-    assert one.hits(ctx, path) == 4
+    # vLLM does not report that a preempted request resumes, here without a load: it may run after any answer.
+    for _ in range(3):
+        assert one.lookup(ctx, path) == 4
+        one.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        assert one.lookup(ctx, path) is None
+        one.manager.on_schedule_end(base.ScheduleEndContext([], []))
     one.manager.on_request_finished(ctx)
     one.check()
 

@@ -32,7 +32,8 @@ class Request:
         path: its keys as vLLM had recorded them when it first asked.
         reach: number of them that are looked up ahead.
         checks: its blocks that are being or have been verified.
-        has_begun: the request runs, loads, or has stored blocks, and has not been reported as preempted.
+        begun_step: the last step in which vLLM may have begun the request; None while it surely waits.
+        was_preempted: it has waited again. vLLM does not report the step in which such a request resumes.
         first_step: the step of its first lookup since it waits; None before that lookup.
     """
 
@@ -40,7 +41,8 @@ class Request:
     path: list[bytes]
     reach: int = _FIRST_REACH
     checks: Checks = field(default_factory=Checks)
-    has_begun: bool = False
+    begun_step: int | None = None
+    was_preempted: bool = False
     first_step: int | None = None
 
     def is_first_lookup(self, step: int) -> bool:
@@ -49,9 +51,13 @@ class Request:
             self.first_step = step
         return self.first_step == step
 
+    def may_run(self, step: int) -> bool:
+        """Return True if the request may have begun before this step, and not waited since."""
+        return self.begun_step is not None and self.begun_step < step
+
     def wait_again(self) -> None:
         """Record that the request was preempted, or that its load failed: it is looked up anew."""
-        self.has_begun, self.first_step = False, None
+        self.begun_step, self.first_step, self.was_preempted = None, None, True
 
 
 class Lookups:

@@ -232,12 +232,14 @@ class KVOffloadManager(OffloadingManager):
         # `contained`, inlined: this is called for each block, and a call costs as much as the answer.
         try:
             request = self._requests.get(req_context.req_id) or self._request(req_context, (key,))
-            if request.has_begun:
+            if request.may_run(self._step):
                 # It was preempted, perhaps by a reset before this step. vLLM dies if the step that reports
                 # the preemption also begins a load of the request (docs/upstream.md).
                 self._asked_again.append(request)
                 return VLLMResult.RETRY
             answer = self._lookups.one(key, request)
+            if request.was_preempted:
+                request.begun_step = self._step
             if request.is_first_lookup(self._step):
                 self.metrics.num_lookups += 1 + len(self._lookups.ahead)
             return answer
@@ -249,7 +251,7 @@ class KVOffloadManager(OffloadingManager):
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         """Return the number of ready leading blocks, and True if the next one may soon be ready."""
         request = self._request(req_context, keys)
-        if request.has_begun:
+        if request.may_run(self._step):
             request.wait_again()
         if request.is_first_lookup(self._step):
             self.metrics.num_lookups += len(keys)
@@ -275,7 +277,7 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
         """Pin blocks that `lookup` has answered with HIT."""
         request = self._request(req_context, keys)
-        request.has_begun = True
+        request.begun_step = self._step
         plan = self.core.prepare_load(list(keys), request.ctx)
         self._loads.add(plan, keys)
         self._release(request)
@@ -299,7 +301,7 @@ class KVOffloadManager(OffloadingManager):
         if req_context.req_id in self._outdated:
             return _NOTHING
         request = self._request(req_context, keys)
-        request.has_begun = True
+        request.begun_step = self._step
         self._release(request)
         offered = list(keys)
         # Blocks that end at the same token stay in the order of their groups.
@@ -374,7 +376,7 @@ class KVOffloadManager(OffloadingManager):
             self._tiered.poll()
         for request_id in context.new_req_ids:
             if (request := self._requests.get(request_id)) is not None:
-                request.has_begun = True
+                request.begun_step = self._step
                 self._release(request)
         for request_id in context.preempted_req_ids:
             if (request := self._requests.get(request_id)) is not None:
