@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import tiers
-from kvoffload.integrations.vllm.tiers import fingerprint, shared_fingerprint
+from kvoffload.integrations.vllm.tiers import Producer, fingerprint, shared_fingerprint
 from kvoffload.weights import weights_identity
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
@@ -99,8 +99,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "_is_on_cpu", lambda: False)
 
 
-def of_engine(path: str, **more: Any) -> dict[str, Any]:
-    return {"model": path, "vllm": "0.32.0", "dtype": "bfloat16", "parallel": [1, 1], **more}
+def of_engine(path: str, *, commit: str = "", theta: float = 1e4, draft: str = "", **more: Any) -> Producer:
+    identity = {"model": path, "vllm": "0.32.0", "dtype": "bfloat16", "parallel": [1, 1], **more}
+    models = [(path, commit)] + [(draft, "")] * bool(draft)
+    return Producer(identity, {"model.hf_config.rope_theta": theta}, tuple(models), lambda named: "")
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -126,9 +128,26 @@ def test_engines_that_compute_other_bytes_do_not(tmp_path: Path) -> None:
         of_engine(path, dtype="float16"),
         of_engine(path, parallel=[2, 1]),
         of_engine(path, vllm="0.33.0"),
+        of_engine(path, theta=1e6),
+        of_engine(path, commit=COMMIT),
+        of_engine(path, draft=model(tmp_path / "draft", weights=b"drafts")),
         of_engine(model(tmp_path / "b", weights=b"others")),
     ]
     assert len({shared_fingerprint(engine, "") for engine in engines}) == len(engines)
+    assert len({fingerprint(engine) for engine in engines}) == len(engines)
+    before = fingerprint(engines[0]), shared_fingerprint(engines[0], "")
+    (tmp_path / "a/modeling_mine.py").write_text("def forward(): ...")
+    assert before[0] != fingerprint(engines[0]), "code beside weights is part of them"
+    assert before[1] != shared_fingerprint(engines[0], "")
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_commit_that_the_engine_has_loaded_is_known_where_several_are_cached(tmp_path: Path) -> None:
+    for commit in (COMMIT, OTHER):
+        model(tmp_path / "hub/models--org--two/snapshots" / commit)
+    one, other = (of_engine("org/two", commit=commit) for commit in (COMMIT, OTHER))
+    assert shared_fingerprint(one, "") != shared_fingerprint(other, "")
+    assert fingerprint(one) != fingerprint(other)
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -136,6 +155,8 @@ def test_a_name_that_the_user_gives_stands_for_the_weights() -> None:
     one = shared_fingerprint(of_engine("org/none"), "llama-3.1 run 7")
     assert one == shared_fingerprint(of_engine("elsewhere/of/another/path"), "llama-3.1 run 7")
     assert one != shared_fingerprint(of_engine("org/none"), "llama-3.1 run 8")
+    assert one != shared_fingerprint(of_engine("org/none", theta=1e6), "llama-3.1 run 7"), "not for the rest"
+    assert one == shared_fingerprint(of_engine("org/none", commit=COMMIT), "llama-3.1 run 7")
     with pytest.raises(ConfigError, match="identity=NAME"):
         shared_fingerprint(of_engine("org/none"), "")
 

@@ -18,17 +18,18 @@ import xxhash
 from kvoffload.errors import ConfigError
 from kvoffload.models import snapshots
 
-_KINDS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.json")
+FILES_OF_A_MODEL = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.json", "*.py")
+"""Weights, configuration, and code that `trust_remote_code` runs."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _READ_BYTES = 8 << 20
 _SAY = "say which weights these are, the same on every machine: identity=NAME"
 
 
 def weights_identity(model: str) -> str:
-    """What identifies the weights of a model: the commit of a hub, or a digest of the files' contents.
+    """The identity of a model's weights: the commit of a hub, or a digest of the files' contents.
 
-    A digest is of 128 bits of xxh3 of each file with weights or configuration: it tells accidents apart, not
-    forgeries. It is remembered beside each file's path, size and times, in
+    A digest is of 128 bits of xxh3 of each file with weights, configuration or code: it tells accidents
+    apart, not forgeries. It is remembered beside each file's path, size and times, in
     ``$XDG_CACHE_HOME/kvoffload/weights.json``, so that files are read once.
 
     Args:
@@ -52,8 +53,8 @@ def weights_identity(model: str) -> str:
 
 
 def _content_digest(model: str, directory: Path) -> str:
-    files = sorted({path for kind in _KINDS for path in directory.glob(kind) if path.is_file()})
-    if not any(path.suffix != ".json" for path in files):
+    files = sorted({path for kind in FILES_OF_A_MODEL for path in directory.glob(kind) if path.is_file()})
+    if not any(path.suffix not in (".json", ".py") for path in files):
         raise ConfigError("model", model, f"there are no weights in this directory; {_SAY}")
     remembered = _remembered()
     known: dict[str, str] = {}

@@ -14,6 +14,7 @@ from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.options import ONE_BY_ONE
+from kvoffload.integrations.vllm.producer import GIVEN
 from kvoffload.integrations.vllm.recording import Recording, recording
 from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEvictionScheduler
 from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, SEES_REQUESTS, checked_options
@@ -52,11 +53,13 @@ class KVOffloadConnector(OffloadingConnector):
             )
         self._recording: Recording | None = None
         offering, seeing = OFFERS_DROPPED.set(victim_mode), SEES_REQUESTS.set(True)
+        given = GIVEN.set(vllm_config)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
             OFFERS_DROPPED.reset(offering)
             SEES_REQUESTS.reset(seeing)
+            GIVEN.reset(given)
         if self.connector_scheduler is None:
             return
         if victim_mode and self.connector_scheduler.config.blocks_per_chunk > 1:

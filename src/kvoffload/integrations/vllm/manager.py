@@ -34,6 +34,7 @@ from kvoffload.integrations.vllm.tiers import (
     ELSEWHERE,
     HOST,
     PoolMemory,
+    is_named,
     leave_out_tiers,
     say_what_a_reset_misses,
     tier_counts,
@@ -96,6 +97,7 @@ class KVOffloadManager(OffloadingManager):
         self._outdated: set[str] = set()
         self._asked_again: list[Request] = []
         self._step = 0
+        self._adapted: set[str] = set()
         self._loads: InFlight[LoadPlan] = InFlight()
         self._stores: InFlight[StorePlan] = InFlight()
         self._verifier: Verifier | None = None
@@ -169,8 +171,18 @@ class KVOffloadManager(OffloadingManager):
         if hints is not NO_HINTS:
             self._told[request_id] = self._told.get(request_id, NO_HINTS).updated(hints)
 
+    def has_adapter(self, request_id: str) -> None:
+        """Record, before the first lookup, that a LoRA adapter computes the request.
+
+        Its keys have the adapter's name and path, not its contents. The request loads from no tier, unless
+        the user has named the weights for every tier.
+        """
+        if not all(is_named(tier) for tier in self._options.tiers):
+            self._adapted.add(request_id)
+
     def on_request_finished(self, req_context: Any) -> None:
         """Commit what the request used. Its transfers may end later."""
+        self._adapted.discard(req_context.req_id)
         self._running.discard(req_context.req_id)
         self._outdated.discard(req_context.req_id)
         self._finish(req_context, self._told.pop(req_context.req_id, NO_HINTS))
@@ -212,6 +224,8 @@ class KVOffloadManager(OffloadingManager):
             request = Request(self.core.begin_request(req_context.req_id, path, hints=hints), path)
             if self._tiered is not None:
                 leave_out_tiers(self._tiered, request.ctx, req_context)
+                if req_context.req_id in self._adapted:
+                    self._tiered.leave_out_tiers(request.ctx)
             self._requests[req_context.req_id] = request
         return request
 

@@ -49,6 +49,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     def on_new_request(self, request: Any) -> None:
         """A request has arrived, and waits for its turn: until then its blocks are expected."""
         self.manager.hear(request.request_id, known_at_arrival(request))
+        if getattr(request, "lora_request", None) is not None:
+            self.manager.has_adapter(request.request_id)
         super().on_new_request(request)
         status = self._req_status[request.request_id]
         status.update_offload_keys()

@@ -27,7 +27,13 @@ from kvoffload.integrations.vllm.containment import contained
 from kvoffload.integrations.vllm.logs import join_vllm, logger
 from kvoffload.integrations.vllm.lookups import path_of
 from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
-from kvoffload.integrations.vllm.tiers import say_what_a_reset_misses, tier_owner
+from kvoffload.integrations.vllm.producer import find_configuration
+from kvoffload.integrations.vllm.tiers import (
+    Producer,
+    say_what_a_reset_misses,
+    tier_owner,
+    usable_tiers,
+)
 from kvoffload.integrations.vllm.versions import SINCE_SECONDARY, check_version, engine_facts, events
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.wait import TierWait
@@ -74,9 +80,11 @@ class KVOffloadTier(SecondaryTierManager):
         # vLLM's RAM has its own layout: its blocks are not interchangeable with those of `KVOffloadSpec`.
         facts = engine_facts(offloading_spec, vllm_version)
         self._missing: list[str] = []
-        owner = tier_owner(facts, self._pool.shape[1], USUAL_KEY_BYTES, self._missing, pool="vllm")
+        producer = Producer.of(facts, find_configuration(offloading_spec, facts.engine_id), pool="vllm")
+        owner = tier_owner(producer, facts, self._pool.shape[1], USUAL_KEY_BYTES, self._missing)
         # vLLM offers blocks as they are stored, in pieces of a path, and once.
-        self._opened = open_tiers([checked], replace(owner, tells_paths=False))
+        usable = usable_tiers(producer, [checked], self._missing)
+        self._opened = open_tiers(usable, replace(owner, tells_paths=False))
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []

@@ -23,7 +23,8 @@ from kvoffload.integrations.vllm.metrics import definitions
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions, parse_options
 from kvoffload.integrations.vllm.patches import name_failed_loads
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
-from kvoffload.integrations.vllm.tiers import tier_owner
+from kvoffload.integrations.vllm.producer import find_configuration
+from kvoffload.integrations.vllm.tiers import Producer, tier_owner, usable_tiers
 from kvoffload.integrations.vllm.versions import (
     SINCE_DEVICES,
     check_version,
@@ -80,6 +81,8 @@ class KVOffloadSpec(OffloadingSpec):
         self.facts = engine_facts(self, vllm_version)
         self.options = checked_options(self.facts.extra_config)
         self.facts = facts_with_chunks(self, self.facts, self.options.blocks_per_chunk)
+        self._vllm_config = find_configuration(self, self.facts.engine_id)
+        self._sees_requests = SEES_REQUESTS.get()
         if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
             raise ConfigError(
                 "store", self.options.store, "allowed: only with kv_connector: KVOffloadConnector"
@@ -134,7 +137,9 @@ class KVOffloadSpec(OffloadingSpec):
 
     def _open_tiers(self, block_bytes: int, key_bytes: int) -> list[SecondaryTier]:
         self._missing.clear()
-        return open_tiers(self.options.tiers, tier_owner(self.facts, block_bytes, key_bytes, self._missing))
+        producer = Producer.of(self.facts, self._vllm_config, sees_requests=self._sees_requests)
+        owner = tier_owner(producer, self.facts, block_bytes, key_bytes, self._missing)
+        return open_tiers(usable_tiers(producer, self.options.tiers, self._missing), owner)
 
     def _attach(self, member: int, part_bytes: int) -> SharedPool:
         return SharedPool.attach(

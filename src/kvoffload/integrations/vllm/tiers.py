@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,70 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.producer import commit_of, draft_model, kv_configuration, why_not_kept
 from kvoffload.integrations.vllm.versions import SINCE_STEADY_KEYS, EngineFacts, minor
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.base import Mask, key_digests
-from kvoffload.tiers.options import TierOwner
+from kvoffload.tiers.options import TierOptions, TierOwner
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
-from kvoffload.weights import weights_identity
+from kvoffload.weights import FILES_OF_A_MODEL, weights_identity
 
 _SLOT_LAYOUT = 1
 """How a slot of the pool is divided among workers and tensors: a higher number after every change of that."""
 
 
+@dataclass(frozen=True)
+class Producer:
+    """The engine that computes the blocks of its tiers.
+
+    Attributes:
+        identity: the engine's own description: `EngineFacts.identity`.
+        configuration: what else determines KV: `kv_configuration`.
+        weights: names and paths of the models with KV, the main model first, each with its commit of a hub.
+        not_kept: says why no later process can use the blocks of a tier, given whether the user has named
+            the weights for that tier; empty if it can.
+    """
+
+    identity: Mapping[str, Any]
+    configuration: Mapping[str, Any]
+    weights: tuple[tuple[str, str], ...]
+    not_kept: Callable[[bool], str]
+
+    @classmethod
+    def of(
+        cls, facts: EngineFacts, vllm_config: Any, *, sees_requests: bool = False, **more: str
+    ) -> Producer:
+        """The producer that an engine is; `more` is part of its identity.
+
+        Raises: `ConfigError` without the configuration: blocks that outlive the process could be computed
+            with another one, and served.
+        """
+        if vllm_config is None:
+            why = "vLLM's configuration was not found, so blocks of another one could be served; "
+            raise ConfigError("tiers", "given", why + "allowed: a specification that vLLM's connector makes")
+        models = [(str(facts.identity.get("model", "")), commit_of(vllm_config.model_config))]
+        if draft := draft_model(vllm_config):
+            speculative = vllm_config.speculative_config
+            models.append((draft, commit_of(getattr(speculative, "draft_model_config", None))))
+        return cls(
+            {**more, **facts.identity},
+            kv_configuration(vllm_config),
+            tuple(models),
+            lambda named: why_not_kept(vllm_config, sees_requests=sees_requests, are_named=named),
+        )
+
+
 def tier_owner(
-    facts: EngineFacts, block_bytes: int, key_bytes: int, missing: list[str], **more: str
+    producer: Producer, facts: EngineFacts, block_bytes: int, key_bytes: int, missing: list[str]
 ) -> TierOwner:
-    """The engine as the owner of blocks in tiers; `more` is part of its identity.
+    """The engine as the owner of blocks in tiers.
 
     Args:
         missing: gets the places of tiers that cannot be opened now. They cost their blocks, and a line in the
             log: the engine starts without them.
     """
-    producer = fingerprint({**more, **facts.identity})
 
     def go_on_without(error: UnavailableError) -> None:
         logger.error(
@@ -51,11 +93,31 @@ def tier_owner(
     return TierOwner(
         block_bytes,
         key_bytes,
-        producer,
+        fingerprint(producer),
         facts.replica,
         go_on_without=go_on_without,
-        shared_fingerprint=lambda weights: shared_fingerprint({**more, **facts.identity}, weights),
+        shared_fingerprint=lambda name: shared_fingerprint(producer, name),
     )
+
+
+def is_named(tier: TierOptions) -> bool:
+    """Whether the user has named the weights for this tier, and answers for what they compute."""
+    return bool(getattr(tier, "salt", "") or getattr(tier, "identity", ""))
+
+
+def usable_tiers(producer: Producer, tiers: Iterable[TierOptions], missing: list[str]) -> list[TierOptions]:
+    """The tiers whose blocks a later process can identify; the others are logged and added to `missing`."""
+    usable = []
+    for tier in tiers:
+        if why := producer.not_kept(is_named(tier)):
+            logger.error(
+                "kvoffload: the engine runs WITHOUT the tier %s: %s. To answer for that yourself, name the "
+                "weights with salt=NAME of a disk or identity=NAME of a server", tier, why
+            )  # fmt: skip
+            missing.append(str(tier))
+        else:
+            usable.append(tier)
+    return usable
 
 
 def say_what_a_reset_misses(missing: Iterable[str]) -> None:
@@ -93,46 +155,61 @@ def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
     return counts
 
 
-def fingerprint(identity: Mapping[str, Any]) -> str:
-    """Says whose blocks these are: engines with equal fingerprints compute equal bytes for equal keys.
+def fingerprint(producer: Producer) -> str:
+    """The text that identifies a producer on this machine: equal texts compute equal bytes for equal keys.
 
-    To what the engine says of itself it adds what the layout of KV pages on a CPU depends on, and, where
-    the model is a local directory, names, sizes and times of its files. What it cannot see, weights that
-    are replaced behind the name of a hub, is what the option `salt` is for.
+    It has the configuration, the layout of KV pages on a CPU, and of each model its name and its commit of a
+    hub or, for a local directory, names, sizes and times of its files. Weights that change elsewhere without
+    another name are what the option `salt` is for.
     """
     known = {
         "kvoffload": __version__.rsplit(".", 1)[0],
         "machine": platform.machine(),
-        "instructions": cpu_capability(),
-        "files": _model_files(str(identity.get("model", ""))),
-        **identity,
+        "instructions": cpu_instructions(),
+        "slots": _SLOT_LAYOUT,
+        "weights": [[model, commit, *_model_files(model)] for model, commit in producer.weights],
+        **producer.identity,
+        **producer.configuration,
     }
     return json.dumps(known, sort_keys=True, default=str)
 
 
-def shared_fingerprint(identity: Mapping[str, Any], weights: str) -> str:
-    """As `fingerprint`, for blocks that machines share: without what differs between machines and makes no
-    difference to bytes, such as a path, and with what identifies the weights themselves.
+def shared_fingerprint(producer: Producer, name: str) -> str:
+    """As `fingerprint`, for blocks that machines share: without paths and times, which differ between
+    machines and make no difference to bytes, and with an identity of the weights themselves.
 
     Args:
-        weights: what the user calls them; if empty it is found out (`weights_identity`).
+        name: the user's name of the weights; if empty they are identified by content (`weights_identity`).
+            The configuration is part of the text with a name as well.
 
     Raises: `ConfigError` for keys that no other process can have, and for weights that cannot be identified.
     """
-    version, seed = str(identity.get("vllm", "")), os.getenv("PYTHONHASHSEED", "random")
+    version, seed = str(producer.identity.get("vllm", "")), os.getenv("PYTHONHASHSEED", "random")
     found = minor(version)
     if found is not None and found < SINCE_STEADY_KEYS and not seed.isdigit():
         why = "this vLLM seeds its keys with it: give all engines that share the same number"
         raise ConfigError("PYTHONHASHSEED", os.getenv("PYTHONHASHSEED"), why)
+    weights = f"named {name}"
+    if not name:
+        models = producer.weights
+        weights = " and ".join(f"commit {commit}" if commit else weights_identity(m) for m, commit in models)
     known = {
         "machine": platform.machine(),
         "slots": _SLOT_LAYOUT,
-        "weights": f"named {weights}" if weights else weights_identity(str(identity.get("model", ""))),
-        **{name: value for name, value in identity.items() if name != "model"},
+        "weights": weights,
+        **{field: value for field, value in producer.identity.items() if field != "model"},
+        **producer.configuration,
     }
     if _is_on_cpu():
-        known["instructions"] = cpu_capability()
+        known["instructions"] = cpu_instructions()
     return json.dumps(known, sort_keys=True, default=str)
+
+
+def cpu_instructions() -> str:
+    """The instructions of this CPU, on which the layout of KV pages depends: AMX packs keys otherwise."""
+    torch = sys.modules.get("torch")
+    has_amx = getattr(getattr(torch, "cpu", None), "_is_amx_tile_supported", bool)()
+    return cpu_capability() + (" with AMX" if has_amx else "")
 
 
 def _is_on_cpu() -> bool:
@@ -146,8 +223,7 @@ def _model_files(model: str) -> list[tuple[str, int, int]]:
     directory = Path(model)
     if not model or not directory.is_dir():
         return []
-    kinds = ("*.safetensors", "*.bin", "*.gguf", "config.json")
-    files = {path for kind in kinds for path in directory.glob(kind)}
+    files = {path for kind in FILES_OF_A_MODEL for path in directory.glob(kind) if path.is_file()}
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
 
 
