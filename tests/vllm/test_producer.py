@@ -226,8 +226,8 @@ def test_the_mapping_is_json_and_the_same_for_a_copy_of_the_model_elsewhere(
 @pytest.mark.parametrize(
     "settings",
     [{"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}},
-     {"hf_overrides": {"rms_norm_eps": 0.1}}, {"max_model_len": 256}, {"dtype": "half", "quantization": "fp8"},
-     {"block_size": 16}, {"dtype": "bfloat16"}, {"load_format": "dummy"}],
+     {"hf_overrides": {"rms_norm_eps": 0.1}}, {"dtype": "half", "quantization": "fp8"},
+     {"block_size": 16}, {"dtype": "bfloat16"}, {"load_format": "dummy"}, {"max_model_len": 256}],
 )  # fmt: skip
 def test_what_a_user_gives_is_another_producer(llama: Path, settings: dict[str, Any]) -> None:
     assert kv_configuration(made(llama, **settings)) != kv_configuration(made(llama))

@@ -14,16 +14,18 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvoffload.cli.options import in_form
-from kvoffload.cli.text import size_text
+from kvoffload.cli.text import difference_lines, size_text
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.inspection import Problem, SlabReport, find_slabs, opened
 from kvoffload.tiers.disk.inspection import compact as compact_slab
 from kvoffload.tiers.disk.inspection import delete as delete_slabs
 from kvoffload.tiers.disk.inspection import inspect as inspect_slabs
 from kvoffload.tiers.disk.inspection import verify as verify_slab
+from kvoffload.tiers.producer_text import summary
 
 _path = click.argument("path", type=click.Path(path_type=Path))
 
@@ -39,6 +41,9 @@ def disk() -> None:
 def inspect(path: Path, form: str) -> None:
     """Say what is in PATH, a directory or a slab in it: blocks, sizes and ages by model, last used first.
 
+    Of slabs of several producers also how each differs from the one used last, as in
+    `rope_theta: 10000 / 1000000`: its value first. Their whole texts are in `--format json`.
+
     Reads the journal only, and works while a process has it open; then it may be a moment behind.
     """
     reports = inspect_slabs(path)
@@ -47,7 +52,7 @@ def inspect(path: Path, form: str) -> None:
         return
     console = Console()
     for report in reports:
-        console.print(_table(report))
+        console.print(_table(report, reports[0]))
 
 
 @disk.command()
@@ -175,12 +180,14 @@ def _progress(what: str) -> Callable[[int, int], None]:
     return report
 
 
-def _table(report: SlabReport) -> Table:
+def _table(report: SlabReport, newest: SlabReport) -> Table:
     table = Table(title=report.name, title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
     for name, value in _rows(report):
-        table.add_row(name, str(value))
+        table.add_row(name, escape(str(value)))
+    if lines := difference_lines(newest.fingerprint, report.fingerprint):
+        table.add_row(f"differs from {newest.name}", escape("\n".join(lines)))
     return table
 
 
@@ -190,7 +197,7 @@ def _rows(report: SlabReport) -> list[tuple[str, Any]]:
     held = report.num_blocks * report.block_bytes
     each = size_text(report.block_bytes)
     rows = [
-        ("model", report.fingerprint),
+        ("model", summary(report.fingerprint)),
         ("made", _ago(report.created_at_s)),
         ("blocks", f"{report.num_blocks:,} of {report.capacity_blocks:,}, {each} each"),
         ("bytes", f"{size_text(held)} in a slab of {size_text(report.file_bytes)}"),

@@ -29,6 +29,8 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
 from kvoffload.weights import FILES_OF_A_MODEL, weights_identity
 
+_NAMES_OF_WEIGHTS = ("model_weights", "revision")
+"""Fields of vLLM's ``ModelConfig`` that name weights. Machines that share tell weights apart by content."""
 _SLOT_LAYOUT = 1
 """How a slot of the pool is divided among workers and tensors: a higher number after every change of that."""
 
@@ -62,6 +64,7 @@ class Producer:
         if vllm_config is None:
             why = "vLLM's configuration was not found, so blocks of another one could be served; "
             raise ConfigError("tiers", "given", why + "allowed: a specification that vLLM's connector makes")
+        more |= {name: str(getattr(vllm_config.model_config, name, None) or "") for name in _NAMES_OF_WEIGHTS}
         models = [(str(facts.identity.get("model", "")), commit_of(vllm_config.model_config))]
         if draft := draft_model(vllm_config):
             speculative = vllm_config.speculative_config
@@ -197,7 +200,11 @@ def shared_fingerprint(producer: Producer, name: str) -> str:
         "machine": platform.machine(),
         "slots": _SLOT_LAYOUT,
         "weights": weights,
-        **{field: value for field, value in producer.identity.items() if field != "model"},
+        **{
+            name: value
+            for name, value in producer.identity.items()
+            if name not in ("model", *_NAMES_OF_WEIGHTS)
+        },
         **producer.configuration,
     }
     if _is_on_cpu():

@@ -26,9 +26,9 @@ from kvoffload.tiers.disk.layout import (
     header_dtype,
     removed_bytes,
 )
+from kvoffload.tiers.producer_text import pack, unpack
 
 FORMAT_VERSION = 3
-MAX_TEXT_BYTES = 3072
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
 """Bit of the slot in an access: the access counts as a use, and not only as a new place in the order."""
@@ -84,7 +84,7 @@ class Identity(NamedTuple):
     Attributes:
         slab_id: random; binds the journal's groups to their slab.
         fingerprint: 16 bytes of SHA-256 of the producer's text; every block's checksum includes it.
-        text: the producer's text, cut to fit the superblock; for people.
+        text: the producer's text, packed to fit the superblock; for people.
         created_at_s: seconds since 1970.
     """
 
@@ -104,7 +104,7 @@ def fingerprint_of(text: str) -> bytes:
 
 def encode_superblock(layout: Layout, identity: Identity, capacity_bytes: int) -> Bytes:
     """A superblock of one page, in which no generation is void."""
-    text = identity.text.encode()[:MAX_TEXT_BYTES]
+    text = pack(identity.text)
     page, fields = _page(SUPERBLOCK)
     fields["magic"] = SLAB_MAGIC
     fields["version"], fields["page_bytes"] = FORMAT_VERSION, PAGE_BYTES
@@ -148,7 +148,7 @@ def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
     if fields["page_bytes"] != PAGE_BYTES or int(fields["void_before"]) >= MAX_NUMBER:
         return "its superblock says what is not possible"
     layout = Layout(int(fields["block_bytes"]), int(fields["key_bytes"]), int(fields["num_slots"]))
-    text = page[SUPERBLOCK.itemsize :][: int(fields["text_bytes"])].tobytes().decode(errors="replace")
+    text = unpack(page[SUPERBLOCK.itemsize :][: int(fields["text_bytes"])].tobytes())
     sizes = "checkpoint_bytes", "checkpoint_group_bytes", "log_bytes"
     if any(int(fields[size]) != getattr(layout, size) for size in sizes):
         return "its parts have other sizes than ours"
