@@ -140,7 +140,8 @@ def test_what_cannot_be_asked_is_one_line(
 
 def test_what_is_in_a_namespace(server: Server) -> None:
     url = f"{server.url}/ns"
-    client, other = Client(server, ttl=3600.0), Client(server, fingerprint="other")
+    texts = [json.dumps({"vllm": "0.32.0", "model.hf_config.rope_theta": theta}) for theta in (1e4, 1e6)]
+    client, other = Client(server, ttl=3600.0, fingerprint=texts[0]), Client(server, fingerprint=texts[1])
     Client(server, namespace="elsewhere").write(1, 2, 3)
     client.write(1, 2)
     client.tier.clear()
@@ -148,14 +149,20 @@ def test_what_is_in_a_namespace(server: Server) -> None:
     client.write(*range(1, 31))
     other.write(1, 2, 3)
     report = asked("inspect", url)
-    assert report["looked_at"] == report["num_names"] == 3 + 2 * (2 + 30 + 3 + 3), "three epochs"
+    assert report["looked_at"] == report["num_names"] == 6 + 2 * (2 + 30 + 3 + 3), "three epochs"
     mine, others = report["producers"]
     assert mine["producer"] == client.tier._producer.hex()
     assert (mine["in_epoch"], mine["older"], mine["block_bytes"]) == (30, 2, 24 * 1024)
     assert (others["in_epoch"], others["older"]) == (3, 0)
     done = kvoffload("tier", "inspect", url)
-    for text in ("ns: 79 of 79 names looked at", "30, 24 KiB each", client.tier._producer.hex()):
+    assert [mine["about"], others["about"]] == texts
+    for text in ("ns: 82 of 82 names looked at", "30, 24 KiB each", client.tier._producer.hex()):
         assert text in done.stdout
+    assert "rope_theta: 10000 / 1000000" in done.stdout
+    server.say("SET", f"kvo1:ns:{other.tier._producer.hex()}:about", "\x1b[2Jevil [bold]" * 10_000)
+    done = kvoffload("tier", "inspect", url)
+    assert "evil" in done.stdout
+    assert "\x1b" not in done.stdout
     assert kvoffload("tier", "inspect", f"{server.url}/nothing").returncode == 0
 
 
@@ -179,7 +186,8 @@ def test_a_cluster_node_by_node(cluster: Cluster) -> None:
     report = asked("inspect", f"{cluster.url}/ns")
     (producer,) = report["producers"]
     assert producer["in_epoch"] == 60
-    assert report["num_names"] == 2 * 60 + 256
+    assert report["num_names"] == 2 * 60 + 256 + len(cluster.masters), "a producer's text on each node"
+    assert producer["about"] == "model"
     client.tier.close()
     cluster.servers[3].stop()
     cluster.servers[0].stop()

@@ -185,7 +185,7 @@ class Server:
         text = b""
         while part := self.say("EVAL", script, "0", str(len(text))):
             text += part
-        return sorted(name for name in text.split() if b":epoch" not in name)
+        return sorted(name for name in text.split() if b":epoch" not in name and b":about" not in name)
 
     def blocks(self) -> list[bytes]:
         """As `names`, each block once, however many values it has."""

@@ -52,9 +52,11 @@ class Tiers:
         for prompt in PROMPTS[:2]:
             answers.append(adapted(engine, prompt, adapter))
             engine.drain()
-        if offload:
+        if offload and connector:
             assert engine.manager.core.settle(PATIENCE_S)
             self.hits = sum(engine.manager.core.hit_blocks[1:])
+        elif offload:
+            assert not hasattr(engine.manager.core, "settle"), "it has no tiers"
         engine.close()
         return answers
 
@@ -177,5 +179,4 @@ def test_with_adapters_and_vllms_own_connector_an_engine_runs_without_tiers(
 ) -> None:
     """It does not tell which requests have one."""
     tiers.with_adapter(None, offload=True, connector=False)
-    assert tiers.hits == 0
     assert "WITHOUT the tier disk" in caplog.text

@@ -13,15 +13,17 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvoffload import models
 from kvoffload.cli.options import in_form, sized
-from kvoffload.cli.text import size_text
+from kvoffload.cli.text import difference_lines, size_text
 from kvoffload.config import parse_size
 from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
 from kvoffload.tiers.kinds.valkey import Place, ValkeyOptions, connector, place_of
 from kvoffload.tiers.options import TierOptions, TierOwner, parse_tier
+from kvoffload.tiers.producer_text import summary
 from kvoffload.tiers.remote.cluster import Address
 from kvoffload.tiers.remote.inspection import (
     NamespaceReport,
@@ -79,7 +81,9 @@ def ping(url: str, form: str) -> None:
 def inspect(url: str, form: str) -> None:
     """Say what is in the namespace of URL, model by model, from at most 20,000 names of each server.
 
-    Needs the right to SCAN, STRLEN and TTL, which a tier does not.
+    Of several producers also how each differs from the first, as in `rope_theta: 10000 / 1000000`.
+
+    Needs the right to SCAN, STRLEN, TTL and GETRANGE, which a tier does not.
     """
     options, place = _server(url)
     with _in_one_line(place), ExitStack() as stack:
@@ -264,11 +268,14 @@ def _print_namespace(report: NamespaceReport) -> None:
     if report.refused:
         click.echo(f"  REFUSED  {report.refused}")
     for producer in report.producers:
-        size = producer.block_bytes
+        size, first = producer.block_bytes, report.producers[0]
+        differs = difference_lines(first.about, producer.about)
         rows = {
+            "model": producer.about and escape(summary(producer.about)),
             "blocks": f"{producer.in_epoch:,}" + (f", {size_text(size)} each" if size else ""),
             "from before a reset": producer.older and f"{producer.older:,}",
             "forgotten by time": producer.with_end is not None and ("yes" if producer.with_end else "no"),
+            f"differs from {first.producer[:8]}": escape("\n".join(differs)),
         }
         _print_rows(f"producer {producer.producer}", rows)
 

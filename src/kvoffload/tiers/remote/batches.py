@@ -24,6 +24,7 @@ from kvoffload.tiers.remote.identity import (
     HEADER_BYTES,
     Asked,
     Naming,
+    about_name,
     epoch_name,
     head_bytes,
     names_of_rests,
@@ -94,9 +95,11 @@ class Greeting(Batch):
     Attributes:
         name: where the epoch is. is_reset: everything before is forgotten.
         number: the epoch, once it is known.
+        about: the producer's text for people, stored beside the epoch; empty for none.
     """
 
     name: bytes
+    about: bytes = b""
     is_reset: bool = False
     number: int | None = None
 
@@ -105,9 +108,11 @@ class Greeting(Batch):
         # Several machines may find none at the same instant: the first makes it, and all take what is there.
         options = () if self.is_reset else (b"NX",)
         connection.send(
-            [command(b"SET", self.name, new, *options), command(b"GET", self.name)], self.deadline
+            [command(b"SET", self.name, new, *options), command(b"GET", self.name), *self.telling(self.name)],
+            self.deadline,
         )
         made, found = connection.reply(self.deadline), connection.reply(self.deadline)
+        self.hear_told(connection)
         for reply in (made, found):
             if isinstance(reply, ServerError):
                 raise reply
@@ -116,7 +121,18 @@ class Greeting(Batch):
         if self.number is None:
             raise ProtocolError("no epoch where one was just made")
 
+    def telling(self, epoch: bytes) -> list[bytes]:
+        """The command that stores the producer's text beside an epoch, if there is one."""
+        return [command(b"SET", about_name(epoch), self.about, b"EX", _ABOUT_S)] if self.about else []
 
+    def hear_told(self, connection: Connection) -> None:
+        """Read the reply to `telling`. It does not matter: the text is for people."""
+        if self.about:
+            connection.reply(self.deadline)
+
+
+_ABOUT_S = b"2592000"
+"""30 days: an engine stores its text again when it connects, and that of one that is gone ends."""
 _MEASURED_BLOCKS, _MEASURED_TIMES = 8, 3
 _MEASUREMENT_S = b"60"
 

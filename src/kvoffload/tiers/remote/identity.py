@@ -198,6 +198,12 @@ def epoch_name(namespace: str, producer: bytes) -> bytes:
     return f"{place_of(namespace, producer)}:epoch".encode()
 
 
+def about_name(epoch: bytes) -> bytes:
+    """The name of a producer's text, which only ``inspect`` reads, beside an epoch of that name."""
+    place, _, tag = epoch.rpartition(b":epoch")
+    return place + b":about" + tag
+
+
 def producer_of(fingerprint: str) -> bytes:
     """The 16 bytes that stand for a producer."""
     return hashlib.sha256(fingerprint.encode()).digest()[:16]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvoffload.tiers.producer_text import MAX_BYTES, unpack
 from kvoffload.tiers.remote.cluster import Address, MapQuestion
 from kvoffload.tiers.remote.divisions import tags
 from kvoffload.tiers.remote.identity import FORMAT, HEADER_BYTES, is_rest, names_of_rests
@@ -68,6 +69,7 @@ class ProducerReport:
         producer: 32 hexadecimal digits. block_bytes: of one block, None if there is none.
         in_epoch: blocks that can be found. older: those from before a reset, which leave in time.
         with_end: of the blocks that were looked at closely, the share that has a time to live.
+        about: its text, packed for people; empty if the server has none. Anybody may have written it.
     """
 
     producer: str
@@ -75,6 +77,7 @@ class ProducerReport:
     in_epoch: int = 0
     older: int = 0
     with_end: float | None = None
+    about: str = ""
 
 
 @dataclass(kw_only=True)
@@ -204,6 +207,8 @@ def _add(
     deadline: float,
 ) -> None:
     """Count these names, and look at some of them closely."""
+    _add_abouts(connection, producers, [name for name in names if b":about" in name], deadline)
+    names = [name for name in names if b":about" not in name]
     epochs: dict[bytes, bytes] = {}
     blocks = [name for name in names if b":epoch" not in name and name.count(b":") in (4, 5)]
     blocks = [name for name in blocks if not is_rest(name)]
@@ -229,6 +234,18 @@ def _add(
             report.block_bytes = first + second - HEADER_BYTES
         if isinstance(ttl, int):
             report.with_end = float(ttl >= 0) if report.with_end is None else max(report.with_end, ttl >= 0)
+
+
+def _add_abouts(
+    connection: Connection, producers: dict[str, ProducerReport], names: list[bytes], deadline: float
+) -> None:
+    """Read the producers' texts, no more of each than a tier writes."""
+    for name in names:
+        producer = name.split(b":")[2].decode(errors="replace")
+        connection.send([command(b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))], deadline)
+        answer = connection.answer(deadline)
+        if isinstance(answer, bytes):
+            producers.setdefault(producer, ProducerReport(producer=producer)).about = unpack(answer)
 
 
 def _epoch_name(block: bytes) -> bytes:

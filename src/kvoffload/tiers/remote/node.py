@@ -35,8 +35,9 @@ class DividedGreeting(Greeting):
         options = () if self.is_reset else (b"NX",)
         asked = [command(b"SET", name, b"%016x" % secrets.randbits(64), *options) + command(b"GET", name)
                  for name in self.names]  # fmt: skip
-        connection.send([b"".join(asked)], self.deadline)
+        connection.send([b"".join([*asked, *self.telling(self.names[0])])], self.deadline)
         found = [self._found(connection) for _ in self.names]
+        self.hear_told(connection)
         elsewhere = [one for one in found if isinstance(one, ServerError)]
         if len(elsewhere) == len(found):
             raise elsewhere[0]
@@ -145,6 +146,7 @@ class Node(RemoteTier):
             names=self._epoch_names,
             is_reset=self._reset_wanted,
             num_replicas=self.num_replicas,
+            about=self._about,
             deadline=deadline,
         )
 

@@ -48,6 +48,12 @@ def epoch_name(namespace: str, producer: bytes) -> bytes:
     return f"{namespace}/{FORMAT}/epochs/{producer.hex()}".encode()
 
 
+def about_name(epoch: str) -> str:
+    """The name of a producer's text, for people, beside an epoch of that name."""
+    place, _, producer = epoch.rpartition("/epochs/")
+    return f"{place}/abouts/{producer}"
+
+
 def object_name(epoch: Epoch, name: str) -> str:
     """Where an object with blocks is."""
     place = f"{epoch.namespace}/{FORMAT}/blocks/{epoch.producer.hex()}/{epoch.number:016x}"
@@ -68,6 +74,9 @@ class ObjectGreeting(Greeting):
         elif await bucket.get(name) is None:
             # Several machines may find none at once: the first makes it, and all take what is there.
             await bucket.put(name, new, only_new=True)
+            if self.about:
+                with contextlib.suppress(BucketError):
+                    await bucket.put(about_name(name), self.about)
         self.number = _epoch_of(await bucket.get(name))
         if self.number is None:
             raise ProtocolError("no epoch where one was just made")

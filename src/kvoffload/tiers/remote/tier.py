@@ -20,6 +20,7 @@ from kvoffload.core.admission import Admission
 from kvoffload.errors import MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats, checked_rows, key_digests
+from kvoffload.tiers.producer_text import pack
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.remote.batches import (
     FULL,
@@ -123,7 +124,7 @@ class RemoteTier(SecondaryTier):
         self.block_bytes = self.stored_bytes = block_bytes
         self.written_before = {}
         self.probe_timeout_s = options.probe_timeout_s
-        self._producer = producer_of(fingerprint)
+        self._producer, self._about = producer_of(fingerprint), pack(fingerprint)
         self._epoch_name = speech.epoch_name(options.namespace, self._producer)
         self.identity = int.from_bytes(
             producer_of(f"{name} {place} {options.namespace} {fingerprint}")[:8], "big"
@@ -336,7 +337,9 @@ class RemoteTier(SecondaryTier):
             self._say("probe", self._greeting)
 
     def _new_greeting(self, deadline: float) -> Greeting:
-        return self._speech.greeting(name=self._epoch_name, is_reset=self._reset_wanted, deadline=deadline)
+        return self._speech.greeting(
+            name=self._epoch_name, is_reset=self._reset_wanted, about=self._about, deadline=deadline
+        )
 
     def _shut(self) -> None:
         """Believe nothing of what was, and nothing of what is under way."""
