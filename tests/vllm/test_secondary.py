@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,25 @@ def key(number: int) -> bytes:
     return bytes(make_offload_key(number.to_bytes(32, "big"), 0))
 
 
+def vllm_config(model: str, rope_theta: float) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="test"),
+        model_config=SimpleNamespace(model=model, hf_config=SimpleNamespace(rope_theta=rope_theta)),
+        cache_config=SimpleNamespace(),
+    )
+
+
+def made_by_a_connector(vllm_config: Any, tier: dict[str, Any], pool: Any, spec: Any) -> Any:
+    """As in vLLM, whose connector's constructor is among the callers with the engine's configuration."""
+    return SecondaryTierFactory.create_secondary_tier(tier, pool.data, spec)
+
+
 class Life:
     """One life of a tier, and a RAM of its own."""
 
-    def __init__(self, path: Path | None, model: str = "model", **options: Any) -> None:
+    def __init__(
+        self, path: Path | None, model: str = "model", rope_theta: float = 1e4, **options: Any
+    ) -> None:
         self.pool = np.zeros((NUM_SLOTS, BLOCK_BYTES), np.uint8)
         tier = {
             "type": "KVOffloadDisk" if path else "KVOffloadTier",
@@ -68,7 +84,7 @@ class Life:
             **options,
         }
         spec = TieringOffloadingSpec(config(model, tier))
-        self.tier: Any = SecondaryTierFactory.create_secondary_tier(tier, self.pool.data, spec)
+        self.tier: Any = made_by_a_connector(vllm_config(model, rope_theta), tier, self.pool, spec)
         self.numbers = itertools.count()
         self.ctx = ReqContext("r")
         self.tier.on_new_request(self.ctx)
@@ -123,6 +139,9 @@ def test_blocks_come_back_in_this_life_and_the_next(tmp_path: Path) -> None:
     assert again.load([1, 2, 3]) == [1, 2, 3]
     assert again.load([1, 9]) == [1], "what is not here is not said to have come"
     again.tier.shutdown()
+    overridden = Life(tmp_path, rope_theta=1e6)
+    assert overridden.lookup([1]) == [MISS]
+    overridden.tier.shutdown()
     other = Life(tmp_path, model="another")
     assert other.lookup([1, 2, 3]) == [MISS] * 3
     other.tier.shutdown()
@@ -330,6 +349,25 @@ def test_engines_of_other_weights_share_nothing(server: Server) -> None:
         sharing(server, identity="")
     for life in (first, second):
         life.tier.shutdown()
+
+
+def test_engines_of_another_configuration_share_nothing_whatever_the_weights_are_called(
+    server: Server,
+) -> None:
+    first, second, same = sharing(server), sharing(server, rope_theta=1e6), sharing(server)
+    first.store([31])
+    assert until_known(second, [31]) == [MISS]
+    assert until_known(same, [31]) == [HIT]
+    for life in (first, second, same):
+        life.tier.shutdown()
+
+
+def test_without_the_engines_configuration_it_is_refused(tmp_path: Path) -> None:
+    tier = {"type": "KVOffloadDisk", "module_path": "kvoffload.integrations.vllm.secondary"}
+    tier |= {"path": str(tmp_path), "capacity": "2MiB"}
+    pool = np.zeros((NUM_SLOTS, BLOCK_BYTES), np.uint8)
+    with pytest.raises(ConfigError, match="vLLM's configuration was not found"):
+        made_by_a_connector(None, tier, pool, TieringOffloadingSpec(config("model", tier)))
 
 
 def test_a_server_that_does_not_answer_is_a_miss(server: Server) -> None:
