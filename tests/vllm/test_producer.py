@@ -53,7 +53,9 @@ SECTIONS = {
 }
 OF_OTHER_VERSIONS = {
     *("calculate_kv_scales", "swap_space", "cpu_offload_gb", "cpu_kvcache_space_bytes"),
-    *("is_encoder_decoder", "max_model_len"),
+    *("is_encoder_decoder", "max_model_len", "watchdog_config", "enable_return_routed_experts"),
+    *("simple_cpu_offload_num_blocks", "user_specified_mamba_block_size", "sd_worker_cls"),
+    *("max_num_partial_prefills", "max_long_partial_prefills", "disable_lookahead_block_hashes"),
 }
 """In our table, and not a field of this vLLM."""
 TABLE_OF = (0, 32)
