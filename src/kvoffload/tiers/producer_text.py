@@ -1,7 +1,7 @@
 """The text of a producer for people: packed into a bounded number of bytes, unpacked, and compared.
 
-Tiers identify a producer by a hash of its whole text, and store a packed text beside it so that ``inspect``
-can say how two producers differ. Nothing here decides what is served, and what is unpacked is not trusted.
+Tiers identify a producer by a hash of its whole text. They store the packed text beside the hash, for ``inspect``
+to show how two producers differ. It is not trusted, and has no part in serving blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Difference(NamedTuple):
     second: Any
 
     def __str__(self) -> str:
-        """As ``rope_theta: 10000 / 1000000``."""
+        """``rope_theta: 10000 / 1000000``."""
         return f"{_shown(self.name)}: {_shown(self.first)} / {_shown(self.second)}"
 
 
@@ -91,7 +91,7 @@ def summary(text: str) -> str:
 
 
 def differences(first: str, second: str) -> list[Difference]:
-    """Return the fields in which two producers' texts differ, by the shortest names that tell them apart."""
+    """Return the fields that differ between two producers' texts, by their shortest distinct names."""
     one, other = fields(first), fields(second)
     names = sorted(name for name in {*one, *other} if one.get(name, ABSENT) != other.get(name, ABSENT))
     shown = _short(names)

@@ -102,7 +102,7 @@ def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> s
 
 
 def draft_model(vllm_config: Any) -> str:
-    """Return the name or path of the draft model with KV of its own; empty if there is none."""
+    """Return the name or path of the draft model, if it has KV and is another model; otherwise empty."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or getattr(speculative, "method", None) in _NO_DRAFT:
         return ""
@@ -120,7 +120,7 @@ def commit_of(model_config: Any) -> str:
 
 
 def _section(name: str, config: Any) -> Plain:
-    """The bound fields of one of vLLM's configurations, with what the table does not know."""
+    """The bound fields of one of vLLM's configurations, and its fields that the table does not know."""
     if config is None:
         return None
     without = {one for names in WITHOUT_EFFECT.get(name, {}).values() for one in names.split()}
@@ -193,7 +193,7 @@ def _environment() -> Plain:
 
 
 def _platform(vllm_config: Any) -> Plain:
-    """The device, of which kernels and the layout of pages depend, and the libraries with those kernels."""
+    """The device and the libraries of kernels: they decide rounding and the layout of pages."""
     found: dict[str, Plain] = {}
     for library in _LIBRARIES:
         try:
@@ -217,7 +217,7 @@ def _platform(vllm_config: Any) -> Plain:
 def plain(value: Any, depth: int = 0) -> Plain:
     """Return a value as JSON that is the same in every process: names for types, enums and functions.
 
-    Raises: `ConfigError` for what is nested too deeply.
+    Raises: `ConfigError` for a value that is nested too deeply.
     """
     if depth > _DEEPEST:
         raise ConfigError("configuration", type(value).__name__, "it is nested too deeply to be compared")
