@@ -1,7 +1,7 @@
 """The text of a producer for people: packed into a bounded number of bytes, unpacked, and compared.
 
-Tiers identify a producer by a hash of its whole text. They store the packed text beside the hash, for ``inspect``
-to show how two producers differ. It is not trusted, and has no part in serving blocks.
+Tiers identify a producer by a hash of its whole text. They store the packed text beside the hash, for
+``inspect`` to show how two producers differ. It is not trusted, and has no part in serving blocks.
 """
 
 from __future__ import annotations
