@@ -24,6 +24,7 @@ from kvoffload.integrations.vllm.versions import (
     engine_facts,
     events,
     facts_with_chunks,
+    fences_come_late,
     minor,
     warn_of_seeds,
 )
@@ -140,6 +141,31 @@ def test_vllms_copies_on_devices_take_our_calls(version: str) -> None:
         by_name = {one.arg: one.value for one in call.keywords if one.arg is not None}
         assert len(by_name) == len(call.keywords), "spelled out, so that it can be checked"
         signature(form).bind(*["self"] * of_a_class, *call.args, **by_name)
+
+
+@pytest.mark.parametrize(
+    ("version", "runner", "zeroing", "late"),
+    [
+        ("0.32.0", {"use_v2_model_runner": True}, {"needs_kv_cache_zeroing": True}, True),
+        ("0.32.0", {"use_v2_model_runner": True}, {"needs_kv_cache_zeroing": False}, False),
+        ("0.32.0", {"use_v2_model_runner": False}, {"needs_kv_cache_zeroing": True}, False),
+        # What a version does not say counts as late.
+        ("0.34.0", {}, {"needs_kv_cache_zeroing": True}, True),
+        ("0.33.0", {"use_v2_model_runner": True}, {}, True),
+        ("built from source", {}, {}, True),
+        # These run without a GPU only, and there is no runner V2 for that.
+        ("0.25.0", {}, {}, False),
+        ("0.31.2+cpu", {}, {"needs_kv_cache_zeroing": True}, False),
+    ],
+)
+def test_fences_come_late_on_runner_v2_with_zeroing(
+    version: str, runner: dict[str, bool], zeroing: dict[str, bool], late: bool
+) -> None:
+    assert fences_come_late(SimpleNamespace(**runner), SimpleNamespace(**zeroing), version) is late
+
+
+def test_an_engine_whose_connector_is_not_found_counts_as_late() -> None:
+    assert fences_come_late(None, None, "0.32.0")
 
 
 def test_devices_are_not_claimed_for_versions_that_do_not_take_our_calls() -> None:

@@ -209,6 +209,120 @@ def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
     one.shutdown()
 
 
+class HeldCopies:
+    """Copies that end when a test says, or whose `wait` fails."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        self.closed = False
+        self.failing: Exception | None = None
+        self.ends_on_wait = True
+
+    def store(self, job: int, engine: Any, slots: Any) -> None:
+        self.begun.append(job)
+
+    load = store
+
+    def finished(self) -> list[Any]:
+        ended, self.ended = self.ended, []
+        return [copies.Copied(job, 8, 0.5) for job in ended]
+
+    def end(self, *jobs: int) -> None:
+        self.begun = [job for job in self.begun if job not in jobs]
+        self.ended += jobs
+
+    def wait(self, jobs: set[int]) -> None:
+        if self.failing is not None:
+            raise self.failing
+        if self.ends_on_wait:
+            self.end(*sorted(jobs & set(self.begun)))
+
+    def close(self) -> None:
+        self.closed = True
+        if self.failing is not None:
+            raise self.failing
+
+
+def held(tmp_path: Path, *, seal: bool = False) -> tuple[Any, HeldCopies, SharedPool]:
+    layout = Layout.of(kv_caches(1), 1)
+    pool, moving = make_pool(tmp_path, layout), HeldCopies()
+    one = worker.KVOffloadWorker(pool, 0, moving, blocks_per_chunk=1, seal=seal)
+    one.failures_are_named = True
+    return one, moving, pool
+
+
+def slots_of(*slots: int) -> Any:
+    return specs.SlotsSpec(np.array(slots, np.int32), np.arange(len(slots), dtype=np.uint64))
+
+
+ONE_BLOCK = base.GPULoadStoreSpec([3], [1, 0, 0], [0, 0, 0])
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_a_store_is_dropped_if_its_fence_comes_late(tmp_path: Path, seal: bool) -> None:
+    """Only a store whose copy had ended before the fence has read what it should."""
+    one, moving, pool = held(tmp_path, seal=seal)
+    one.fences_come_late = True
+    for job in (1, 2, 3):
+        one.submit_store(job, ONE_BLOCK, slots_of(job))
+    one.submit_load(4, slots_of(9), ONE_BLOCK)
+    moving.end(1)
+    assert {result.job_id for result in one.get_finished()} <= {1}
+    one.wait({1, 2, 4})
+    assert {result.job_id for result in one.get_finished()} - {1} == {2, 4}
+    assert taken(pool) == [2]
+    assert (one.num_overwritten, one.num_failed) == (1, 0)
+    assert one.take_failed_loads() == set(), "a load writes to blocks that were zeroed before it began"
+    moving.end(3)
+    one.wait({3})
+    assert taken(pool) == [3], "when its copy ended is not known"
+    one.shutdown()
+
+
+def test_a_job_whose_wait_failed_is_a_failed_job(tmp_path: Path) -> None:
+    """Its blocks may be overwritten while it is copied."""
+    one, moving, pool = held(tmp_path)
+    one.submit_store(1, ONE_BLOCK, slots_of(1))
+    one.submit_store(2, ONE_BLOCK, slots_of(2))
+    one.submit_load(3, slots_of(7), ONE_BLOCK)
+    moving.end(2)
+    moving.failing = RuntimeError("the event is gone")
+    one.wait({1, 2, 3})
+    assert {(result.job_id, result.success) for result in one.get_finished()} == {
+        (1, True),
+        (2, True),
+        (3, True),
+    }
+    assert taken(pool) == [1, 7], "2 had ended in time"
+    assert one.take_failed_loads() == {3}
+    assert one.num_failed == 2
+    moving.end(1, 3)
+    assert one.get_finished() == [], "their late results are no news"
+    moving.failing = None
+    one.shutdown()
+
+
+def test_a_job_that_has_not_ended_after_the_wait_is_a_failed_job(tmp_path: Path) -> None:
+    one, moving, pool = held(tmp_path)
+    moving.ends_on_wait = False
+    one.submit_store(1, ONE_BLOCK, slots_of(1))
+    one.wait({1})
+    assert [result.job_id for result in one.get_finished()] == [1]
+    assert taken(pool) == [1]
+    one.shutdown()
+
+
+def test_a_worker_closes_its_pool_also_when_its_copies_fail(tmp_path: Path) -> None:
+    one, moving, pool = held(tmp_path, seal=True)
+    moving.failing = RuntimeError("the device is gone")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        one.shutdown()
+    assert pool._map is None
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        one._sealer.submit(int)
+
+
 def test_no_worker_erases_what_another_has_reported(tmp_path: Path) -> None:
     """Of MLA under tensor parallelism all workers use one part: one stores, and all load."""
     source = kv_caches(1)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvoffload.integrations.vllm.layout import Layout
 from kvoffload.integrations.vllm.slots_spec import SlotsSpec
+from kvoffload.structures.jit import compile_all
 from kvoffload.transfer import Blocks, copy_blocks
 from kvoffload.transfer.engine import as_blocks
 
@@ -61,6 +62,7 @@ class HostCopies:
         self._tensors = [as_blocks(tensor.tensor) for tensor in kv_caches.tensors]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-copies")
         self._jobs: dict[int, Future[tuple[int, float]]] = {}
+        compile_all()
 
     def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
         self._jobs[job] = self._thread.submit(self._copy, engine, slots, _store)

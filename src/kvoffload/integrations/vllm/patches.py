@@ -57,13 +57,10 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
     Returns whether there is a connector that can report failed loads. If not, a failed load is reported as a
     failed job, and the engine stops rather than compute with bytes that have not arrived.
     """
-    connectors = [group, *getattr(group, "_connectors", ())]
-    sides = [getattr(one, "connector_worker", None) for one in connectors]
-    ours = [one for one, side in zip(connectors, sides, strict=True) if getattr(side, "spec", None) is spec]
-    if not ours:
+    connector = own_connector(group, spec)
+    if connector is None:
         logger.warning("kvoffload: this engine has no way to report a failed load: it would stop")
         return False
-    (connector,) = ours
     if connector._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         logger.warning(
             "kvoffload: a request whose load fails ends with an error; with "
@@ -74,6 +71,17 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
     else:
         _name_blocks(connector, worker)
     return True
+
+
+def own_connector(group: Any, spec: Any) -> Any | None:
+    """The connector in this process that has made this specification; None if there is none.
+
+    `group` is the connector of the process, or one that combines several.
+    """
+    connectors = [group, *getattr(group, "_connectors", ())]
+    sides = [getattr(one, "connector_worker", None) for one in connectors]
+    ours = [one for one, side in zip(connectors, sides, strict=True) if getattr(side, "spec", None) is spec]
+    return ours[0] if ours else None
 
 
 def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:

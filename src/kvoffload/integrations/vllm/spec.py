@@ -21,7 +21,7 @@ from kvoffload.integrations.vllm.logs import join_vllm, logger
 from kvoffload.integrations.vllm.manager import KVOffloadManager
 from kvoffload.integrations.vllm.metrics import definitions
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions, parse_options
-from kvoffload.integrations.vllm.patches import name_failed_loads
+from kvoffload.integrations.vllm.patches import name_failed_loads, own_connector
 from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
 from kvoffload.integrations.vllm.producer import find_configuration
 from kvoffload.integrations.vllm.tiers import Producer, tier_owner, usable_tiers
@@ -30,6 +30,7 @@ from kvoffload.integrations.vllm.versions import (
     check_version,
     engine_facts,
     facts_with_chunks,
+    fences_come_late,
     warn_of_seeds,
 )
 from kvoffload.integrations.vllm.worker import KVOffloadWorker
@@ -133,7 +134,22 @@ class KVOffloadSpec(OffloadingSpec):
                 seal=self.options.verify == ALWAYS,
             )
             self._worker.failures_are_named = name_failed_loads(_connector(), self, self._worker)
+            self._worker.fences_come_late = self._fences_come_late()
         return self._worker
+
+    def _fences_come_late(self) -> bool:
+        connector = own_connector(_connector(), self)
+        late = fences_come_late(
+            getattr(connector, "_vllm_config", None),
+            getattr(connector, "_kv_cache_config", None),
+            vllm_version,
+        )
+        if late:
+            logger.info(
+                "kvoffload: vLLM's model runner V2 zeroes new blocks before it waits for stores that read them: "
+                "such a store is dropped (docs/vllm.md)"
+            )
+        return late
 
     def _open_tiers(self, block_bytes: int, key_bytes: int) -> list[SecondaryTier]:
         self._missing.clear()

@@ -115,6 +115,24 @@ def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | Non
     return _facts_of_0_25(spec, facts.identity["vllm"])
 
 
+def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
+    """Whether this engine may overwrite a block before it waits for the stores that read the block.
+
+    The fence of a step is ``handle_preemptions``. vLLM's model runner V2 calls it after it has zeroed the
+    blocks that the step has allocated and has made copy-on-write copies into them; model runner V1 calls it
+    before (docs/upstream.md, "Fences before writes"). Only models that need zeroing have such writes:
+    copy-on-write needs recurrent state, and recurrent state needs zeroing.
+
+    What a version does not say counts as late: the cost is a few blocks that are not stored.
+    """
+    found = minor(version)
+    if found is not None and found < SINCE_DEVICES:
+        return False  # runner V2 needs a GPU, and with a GPU these versions are refused
+    if not getattr(vllm_config, "use_v2_model_runner", True):
+        return False
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
+
+
 def warn_of_seeds(version: str) -> None:
     """Say so, if blocks that outlive this process have keys that no other process will ask for."""
     found = minor(version)

@@ -28,6 +28,7 @@ class _Job:
     slots: SlotsSpec
     is_store: bool
     torn: SlotArray = field(default_factory=lambda: np.empty(0, np.int32))
+    copied: bool = False
     sealing: Future[TransferResult] | None = None
     result: TransferResult | None = None
 
@@ -46,7 +47,9 @@ class KVOffloadWorker(OffloadingWorker):
 
     Attributes:
         failures_are_named: `take_failed_loads` is called. If not, a failed load is reported as failed.
-        num_failed: jobs that failed.
+        fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read them
+            (`versions.fences_come_late`). Then the bytes of such a store are not trusted.
+        num_failed: jobs that failed. num_overwritten: stores dropped because of a late fence.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class KVOffloadWorker(OffloadingWorker):
         self._jobs: dict[int, _Job] = {}
         self._failed_loads: set[int] = set()
         self.failures_are_named = False
-        self.num_failed = 0
+        self.fences_come_late = False
+        self.num_failed = self.num_overwritten = 0
         self._log = rate_limited_log()
-        compile_all()
+        if seal:
+            compile_all()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
         """Begin to store; always True. A chunk that is not whole is not stored."""
@@ -68,6 +73,7 @@ class KVOffloadWorker(OffloadingWorker):
         job = _Job(slots, True, torn)
         if len(torn) and not len(slots.block_ids):
             self._jobs[job_id] = job
+            job.copied = True
             self._end(job, TransferResult(job_id, True, 0, 0.0))
         else:
             self._submit(job_id, job, blocks, self._copies.store)
@@ -87,13 +93,26 @@ class KVOffloadWorker(OffloadingWorker):
         return [result for _, result in done]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when these jobs have ended: their blocks and slots may then be reused."""
+        """Return when these jobs have ended: their blocks and slots may then be reused.
+
+        A job fails if its end is not known when this call returns. A store whose copy had not ended before
+        this call is dropped if fences come late.
+        """
         mine = {job_id for job_id in job_ids if job_id in self._jobs}
+        copying = [job_id for job_id in sorted(mine) if not self._jobs[job_id].copied]
+        cause: Exception = OSError("its copy has not ended")
         try:
             self._copies.wait(mine)
-        except Exception:
+        except Exception as error:
             logger.exception("kvoffload: waiting for transfers failed")
+            cause = error
         self._collect(wait_for=mine)
+        for job_id in copying:
+            job = self._jobs[job_id]
+            if not job.copied:
+                self._fail(job_id, job, cause)
+            elif self.fences_come_late and job.is_store:
+                self._drop(job)
 
     def take_failed_loads(self) -> set[int]:
         """Failed loads: `get_finished` has reported them, or will, and their bytes have not arrived."""
@@ -105,11 +124,13 @@ class KVOffloadWorker(OffloadingWorker):
         return set(self._jobs)
 
     def shutdown(self) -> None:
-        """Wait for the jobs under way and close the pool."""
-        self._copies.close()
-        if self._sealer is not None:
-            self._sealer.shutdown()
-        self._pool.close()
+        """Wait for the jobs under way and close the pool, also if the copies cannot be closed."""
+        try:
+            self._copies.close()
+        finally:
+            if self._sealer is not None:
+                self._sealer.shutdown()
+            self._pool.close()
 
     def _submit(
         self, job_id: int, job: _Job, engine: Any, begin: Callable[[int, Any, SlotsSpec], None]
@@ -122,7 +143,10 @@ class KVOffloadWorker(OffloadingWorker):
 
     def _collect(self, wait_for: set[int] | frozenset[int] = frozenset()) -> None:
         for copied in self._copies.finished():
-            job = self._jobs[copied.job]
+            job = self._jobs.get(copied.job)
+            if job is None or job.copied:
+                continue  # `wait` has given it up
+            job.copied = True
             if copied.error is not None:
                 self._fail(copied.job, job, copied.error)
                 continue
@@ -144,8 +168,14 @@ class KVOffloadWorker(OffloadingWorker):
             self._pool.fail(self._part, job.torn)
         job.result = result
 
+    def _drop(self, job: _Job) -> None:
+        """Let the scheduler forget the blocks of a store that may have read overwritten blocks."""
+        self.num_overwritten += 1
+        self._pool.fail(self._part, job.slots.block_ids)
+
     def _fail(self, job_id: int, job: _Job, error: BaseException) -> None:
         self.num_failed += 1
+        job.copied = True
         kind, count = "store" if job.is_store else "load", len(job.slots.block_ids)
         text = "kvoffload: a %s of %d blocks failed; they are computed again: %s: %s"
         self._log.error(kind, text, kind, count, type(error).__name__, error)
