@@ -1,14 +1,17 @@
 """Everything of ours that needs a GPU, in one command: ``make gpu-check``, or ``python bench/gpu_check.py``.
 
-Needs torch and numba, and no network; a few minutes. Without a GPU it runs on CPU tensors, so that it is
-known to work; those figures say nothing of a GPU. Prints one page, writes the same as JSON, and ends with 1
-if a byte was wrong.
+Needs torch and numba, and no network; some minutes, and a quarter of an hour where vLLM is installed. Without
+a GPU it runs on CPU tensors, so that it is known to work; those figures say nothing of a GPU. Prints one page
+and a table of what ran, what passed, and what was not run and why; writes the same as JSON; and ends with 1
+if something failed.
 
     equality    every way across the bus, both directions, layouts of several shapes: the bytes are compared
     bandwidth   ours against one copy of the same bytes between pinned memory and the device (cudaMemcpyAsync)
     threshold   runs against gathering for scattered blocks: where should `RUN_BYTES` be?
     overlap     how much of a store is hidden behind a computation
     checks      what the verification of a block costs the host
+    vllm        what vLLM uses, each in its own process (`gpu_check_vllm.py`): the copies, then engines with
+                model runners V1 and V2, CUDA graphs, zeroing of new blocks, and two GPUs
 """
 
 from __future__ import annotations
@@ -18,10 +21,16 @@ import importlib.util
 import json
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+if missing := [name for name in ("numpy", "numba", "torch") if importlib.util.find_spec(name) is None]:
+    sys.exit(f"gpu-check: {', '.join(missing)} not installed for {sys.executable}: make gpu-check PYTHON=...")
 
 import numpy as np
 import numpy.typing as npt
@@ -260,6 +269,85 @@ def checks(machine: Machine, sizes: list[int]) -> list[dict[str, Any]] | str:
     return found
 
 
+PART_LIMIT_S = 900.0
+ENGINES = [
+    *(["--runner", runner, "--graphs", graphs] for runner in ("V1", "V2") for graphs in ("off", "on")),
+    ["--runner", "V1", "--graphs", "on", "--zeroing"],
+    ["--runner", "V2", "--graphs", "on", "--zeroing"],
+    ["--runner", "V2", "--graphs", "on", "--tp", "2"],
+]
+"""Engines that a GPU is tried with."""
+ON_THE_CPU = ["--requests", "40", "--documents", "6"]
+
+
+def vllm_parts(is_gpu: bool) -> list[dict[str, Any]]:
+    """The parts that need vLLM, one process after the other."""
+    if importlib.util.find_spec("vllm") is None:
+        return [{"part": "vllm", "status": "not run", "why": f"vLLM is not installed for {sys.executable}"}]
+    device = ["--device", "cuda" if is_gpu else "cpu"]
+    found = vllm_part(["copies", *device])
+    for more in ENGINES if is_gpu else [ON_THE_CPU]:
+        found += vllm_part(["engine", *device, *more])
+    if not is_gpu:
+        why = "no GPU here"
+        found += [{"part": f"engine {' '.join(more)}", "status": "not run", "why": why} for more in ENGINES]
+    return found
+
+
+def vllm_part(arguments: list[str]) -> list[dict[str, Any]]:
+    """Run one of them; what its process has written, and that it has failed if it has written nothing."""
+    script, name = Path(__file__).with_name("gpu_check_vllm.py"), " ".join(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "parts.json"
+        command = [sys.executable, str(script), *arguments, "--out", str(out)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=PART_LIMIT_S, errors="replace", check=False
+            )
+            ending, lines = f"ended with {done.returncode}", (done.stdout + done.stderr).splitlines()
+        except subprocess.TimeoutExpired:
+            ending, lines = f"took more than {PART_LIMIT_S:.0f} s", []
+        found: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
+    if ending != "ended with 0" and not any(one["status"] == "failed" for one in found):
+        found.append({"part": name, "status": "failed", "why": ending})
+    for one in found:
+        if one["status"] == "failed":
+            one["output"] = lines[-60:]
+    return found
+
+
+def of_page(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of the page as the table has them."""
+    wrong = found["equality"]["wrong"]
+    rows = [
+        {
+            "part": "equality",
+            "status": "failed" if wrong else "passed",
+            "why": "; ".join(wrong[:5]),
+            "cases": found["equality"]["cases"],
+        }
+    ]
+    for name in ("bandwidth", "threshold", "overlap", "checks"):
+        is_text = isinstance(found[name], str)
+        rows.append(
+            {"part": name, "status": "not run" if is_text else "ran", "why": found[name] if is_text else ""}
+        )
+    return rows
+
+
+def table(parts: list[dict[str, Any]]) -> str:
+    """What ran, what passed, and what was not run and why."""
+    width = max(len(one["part"]) for one in parts)
+    lines = []
+    for one in parts:
+        rest = {key: value for key, value in one.items() if key not in ("part", "status", "why", "output")}
+        numbers = "   ".join(f"{key} {value}" for key, value in rest.items())
+        lines.append(f"  {one['part']:<{width}}  {one['status']:<10}  {one['why'] or numbers}")
+        if one["why"] and numbers:
+            lines.append(f"  {'':<{width}}  {'':<10}  {numbers}")
+    return "\n".join(lines)
+
+
 def report(found: dict[str, Any]) -> str:
     """One page."""
     lines = []
@@ -296,16 +384,18 @@ def main() -> int:
         found["threshold"] = "not measured: on CPU tensors there is one way"
     found["overlap"] = overlap(machine, total_bytes)
     found["checks"] = checks(machine, sizes[1:])
+    print(report(found), flush=True)
+    found["parts"] = of_page(found) + vllm_parts(machine.is_gpu)
     found["seconds"] = round(time.perf_counter() - began, 1)
-    print(report(found))
+    print(f"\nparts\n{table(found['parts'])}")
     text = json.dumps(found, indent=2)
     if chosen.out is not None:
         chosen.out.write_text(text + "\n")
     else:
         print(text)
-    wrong = found["equality"]["wrong"]
-    print(f"\n{len(wrong)} wrong of {found['equality']['cases']} cases, after {found['seconds']} s")
-    return 1 if wrong else 0
+    failed = [one["part"] for one in found["parts"] if one["status"] == "failed"]
+    print(f"\n{len(failed)} of {len(found['parts'])} parts failed, after {found['seconds']} s")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import subprocess
 import sys
 import threading
-import types
 
 import numpy as np
 import pytest
@@ -303,109 +301,6 @@ def test_both_ways_of_the_cuda_engine_equal_a_loop_on_cpu_tensors(data):
     scatter(bounce, back, rows)
     assert np.array_equal(back.numpy()[rows], device[rows])
     assert back.any(dim=1).sum() == count
-
-
-class FakeCuda:
-    """``torch.cuda`` of a machine whose copies are done when a test says so. The device is a CPU tensor."""
-
-    def __init__(self) -> None:
-        self.arrived, self.pinned, self.waits = False, {}, []
-
-    def Stream(self, device):  # noqa: N802
-        return types.SimpleNamespace(wait_stream=self.waits.append, synchronize=lambda: None)
-
-    def Event(self):  # noqa: N802
-        return types.SimpleNamespace(
-            record=lambda stream: None, query=lambda: self.arrived, synchronize=lambda: None
-        )
-
-    def current_stream(self, device):
-        return "the caller's stream"
-
-    def stream(self, stream):
-        return contextlib.nullcontext()
-
-    def cudart(self):
-        return types.SimpleNamespace(
-            cudaHostRegister=lambda address, size, flags: self.pinned.update({address: size}) or 0,
-            cudaHostUnregister=lambda address: bool(self.pinned.pop(address)) and 0,
-        )
-
-    def check_error(self, status):
-        assert status == 0
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    from kvoffload.transfer import cuda
-
-    fake = FakeCuda()
-    monkeypatch.setattr(torch, "cuda", fake)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(cuda, "_pinned_buffer", lambda *shape: torch.zeros(shape, dtype=torch.uint8))
-    return fake
-
-
-@needs_torch
-@pytest.mark.parametrize("block_bytes", [24, 1 << 18], ids=["gathered", "runs"])
-def test_the_cuda_engine_stores_and_loads_on_a_fake_device(fake_cuda, block_bytes):
-    from kvoffload.transfer.cuda import CudaEngine
-
-    device = torch.from_numpy(numbered(6, block_bytes))
-    original, engine = device.clone(), CudaEngine(device)
-    fake_cuda.arrived = True
-    round_trip(engine, block_bytes)
-    assert torch.equal(device[[3, 5, 0, 1]], original[[4, 0, 1, 2]])
-    # Each of the three transfers began behind the caller's stream.
-    assert fake_cuda.waits == ["the caller's stream"] * 3
-    engine.close()
-
-
-@needs_torch
-def test_a_gathered_store_ends_when_its_bytes_have_arrived_and_once(fake_cuda):
-    from kvoffload.transfer.cuda import CudaEngine
-
-    engine, pool = CudaEngine(torch.from_numpy(numbered(4, 24))), np.zeros((4, 24), np.uint8)
-    transfer = engine.store(np.array([2, 0]), pool, np.array([1, 3]))
-    assert not transfer.done()
-    assert not pool.any()
-    fake_cuda.arrived = True
-    assert transfer.done()
-    assert np.array_equal(pool[[1, 3]], numbered(4, 24)[[2, 0]])
-    pool[:] = 0
-    transfer.wait()
-    assert transfer.done()
-    assert not pool.any()
-
-
-@needs_torch
-def test_the_cuda_engine_pins_a_pool_once_and_lets_go_of_it(fake_cuda):
-    from kvoffload.transfer.cuda import CudaEngine
-
-    engine, rows = CudaEngine(torch.zeros((4, 24), dtype=torch.uint8)), np.arange(4)
-    whole, gaps = np.zeros((4, 24), np.uint8), np.zeros((4, 32), np.uint8)[:, :24]
-    for pool in (whole, gaps, whole, gaps):
-        engine.store(rows, pool, rows).wait()
-    assert fake_cuda.pinned == {whole.ctypes.data: 96, gaps.ctypes.data: 120}
-    engine.close()
-    assert fake_cuda.pinned == {}
-
-
-@needs_torch
-def test_the_cuda_engine_checks_before_it_moves(fake_cuda):
-    from kvoffload.transfer.cuda import CudaEngine
-
-    engine = CudaEngine(torch.zeros((4, 64), dtype=torch.uint8))
-    one, pool = np.array([0]), np.zeros((4, 64), np.uint8)
-    with pytest.raises(IndexError, match=r"device_rows\[0\] is 4"):
-        engine.store(np.array([4]), pool, one)
-    with pytest.raises(IndexError, match=r"slots\[0\] is -1"):
-        engine.load(pool, np.array([-1]), one)
-    with pytest.raises(ValueError, match="pool has blocks of 32 bytes"):
-        engine.store(one, np.zeros((4, 32), np.uint8), one)
-    with pytest.raises(ValueError, match="2 device_rows but 1 slots"):
-        engine.store(np.array([0, 1]), pool, one)
-    assert not fake_cuda.waits
 
 
 # CUDA

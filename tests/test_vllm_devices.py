@@ -24,6 +24,7 @@ from vllm_forms import VERSIONS, versions_since
 from vllm_stand_in import OURS, Device, standing_in
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+fake_cuda = pytest.importorskip("fake_cuda")
 
 PAGES = [96, 64, 96, 32]
 GROUPS = [[(0, 96), (1, 60)], [(2, 96), (1, 64)], [(3, 32)]]
@@ -255,17 +256,58 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(
 
 
 @with_devices
+@pytest.mark.parametrize("can_wait", [True, False])
 @pytest.mark.parametrize("failing", ["store", "load"])
 def test_closing_goes_on_when_a_direction_fails(
-    world: Callable[..., World], version: str, failing: str
+    world: Callable[..., World], version: str, failing: str, can_wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = world(version)
+    """The pool is unpinned if nothing can run any more, and otherwise stays as it is."""
+    one, waited = world(version), list[Any]()
     copies = one.make()
     one.device.failing = failing
+    monkeypatch.setattr(one.ours, "synchronized", lambda device: waited.append(device) or can_wait)
     with pytest.raises(RuntimeError, match="the device is gone"):
         copies.close()
     assert not any(handler.is_open for handler in one.device.handlers)
-    assert len(one.device.times("unpin")) == len(one.device.pinned)
+    assert waited == [torch.device("cpu")]
+    assert len(one.device.times("unpin")) == (len(one.device.pinned) if can_wait else 0)
+    copies.close()
+    assert len(one.device.times("shutdown")) == 2, "nothing twice"
+
+
+@with_devices
+def test_the_pool_is_pinned_and_unpinned_on_the_tensors_device(
+    world: Callable[..., World], version: str
+) -> None:
+    one, runtime, where = world(version), fake_cuda.FakeCuda(), list[int]()
+    one.device.seen = lambda: where.append(runtime.current)
+    with fake_cuda.installed(runtime):
+        for tensor in one.caches.tensors:
+            tensor.tensor = runtime.tensor(tensor.tensor, 3)
+        copies = one.make()
+        copies.close()
+    assert where == [3, 3]
+    assert runtime.current == 0
+
+
+@with_devices
+@pytest.mark.parametrize("stuck", ["store", "load"])
+def test_a_wait_that_fails_waits_for_the_device_before_it_raises(
+    world: Callable[..., World], version: str, stuck: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has waited may overwrite the blocks."""
+    one, waited = world(version), list[Any]()
+    copies = one.make()
+    copies.store(1, engine_blocks(3), one.slots(2))
+    one.device.stuck = stuck
+    monkeypatch.setattr(one.ours, "synchronized", lambda device: waited.append(device) or True)
+    with pytest.raises(RuntimeError, match="the event is gone"):
+        copies.wait({1})
+    assert waited == [torch.device("cpu")]
+    one.device.stuck = ""
+    copies.wait({1})
+    assert waited == [torch.device("cpu")]
+    copies.close()
 
 
 @with_devices

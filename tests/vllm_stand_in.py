@@ -31,6 +31,8 @@ class Device:
         log: in order: ``pin``, ``unpin`` and ``shutdown``, with what they were about.
         handlers: those that were made. refused: which call of `host_register` is refused, from 0.
         failing: a direction whose `shutdown` raises; refusing: whether transfers are refused, or fail later.
+        stuck: a direction whose `wait` raises.
+        seen: called at each call about pinning.
     """
 
     log: list[tuple[Any, ...]] = field(default_factory=list)
@@ -38,12 +40,16 @@ class Device:
     refused: int = -1
     failing: str = ""
     refusing: str = ""
+    stuck: str = ""
+    seen: Callable[[], None] = lambda: None
 
     def host_register(self, ptr: int, num_bytes: int) -> bool:
+        self.seen()
         self.log.append(("pin", ptr, num_bytes))
         return sum(one[0] == "pin" for one in self.log) - 1 != self.refused
 
     def host_unregister(self, ptr: int) -> None:
+        self.seen()
         self.log.append(("unpin", ptr))
 
     @property
@@ -84,6 +90,8 @@ class Handler:
 
     def wait(self, job_ids: set[int]) -> None:
         assert self.is_open
+        if self.device.stuck == self.name:
+            raise RuntimeError("the event is gone")
         while any(job in job_ids for job, _, _ in self.waiting):
             self._run()
 

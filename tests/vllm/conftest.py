@@ -143,12 +143,12 @@ class Engine:
         self.llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
-            enforce_eager=True,
             seed=0,
-            distributed_executor_backend="uni",
             kv_transfer_config=transfer,
             disable_log_stats=False,
             **{
+                "enforce_eager": True,
+                "distributed_executor_backend": "uni",
                 "dtype": "float32",
                 "block_size": 32,
                 "max_model_len": 512,

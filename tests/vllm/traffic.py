@@ -52,15 +52,22 @@ def conversations(seed: int, documents: int, turns: int) -> list[list[int]]:
 
 
 def certain_answers(
-    engine: Any, prompts: list[list[int]], tokens: int
+    engine: Any,
+    prompts: list[list[int]],
+    tokens: int,
+    *,
+    margin: float = CERTAIN_MARGIN,
+    shortest: int = 2,
+    least: float = 0.5,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts, and what the engine answers to each when it is alone and computed, as far as that is certain.
 
     With random weights two tokens may be equally probable to the last digit, and which of them wins depends
     on how the prompt was split and on its company, with offloading and without. An answer ends before the
-    first such token; prompts with less than two certain tokens are left out.
+    first such token; prompts with less than `shortest` certain tokens are left out, and at least the share
+    `least` of them must be left.
 
-    Certain is a token that is ahead by `CERTAIN_MARGIN` in log-probability. The engine computes in float32:
+    Certain is a token that is ahead by `margin` in log-probability. The engine computes in float32:
     there another split, another company or another processor moves logits of about 10 by 1e-5 (a step is
     1e-6, summed up over four layers), a thousandth of it. In bf16 a step is 0.06, and no margin would leave
     enough tokens.
@@ -72,12 +79,12 @@ def certain_answers(
         answer = []
         for token, alternatives in zip(output.token_ids, output.logprobs, strict=True):
             first, second, *_ = sorted((one.logprob for one in alternatives.values()), reverse=True)
-            if first - second < CERTAIN_MARGIN:
+            if first - second < margin:
                 break
             answer.append(token)
-        if len(answer) >= 2:
+        if len(answer) >= shortest:
             found.append((prompt, answer))
-    assert 2 * len(found) >= len(prompts), f"{len(found)} of {len(prompts)} answers are certain"
+    assert len(found) >= least * len(prompts), f"{len(found)} of {len(prompts)} answers are certain"
     return [prompt for prompt, _ in found], [answer for _, answer in found]
 
 

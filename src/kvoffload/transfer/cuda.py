@@ -8,7 +8,11 @@ Imports torch, and is imported only for a CUDA tensor. There are two ways across
   the host then copies the blocks into their slots; the reverse for a load. Faster for many small blocks,
   where launches would take longer than the bytes.
 
-Functions over tensors move the bytes and are tested with CPU tensors; the class adds streams.
+A pool that cannot be pinned is never given to CUDA: its blocks go through a pinned buffer as well, and the
+host copies them.
+
+Functions over tensors move the bytes and are tested with CPU tensors; the class adds streams. Pinning is in
+`pinned`.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch as untyped_torch
 
-from kvoffload.transfer.copies import Blocks, Rows, address_of, check_rows, coalesce, copy_blocks
+from kvoffload.transfer.copies import Blocks, Rows, check_rows, coalesce, copy_blocks
 from kvoffload.transfer.engine import Transfer, byte_rows
+from kvoffload.transfer.pinned import PinnedPools, host_buffer, on_device, synchronized
 
 # torch is only partly typed, and mypy must report the same with and without it.
 torch: Any = untyped_torch
@@ -30,8 +35,6 @@ Stream: TypeAlias = Any
 
 RUN_BYTES = 256 * 1024
 """Blocks are gathered if their runs are smaller than this on average."""
-
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 
 RowsArray = npt.NDArray[np.int64]
 
@@ -66,7 +69,8 @@ class CudaEngine:
     finds the bytes arrived: so call one of them for every transfer.
 
     A pool is pinned (`cudaHostRegister`, which also populates it) on its first use until `close`, and must
-    exist that long: close the engine before the tier.
+    exist that long: close the engine before the tier. If that fails (no memory to pin, read-only memory,
+    pages that are pinned for something else), a line in the log says so, and copies of this pool are slower.
 
     Args:
         device: CUDA tensor as for `byte_rows`, kept alive by the engine.
@@ -77,20 +81,26 @@ class CudaEngine:
     def __init__(self, device: Tensor) -> None:
         self.blocks = byte_rows(device)
         self.num_blocks, self.block_bytes = self.blocks.shape
-        self._storing = torch.cuda.Stream(self.blocks.device)
-        self._loading = torch.cuda.Stream(self.blocks.device)
-        self._pools: dict[tuple[int, int], _PinnedPool] = {}
+        with on_device(self.blocks.device):
+            self._storing = torch.cuda.Stream(self.blocks.device)
+            self._loading = torch.cuda.Stream(self.blocks.device)
+        self._pools = PinnedPools(self.blocks.device)
 
     def store(self, device_rows: Rows, pool: Blocks, slots: Rows) -> Transfer:
+        if not pool.flags.writeable:
+            raise ValueError("pool is read-only")
         rows, slots, host = self._checked(device_rows, pool, slots)
         chosen = self._plan(rows, slots, host)
         with self._submitting(self._storing):
-            if not chosen.gathered:
+            if host is not None and not chosen.gathered:
                 copy_runs(self.blocks, rows, host, slots, chosen.starts)
                 return _CudaTransfer(self._storing)
-            bounce = _pinned_buffer(len(rows), self.block_bytes)
-            gather(self.blocks, rows, bounce)
+            bounce = host_buffer((len(rows), self.block_bytes), torch.uint8)
             arrived = np.arange(len(rows))
+            if chosen.gathered:
+                gather(self.blocks, rows, bounce)
+            else:
+                copy_runs(self.blocks, rows, bounce, arrived, chosen.starts)
             return _CudaTransfer(
                 self._storing, finish=lambda: copy_blocks(bounce.numpy(), arrived, pool, slots)
             )
@@ -99,39 +109,54 @@ class CudaEngine:
         rows, slots, host = self._checked(device_rows, pool, slots)
         chosen = self._plan(rows, slots, host)
         with self._submitting(self._loading):
-            if not chosen.gathered:
+            if host is not None and not chosen.gathered:
                 copy_runs(host, slots, self.blocks, rows, chosen.starts)
-            else:
-                bounce = _pinned_buffer(len(rows), self.block_bytes)
-                copy_blocks(pool, slots, bounce.numpy(), np.arange(len(rows)))
+                return _CudaTransfer(self._loading)
+            bounce = host_buffer((len(rows), self.block_bytes), torch.uint8)
+            leaving = np.arange(len(rows))
+            copy_blocks(pool, slots, bounce.numpy(), leaving)
+            if chosen.gathered:
                 scatter(bounce, self.blocks, rows)
+            else:
+                copy_runs(bounce, leaving, self.blocks, rows, chosen.starts)
             return _CudaTransfer(self._loading)
 
     def close(self) -> None:
-        self._storing.synchronize()
-        self._loading.synchronize()
-        for pool in self._pools.values():
-            pool.unpin()
-        self._pools.clear()
+        """Wait for the copies under way and unpin the pools. Once more does nothing.
 
-    def _checked(self, device_rows: Rows, pool: Blocks, slots: Rows) -> tuple[RowsArray, RowsArray, Any]:
+        Raises: the device's error, if it has one. Then pools are unpinned only if nothing can run any more.
+        """
+        failed: Exception | None = None
+        with on_device(self.blocks.device):
+            for stream in (self._storing, self._loading):
+                try:
+                    stream.synchronize()
+                except Exception as error:
+                    failed = failed or error
+            if failed is None or synchronized(self.blocks.device):
+                self._pools.unpin()
+            else:
+                self._pools.abandon()
+        if failed is not None:
+            raise failed
+
+    def _checked(
+        self, device_rows: Rows, pool: Blocks, slots: Rows
+    ) -> tuple[RowsArray, RowsArray, Tensor | None]:
+        """Rows and slots, checked, and the pool as a pinned tensor; None if it cannot be pinned."""
         if pool.shape[1] != self.block_bytes:
             raise ValueError(f"pool has blocks of {pool.shape[1]} bytes, the device of {self.block_bytes}")
         rows = check_rows("device_rows", device_rows, self.num_blocks)
         checked_slots = check_rows("slots", slots, len(pool))
         if len(rows) != len(checked_slots):
             raise ValueError(f"{len(rows)} device_rows but {len(checked_slots)} slots")
-        return rows, checked_slots, self._pinned(pool)
+        return rows, checked_slots, self._pools.tensor(pool)
 
-    def _plan(self, rows: RowsArray, slots: RowsArray, host: Tensor) -> Plan:
+    def _plan(self, rows: RowsArray, slots: RowsArray, host: Tensor | None) -> Plan:
+        if host is None:  # they cross the bus to or from a buffer in which they are neighbours
+            return plan(rows, np.arange(len(rows)), self.block_bytes, self.blocks.is_contiguous())
         packed = self.blocks.is_contiguous() and host.is_contiguous()
         return plan(rows, slots, self.block_bytes, packed)
-
-    def _pinned(self, pool: Blocks) -> Tensor:
-        identity = (address_of(pool), pool.strides[0] * len(pool))
-        if identity not in self._pools:
-            self._pools[identity] = _PinnedPool(pool)
-        return self._pools[identity].tensor
 
     def _submitting(self, stream: Stream) -> Any:
         """Context in which work goes to `stream`, after the work on the caller's stream."""
@@ -174,20 +199,19 @@ def _wide(blocks: Tensor) -> Tensor:
 
 
 def _indices(rows: RowsArray, device: Tensor) -> Tensor:
-    # From pageable memory: the driver copies it before the call returns, so `rows` may be freed.
-    return torch.from_numpy(rows.copy()).to(device.device, non_blocking=True)
-
-
-def _pinned_buffer(num_blocks: int, block_bytes: int) -> Tensor:
-    # torch's pinned allocator keeps buffers and reuses one only when the copies that use it are done.
-    return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
+    if device.device.type == "cpu":
+        return torch.from_numpy(rows.copy())
+    # Pinned: a copy from pageable memory may wait on the host until the stream has reached it.
+    found = host_buffer((len(rows),), torch.int64)
+    found.numpy()[:] = rows
+    return found.to(device.device, non_blocking=True)
 
 
 class _CudaTransfer:
     """Done when the stream has passed this point and the host's part, if there is one, has run."""
 
     def __init__(self, stream: Stream, finish: Callable[[], None] | None = None) -> None:
-        self._passed = torch.cuda.Event()
+        self._passed = torch.cuda.Event(blocking=True)  # who waits sleeps
         self._passed.record(stream)
         self._finish = finish
 
@@ -202,24 +226,3 @@ class _CudaTransfer:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-
-
-class _PinnedPool:
-    """A pool as a tensor in pinned memory; `unpin` undoes only the pinning done here."""
-
-    def __init__(self, pool: Blocks) -> None:
-        self.tensor = torch.from_numpy(pool)
-        self._address = 0
-        if not self.tensor.is_pinned():
-            num_bytes = pool.strides[0] * (len(pool) - 1) + pool.shape[1]
-            _check(torch.cuda.cudart().cudaHostRegister(address_of(pool), num_bytes, _PORTABLE))
-            self._address = address_of(pool)
-
-    def unpin(self) -> None:
-        if self._address:
-            _check(torch.cuda.cudart().cudaHostUnregister(self._address))
-            self._address = 0
-
-
-def _check(status: Any) -> None:
-    torch.cuda.check_error(int(status))

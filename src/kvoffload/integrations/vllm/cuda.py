@@ -1,11 +1,13 @@
 """Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
 
-The only module for devices. Owns the pinning of the pool and its views for vLLM's copies; vLLM owns how bytes
-cross the bus (``vllm/v1/kv_offload/cpu/gpu_worker.py``), reviewed against 0.32 and 0.33.
+The only module for devices. Owns the pinning of the pool and its views for vLLM's copies; vLLM owns how
+bytes cross the bus (``vllm/v1/kv_offload/cpu/gpu_worker.py``, read in 0.32). The order in which vLLM's model
+runners call the worker matters as well: `versions.fences_come_late`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from kvoffload.integrations.vllm.logs import logger
 from kvoffload.integrations.vllm.pool import SharedPool
 from kvoffload.integrations.vllm.slots_spec import SlotsSpec
 from kvoffload.transfer.cuda import tensor_over
+from kvoffload.transfer.pinned import on_device, synchronized
 
 PIN_AT_ONCE_BYTES = 64 * 2**30
 """The most that drivers pin in one call."""
@@ -33,8 +36,10 @@ class DeviceCopies:
 
     def __init__(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> None:
         self._num_slots = pool.num_slots
-        self._pinned = _pin(pool)
         theirs = [tensor.tensor for tensor in kv_caches.tensors]
+        self._device = theirs[0].device
+        with on_device(self._device):
+            self._pinned = _pin(pool)
         ours = views_of(pool, part, layout, [tensor.page_size_bytes for tensor in kv_caches.tensors])
         self._storing, self._loading = (
             SingleDirectionOffloadingHandler(
@@ -47,6 +52,7 @@ class DeviceCopies:
             )
             for to_pool in (True, False)
         )
+        self._directions = [self._storing, self._loading]
 
     def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
         self._check(slots)
@@ -69,20 +75,36 @@ class DeviceCopies:
         ]
 
     def wait(self, jobs: set[int]) -> None:
-        self._storing.wait(jobs)
-        self._loading.wait(jobs)
+        """Return when these jobs have ended, or nothing runs on the device any more; then raise the error."""
+        try:
+            self._storing.wait(jobs)
+            self._loading.wait(jobs)
+        except Exception:
+            synchronized(self._device)
+            raise
 
     def close(self) -> None:
-        # All of it, also if a direction fails: memory that stays pinned stays the driver's.
-        try:
-            self._storing.shutdown()
-        finally:
-            try:
-                self._loading.shutdown()
-            finally:
+        """Wait for the copies under way, release the tensors, unpin the pool. Once more does nothing.
+
+        Raises: the first error of vLLM's directions. Then the pool is unpinned only if the device can be
+        waited for: memory that a copy may still use stays pinned until the process ends.
+        """
+        failed: Exception | None = None
+        directions, self._directions = self._directions, []
+        with on_device(self._device):
+            for direction in directions:
+                try:
+                    direction.shutdown()
+                except Exception as error:
+                    failed = failed or error
+            if failed is None or synchronized(self._device):
                 for address in self._pinned:
                     host_unregister(address)
-                self._pinned = []
+            else:
+                logger.error("kvoffload: the pool stays pinned: the device cannot be waited for")
+            self._pinned = []
+        if failed is not None:
+            raise failed
 
     def _check(self, slots: SlotsSpec) -> None:
         """Raise for slots outside the pool: the kernels compute addresses without a check."""
@@ -107,7 +129,7 @@ def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[i
 
 def _pin(pool: SharedPool) -> list[int]:
     """Pin the slots; returns the addresses to unpin, none if pinning fails: copies are then slower."""
-    address, num_bytes = pool.address, pool.num_slots * pool.slot_stride
+    address, num_bytes, began = pool.address, pool.num_slots * pool.slot_stride, time.monotonic()
     step = max(1, PIN_AT_ONCE_BYTES // pool.slot_stride) * pool.slot_stride
     pinned: list[int] = []
     for start in range(0, num_bytes, step):
@@ -117,4 +139,6 @@ def _pin(pool: SharedPool) -> list[int]:
                 host_unregister(done)
             return []
         pinned.append(address + start)
+    gib, seconds = num_bytes / 2**30, time.monotonic() - began
+    logger.info("kvoffload: %.2f GiB of RAM pinned by this worker in %.1f s", gib, seconds)
     return pinned

@@ -146,8 +146,8 @@ class KVOffloadSpec(OffloadingSpec):
         )
         if late:
             logger.info(
-                "kvoffload: vLLM's model runner V2 zeroes new blocks before it waits for stores that read them: "
-                "such a store is dropped (docs/vllm.md)"
+                "kvoffload: vLLM's model runner V2 zeroes new blocks before it waits for stores that read "
+                "them; such a store is dropped (docs/vllm.md)"
             )
         return late
 

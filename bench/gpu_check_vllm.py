@@ -1,0 +1,365 @@
+"""The parts of ``make gpu-check`` that need vLLM: copies by vLLM's kernels, and engines under stress.
+
+    python bench/gpu_check_vllm.py copies --device cuda --out FILE
+    python bench/gpu_check_vllm.py engine --device cuda --runner V2 --graphs on --tp 1 [--zeroing] --out FILE
+
+`bench/gpu_check.py` starts a process for each, so that an error of the device ends one part. FILE is a JSON
+list of parts that have passed, failed or not run.
+
+    copies   the bytes that `DeviceCopies` moves against a loop: int8 tensors, pages of 4 to 256 KiB, one
+             block and three in a chunk, few and many blocks, pinned and unpinned pool; and the same of
+             `HostCopies`, which need no GPU.
+    engine   a tiny model, first without offloading, then with `on-compute` and with `on-device-eviction`:
+             each answer is compared as far as it is certain. bfloat16 on a GPU, float32 on the CPU. With
+             --zeroing the engine zeroes new blocks, as for recurrent state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+KIB = 1024
+PAGES_KIB = (4, 16, 27, 28, 64, 256)
+"""Sizes of pages: below 28 KiB vLLM loads with a Triton kernel, from 16 blocks on."""
+BF16_MARGIN = 0.3
+"""Log-probability by which a token must be ahead in bfloat16; rounding moves a logit by up to 0.06."""
+
+Part = dict[str, Any]
+
+
+def part(name: str, status: str, why: str = "", **numbers: Any) -> Part:
+    return {"part": name, "status": status, "why": why, **numbers}
+
+
+# ---- copies
+
+
+def caches(device: str, page_bytes: int, num_blocks: int, seed: int) -> Any:
+    """As vLLM's ``CanonicalKVCaches``: two KV groups over three tensors, one page with padding."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randint(-128, 128, (num_blocks, page_bytes), generator=generator, dtype=torch.int8).to(device)
+        for _ in range(3)
+    ]
+    groups = [[(0, page_bytes), (1, page_bytes - 64)], [(2, page_bytes)]]
+    return SimpleNamespace(
+        tensors=[SimpleNamespace(tensor=one, page_size_bytes=page_bytes) for one in tensors],
+        group_data_refs=[
+            [SimpleNamespace(tensor_idx=tensor, page_size_bytes=size, mapping=None) for tensor, size in group]
+            for group in groups
+        ],
+    )
+
+
+class Case:
+    """One transfer there and back, and the pool that it goes through."""
+
+    def __init__(self, device: str, page_bytes: int, per_chunk: int, chunks: int, directory: Path) -> None:
+        from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+        from kvoffload.integrations.vllm.layout import Layout
+        from kvoffload.integrations.vllm.pool import SharedPool
+        from kvoffload.integrations.vllm.slots_spec import SlotsSpec
+
+        rng = np.random.default_rng(page_bytes + per_chunk + chunks)
+        sizes, num_slots = [chunks * per_chunk, per_chunk], chunks + 1
+        num_blocks = 2 * sum(sizes)
+        self.device = device
+        self.caches = caches(device, page_bytes, num_blocks, seed=chunks)
+        self.layout = Layout.of(self.caches, per_chunk)
+        self.pool = SharedPool.attach(
+            f"gpu-check-{os.getpid()}-{page_bytes}-{per_chunk}-{chunks}",
+            member=0,
+            num_members=2,
+            num_parts=2,
+            part_bytes=self.layout.part_bytes,
+            capacity_bytes=(num_slots + 3) * (2 * self.layout.part_bytes + 4096),
+            directory=directory,
+        )
+        order = rng.permutation(num_blocks)
+        self.stored, self.loaded = (
+            GPULoadStoreSpec(rows.tolist(), sizes, [0, 0])
+            for rows in (order[: sum(sizes)], order[sum(sizes) :])
+        )
+        self.slots = SlotsSpec(rng.permutation(self.pool.num_slots)[:num_slots].astype(np.int32))
+
+    def bytes_of(self) -> list[Any]:
+        return [tensor.tensor.cpu().numpy().copy() for tensor in self.caches.tensors]
+
+    def expected(self, before: list[Any]) -> tuple[Any, list[Any]]:
+        """The part of the pool after the store, and the tensors after the load, by loops."""
+        pool = np.zeros_like(self.pool.part(1))
+        after = [one.copy() for one in before]
+        for move, back in zip(self._moves(self.stored), self._moves(self.loaded), strict=True):
+            for region in self.layout.regions[move.group]:
+                begin = region.start + move.inner * region.stride
+                for block, slot, target in zip(move.blocks, move.slots, back.blocks, strict=True):
+                    taken = before[region.tensor][block, : region.num_bytes]
+                    pool[slot, begin : begin + region.num_bytes] = taken.view(np.uint8)
+                    after[region.tensor][target, : region.num_bytes] = taken
+        return pool, after
+
+    def _moves(self, engine: Any) -> Iterator[Any]:
+        return self.layout.moves(engine, self.slots.block_ids)
+
+    def run(self, copies: Any) -> list[str]:
+        """What is wrong after a store and a load by these copies; and what they took for it."""
+        before = self.bytes_of()
+        pool, after = self.expected(before)
+        wrong = []
+        for job, begin, arguments in (
+            (1, copies.store, (self.stored, self.slots)),
+            (2, copies.load, (self.loaded, self.slots)),
+        ):
+            begin(job, *arguments)
+            copies.wait({job})
+            (result,) = copies.finished()
+            if result.job != job or result.error is not None:
+                wrong.append(f"job {job}: {result}")
+            if job == 1 and not np.array_equal(self.pool.part(1), pool):
+                wrong.append("stored bytes")
+        if not all(np.array_equal(one, two) for one, two in zip(self.bytes_of(), after, strict=True)):
+            wrong.append("loaded bytes")
+        if self.pool.part(0).any():
+            wrong.append("the other worker's part")
+        copies.close()
+        self.pool.close()
+        return wrong
+
+
+def makers(device: str) -> Iterator[tuple[str, str, Callable[[Case], Any]]]:
+    """The copies to compare with loops: a name, the device of their tensors, and a function."""
+    from kvoffload.integrations.vllm.copies import HostCopies
+
+    yield "on the host", "cpu", lambda case: HostCopies(case.caches, case.layout, case.pool.part(1))
+    if device == "cpu":
+        return
+    from kvoffload.integrations.vllm import cuda
+
+    pin = cuda.host_register
+
+    def make(case: Case, pinned: bool) -> Any:
+        cuda.host_register = pin if pinned else lambda address, num_bytes: False
+        try:
+            return cuda.DeviceCopies(case.caches, case.layout, case.pool, 1)
+        finally:
+            cuda.host_register = pin
+
+    yield "pinned pool", device, partial(make, pinned=True)
+    yield "unpinned pool", device, partial(make, pinned=False)
+
+
+def check_copies(device: str) -> Iterator[Part]:
+    """A part for each kind of copies and pool."""
+    for name, where, make in makers(device):
+        cases, kernels, wrong = 0, 0, []
+        for page_kib, per_chunk, chunks in itertools.product(PAGES_KIB, (1, 3), (2, 24)):
+            with tempfile.TemporaryDirectory(dir=shared_memory()) as directory:
+                case = Case(where, page_kib * KIB, per_chunk, chunks, Path(directory))
+                copies = make(case)
+                loading = getattr(copies, "_loading", None)
+                kernels += isinstance(getattr(loading, "_swap_blocks_batch", None), partial)
+                found = case.run(copies)
+            cases += 1
+            label = f"{page_kib} KiB, {per_chunk} a chunk, {chunks} chunks"
+            wrong += [f"{label}: {one}" for one in found]
+        status, why = "failed" if wrong else "passed", "; ".join(wrong[:5])
+        yield part(f"copies of vLLM, {name}", status, why, cases=cases, wrong=len(wrong), with_triton=kernels)
+    if device == "cpu":
+        yield part("copies of vLLM on a device", "not run", "vLLM's copies need a GPU")
+
+
+def shared_memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+# ---- engines
+
+
+def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What is given to `LLM`."""
+    found: dict[str, Any] = {
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 48,
+        "enforce_eager": chosen.graphs == "off",
+        "tensor_parallel_size": chosen.tp,
+    }
+    if chosen.device != "cpu":
+        found |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "block_size": 16}
+        found |= {"num_gpu_blocks_override": 96}
+    if chosen.tp > 1:
+        found["distributed_executor_backend"] = "mp"
+    return found
+
+
+def check_engine(chosen: argparse.Namespace) -> Iterator[Part]:
+    """The answers of an engine without offloading, twice, and with each store mode."""
+    import traffic
+
+    import conftest
+
+    margin, shortest = (traffic.CERTAIN_MARGIN, 2) if chosen.device == "cpu" else (BF16_MARGIN, 1)
+    settings, name = settings_of(chosen), label(chosen)
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["XDG_CACHE_HOME"] = f"{directory}/cache"
+        model = conftest.write_llama(Path(directory) / "llama")
+        engine: Any = conftest.Engine(model, None, **settings)
+        chats = traffic.conversations(2, documents=chosen.documents, turns=4)
+        prompts, answers = traffic.certain_answers(
+            engine, chats, 8, margin=margin, shortest=shortest, least=0.1
+        )
+        control = drive(engine, prompts, answers, chosen)
+        engine.close()
+        known = sum(map(len, answers))
+        yield part(
+            f"{name}, no offloading",
+            "passed" if not control.wrong else "not judged",
+            "" if not control.wrong else "answers depend on the batch: a larger margin is needed",
+            requests=control.finished,
+            wrong=len(control.wrong),
+            prompts=len(prompts),
+            certain_tokens=known,
+        )
+        for store in ("on-compute", "on-device-eviction"):
+            with zeroing(chosen.zeroing):
+                engine = conftest.Engine(model, {"ram": "64MiB", "store": store}, connector=True, **settings)
+            yield judged(f"{name}, {store}", engine, prompts, answers, chosen, bool(control.wrong))
+            engine.close()
+
+
+def judged(
+    name: str, engine: Any, prompts: Any, answers: Any, chosen: argparse.Namespace, is_unsure: bool
+) -> Part:
+    """Drive an engine with offloading, and compare."""
+    import traffic
+
+    is_late = bool(getattr(engine.worker, "fences_come_late", False)) if chosen.tp == 1 else None
+    outcome = drive(engine, prompts, answers, chosen)
+    stats = engine.manager.core.stats()
+    if chosen.tp == 1:
+        traffic.check_nothing_is_left(engine)
+    status, why = ("failed", "wrong answers") if outcome.wrong else ("passed", "")
+    if outcome.wrong and is_unsure:
+        status, why = "not judged", "the engine without offloading answers differently, too"
+    if not stats.loaded:
+        status, why = "failed", "nothing was loaded"
+    if chosen.zeroing and chosen.runner == "V2" and is_late is False:
+        status, why = "failed", "the worker takes this runner for V1"
+    return part(
+        name,
+        status,
+        why,
+        requests=outcome.finished,
+        wrong=len(outcome.wrong),
+        preempted=outcome.preempted,
+        stored=stats.stored,
+        loaded=stats.loaded,
+        fences_come_late=is_late,
+    )
+
+
+def drive(engine: Any, prompts: Any, answers: Any, chosen: argparse.Namespace) -> Any:
+    import traffic
+
+    return traffic.drive(engine, prompts, answers, chosen.seed, chosen.requests)
+
+
+def zeroing(wanted: bool) -> Any:
+    """Context in which engines that start zero new blocks; nothing if that is not wanted."""
+    import contextlib
+
+    if not wanted:
+        return contextlib.nullcontext()
+    from copy_orders import zeroing_of_new_blocks
+
+    return zeroing_of_new_blocks()
+
+
+def label(chosen: argparse.Namespace) -> str:
+    if chosen.device == "cpu":
+        return "engine on the CPU, float32"
+    found = f"engine, runner {chosen.runner}, CUDA graphs {chosen.graphs}, bf16"
+    return found + (f", TP={chosen.tp}" if chosen.tp > 1 else "") + (", zeroing" if chosen.zeroing else "")
+
+
+def why_not(chosen: argparse.Namespace) -> str:
+    """Why this part cannot run here; empty if it can."""
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, minor
+
+    if (minor(__version__) or SINCE_CONNECTOR) < SINCE_CONNECTOR:
+        return f"vLLM {__version__} is older than 0.32"
+    if current_platform.is_cpu() != (chosen.device == "cpu"):
+        return f"this vLLM is built for {current_platform.device_name}"
+    if chosen.what == "engine":
+        missing = [name for name in ("pytest", "safetensors") if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed"
+        if chosen.tp > 1:
+            import torch
+
+            if torch.cuda.device_count() < chosen.tp:
+                return f"{torch.cuda.device_count()} GPU here, TP={chosen.tp} needs {chosen.tp}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("copies", "engine"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--runner", default="V2", choices=("V1", "V2"))
+    parser.add_argument("--graphs", default="off", choices=("on", "off"))
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--zeroing", action="store_true")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--documents", type=int, default=40, help="of four prompts each")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    chosen = parser.parse_args()
+    if chosen.device != "cpu":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if chosen.runner == "V2" else "0"
+    if chosen.what == "engine" and importlib.util.find_spec("pytest") is not None:
+        # Before torch: it sets the environment that engines need.
+        sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "vllm")]
+        importlib.import_module("conftest")
+        if chosen.device != "cpu":
+            del os.environ["TORCHDYNAMO_DISABLE"]  # CUDA graphs are captured around compiled pieces
+    name = label(chosen) if chosen.what == "engine" else "copies of vLLM"
+    found: list[Part] = []
+    try:
+        if reason := why_not(chosen):
+            found.append(part(name, "not run", reason))
+        else:
+            for one in check_copies(chosen.device) if chosen.what == "copies" else check_engine(chosen):
+                found.append(one)
+                chosen.out.write_text(json.dumps(found))
+    except Exception as error:
+        traceback.print_exc()
+        found.append(part(name, "failed", f"{type(error).__name__}: {error}".splitlines()[0]))
+    chosen.out.write_text(json.dumps(found))
+    return 1 if any(one["status"] == "failed" for one in found) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

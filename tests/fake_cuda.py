@@ -1,0 +1,362 @@
+"""A CUDA runtime in host memory: streams that lag, a pending error, registered ranges, a current device.
+
+`installed` puts it in the place of ``torch.cuda``. Tensors of `FakeCuda.tensor` are on a device: copies and
+kernels that touch them wait in the stream that they were submitted to, until somebody waits for the stream.
+Host memory is as CUDA sees it: a copy is asynchronous only if all of its host memory is pinned, an error if a
+part of it is, and otherwise the host waits until the stream has done it.
+
+What it cannot show: timing, and what a real driver does beyond the rules above.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import mmap
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+PAGE = mmap.PAGESIZE
+SUCCESS, INVALID_VALUE, NO_MEMORY, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED = (
+    0,
+    1,
+    2,
+    700,
+    712,
+    713,
+)
+EARLY, LATE = "early", "late"
+
+
+class DeviceTensor(torch.Tensor):
+    """Bytes of the fake device: host memory that only the fake's streams may move."""
+
+    index = 0
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda", self.index)
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    def record_stream(self, stream: Any) -> None:
+        """The allocator keeps the memory until the stream has passed; here it is never reused."""
+
+
+class Event:
+    """A point of a stream."""
+
+    def __init__(self, cuda: FakeCuda, blocking: bool) -> None:
+        self.cuda, self.blocking, self.stream, self.passed = cuda, blocking, None, True
+
+    def record(self, stream: Any = None) -> None:
+        self.stream, self.passed = stream or self.cuda.current_stream(), False
+        self.stream.submit(lambda: setattr(self, "passed", True))
+
+    def query(self) -> bool:
+        self.cuda.check()
+        self.cuda.progress()
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.cuda.check()
+        if not self.blocking:
+            self.cuda.spins += 1
+        while not self.passed:
+            self.stream.run_one()
+
+
+class Stream:
+    """Work in order; an entry may first need the events of other streams."""
+
+    def __init__(self, cuda: FakeCuda, index: int) -> None:
+        self.cuda, self.index, self.queue = cuda, index, deque[Callable[[], None]]()
+        cuda.streams.append(self)
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda", self.index)
+
+    def submit(self, act: Callable[[], None]) -> None:
+        self.queue.append(act)
+        self.cuda.progress()
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event(self.cuda, blocking=True)
+        event.record(other)
+        self.wait_event(event)
+
+    def wait_event(self, event: Event) -> None:
+        def wait() -> None:
+            while not event.passed:
+                event.stream.run_one()
+
+        self.submit(wait)
+
+    def run_one(self) -> None:
+        self.queue.popleft()()
+
+    def synchronize(self) -> None:
+        self.cuda.check()
+        while self.queue:
+            self.run_one()
+
+
+class FakeCuda:
+    """The runtime; `torch.cuda` while it is installed.
+
+    Attributes:
+        order: `EARLY` runs work when it is submitted, `LATE` when somebody waits, a number is a seed.
+        current: the current device; contexts: devices that calls have made a context on.
+        registered: address -> end, of memory pinned by `cudaHostRegister`; pinned: of torch's allocator.
+        last_error: pending, until `cudaGetLastError` or the check behind a launch; broken: one that stays.
+        pin_limit: bytes that can be pinned in all. host_waits: copies that the host had to wait for.
+        spins: waits for events that spin.
+    """
+
+    def __init__(
+        self, order: str | int = LATE, *, pin_limit: int = 1 << 40, has_last_error: bool = True
+    ) -> None:
+        self.order, self.pin_limit = order, pin_limit
+        self.rng = random.Random(order) if isinstance(order, int) else None
+        self.streams: list[Stream] = []
+        self.current, self.contexts = 0, set[int]()
+        self.registered: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
+        self.last_error = self.broken = SUCCESS
+        self.host_waits = self.launches = self.spins = 0
+        self._kept: list[Any] = []
+        self._defaults: dict[int, Stream] = {}
+        self._stack: list[Stream] = []
+        self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
+        if has_last_error:
+            self.runtime.cudaGetLastError = self.take_last_error
+
+    def tensor(self, host: torch.Tensor, index: int = 0) -> Any:
+        """A tensor on a device, with these bytes."""
+        return host.clone().as_subclass(type("DeviceTensor", (DeviceTensor,), {"index": index}))
+
+    def bytes_of(self, tensor: torch.Tensor) -> Any:
+        """The bytes of a device tensor, as they are now."""
+        return tensor.as_subclass(torch.Tensor)
+
+    # ---- as torch.cuda
+
+    def Stream(self, device: Any = None) -> Stream:  # noqa: N802
+        index = self.current if device is None else torch.device(device).index
+        self.contexts.add(index)
+        return Stream(self, index)
+
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:  # noqa: N802
+        return Event(self, blocking)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = self.current if device is None else torch.device(device).index
+        if self._stack and self._stack[-1].index == index:
+            return self._stack[-1]
+        if index not in self._defaults:
+            self._defaults[index] = Stream(self, index)
+        return self._defaults[index]
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        with self.device(stream.device):
+            self._stack.append(stream)
+            try:
+                yield
+            finally:
+                self._stack.pop()
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.current = self.current, torch.device(device).index
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self, device: Any = None) -> None:
+        self.check()
+        index = self.current if device is None else torch.device(device).index
+        for stream in self.streams:
+            if stream.index == index:
+                stream.synchronize()
+
+    def is_available(self) -> bool:
+        return True
+
+    def cudart(self) -> Any:
+        return self.runtime
+
+    # ---- the runtime
+
+    def take_last_error(self) -> int:
+        error, self.last_error = self.last_error, self.broken
+        return error
+
+    def launch(self) -> None:
+        """Anybody's kernel: the check behind it raises the error that is pending, whoever has caused it."""
+        self.launches += 1
+        if error := self.take_last_error():
+            raise RuntimeError(f"CUDA error: {error}")
+
+    def check(self) -> None:
+        if self.broken:
+            raise RuntimeError(f"CUDA error: {self.broken}")
+
+    def break_device(self) -> None:
+        """From now on everything fails, as after an illegal address in a kernel."""
+        self.broken = self.last_error = ILLEGAL_ADDRESS
+        for stream in self.streams:
+            stream.queue.clear()
+
+    def _failed(self, error: int) -> int:
+        if error:
+            self.last_error = error
+        return error
+
+    def _register(self, address: int, num_bytes: int, flags: int) -> int:
+        self.contexts.add(self.current)
+        first, end = address // PAGE * PAGE, -(-(address + num_bytes) // PAGE) * PAGE
+        if self.broken:
+            return self._failed(self.broken)
+        if any(first < -(-e // PAGE) * PAGE and s // PAGE * PAGE < end for s, e in self.registered.items()):
+            return self._failed(ALREADY_REGISTERED)
+        if sum(e - s for s, e in self.registered.items()) + num_bytes > self.pin_limit:
+            return self._failed(NO_MEMORY)
+        self.registered[address] = address + num_bytes
+        return SUCCESS
+
+    def _unregister(self, address: int) -> int:
+        self.contexts.add(self.current)
+        if self.broken:
+            return self._failed(self.broken)
+        if address not in self.registered:
+            return self._failed(NOT_REGISTERED)
+        assert not any(stream.queue for stream in self.streams), "unregistered while work is under way"
+        del self.registered[address]
+        return SUCCESS
+
+    def is_pinned(self, address: int, num_bytes: int) -> bool | None:
+        """Whether this host memory is pinned; None if a part of it is."""
+        found = 0
+        for ranges in (self.registered, self.pinned):
+            starts = sorted(ranges)
+            at = max(0, bisect.bisect_right(starts, address) - 1)
+            for start in starts[at:]:
+                found += max(0, min(ranges[start], address + num_bytes) - max(start, address))
+                if start <= address and address + num_bytes <= ranges[start]:
+                    return True
+        return None if found else False
+
+    def allocate_pinned(self, made: torch.Tensor) -> torch.Tensor:
+        """torch's pinned allocator: this memory, if there is room for it."""
+        self.contexts.add(self.current)
+        self.check()
+        num_bytes = made.numel() * made.element_size()
+        if sum(e - s for s, e in self.pinned.items()) + num_bytes > self.pin_limit:
+            raise RuntimeError(f"CUDA error: {NO_MEMORY}")
+        if num_bytes:
+            self.pinned[made.data_ptr()] = made.data_ptr() + num_bytes
+            self._kept.append(made)
+        return made
+
+    def progress(self) -> None:
+        """Run what the order says."""
+        for stream in self.streams:
+            while stream.queue and (
+                self.order == EARLY or (self.rng is not None and self.rng.random() < 0.3)
+            ):
+                stream.run_one()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy between the device and the host on the current stream."""
+        self.check()
+        host = source if isinstance(target, DeviceTensor) else target
+        raw = [one.as_subclass(torch.Tensor) for one in (target, source)]
+        num_bytes = sum(step * (size - 1) for step, size in zip(host.stride(), host.shape, strict=True)) + 1
+        pinned = self.is_pinned(host.data_ptr(), num_bytes * host.element_size()) if host.numel() else True
+        if pinned is None:
+            self._failed(INVALID_VALUE)
+            raise RuntimeError(
+                f"CUDA error: {self.take_last_error()}: a copy of memory that is pinned in part"
+            )
+        stream = self.current_stream()
+        stream.submit(lambda: raw[0].copy_(raw[1]))
+        if not pinned:
+            self.host_waits += 1
+            while stream.queue:
+                stream.run_one()
+
+    def kernel(self, act: Callable[[], None]) -> None:
+        """A kernel on the current stream."""
+        self.launch()
+        self.current_stream().submit(act)
+
+
+class _Intercepted(TorchFunctionMode):
+    """Sends what touches a device tensor to the fake."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, cuda = kwargs or {}, self._cuda
+        if func is torch.empty and kwargs.pop("pin_memory", False):
+            return cuda.allocate_pinned(torch.empty(*args, **kwargs))
+        if func is torch.zeros and str(kwargs.get("device", "")).startswith("cuda"):
+            del kwargs["device"]
+            return cuda.tensor(torch.zeros(*args, **kwargs), cuda.current)
+        if func is torch.Tensor.add_ and isinstance(args[0], DeviceTensor):
+            raw = args[0].as_subclass(torch.Tensor)
+            cuda.kernel(lambda: raw.add_(args[1]))
+            return args[0]
+        if func is torch.Tensor.is_pinned:
+            # As torch: it looks at the first byte of the storage.
+            return cuda.is_pinned(args[0].untyped_storage().data_ptr(), 1) is True
+        if func is torch.Tensor.copy_ and any(isinstance(one, DeviceTensor) for one in args[:2]):
+            cuda.copy(*args[:2])
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            return self._to(*args[:2])
+        if func is torch.Tensor.index_select and isinstance(args[0], DeviceTensor):
+            return self._index_select(*args)
+        if func is torch.Tensor.index_copy_ and isinstance(args[0], DeviceTensor):
+            assert isinstance(args[2], DeviceTensor), "indices on the host"
+            raw = [one.as_subclass(torch.Tensor) for one in (args[0], *args[2:])]
+            cuda.kernel(lambda: raw[0].index_copy_(args[1], *raw[1:]))
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _to(self, tensor: torch.Tensor, device: Any) -> Any:
+        made = self._cuda.tensor(torch.zeros_like(tensor), torch.device(device).index)
+        self._cuda.copy(made, tensor)
+        return made
+
+    def _index_select(self, tensor: Any, dimension: int, indices: Any) -> Any:
+        assert isinstance(indices, DeviceTensor), "indices on the host"
+        shape = (len(indices), *tensor.shape[1:])
+        made = self._cuda.tensor(torch.zeros(shape, dtype=tensor.dtype), tensor.device.index)
+        raw = [one.as_subclass(torch.Tensor) for one in (tensor, indices, made)]
+        self._cuda.kernel(lambda: raw[2].copy_(raw[0].index_select(dimension, raw[1])))
+        return made
+
+
+@contextlib.contextmanager
+def installed(cuda: FakeCuda) -> Iterator[FakeCuda]:
+    """For the block, ``torch.cuda`` is the fake, and device tensors are its."""
+    real, torch.cuda = torch.cuda, cuda  # type: ignore[assignment]
+    try:
+        with _Intercepted(cuda):
+            yield cuda
+    finally:
+        torch.cuda = real  # type: ignore[assignment]
