@@ -79,7 +79,7 @@ bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM
 	$(VLLM_VENV)/bin/python bench/vllm_engine.py $(ARGS)
 	$(VLLM_VENV)/bin/python bench/vllm_time.py
 
-gpu-check:  ## all that needs a GPU, in minutes; PYTHON has torch and numba (ARGS="--device cpu" without a GPU)
+gpu-check:  ## all that needs a GPU; PYTHON has torch and numba, and vLLM if there is one (ARGS="--device cpu" without a GPU)
 	PYTHONPATH=src $(PYTHON) bench/gpu_check.py $(ARGS)
 
 soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an hour), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)

@@ -331,6 +331,22 @@ def test_a_refused_transfer_raises_and_a_failed_one_is_an_error(
 
 
 @with_devices
+def test_a_worker_waits_longer_for_a_larger_pool(version: str) -> None:
+    with standing_in(Device(), version):
+        wait_s = importlib.import_module(f"{OURS}.spec").workers_wait_s
+    assert [wait_s(gib * 2**30) for gib in (1, 300, 512)] == [600, 600, 1024]
+
+
+@with_devices
+def test_how_long_pinning_took_is_logged(
+    world: Callable[..., World], version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm.kvoffload"):
+        world(version).make().close()
+    assert "GiB of RAM pinned by this worker in " in caplog.text
+
+
+@with_devices
 def test_an_engine_with_a_gpu_is_not_refused(version: str) -> None:
     with standing_in(Device(), version):
         spec = importlib.import_module(f"{OURS}.spec")

@@ -37,8 +37,9 @@ from kvoffload.integrations.vllm.worker import KVOffloadWorker
 from kvoffload.tiers.base import SecondaryTier
 from kvoffload.tiers.options import open_tiers
 
-WORKERS_WAIT_S = 600.0
-"""How long a worker waits before it pins the pool: as long as half a TiB in 4 KiB pages takes."""
+WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
+"""How long a worker waits for the memory of the others before it pins the pool: the larger of both. A GiB in
+4 KiB pages takes 0.6 s. Nobody waits for the pinning but vLLM itself (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
 """Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
@@ -186,6 +187,11 @@ def _connector() -> Any:
     return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
+def workers_wait_s(pool_bytes: int) -> float:
+    """Seconds that a worker waits for the memory of the others."""
+    return max(WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB * pool_bytes / 2**30)
+
+
 def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> Copies:
     """The copies for the tensors of this worker, on the host or a device."""
     if all(tensor.tensor.device.type == "cpu" for tensor in kv_caches.tensors):
@@ -193,6 +199,6 @@ def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> C
     from kvoffload.integrations.vllm.cuda import DeviceCopies
 
     # To pin the pool is to touch all of it, also the parts of the others.
-    if not pool.wait_for_workers(WORKERS_WAIT_S):
+    if not pool.wait_for_workers(workers_wait_s(pool.num_slots * pool.slot_stride)):
         logger.warning("kvoffload: a worker still takes its memory: some of it may lie on the wrong node")
     return DeviceCopies(kv_caches, layout, pool, part)
