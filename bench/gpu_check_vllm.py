@@ -17,6 +17,7 @@ list of parts that have passed, failed or not run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -151,8 +152,7 @@ def makers(device: str) -> Iterator[tuple[str, str, Callable[[Case], Any]]]:
     yield "on the host", "cpu", lambda case: HostCopies(case.caches, case.layout, case.pool.part(1))
     if device == "cpu":
         return
-    from kvoffload.integrations.vllm import cuda
-
+    cuda: Any = importlib.import_module("kvoffload.integrations.vllm.cuda")
     pin = cuda.host_register
 
     def make(case: Case, pinned: bool) -> Any:
@@ -211,10 +211,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def check_engine(chosen: argparse.Namespace) -> Iterator[Part]:
     """The answers of an engine without offloading, twice, and with each store mode."""
-    import traffic
-
-    import conftest
-
+    conftest, traffic = of_tests("conftest"), of_tests("traffic")
     margin, shortest = (traffic.CERTAIN_MARGIN, 2) if chosen.device == "cpu" else (BF16_MARGIN, 1)
     settings, name = settings_of(chosen), label(chosen)
     with tempfile.TemporaryDirectory() as directory:
@@ -248,13 +245,11 @@ def judged(
     name: str, engine: Any, prompts: Any, answers: Any, chosen: argparse.Namespace, is_unsure: bool
 ) -> Part:
     """Drive an engine with offloading, and compare."""
-    import traffic
-
     is_late = bool(getattr(engine.worker, "fences_come_late", False)) if chosen.tp == 1 else None
     outcome = drive(engine, prompts, answers, chosen)
     stats = engine.manager.core.stats()
     if chosen.tp == 1:
-        traffic.check_nothing_is_left(engine)
+        of_tests("traffic").check_nothing_is_left(engine)
     status, why = ("failed", "wrong answers") if outcome.wrong else ("passed", "")
     if outcome.wrong and is_unsure:
         status, why = "not judged", "the engine without offloading answers differently, too"
@@ -276,20 +271,17 @@ def judged(
 
 
 def drive(engine: Any, prompts: Any, answers: Any, chosen: argparse.Namespace) -> Any:
-    import traffic
-
-    return traffic.drive(engine, prompts, answers, chosen.seed, chosen.requests)
+    return of_tests("traffic").drive(engine, prompts, answers, chosen.seed, chosen.requests)
 
 
 def zeroing(wanted: bool) -> Any:
     """Context in which engines that start zero new blocks; nothing if that is not wanted."""
-    import contextlib
+    return of_tests("copy_orders").zeroing_of_new_blocks() if wanted else contextlib.nullcontext()
 
-    if not wanted:
-        return contextlib.nullcontext()
-    from copy_orders import zeroing_of_new_blocks
 
-    return zeroing_of_new_blocks()
+def of_tests(name: str) -> Any:
+    """A module of tests/vllm: engines, what drives them, and what they are compared with."""
+    return importlib.import_module(name)
 
 
 def label(chosen: argparse.Namespace) -> str:
@@ -342,7 +334,7 @@ def main() -> int:
     if chosen.what == "engine" and importlib.util.find_spec("pytest") is not None:
         # Before torch: it sets the environment that engines need.
         sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "vllm")]
-        importlib.import_module("conftest")
+        of_tests("conftest")
         if chosen.device != "cpu":
             del os.environ["TORCHDYNAMO_DISABLE"]  # CUDA graphs are captured around compiled pieces
     name = label(chosen) if chosen.what == "engine" else "copies of vLLM"
