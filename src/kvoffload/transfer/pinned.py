@@ -1,7 +1,7 @@
 """Pinned host memory for copies to and from a CUDA device.
 
-Owns which pools are pinned, and the device and the pending error of the CUDA runtime around calls of it. Does
-not know what is copied.
+Owns the list of pinned pools, and the current device and the pending error around calls of the CUDA runtime.
+Does not know blocks or slots.
 
 A range of memory is pinned as a whole or not at all: a copy across the end of a pinned range is an error of
 CUDA. So a pool that overlaps a pinned range without lying inside counts as not pinned.
@@ -52,7 +52,7 @@ def synchronized(device: Any) -> bool:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """A tensor in pinned memory, or in pageable memory if no more can be pinned: copies then block the host.
+    """A tensor in pinned memory. If none is available, in pageable memory: then copies block the host.
 
     torch's pinned allocator keeps buffers and reuses one only when the copies that use it are done.
     """
