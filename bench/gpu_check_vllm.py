@@ -333,7 +333,7 @@ def main() -> int:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if chosen.runner == "V2" else "0"
     if chosen.what == "engine" and importlib.util.find_spec("pytest") is not None:
         # Before torch: it sets the environment that engines need.
-        sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "vllm")]
+        sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT / "tests")]
         of_tests("conftest")
         if chosen.device != "cpu":
             del os.environ["TORCHDYNAMO_DISABLE"]  # CUDA graphs are captured around compiled pieces
