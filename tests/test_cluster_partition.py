@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.tiers.remote.cluster import MapQuestion
+from kvoffload.tiers.remote.cluster_map import MapQuestion
 from kvoffload.tiers.remote.divisions import division_of
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError
 from sharing_client import CANARY, some_keys

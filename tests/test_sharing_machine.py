@@ -20,7 +20,7 @@ from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.options import TierOwner
-from kvoffload.tiers.remote.cluster import MapQuestion
+from kvoffload.tiers.remote.cluster_map import MapQuestion
 from kvoffload.tiers.remote.divisions import slot_of
 from kvoffload.tiers.remote.identity import is_rest, names_of_rests
 from kvoffload.tiers.remote.objects import epoch_name

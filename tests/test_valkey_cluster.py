@@ -24,7 +24,8 @@ from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.kinds.valkey import PASSWORD, USERNAME, ValkeyOptions
 from kvoffload.tiers.options import TierOwner, parse_tier, parse_tiers
-from kvoffload.tiers.remote.cluster import Address, ClusterTier, MapQuestion
+from kvoffload.tiers.remote.cluster import ClusterTier
+from kvoffload.tiers.remote.cluster_map import Address, MapQuestion
 from kvoffload.tiers.remote.divisions import division_of, slot_of
 from kvoffload.tiers.remote.identity import names_of_rests
 from kvoffload.tiers.remote.resp import Connection, ProtocolError, ServerError

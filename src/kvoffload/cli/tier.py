@@ -24,7 +24,7 @@ from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
 from kvoffload.tiers.kinds.valkey import Place, ValkeyOptions, connector, place_of
 from kvoffload.tiers.options import TierOptions, TierOwner, parse_tier
 from kvoffload.tiers.producer_text import summary
-from kvoffload.tiers.remote.cluster import Address
+from kvoffload.tiers.remote.cluster_map import Address
 from kvoffload.tiers.remote.inspection import (
     NamespaceReport,
     ServerReport,

@@ -21,7 +21,8 @@ from kvoffload.config import Duration
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName, create_admission
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.options import TierOptions, TierOwner, redacted
-from kvoffload.tiers.remote.cluster import Address, ClusterTier
+from kvoffload.tiers.remote.cluster import ClusterTier
+from kvoffload.tiers.remote.cluster_map import Address
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError
 from kvoffload.tiers.remote.tier import RemoteOptions, RemoteTier
 

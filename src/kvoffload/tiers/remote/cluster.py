@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
 
 import numpy as np
 
@@ -24,54 +23,39 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.tiers.divided import DividedTier, Share
 from kvoffload.tiers.remote.batches import Batch
-from kvoffload.tiers.remote.divisions import NUM_DIVISIONS, division_of, divisions_between, tags
+from kvoffload.tiers.remote.cluster_map import MOST_MASTERS, Address, MapQuestion
+from kvoffload.tiers.remote.divisions import NUM_DIVISIONS, division_of, tags
 from kvoffload.tiers.remote.identity import producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Line
 from kvoffload.tiers.remote.node import Node
-from kvoffload.tiers.remote.resp import Answer, Connection, ProtocolError, ServerError, command
+from kvoffload.tiers.remote.resp import Connection
 from kvoffload.tiers.remote.tier import RemoteOptions
 from kvoffload.transfer import Blocks, Rows
-
-Address = tuple[str, int]
-"""Host and port of a node."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0
 _JITTER = 0.5
 _LOOK_EVERY_S = 0.005
 _NOBODY = -1
 _FIRST_ROW = np.zeros(1, np.int64)
+_NODES_AT_ONCE = 8
+"""Nodes that one call makes, or starts the threads of: about 2 ms of CPU time."""
+_MOST_NODES = 2 * MOST_MASTERS
+"""Nodes of the map, and those that have left it and still have jobs in flight."""
 
 
-@dataclass(eq=False, kw_only=True)
-class MapQuestion(Batch):
-    """Asks a node which node has what; each time on a connection of its own, to whichever node is next.
-
-    A node that cannot reach most masters says that the cluster is down: it may not know who has taken over,
-    so its map does not count.
+@dataclass(eq=False)
+class _Change:
+    """A map that takes effect when all of its new nodes have been made.
 
     Attributes:
-        divisions: of each node that has some. num_replicas: of each of these, without those that are down.
+        stays: numbers of the nodes that keep their divisions. new: addresses without a node yet.
+        made: new nodes, in no use yet.
     """
 
-    hangs_up: bool = True
-    divisions: dict[Address, tuple[int, ...]] = field(default_factory=dict)
-    num_replicas: dict[Address, int] = field(default_factory=dict)
-
-    def run(self, connection: Connection) -> None:
-        connection.send([command(b"CLUSTER", b"INFO"), command(b"CLUSTER", b"SLOTS")], self.deadline)
-        state, answer = (connection.answer(self.deadline) for _ in range(2))
-        for error in (state, answer):
-            if isinstance(error, ServerError):
-                raise error
-        if not isinstance(state, bytes):
-            raise ProtocolError("CLUSTER INFO is not answered as it should be")
-        if b"cluster_state:ok" not in state:
-            raise ServerError("CLUSTERDOWN says a node that was asked for the map")
-        found: dict[Address, list[int]] = {}
-        for first, last, address, num_replicas in _ranges(answer, connection.host):
-            self.num_replicas[address] = num_replicas
-            found.setdefault(address, []).extend(divisions_between(first, last))
-        self.divisions = {address: tuple(sorted(some)) for address, some in found.items() if some}
+    found: MapQuestion
+    stays: dict[Address, int]
+    new: list[Address]
+    made: dict[Address, Node] = field(default_factory=dict)
 
 
 class ClusterTier(DividedTier):
@@ -131,6 +115,7 @@ class ClusterTier(DividedTier):
         self._tells_changes = False
         self._ended: deque[Batch] = deque()
         self._asked: MapQuestion | None = None
+        self._change: _Change | None = None
         self._look_at = self._ask_at = 0.0
         self._pause_s, self._num_troubles = _FIRST_PAUSE_S, 0
         self._may_know: list[Address] = list(seeds)
@@ -255,6 +240,8 @@ class ClusterTier(DividedTier):
                 self.last_error = question.error
             elif isinstance(question, MapQuestion):
                 self._follow(question)
+        self._advance()
+        self._begin_some()
         for number in self._number_of.values():
             if self._nodes[number].was_reset:
                 self._reset_wanted[[*self._nodes[number].divisions]] = False
@@ -270,31 +257,76 @@ class ClusterTier(DividedTier):
             self._line.submit(self._asked)
 
     def _let_go(self) -> None:
-        """Stop the nodes that have left the map, when their jobs have ended."""
-        for number in self._nodes.keys() - {*self._number_of.values()}:
-            if self._nodes[number].is_idle:
-                node = self._nodes.pop(number)
-                node.stop()
-                self._changes += node.take_changes()
-                self._gone = _sum([self._gone, replace(node.stats(), in_flight=0, circuit_open=0)])
+        """Stop a few of the nodes that have left the map and have no job in flight."""
+        left = [number for number in self._leaving() if self._nodes[number].is_idle]
+        for number in left[:_NODES_AT_ONCE]:
+            node = self._nodes.pop(number)
+            node.stop()
+            self._changes += node.take_changes()
+            self._gone = _sum([self._gone, replace(node.stats(), in_flight=0, circuit_open=0)])
+
+    def _leaving(self) -> list[int]:
+        """Nodes that have left the map, the oldest first."""
+        return sorted(self._nodes.keys() - {*self._number_of.values()})
 
     def _follow(self, found: MapQuestion) -> None:
-        """Divide the blocks as this map says. What is under way at nodes that go ends as it may."""
-        for address, number in [*self._number_of.items()]:
-            if found.divisions.get(address) != self._nodes[number].divisions:
-                del self._number_of[address]
-        for address, divisions in found.divisions.items():
-            if address not in self._number_of:
-                self._number_of[address] = self._add(address, divisions)
-            self._nodes[self._number_of[address]].num_replicas = found.num_replicas[address]
-        self._homes[:] = _NOBODY
-        for number in self._number_of.values():
-            self._homes[[*self._nodes[number].divisions]] = number
-        well = [address for address, number in self._number_of.items() if self._nodes[number].is_well]
-        self._may_know = [*well, *self._number_of, *self._seeds]
+        """Begin to divide the blocks by this map. Jobs at nodes that leave it end normally."""
+        stays = {
+            address: number
+            for address, number in self._number_of.items()
+            if found.divisions.get(address) == self._nodes[number].divisions
+        }
+        new = [address for address in found.divisions if address not in stays]
+        if len(self._nodes) + len(new) > _MOST_NODES:
+            for number in self._leaving()[:_NODES_AT_ONCE]:
+                self._nodes[number].stop()
+            self._num_troubles = _NOBODY  # the map is asked for again
+            return
+        self._change = _Change(found, stays, new)
+        self._advance()
 
-    def _add(self, address: Address, divisions: tuple[int, ...]) -> int:
-        """A node that has these divisions now; its number."""
+    def _advance(self) -> None:
+        """Make a few of the new nodes. After the last the new map replaces the old one, as a whole."""
+        change = self._change
+        if change is None:
+            return
+        self._change = None  # an exception drops the new map, and the old one stays
+        for address in change.new[:_NODES_AT_ONCE]:
+            change.made[address] = self._new_node(address, change.found.divisions[address])
+        del change.new[:_NODES_AT_ONCE]
+        if change.new:
+            self._change = change
+            return
+        numbers = dict(change.stays)
+        for number, (address, node) in enumerate(change.made.items(), self._next_node):
+            self._nodes[number] = node
+            numbers[address] = number
+        self._next_node += len(change.made)
+        for address, number in numbers.items():
+            self._nodes[number].num_replicas = change.found.num_replicas[address]
+        self._homes[:] = _NOBODY
+        for number in numbers.values():
+            self._homes[[*self._nodes[number].divisions]] = number
+            if self._reset_wanted[[*self._nodes[number].divisions]].any() and self._nodes[number].was_reset:
+                self._nodes[number].clear()  # the reset was asked for while the map changed
+        self._number_of = numbers
+        self._begin_some()
+        well = [address for address, number in numbers.items() if self._nodes[number].is_well]
+        self._may_know = [*well, *numbers, *self._seeds]
+
+    def _begin_some(self) -> None:
+        """Start the threads of a few nodes. A node whose threads cannot be started stays absent."""
+        waiting = [self._nodes[n] for n in self._number_of.values() if not self._nodes[n].has_begun]
+        for node in waiting[:_NODES_AT_ONCE]:
+            try:
+                node.begin()
+            except RuntimeError as error:  # the limit of threads or memory of this process
+                self.last_error = error
+                self._log.warn("threads", "tier %s: no threads for node %s: %s", self.name, node.place, error)
+                return
+
+    def _new_node(self, address: Address, divisions: tuple[int, ...]) -> Node:
+        """A node that has these divisions, without threads yet."""
         host, port = address
         node = Node(
             self.name,
@@ -310,30 +342,11 @@ class ClusterTier(DividedTier):
         if self._reset_wanted[[*divisions]].any():
             node.clear()
         if self._tells_changes:
-            node.take_changes()  # from its beginning on it remembers them
-        self._nodes[self._next_node] = node
-        self._next_node += 1
-        return self._next_node - 1
+            node.take_changes()  # starts its list of changes
+        return node
 
     def _connect_to_any(self, deadline: float) -> Connection:
         return self._connect(random.choice(self._may_know), deadline)
-
-
-def _ranges(answer: Answer, asked: str) -> list[tuple[int, int, Address, int]]:
-    """What a node says of slots: the first, the last, where their master is, and how many replicas it has.
-
-    Args:
-        asked: the node's own host, as it is known here: it may not know it.
-    """
-    found = []
-    try:
-        for first, last, (host, port, *_), *replicas in cast("Any", answer):
-            name = host.decode() if host else asked
-            if name != "?":
-                found.append((int(first), int(last), (name, int(port)), len(replicas)))
-    except (TypeError, ValueError, AttributeError):
-        raise ProtocolError("CLUSTER SLOTS is not answered as it should be") from None
-    return found
 
 
 def _sum(several: list[TierStats]) -> TierStats:

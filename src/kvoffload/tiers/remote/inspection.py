@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.tiers.producer_text import MAX_BYTES, unpack
-from kvoffload.tiers.remote.cluster import Address, MapQuestion
+from kvoffload.tiers.remote.cluster_map import Address, MapQuestion
 from kvoffload.tiers.remote.divisions import tags
 from kvoffload.tiers.remote.identity import FORMAT, HEADER_BYTES, is_rest, names_of_rests
 from kvoffload.tiers.remote.resp import Answer, Connection, ServerError, command

@@ -39,10 +39,21 @@ class Line:
         self._connection: Any = None
         self._stopping = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread, unless it was started. Raises `RuntimeError` if the process can have no more."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def submit(self, batch: Batch) -> None:
-        """It is this batch's turn when those before it have ended."""
+        """Run a batch after those that were submitted before it. The first starts the thread; if that cannot
+        be, the batch ends at once with the error."""
+        try:
+            self.start()
+        except RuntimeError as error:
+            batch.error, batch.ended = error, time.monotonic()
+            self._deliver(batch)
+            return
         self._batches.put(batch)
 
     @property
@@ -60,6 +71,8 @@ class Line:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end."""
+        if self._thread.ident is None:
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

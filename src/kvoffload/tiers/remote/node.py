@@ -73,6 +73,7 @@ class Node(RemoteTier):
 
     Attributes:
         divisions: in their order.
+        has_begun: whether it has threads, and sends requests; before, all of its blocks are misses.
         num_replicas: of the node, as far as is known.
         num_troubles: batches that failed, or were about blocks that are elsewhere: reasons to ask for a map.
     """
@@ -92,7 +93,7 @@ class Node(RemoteTier):
     ) -> None:
         self.divisions = divisions
         self.num_replicas = self.num_troubles = 0
-        self._is_partial = False
+        self.has_begun = self._is_partial = False
         self._epoch_names = epoch_names(options.namespace, producer_of(fingerprint), divisions)
         super().__init__(
             name,
@@ -105,6 +106,14 @@ class Node(RemoteTier):
             clock=clock,
         )
         self._epoch_name = self._epoch_names[0]
+
+    def begin(self) -> None:
+        """Start all threads and greet the node. Raises `RuntimeError` if a thread cannot be started; it may
+        be called again."""
+        for line in self._all_lines():
+            line.start()
+        self.has_begun = True
+        self._greet()
 
     @property
     def is_idle(self) -> bool:
@@ -139,6 +148,10 @@ class Node(RemoteTier):
         if self._is_partial and not self._circuit.is_open and self._clock() >= self._greet_at:
             self._greet()
         super()._tend()
+
+    def _greet(self) -> None:
+        if self.has_begun:
+            super()._greet()
 
     def _new_greeting(self, deadline: float) -> Greeting:
         return DividedGreeting(
