@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvoffload import models
 from kvoffload.cli.options import in_form, sized
@@ -32,6 +33,7 @@ from kvoffload.tiers.remote.inspection import (
     look_into,
     nodes_of,
 )
+from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.resp import Connection, ServerError
 from kvoffload.tiers.remote.speeds import Speeds, measure_speeds
 
@@ -189,7 +191,7 @@ def _in_one_line(place: Place) -> Iterator[None]:
     except ServerError as error:
         raise ConfigError("tier", str(place), str(error)) from None
     except (OSError, KVOffloadError) as error:
-        raise UnavailableError("tier", str(place), f"{type(error).__name__}: {error}") from None
+        raise UnavailableError("tier", str(place), f"{type(error).__name__}: {printable(error)}") from None
 
 
 def _speeds(options: TierOptions, block_bytes: int, rounds: int) -> Speeds:
@@ -281,8 +283,9 @@ def _print_namespace(report: NamespaceReport) -> None:
 
 
 def _print_rows(title: str, rows: dict[str, Any]) -> None:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    # As `Text`, since what a server says may look like rich's markup.
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     for name, value in rows.items():
         if value:
-            table.add_row(name, str(value))
+            table.add_row(name, Text(str(value)))
     Console().print(table)

@@ -240,9 +240,9 @@ class BlockBatch(Batch):
             if line == all_of_it:
                 found[row] = True
             elif line[:1] == b"-":
-                self.refused = ServerError(line[1:].decode(errors="replace"))
+                self.refused = connection.error(line)
             elif line not in (b":0", b":1"):
-                raise ProtocolError(f"an unexpected reply {line[:40]!r}")
+                raise ProtocolError(f"an unexpected reply that begins with {line[:1]!r}")
         return found & self.current
 
 
@@ -373,7 +373,7 @@ class Read(Transfer):
             connection.send([_asked(b"DEL", *values)], self.deadline)
             for line in connection.lines(len(damaged), self.deadline):
                 if line[:1] not in (b":", b"-"):
-                    raise ProtocolError(f"an unexpected reply {line[:40]!r}")
+                    raise ProtocolError(f"an unexpected reply that begins with {line[:1]!r}")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -435,9 +435,9 @@ class Write(Transfer):
         lines = connection.lines(each * len(at), self.deadline)
         for line in lines:
             if line[:1] == b"-":
-                self.refused = ServerError(line[1:].decode(errors="replace"))
+                self.refused = connection.error(line)
             elif line != b"+OK":
-                raise ProtocolError(f"an unexpected reply {line[:40]!r}")
+                raise ProtocolError(f"an unexpected reply that begins with {line[:1]!r}")
         stored = [lines[n : n + each] == [b"+OK"] * each for n in range(0, len(lines), each)]
         self.ok[at] = stored
 

@@ -28,6 +28,7 @@ from kvoffload.tiers.remote.divisions import NUM_DIVISIONS, division_of, tags
 from kvoffload.tiers.remote.identity import producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Line
 from kvoffload.tiers.remote.node import Node
+from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.resp import Connection
 from kvoffload.tiers.remote.tier import RemoteOptions
 from kvoffload.transfer import Blocks, Rows
@@ -137,7 +138,7 @@ class ClusterTier(DividedTier):
         errors = [node.last_error for node in self._nodes.values() if not node.is_well]
         self.last_error = errors[0] if errors else self.last_error
         if not any(node.is_well for node in self._nodes.values()):
-            why = f"{type(self.last_error).__name__}: {self.last_error}"
+            why = f"{type(self.last_error).__name__}: {printable(self.last_error)}"
             raise UnavailableError("tier", self.place, why)
 
     def measure(self, timeout_s: float) -> None:

@@ -15,7 +15,7 @@ from kvoffload.tiers.producer_text import MAX_BYTES, unpack
 from kvoffload.tiers.remote.cluster_map import Address, MapQuestion
 from kvoffload.tiers.remote.divisions import tags
 from kvoffload.tiers.remote.identity import FORMAT, HEADER_BYTES, is_rest, names_of_rests
-from kvoffload.tiers.remote.resp import Answer, Connection, ServerError, command
+from kvoffload.tiers.remote.resp import Answer, Connection, ProtocolError, ServerError, command
 
 Connect = Callable[[Address, float], Connection]
 
@@ -23,6 +23,8 @@ _ROUNDS = 5
 _FORGOTTEN_AFTER_S = b"60"
 _ENOUGH_SAMPLES = 64
 _NAMES_A_CALL, _LENGTHS = b"1000", 20
+_REPLY_S = 5.0
+"""A server that sends no reply for so long hangs."""
 MOST_NAMES = 20_000
 """Of each node so many names are looked at, at most."""
 
@@ -107,7 +109,7 @@ def nodes_of(seeds: Sequence[Address], connect: Connect, deadline: float) -> dic
                 question.run(connection)
             finally:
                 connection.close()
-        except (OSError, ServerError) as problem:
+        except (OSError, ServerError, ProtocolError) as problem:
             error = problem
         else:
             return {address: [*some] for address, some in question.divisions.items()}
@@ -158,6 +160,7 @@ def look_at(
     names = ask(b"DBSIZE")
     found.num_names = names if isinstance(names, int) else None
     found.warnings = _warnings(found, facts, settings, ttl_s, in_cluster=division is not None)
+    _make_printable(found, connection)
     return found
 
 
@@ -178,25 +181,37 @@ def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -
     """The names in the namespace, a list for each call."""
 
     def ask(*words: bytes) -> Answer:
-        connection.send([command(*words)], deadline)
-        return connection.answer(deadline)
+        (answer,) = _answers(connection, [words], deadline)
+        return answer
 
     size = ask(b"DBSIZE")
     report.num_names += size if isinstance(size, int) else 0
-    pattern, cursor, found, looked_at = f"{FORMAT}:{report.namespace}:*".encode(), b"0", [], 0
+    pattern, cursor, looked_at = f"{FORMAT}:{report.namespace}:*".encode(), b"0", 0
+    found: list[list[bytes]] = []
     while looked_at < MOST_NAMES:
         answer = ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _NAMES_A_CALL)
         if isinstance(answer, ServerError):
             report.refused = str(answer)
             break
-        cursor, names = answer  # type: ignore[misc, assignment]
-        found.append(names)
+        if not (isinstance(answer, list) and len(answer) == 2 and isinstance(answer[1], list)):
+            raise ProtocolError("the reply to SCAN is not a cursor and names")
+        cursor = answer[0] if isinstance(answer[0], bytes) else b"0"
+        found.append(
+            [name for name in answer[1] if isinstance(name, bytes) and name.startswith(pattern[:-1])]
+        )
         looked_at += int(_NAMES_A_CALL)
         if cursor == b"0":
             looked_at = size if isinstance(size, int) else looked_at
             break
     report.looked_at += min(looked_at, size) if isinstance(size, int) else looked_at
-    return found  # type: ignore[return-value]
+    return found
+
+
+def _answers(connection: Connection, asked: Sequence[Sequence[bytes]], deadline: float) -> list[Answer]:
+    """Send these commands and read the replies, for `_REPLY_S` at most."""
+    until = min(deadline, time.monotonic() + _REPLY_S)
+    connection.send([command(*words) for words in asked], until)
+    return [connection.answer(until) for _ in asked]
 
 
 def _add(
@@ -214,22 +229,20 @@ def _add(
     blocks = [name for name in blocks if not is_rest(name)]
     places = {_epoch_name(name) for name in blocks} | {name for name in names if b":epoch" in name}
     for place in places:
-        connection.send([command(b"GET", place)], deadline)
-        answer = connection.answer(deadline)
+        (answer,) = _answers(connection, [(b"GET", place)], deadline)
         epochs[place] = answer if isinstance(answer, bytes) else b""
-        producer = place.split(b":")[2].decode(errors="replace")
+        producer = connection.shown(place.split(b":")[2])
         producers.setdefault(producer, ProducerReport(producer=producer))
     for name in blocks:
-        report = producers[name.split(b":")[2].decode(errors="replace")]
+        report = producers[connection.shown(name.split(b":")[2])]
         if name.split(b":")[3] == epochs[_epoch_name(name)]:
             report.in_epoch += 1
         else:
             report.older += 1
     for name in blocks[:_LENGTHS]:
-        report = producers[name.split(b":")[2].decode(errors="replace")]
+        report = producers[connection.shown(name.split(b":")[2])]
         asked = [(b"STRLEN", name), (b"STRLEN", *names_of_rests([name])), (b"TTL", name)]
-        connection.send([command(*words) for words in asked], deadline)
-        first, second, ttl = [connection.answer(deadline) for _ in asked]
+        first, second, ttl = _answers(connection, asked, deadline)
         if isinstance(first, int) and isinstance(second, int) and first > HEADER_BYTES:
             report.block_bytes = first + second - HEADER_BYTES
         if isinstance(ttl, int):
@@ -252,6 +265,16 @@ def _epoch_name(block: bytes) -> bytes:
     """Where the epoch of a block is."""
     parts = block.split(b":")
     return b":".join([*parts[:3], b"epoch", *parts[4:-1]])
+
+
+def _make_printable(report: ServerReport, connection: Connection) -> None:
+    """Escape what the server has said, wherever it is in a report."""
+    for name, value in vars(report).items():
+        if isinstance(value, str):
+            setattr(report, name, connection.shown(value))
+    report.refused, report.warnings = (
+        [connection.shown(line) for line in lines] for lines in (report.refused, report.warnings)
+    )
 
 
 def _fill(report: ServerReport, facts: Mapping[str, str]) -> None:

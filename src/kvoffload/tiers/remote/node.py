@@ -62,8 +62,10 @@ class DividedGreeting(Greeting):
         have = connection.reply(self.deadline)
         if isinstance(have, ServerError):
             raise have
-        if not isinstance(have, int) or have < self.num_replicas:
-            raise TimeoutError(f"{have!r} of {self.num_replicas} replicas have the reset")
+        if not isinstance(have, int):
+            raise ProtocolError("WAIT is not answered with a number")
+        if have < self.num_replicas:
+            raise TimeoutError(f"{have} of {self.num_replicas} replicas have the reset")
 
 
 class Node(RemoteTier):

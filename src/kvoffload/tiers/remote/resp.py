@@ -8,6 +8,7 @@ further.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 import struct
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvoffload.errors import KVOffloadError
+from kvoffload.tiers.remote.printable import printable
 
 Buffer: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ServerError | None"
@@ -36,24 +38,34 @@ MOST_AT_ONCE = 128
 _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
 """``:1``, with its end."""
+_ELEMENT_BYTES = 16
+"""Charged for each element of an answer, besides its text: what Python needs for an object, about a third."""
+_MOST_DIGITS = 19
+_CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 
 
 class ProtocolError(KVOffloadError):
-    """The server says what no server should: nothing that comes after it on this connection is to be
-    believed.
+    """A reply that the protocol does not allow. The rest of the connection cannot be trusted.
+
+    The message has no text of the server's.
     """
 
 
 class ServerError(KVOffloadError):
-    """An error that a server answered with: ``OOM command not allowed``. The connection is in order.
+    """An error reply: ``OOM command not allowed``. The connection is in order.
+
+    Args:
+        text: as the server sent it; the message is `printable`.
+        secrets: passwords, not to appear in the message.
 
     Attributes:
-        code: its first word.
+        code: the first word; empty if it is not of capitals, digits and underscores.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.code = text.partition(" ")[0]
+    def __init__(self, text: str, *secrets: str) -> None:
+        super().__init__(printable(text, *secrets))
+        word = text.partition(" ")[0]
+        self.code = word if _CODE.fullmatch(word) else ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class Connection:
     """
 
     def __init__(self, host: str, port: int, login: Login, deadline: float) -> None:
-        self.host, self._left = host, 0
+        self.host, self._left, self._password = host, 0, login.password
         self._socket: socket.socket = socket.create_connection((host, port), _seconds_left(deadline))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -110,14 +122,32 @@ class Connection:
             self._buffer = memoryview(self._held)
             self._begin = self._end = 0
             self.has_received = False
-            if login.password:
-                words = (login.username, login.password) if login.username else (login.password,)
-                self.send([command(b"AUTH", *(word.encode() for word in words))], deadline)
-                if isinstance(found := self.reply(deadline), ServerError):
-                    raise found
+            self._log_in(login, deadline)
         except BaseException:
             self._socket.close()
             raise
+
+    def _log_in(self, login: Login, deadline: float) -> None:
+        if not login.password:
+            return
+        words = (login.username, login.password) if login.username else (login.password,)
+        self.send([command(b"AUTH", *(word.encode(errors="surrogateescape") for word in words))], deadline)
+        found = self.reply(deadline)
+        if isinstance(found, ServerError):
+            # Servers without this command, and proxies, repeat its arguments, whole or cut: only the code is
+            # kept.
+            why = ": it has no password, or no AUTH command" if found.code == "ERR" else ""
+            raise ServerError(f"{found.code or 'an error'} in reply to AUTH{why}")
+        if found != b"OK":
+            raise ProtocolError("AUTH is answered with neither OK nor an error")
+
+    def error(self, line: bytes) -> ServerError:
+        """The error of a reply line, ``-ERR ...``, without the password."""
+        return ServerError(line[1:].decode(errors="surrogateescape"), self._password)
+
+    def shown(self, text: str | bytes) -> str:
+        """Text of the server as it may be printed, without the password."""
+        return printable(text, self._password)
 
     def abort(self) -> None:
         """Make the call that is under way fail. Thread: any."""
@@ -167,7 +197,7 @@ class Connection:
         if kind == b"+":
             return text
         if kind == b"-":
-            return ServerError(text.decode(errors="replace"))
+            return self.error(line)
         if kind == b":":
             return _number(text)
         if kind == b"$":
@@ -215,7 +245,7 @@ class Connection:
                 elif line == b"$-1":
                     found.append(None)
                 elif line[:1] == b"-":
-                    found.append(ServerError(line[1:].decode(errors="replace")))
+                    found.append(self.error(line))
                 elif line[:1] == b"$":
                     length = _number(line[1:])
                 else:
@@ -231,7 +261,7 @@ class Connection:
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
         if kind == b"-":
-            return ServerError(text.decode(errors="replace"))
+            return self.error(line)
         if kind != b"$":
             raise ProtocolError(f"a reply that begins with {kind!r} where a value should be")
         length, expected = _number(text), sum(map(len, parts))
@@ -300,8 +330,11 @@ class Connection:
     def _answer(self, deadline: float, most_nested: int) -> Answer:
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
+        self._left -= _ELEMENT_BYTES + len(line)
+        if self._left < 0:
+            raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes")
         if kind in b"+-":
-            return text if kind == b"+" else ServerError(text.decode(errors="replace"))
+            return text if kind == b"+" else self.error(line)
         if kind not in (b":", b"$", b"*"):
             raise ProtocolError(f"a reply that begins with {kind!r}")
         count = _number(text)
@@ -309,7 +342,7 @@ class Connection:
             return count
         if count == -1:
             return None
-        self._left -= max(count, 0) + len(line)
+        self._left -= max(count, 0)
         if count < 0 or self._left < 0 or most_nested == 0:
             raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes, or nested too deeply")
         if kind == b"*":
@@ -434,8 +467,8 @@ def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _number(text: bytes) -> int:
-    if not text.removeprefix(b"-").isdigit():
-        raise ProtocolError(f"{text[:40]!r} where a number should be")
+    if not text.removeprefix(b"-").isdigit() or len(text) > _MOST_DIGITS:
+        raise ProtocolError(f"{len(text)} bytes where a number of up to {_MOST_DIGITS} digits should be")
     return int(text)
 
 

@@ -37,6 +37,7 @@ from kvoffload.tiers.remote.circuit import Circuit
 from kvoffload.tiers.remote.hints import Hints
 from kvoffload.tiers.remote.identity import Epoch, Naming, producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Connect, Line
+from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.vouching import Vouching
 from kvoffload.transfer import Blocks, Rows
 
@@ -163,7 +164,7 @@ class RemoteTier(SecondaryTier):
             self._take_in_all()
             has_refused = self._greeting is None and not isinstance(self.last_error, TimeoutError)
             if self._epoch is None and (has_refused or time.monotonic() >= until):
-                why = f"{type(self.last_error).__name__}: {self.last_error}"
+                why = f"{type(self.last_error).__name__}: {printable(self.last_error)}"
                 raise UnavailableError("tier", self.place, why)
             self._tend()
             time.sleep(0.001)
@@ -403,7 +404,7 @@ class RemoteTier(SecondaryTier):
             return
         self._circuit.failed()
         text = "tier %s: %s does not answer as it should: %s: %s"
-        self._log.warn("health", text, self.name, self.place, type(error).__name__, error)
+        self._log.warn("health", text, self.name, self.place, type(error).__name__, printable(error))
 
     def _take_in_greeting(self, greeting: Greeting) -> None:
         if greeting is not self._greeting:
@@ -450,7 +451,9 @@ class RemoteTier(SecondaryTier):
         if is_current and not isinstance(batch, Write) and not isinstance(batch.error, WasResetError):
             self._hints.learn(key_digests(batch.keys), batch.ok)
         if batch.refused is not None and batch.refused.code != FULL:
-            self._log.warn("refused", "tier %s: %s refuses: %s", self.name, self.place, batch.refused)
+            self._log.warn(
+                "refused", "tier %s: %s refuses: %s", self.name, self.place, printable(batch.refused)
+            )
         if isinstance(batch.error, TimeoutError):
             self._stats.timeouts += len(batch.keys) - int(np.count_nonzero(batch.ok))
         # Blocks for which there was no room are neither there nor stale: nothing is known of them.
