@@ -13,10 +13,11 @@ import pytest
 
 from command import kvoffload
 from hostile_resp import HANG, PASSWORD, REPLIES, FakeServer, Moment, encoded, has_leaked, on
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.kinds import valkey as kind
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.options import TierOwner
+from kvoffload.tiers.remote.batches import epoch_number
 from kvoffload.tiers.remote.printable import MOST_CHARACTERS, printable
 from kvoffload.tiers.remote.resp import ServerError
 
@@ -159,6 +160,36 @@ def test_names_of_a_namespace_are_printed_as_text(server: FakeServer) -> None:
         done = kvoffload("tier", "inspect", url(server))
         assert done.returncode == 2
         assert "SCAN" in done.stderr
+
+
+# ---- epochs and rights
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"-00000000000001f", b"0x00000000000001", b"0000_0000_0000_1", b"00000000000000AF", b"", b"\xff" * 16],
+)
+def test_a_damaged_epoch_is_refused_with_what_to_do(server: FakeServer, value: bytes) -> None:
+    assert epoch_number(value) is None
+    tier = ValkeyOptions(url=url(server)).open(OWNER)
+    server.values[tier._epoch_name] = value
+    with pytest.raises(UnavailableError, match="16 hexadecimal digits; reset the cache to replace it"):
+        ValkeyOptions(url=url(server)).open(OWNER)
+    tier.clear()
+    assert tier.drain(60.0)
+    assert epoch_number(server.values[tier._epoch_name]) is not None
+    tier.close()
+
+
+@pytest.mark.parametrize("verb", [b"SET", b"GET", b"EXISTS", b"DEL"])
+def test_a_tier_without_a_right_is_refused_as_ping_says(server: FakeServer, verb: bytes) -> None:
+    server.attack = on(verb, b"-NOPERM User a has no permissions to run the '%b' command\r\n" % verb.lower())
+    with pytest.raises(ConfigError, match=f"NOPERM .* '{verb.decode().lower()}' command"):
+        ValkeyOptions(url=url(server)).open(OWNER)
+    done = kvoffload("tier", "ping", url(server))
+    assert done.returncode == 1
+    assert f"REFUSED  {verb.decode()}: NOPERM" in done.stdout
+    assert "It cannot be a tier." in done.stdout
 
 
 # ---- bounds

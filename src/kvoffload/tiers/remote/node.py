@@ -8,7 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvoffload.core.admission import Admission
-from kvoffload.tiers.remote.batches import ELSEWHERE, Batch, Greeting, WasResetError, epoch_number
+from kvoffload.tiers.remote.batches import (
+    ELSEWHERE,
+    Batch,
+    Greeting,
+    WasResetError,
+    epoch_found,
+    rights_asked,
+    rights_refused,
+)
 from kvoffload.tiers.remote.divisions import DividedEpoch, epoch_names
 from kvoffload.tiers.remote.identity import producer_of
 from kvoffload.tiers.remote.line import Connect
@@ -35,9 +43,12 @@ class DividedGreeting(Greeting):
         options = () if self.is_reset else (b"NX",)
         asked = [command(b"SET", name, b"%016x" % secrets.randbits(64), *options) + command(b"GET", name)
                  for name in self.names]  # fmt: skip
-        connection.send([b"".join([*asked, *self.telling(self.names[0])])], self.deadline)
+        told = self.telling(self.names[0])
+        connection.send([b"".join([*asked, *told]), rights_asked(self.names[0])], self.deadline)
         found = [self._found(connection) for _ in self.names]
         self.hear_told(connection)
+        for refused in rights_refused(connection, self.deadline):
+            raise refused
         elsewhere = [one for one in found if isinstance(one, ServerError)]
         if len(elsewhere) == len(found):
             raise elsewhere[0]
@@ -52,9 +63,7 @@ class DividedGreeting(Greeting):
                 if reply.code not in ELSEWHERE:
                     raise reply
                 return reply
-        if (number := epoch_number(replies[1])) is None:
-            raise ProtocolError("no epoch where one was just made")
-        return number
+        return epoch_found(replies[1])
 
     def _wait_for_replicas(self, connection: Connection) -> None:
         patience_ms = max(1, int(1e3 * (self.deadline - time.monotonic()) / 2))
