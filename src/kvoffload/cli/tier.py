@@ -22,7 +22,7 @@ from kvoffload.cli.options import in_form, sized
 from kvoffload.cli.text import difference_lines, size_text
 from kvoffload.config import parse_size
 from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
-from kvoffload.tiers.kinds.valkey import Place, ValkeyOptions, connector, place_of
+from kvoffload.tiers.kinds.valkey import Place, ValkeyOptions, place_of
 from kvoffload.tiers.options import TierOptions, TierOwner, parse_tier
 from kvoffload.tiers.producer_text import summary
 from kvoffload.tiers.remote.cluster_map import Address
@@ -168,7 +168,7 @@ def _connected(
     options: ValkeyOptions, place: Place, stack: ExitStack
 ) -> list[tuple[Address, int | None, Connection]]:
     """A connection to each server, with one of its divisions in a cluster."""
-    connect, until = connector(options.login()), time.monotonic() + _PATIENCE_S
+    connect, until = options.connector(), time.monotonic() + _PATIENCE_S
     nodes: dict[Address, int | None] = dict.fromkeys(place.nodes)
     if place.is_cluster:
         found = nodes_of(place.nodes, connect, until)

@@ -6,13 +6,13 @@ nodes.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
 import re
 import ssl
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -21,6 +21,7 @@ from kvoffload.config import Duration
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName, create_admission
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.options import TierOptions, TierOwner, redacted
+from kvoffload.tiers.remote.addresses import Addresses
 from kvoffload.tiers.remote.cluster import ClusterTier
 from kvoffload.tiers.remote.cluster_map import Address
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError
@@ -110,7 +111,8 @@ class ValkeyOptions(TierOptions):
         timeout: a read has ended by then, with what has arrived. probe_timeout: the same for a probe.
         identity: what the weights are called, equal on all machines; by default it is found out.
         admission: which blocks are written.
-        password_file: a file with the password alone; by default it is in the environment.
+        password_file: a file with the password alone, read again for each connection; by default the
+            password is in the environment.
         ca, cert, cert_key: files, for TLS: who signs the server's certificate, and one of our own.
     """
 
@@ -136,9 +138,9 @@ class ValkeyOptions(TierOptions):
             raise ConfigError(
                 "tier", str(self), "without data it has nothing to hold; take simulated:CAPACITY"
             )
-        place, login = place_of(self.url), self.login()
-        _warn_if_open_to_all(place, login)
-        tier = self._tier(owner, place, login)
+        place, connect = place_of(self.url), self.connector()
+        _warn_if_open_to_all(place, connect.login)
+        tier = self._tier(owner, place, connect)
         try:
             tier.wait_until_open(_COMMAND_START_S if owner.go_on_without is None else _START_S)
             if not owner.counts_blocks:
@@ -154,7 +156,7 @@ class ValkeyOptions(TierOptions):
             logging.getLogger("kvoffload.remote").error(text, self.name, error)
         return tier
 
-    def _tier(self, owner: TierOwner, place: Place, login: Login) -> RemoteTier | ClusterTier:
+    def _tier(self, owner: TierOwner, place: Place, connect: Connector) -> RemoteTier | ClusterTier:
         fingerprint = owner.fingerprint + self.identity
         if owner.shared_fingerprint is not None:
             fingerprint = owner.shared_fingerprint(self.identity)
@@ -173,11 +175,10 @@ class ValkeyOptions(TierOptions):
             "admission": admission,
         }
         if place.is_cluster:
-            connect = connector(login)
             return ClusterTier(self.name, str(place), [*place.nodes], connect, options, **more)
-        connect_to, (node,) = connector(login), place.nodes
+        (node,) = place.nodes
         return RemoteTier(
-            self.name, str(place), lambda deadline: connect_to(node, deadline), options, lines=_LINES, **more
+            self.name, str(place), lambda deadline: connect(node, deadline), options, lines=_LINES, **more
         )
 
     def login(self) -> Login:
@@ -185,7 +186,7 @@ class ValkeyOptions(TierOptions):
         password = os.environ.get(PASSWORD, "")
         if self.password_file:
             try:
-                password = Path(self.password_file).read_text().strip()
+                password = password_in(self.password_file)
             except (OSError, UnicodeDecodeError) as error:
                 why = getattr(error, "strerror", None) or "it is no text"
                 raise ConfigError("password_file", self.password_file, f"it cannot be read ({why})") from None
@@ -205,9 +206,40 @@ class ValkeyOptions(TierOptions):
             )
         return Login(os.environ.get(USERNAME, ""), password, tls)
 
+    def connector(self) -> Connector:
+        """A new connector with the present login. Raises `ConfigError`."""
+        return Connector(self.login(), self.password_file)
 
-def connector(login: Login) -> Callable[[Address, float], Connection]:
-    return lambda address, deadline: Connection(*address, login, deadline)
+
+def password_in(path: str) -> str:
+    """The password of a file, without the white space around it. Raises `OSError`, `UnicodeDecodeError`."""
+    return Path(path).read_text().strip()
+
+
+class Connector:
+    """Connects to servers of one tier; keeps their addresses, and reads a changed password.
+
+    The password file is read before each connection. While it cannot be read, or is empty, as it may be for a
+    moment when it is replaced, the last password is used.
+
+    Args:
+        password_file: empty if the password does not come from a file.
+
+    Thread: any; each line of a tier connects by itself.
+    """
+
+    def __init__(self, login: Login, password_file: str = "") -> None:
+        self.login, self._password_file = login, password_file
+        self._addresses = Addresses()
+
+    def __call__(self, address: Address, deadline: float) -> Connection:
+        """Connect and log in, until the deadline (of `time.monotonic`). Raises as `Connection`."""
+        if self._password_file:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                password = password_in(self._password_file)
+                if password and password != self.login.password:
+                    self.login = replace(self.login, password=password)
+        return Connection(*address, self.login, deadline, self._addresses)
 
 
 def _never(error: Exception, place: Place) -> str | None:

@@ -30,7 +30,7 @@ from kvoffload.tiers.remote.line import CONNECT_S, Line
 from kvoffload.tiers.remote.node import Node
 from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.resp import Connection
-from kvoffload.tiers.remote.tier import RemoteOptions
+from kvoffload.tiers.remote.tier import CLOSE_S, RemoteOptions
 from kvoffload.transfer import Blocks, Rows
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0
@@ -205,9 +205,10 @@ class ClusterTier(DividedTier):
         self._line.stop()
         for node in self._nodes.values():
             node.stop()
+        until = time.monotonic() + CLOSE_S
         for node in self._nodes.values():
-            node.close()
-        self._line.join(2 * CONNECT_S)
+            node.join(until)
+        self._line.join(max(0.0, until - time.monotonic()))
 
     # ---- the map
 

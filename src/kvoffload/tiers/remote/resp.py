@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvoffload.errors import KVOffloadError
+from kvoffload.tiers.remote.addresses import Addresses
 from kvoffload.tiers.remote.printable import printable
 
 Buffer: TypeAlias = bytes | memoryview
@@ -41,6 +42,7 @@ _SHORTEST_LINE_BYTES = 4
 _ELEMENT_BYTES = 16
 """Charged for each element of an answer, besides its text: what Python needs for an object, about a third."""
 _MOST_DIGITS = 19
+_TLS_BYTES = 1 << 16
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 
 
@@ -97,15 +99,22 @@ class Connection:
         host: as it was given.
         has_received: whether anything has come since this was last set to False.
 
-    Every call takes the time (of `time.monotonic`) at which it ends at the latest.
+    Every call takes the time (of `time.monotonic`) at which it ends at the latest. So does the constructor,
+    which finds the host, connects and logs in.
+
+    Args:
+        addresses: kept for several connections; None for a lookup for this one alone.
 
     Raises: `OSError` (`TimeoutError` at the deadline) and `ProtocolError`: then close it; `ServerError` if
         the login is refused. Thread: one, but for `abort`.
     """
 
-    def __init__(self, host: str, port: int, login: Login, deadline: float) -> None:
+    def __init__(
+        self, host: str, port: int, login: Login, deadline: float, addresses: Addresses | None = None
+    ) -> None:
         self.host, self._left, self._password = host, 0, login.password
-        self._socket: socket.socket = socket.create_connection((host, port), _seconds_left(deadline))
+        _seconds_left(deadline)
+        self._socket: socket.socket = (addresses or Addresses()).connected(host, port, deadline)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if login.tls is not None:
@@ -178,8 +187,11 @@ class Connection:
         """Send all of these, one after the other."""
         if not self._is_plain:
             for buffer in buffers:
-                self._socket.settimeout(_seconds_left(deadline))
-                self._socket.sendall(buffer)
+                # Not `sendall`, which waits as long again for each record.
+                view = memoryview(buffer).cast("B")
+                while view:
+                    self._socket.settimeout(_seconds_left(deadline))
+                    view = view[self._socket.send(view[:_TLS_BYTES]) :]
             return
         left = [memoryview(buffer) for buffer in buffers]
         while left:

@@ -46,6 +46,8 @@ IN_FLIGHT_BYTES = 256 << 20
 _WRITE_PATIENCE = 5.0
 """A write may take so many times the deadline of a read: no request waits for it."""
 _GREETING_S = 2 * CONNECT_S
+CLOSE_S = 2 * CONNECT_S
+"""`close` waits so long for all threads together: a connection attempt ends within `CONNECT_S`."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _RETRY_S = 1.0
 
@@ -304,8 +306,12 @@ class RemoteTier(SecondaryTier):
         if os.getpid() != self._pid:
             return
         self.stop()
+        self.join(time.monotonic() + CLOSE_S)
+
+    def join(self, until: float) -> None:
+        """Wait for the threads after `stop`, all of them together until this time (of `time.monotonic`)."""
         for line in self._all_lines():
-            line.join(2 * CONNECT_S)
+            line.join(max(0.0, until - time.monotonic()))
         self._take_in_all()
 
     # ---- is it there

@@ -1,0 +1,185 @@
+"""Names of servers: looked up on threads of their own, and connected to within one deadline.
+
+Owns addresses and connection attempts. Knows no protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+Found: TypeAlias = "tuple[int, Any]"
+"""Family and address of a socket."""
+Resolve: TypeAlias = Callable[[str, int], Sequence[Found]]
+"""Looks a host and port up. Raises `OSError`. May take any time."""
+
+_FRESH_S = 30.0
+_MOST_ADDRESSES, _MOST_HOSTS = 16, 512
+_LONGEST_HEAD_START_S = 0.25
+
+
+def getaddrinfo(host: str, port: int) -> list[Found]:
+    """Ask the system; literal addresses are not sent to a name server."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found]
+
+
+class Addresses:
+    """Addresses of some hosts, kept, and renewed in the background.
+
+    The first call for a host waits for the lookup, until its deadline. Later calls use the kept addresses at
+    once; when these are older than 30 s, or none of them has answered, another lookup begins meanwhile. A
+    failed lookup leaves the kept addresses.
+
+    A lookup that hangs costs one daemon thread for each host, however often it is asked for.
+
+    Args:
+        resolve, clock: for tests.
+
+    Thread: any.
+    """
+
+    def __init__(self, resolve: Resolve = getaddrinfo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._resolve, self._clock = resolve, clock
+        self._changed = threading.Condition()
+        self._kept: dict[tuple[str, int], tuple[list[Found], float]] = {}
+        self._errors: dict[tuple[str, int], OSError] = {}
+        self._looking_up: set[tuple[str, int]] = set()
+
+    def connected(self, host: str, port: int, deadline: float) -> socket.socket:
+        """A connected, non-blocking socket to the first address that answers.
+
+        Raises: `TimeoutError` at the deadline (of `time.monotonic`); the `OSError` of the last address.
+        """
+        addresses = self._of(host, port, deadline)
+        try:
+            winner, found = race(addresses, deadline)
+        except OSError:
+            with self._changed:
+                if (host, port) in self._kept:
+                    self._kept[host, port] = self._kept[host, port][0], 0.0  # perhaps it has moved
+            raise
+        with self._changed:
+            kept = self._kept.get((host, port), ([], 0.0))[0]
+            if found in kept[1:]:
+                kept.remove(found)
+                kept.insert(0, found)
+        return winner
+
+    # ---- inside
+
+    def _of(self, host: str, port: int, deadline: float) -> list[Found]:
+        if _is_literal(host):
+            return getaddrinfo(host, port)
+        name = host, port
+        with self._changed:
+            kept, until = self._kept.get(name, ([], 0.0))
+            if self._clock() >= until:
+                self._errors.pop(name, None)
+                self._begin_lookup(name)
+            while not kept:
+                if name in self._errors:
+                    error = self._errors[name]
+                    raise type(error)(*error.args)
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError("the host was not found in time: no answer from the name server")
+                kept = self._kept.get(name, ([], 0.0))[0]
+            return [*kept]
+
+    def _begin_lookup(self, name: tuple[str, int]) -> None:
+        if name in self._looking_up or len(self._looking_up) >= _MOST_HOSTS:
+            return
+        thread = threading.Thread(target=self._look_up, args=(name,), name="kvoffload-resolver", daemon=True)
+        self._looking_up.add(name)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._looking_up.discard(name)
+            self._errors[name] = OSError(str(error))
+
+    def _look_up(self, name: tuple[str, int]) -> None:
+        found: list[Found] = []
+        error: OSError = OSError("the host has no address")
+        try:
+            found = [*dict.fromkeys(self._resolve(*name))][:_MOST_ADDRESSES]
+        except (OSError, ValueError, OverflowError) as problem:
+            # Some names, and all ports above 65,535, are refused with an error of Python's.
+            error = problem if isinstance(problem, OSError) else OSError("the host is not a name")
+        with self._changed:
+            self._looking_up.discard(name)
+            until = self._clock() + _FRESH_S
+            if found:
+                before = self._kept.get(name, ([], 0.0))[0]
+                found.sort(key=lambda one: one not in before[:1])  # what has worked stays first
+                self._kept[name] = found, until
+            elif name in self._kept:
+                self._kept[name] = self._kept[name][0], until
+            else:
+                self._errors[name] = error
+            for table in (self._kept, self._errors):
+                while len(table) > _MOST_HOSTS:
+                    del table[next(iter(table))]
+            self._changed.notify_all()
+
+
+def race(addresses: Sequence[Found], deadline: float) -> tuple[socket.socket, Found]:
+    """Connect to the first of these addresses that answers, all within one deadline.
+
+    Each address has a head start before the next is tried beside it: 0.25 s, or less if time is short, so
+    that all are tried in the first half of the time (as RFC 8305). An address that refuses is followed at
+    once.
+
+    Returns: a non-blocking socket, and its address. Raises: `TimeoutError`, or the last `OSError`.
+    """
+    begun = time.monotonic()
+    head_start_s = min(_LONGEST_HEAD_START_S, max(0.0, deadline - begun) / (2 * len(addresses)))
+    error: OSError = TimeoutError("no address of the host has answered in time")
+    waiting, next_at = list(addresses), begun
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                raise TimeoutError("no address of the host has answered in time")
+            if waiting and (now >= next_at or not selector.get_map()):
+                found = waiting.pop(0)
+                next_at = now + head_start_s
+                try:
+                    _begin(found, selector, stack)
+                except OSError as problem:
+                    error = problem
+                continue
+            if not selector.get_map():
+                raise error
+            for key, _ in selector.select(min(deadline, next_at if waiting else deadline) - now):
+                one = key.fileobj
+                assert isinstance(one, socket.socket)
+                selector.unregister(one)
+                if (number := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
+                    # Closed with the others; the winner goes on as a copy of its descriptor.
+                    return one.dup(), key.data
+                error = OSError(number, os.strerror(number))  # `ConnectionRefusedError` and the like
+                one.close()
+
+
+def _begin(found: Found, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
+    family, address = found
+    one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    one.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        one.connect(address)
+    selector.register(one, selectors.EVENT_WRITE, found)
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
