@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.fault_proxy import split_replies
 from kvoffload.tiers.base import key_digests
+from kvoffload.tiers.remote import resp
 from kvoffload.tiers.remote.batches import Batch
 from kvoffload.tiers.remote.circuit import Circuit
 from kvoffload.tiers.remote.divisions import DividedEpoch, divisions_between, epoch_names, slot_of, tags
@@ -452,6 +453,23 @@ def test_many_lines_are_read_however_they_are_cut(step: int, count: int) -> None
         assert connection.reply(patience()) == b"first"
         assert connection.lines(count, patience()) == said
         assert connection.reply(patience()) == b"last"
+
+
+def test_a_thread_is_woken_once_for_the_replies_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each of them, as a server sends them: that cost as much as sending the blocks."""
+    monkeypatch.setattr(resp, "_SHORT_WAIT_S", 60.0)
+    with saying(b"+OK\r\n" * 200, step=5, then_hangs=True) as connection:
+        calls, receive = [], connection._receive
+        monkeypatch.setattr(connection, "_receive", lambda *given: (calls.append(given), receive(*given))[1])
+        assert connection.lines(200, patience(), 5) == [b"+OK"] * 200
+        assert len(calls) == 1
+
+
+def test_replies_that_are_shorter_than_usual_are_read_after_a_short_wait() -> None:
+    with saying(b":1\r\n" * 50, then_hangs=True) as connection:
+        assert connection.lines(50, patience(), 5000) == [b":1"] * 50
+    with saying(b":1\r\n" * 49, then_hangs=True) as connection, pytest.raises(TimeoutError):
+        connection.lines(50, time.monotonic() + 0.2, 5)
 
 
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])

@@ -408,29 +408,13 @@ class Write(Transfer):
                 return
 
     def _store(self, connection: Connection, names: list[bytes], at: npt.NDArray[np.int64]) -> None:
-        headers = self.epoch.headers(self.keys.take(at), self._addresses(at), self.block_bytes)
-        options = [b"EX", b"%d" % self.ttl_s] if self.ttl_s else []
-        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
-        begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
-        head = head_bytes(self.block_bytes)
-        values = self._values([names[row] for row in at.tolist()])
-        buffers: list[bytes | memoryview] = []
-        text = b""
-        for row, header, *named in zip(at.tolist(), headers, *values, strict=True):
-            block = self._row(row)
-            for name, sealed, part in zip(
-                named, (header.tobytes(), b""), (block[:head], block[head:]), strict=False
-            ):
-                length = len(sealed) + len(part)
-                buffers += [
-                    b"%b%b$%d\r\n%b\r\n$%d\r\n%b" % (text, begin, len(name), name, length, sealed),
-                    part,
-                ]
-                text = end
-        buffers.append(text)
-        connection.send(buffers, self.deadline)
-        each = len(values)
-        lines = connection.lines(each * len(at), self.deadline)
+        """Send these blocks, and read all replies together."""
+        each = 1 if head_bytes(self.block_bytes) == self.block_bytes else 2
+        connection.send(self._commands(names, at), self.deadline)
+        lines = connection.lines(each * len(at), self.deadline, len(b"+OK\r\n"))
+        if lines.count(b"+OK") == len(lines):
+            self.ok[at] = True
+            return
         for line in lines:
             if line[:1] == b"-":
                 self.refused = connection.error(line)
@@ -438,6 +422,33 @@ class Write(Transfer):
                 raise ProtocolError(f"an unexpected reply that begins with {line[:1]!r}")
         stored = [lines[n : n + each] == [b"+OK"] * each for n in range(0, len(lines), each)]
         self.ok[at] = stored
+
+    def _commands(self, names: list[bytes], at: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        """The commands that store these blocks, in parts: what stands around a value, a value, and so on."""
+        sealed = self.epoch.headers(self.keys.take(at), self._addresses(at), self.block_bytes).tobytes()
+        options = [b"EX", b"%d" % self.ttl_s] if self.ttl_s else []
+        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
+        begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
+        head, rows, pool = head_bytes(self.block_bytes), self.rows[at].tolist(), self.pool
+        # Of all blocks alike: what stands before the name, and between the name and the value.
+        before = b"%b%b$%d\r\n" % (end, begin, len(names[0]))
+        between = b"\r\n$%d\r\n" % (HEADER_BYTES + head)
+        rest = b"%b%b$%d\r\n" % (end, begin, len(names[0]) + 1)
+        buffers: list[bytes | memoryview] = []
+        for number, (name, row) in enumerate(zip([names[n] for n in at.tolist()], rows, strict=True)):
+            block = memoryview(pool[row])
+            header = sealed[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+            if head == self.block_bytes:
+                buffers += (b"%b%b%b%b" % (before, name, between, header), block)
+            else:
+                (second,) = names_of_rests([name])
+                after = b"\r\n$%d\r\n" % (self.block_bytes - head)
+                buffers += (b"%b%b%b%b" % (before, name, between, header), block[:head],
+                            b"%b%b%b" % (rest, second, after), block[head:])  # fmt: skip
+        first = buffers[0]
+        buffers[0] = first[len(end) :]
+        buffers.append(end)
+        return buffers
 
 
 class Speech(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import select
 import socket
 import ssl
 import struct
@@ -43,6 +44,8 @@ _ELEMENT_BYTES = 16
 """Charged for each element of an answer, besides its text: what Python needs for an object, about a third."""
 _MOST_DIGITS = 19
 _TLS_BYTES = 1 << 16
+_SHORT_WAIT_S = 0.05
+"""After so long what has come is looked at, also if it is less than expected."""
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 
 
@@ -127,6 +130,8 @@ class Connection:
                 self._socket.setblocking(True)
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     self._socket.setsockopt(socket.SOL_SOCKET, option, _MOMENT)
+            self._poll = select.poll()
+            self._poll.register(self._socket, select.POLLIN)
             self._held = bytearray(_LINE_BYTES)
             self._buffer = memoryview(self._held)
             self._begin = self._end = 0
@@ -228,16 +233,21 @@ class Connection:
         self._left = _MOST_ANSWER_BYTES
         return self._answer(deadline, _MOST_NESTED)
 
-    def lines(self, count: int, deadline: float) -> list[bytes]:
-        """So many replies of one line each, as they are: ``:1``, ``-ERR ...``. Faster than `reply`."""
+    def lines(self, count: int, deadline: float, shortest: int = _SHORTEST_LINE_BYTES) -> list[bytes]:
+        """So many replies of one line each, as they are: ``:1``, ``-ERR ...``. Faster than `reply`.
+
+        Args:
+            shortest: bytes of the usual reply with its end. The thread is woken when so many bytes have come
+                for each reply, not for each reply that the server sends.
+        """
         found: list[bytes] = []
         while len(found) < count:
             whole = bytes(self._buffer[self._begin : self._end]).split(b"\r\n")[:-1][: count - len(found)]
             if not whole:
                 if self._end - self._begin >= _LINE_BYTES:
                     raise ProtocolError("a line without an end")
-                # Servers say each line when they come to it: waking up for each costs more than the exchange.
-                self._receive_more(deadline, _SHORTEST_LINE_BYTES * (count - len(found)))
+                self._wait_for(shortest * (count - len(found)) - (self._end - self._begin), deadline)
+                self._receive_more(deadline)
             self._begin += sum(map(len, whole)) + 2 * len(whole)
             found += whole
         return found
@@ -391,18 +401,27 @@ class Connection:
             raise ProtocolError("a value that does not end where it should")
         self._begin += 2
 
-    def _receive_more(self, deadline: float, wanted: int = 0) -> None:
-        """Add to what has been received and not been used, which is less than `_LINE_BYTES`.
+    def _wait_for(self, num_bytes: int, deadline: float) -> None:
+        """Wait until so many bytes can be received, the connection ends, or `_SHORT_WAIT_S` is over.
 
-        `wanted`: that there are so many bytes in all, if they come within `_MOMENT`.
+        A server sends the reply to each SET by itself. To be woken for each costs as much CPU time as to send
+        the block; so the kernel wakes this thread when all of them have come.
         """
+        if not self._is_plain or num_bytes <= _SHORTEST_LINE_BYTES:
+            return
+        wait_s = min(_seconds_left(deadline), _SHORT_WAIT_S)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(num_bytes, _LINE_BYTES))
+        try:
+            self._poll.poll(1e3 * wait_s)
+        finally:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+    def _receive_more(self, deadline: float) -> None:
+        """Add to what has been received and not been used, which is less than `_LINE_BYTES`."""
         rest = self._held[self._begin : self._end]
         self._buffer[: len(rest)] = rest
         self._begin, self._end = 0, len(rest)
-        waits = wanted > len(rest) + 1
-        end = min(wanted, _LINE_BYTES) if waits else _LINE_BYTES
-        flags = socket.MSG_WAITALL if waits else 0
-        self._end += self._receive([self._buffer[self._end : end]], deadline, flags)
+        self._end += self._receive([self._buffer[self._end : _LINE_BYTES]], deadline)
 
     def _receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
         while True:
