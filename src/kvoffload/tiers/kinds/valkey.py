@@ -24,6 +24,7 @@ from kvoffload.tiers.options import TierOptions, TierOwner, redacted
 from kvoffload.tiers.remote.addresses import Addresses
 from kvoffload.tiers.remote.cluster import ClusterTier
 from kvoffload.tiers.remote.cluster_map import Address
+from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError
 from kvoffload.tiers.remote.tier import RemoteOptions, RemoteTier
 
@@ -245,7 +246,7 @@ class Connector:
 def _never(error: Exception, place: Place) -> str | None:
     """Why this will never be a tier; None if it may become one."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return str(error)
+        return printable(error)
     if not isinstance(error, ServerError):
         return None
     if error.code in _OF_A_CLUSTER and not place.is_cluster:
