@@ -7,12 +7,14 @@ from __future__ import annotations
 import queue
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +45,7 @@ from kvoffload.tiers.remote.identity import (
 from kvoffload.tiers.remote.line import Line
 from kvoffload.tiers.remote.resp import Connection, Login, ProtocolError, ServerError, command
 from kvoffload.transfer.copies import address_of
+from valkey_server import self_signed
 
 BLOCK_BYTES = 512
 EPOCH = Epoch("ns", producer_of("model"), 7)
@@ -631,6 +634,33 @@ def test_what_no_server_says_ends_the_connection_before_its_block(said: bytes) -
         assert connection.blocks_into(rows, patience()) == 1
         with pytest.raises(ProtocolError):
             connection.value_into(rows[1][0], 1 << 10, patience())
+
+
+def test_a_send_over_tls_ends_at_its_deadline(tmp_path: Path) -> None:
+    """Also to a server that reads a little at a time."""
+    pem, key = self_signed(tmp_path)
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(pem, key)
+    listening, over = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def serve() -> None:
+        client, _ = listening.accept()
+        with suppress(OSError), theirs.wrap_socket(client, server_side=True) as stream:
+            while not over.wait(0.02):
+                stream.recv(1 << 14)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    login = Login(tls=ssl.create_default_context(cafile=pem))
+    connection = Connection("127.0.0.1", listening.getsockname()[1], login, patience())
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        connection.send([bytes(64 << 20)], begun + 0.2)
+    assert time.monotonic() - begun < 20.0, "80 s at the pace of this server"
+    over.set()
+    connection.close()
+    thread.join(60.0)
+    listening.close()
 
 
 def test_a_login_has_no_password_as_text() -> None:

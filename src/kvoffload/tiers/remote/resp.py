@@ -43,7 +43,6 @@ _SHORTEST_LINE_BYTES = 4
 _ELEMENT_BYTES = 16
 """Charged for each element of an answer, besides its text: what Python needs for an object, about a third."""
 _MOST_DIGITS = 19
-_TLS_BYTES = 1 << 16
 _SHORT_WAIT_S = 0.05
 """After so long what has come is looked at, also if it is less than expected."""
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
@@ -192,11 +191,8 @@ class Connection:
         """Send all of these, one after the other."""
         if not self._is_plain:
             for buffer in buffers:
-                # Not `sendall`, which waits as long again for each record.
-                view = memoryview(buffer).cast("B")
-                while view:
-                    self._socket.settimeout(_seconds_left(deadline))
-                    view = view[self._socket.send(view[:_TLS_BYTES]) :]
+                self._socket.settimeout(_seconds_left(deadline))
+                self._socket.sendall(buffer)
             return
         left = [memoryview(buffer) for buffer in buffers]
         while left:
