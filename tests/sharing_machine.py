@@ -77,6 +77,18 @@ class SharingMachine(RuleBasedStateMachine):
     def remove_epoch(self, place: Place) -> None:
         """The epoch of the blocks there leaves, as by an eviction."""
 
+    @abstractmethod
+    def snapshot(self) -> dict[Place, bytes]:
+        """All that the engine has, epochs included."""
+
+    @abstractmethod
+    def restore(self, snapshot: dict[Place, bytes]) -> None:
+        """Replace the contents of the engine."""
+
+    @abstractmethod
+    def is_epoch(self, place: Place) -> bool:
+        """Whether a place of a snapshot has an epoch."""
+
     def parts(self, tier: Any) -> list[Any]:
         """What has hints, a circuit and greetings of its own."""
         return [tier]
@@ -102,6 +114,8 @@ class SharingMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.num_resets = 0
+        self.saved: dict[Place, bytes] | None = None
+        self.reset_since_saved: set[int] = set()
         self.tiers = self.begin()
         self.told: list[set[bytes]] = [set(), set()]
         self.hear()
@@ -173,6 +187,7 @@ class SharingMachine(RuleBasedStateMachine):
             self.try_again_now()
             assert time.monotonic() < until
         self.num_resets += 1
+        self.reset_since_saved.add(machine)
 
     @rule()
     def try_again_now(self) -> None:
@@ -246,6 +261,43 @@ class SharingMachine(RuleBasedStateMachine):
         """What was under it must not come back with the next one."""
         if (place := self.some_place(number)) is not None:
             self.remove_epoch(place)
+
+    @rule()
+    def a_snapshot_is_saved(self) -> None:
+        """Of epochs that both machines have seen: of others none can know later that they are old."""
+        self.network_heals()
+        self.come_to_terms()
+        for machine in (0, 1):
+            self.probe(machine, [*EVERY])
+        self.come_to_terms()
+        saved = self.snapshot()
+        if all(self.numbers_in(saved).issuperset(self.epochs(tier)) for tier in self.tiers):
+            self.saved, self.reset_since_saved = saved, set()
+
+    @rule()
+    def a_snapshot_returns(self) -> None:
+        """As after a crash. A machine that has reset since asks first, and no other is told before."""
+        if self.saved is None:
+            return
+        self.network_heals()
+        self.come_to_terms()
+        self.restore(self.saved)
+        if self.reset_since_saved:
+            machine = min(self.reset_since_saved)
+            old = {number for number in self.numbers_in(self.saved) if self.has_blocks(self.saved, number)}
+            until = time.monotonic() + PATIENCE_S
+            while not old.isdisjoint(self.numbers_in(self.snapshot())):
+                self.served(machine, [*EVERY])
+                self.try_again_now()
+                assert time.monotonic() < until, "an old epoch stays"
+
+    def numbers_in(self, snapshot: dict[Place, bytes]) -> set[int]:
+        """The epochs of a snapshot."""
+        return {int(value, 16) for place, value in snapshot.items() if self.is_epoch(place)}
+
+    def has_blocks(self, snapshot: dict[Place, bytes], number: int) -> bool:
+        """Whether a snapshot has blocks of this epoch."""
+        return any(f"{number:016x}" in str(place) for place in snapshot if not self.is_epoch(place))
 
     # ---- what always holds
 

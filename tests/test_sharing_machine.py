@@ -67,6 +67,17 @@ class ServerMachine(BehindAProxy):
     def remove_epoch(self, place: bytes) -> None:
         self.server.say("DEL", self.tiers[0]._epoch_name)
 
+    def snapshot(self) -> dict[bytes, bytes]:
+        return {name: self.get(name) for name in [*self.values(), *self.server.epoch_names()]}
+
+    def restore(self, snapshot: dict[bytes, bytes]) -> None:
+        self.server.say("FLUSHALL")
+        for name, value in snapshot.items():
+            self.put(name, value)
+
+    def is_epoch(self, place: bytes) -> bool:
+        return b":epoch" in place
+
 
 class MachineOfTwoValues(ServerMachine):
     """As above, and each block is two values."""
@@ -108,6 +119,23 @@ class ClusterMachine(SharingMachine):
         server, name = place
         *begin, _, tag, _ = name.split(b":")
         server.say("DEL", b":".join([*begin, b"epoch", tag]))
+
+    def snapshot(self) -> dict[bytes, bytes]:
+        return {
+            name: master.value(name)
+            for master in self.cluster.masters
+            for name in [*master.names(), *master.epoch_names()]
+        }
+
+    def restore(self, snapshot: dict[bytes, bytes]) -> None:
+        for master in self.cluster.masters:
+            assert master.say("FLUSHALL") == b"OK"
+        for name, value in snapshot.items():
+            said = [master.say("SET", name, value) for master in self.cluster.masters]
+            assert b"OK" in said, "slots may have moved: it is where they are now"
+
+    def is_epoch(self, place: bytes) -> bool:
+        return b":epoch" in place
 
     def parts(self, tier: Any) -> list[Any]:
         return [*tier._nodes.values()]
@@ -196,6 +224,18 @@ class BucketMachine(BehindAProxy):
 
     def remove_epoch(self, place: str) -> None:
         self.rclone.delete(epoch_name("ns", self.tiers[0]._producer).decode())
+
+    def snapshot(self) -> dict[str, bytes]:
+        place = epoch_name("ns", self.tiers[0]._producer).decode()
+        return {name: self.get(name) for name in [*self.values(), place]}
+
+    def restore(self, snapshot: dict[str, bytes]) -> None:
+        self.rclone.empty()
+        for name, value in snapshot.items():
+            self.rclone.put(name, value)
+
+    def is_epoch(self, place: str) -> bool:
+        return "/epochs/" in place
 
 
 def before(machine: Any, name: str, started: Callable[[Path], Any]) -> Any:

@@ -56,6 +56,7 @@ def test_a_server_that_is_well(server: Server) -> None:
     assert report["warnings"] == report["refused"] == []
     assert report["version"].startswith("Valkey 9")
     assert report["eviction_policy"] == "volatile-lru"
+    assert report["persistence"] == "no"
     assert report["limit_bytes"] == 200 << 20
     assert 0 < report["round_trip_s"] < 5
     done = kvoffload("tier", "ping", f"{server.url}/ns?ttl=1h")
@@ -70,7 +71,12 @@ def test_settings_that_do_not_suit_blocks(tmp_path: Path) -> None:
     with running(tmp_path, *options) as server:
         (report,) = asked("ping", f"{server.url}/ns")
         text = "\n".join(report["warnings"])
-        for said in ("maxmemory is 0", "noeviction", 'save is "60 1"', "appendonly is on"):
+        for said in (
+            "maxmemory is 0",
+            "noeviction",
+            'save "60 1": after a crash',
+            "appendonly yes: after a crash",
+        ):
             assert said in text
         server.say("CONFIG", "SET", "maxmemory-policy", "volatile-lfu")
         (report,) = asked("ping", f"{server.url}/ns")
@@ -98,6 +104,7 @@ def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(PASSWORD, "hunter2")
         (report,) = asked("ping", f"{server.url}/team-a")
         assert report["refused"] == []
+        assert report["persistence"] == "not known"
         assert "INFO" in str(report["warnings"])
         (report,) = asked("ping", f"{server.url}/team-b", code=1)
         assert [line.split(":")[0] for line in report["refused"]] == ["SET", "GET", "EXISTS", "DEL"]

@@ -300,6 +300,7 @@ def test_a_reset_is_for_all(client: Client, make: Callable[..., Client], server:
     assert client.believes(1) == [None]
     assert other.believes(1) == [True], "it has not heard of it"
     assert other.read(*numbers) == []
+    other.come_to_terms()
     assert other.believes(1, 20) == [None, None], "and now it has"
     assert other.write(1) == [1]
     assert client.probe(1, 2) == [1]
@@ -314,6 +315,7 @@ def test_whoever_asks_first_hears_of_a_reset(
     client.tier.clear()
     assert client.tier.drain(PATIENCE_S)
     assert getattr(other, asks)(1, 2) == [], "nothing of a batch counts that began before it was known"
+    other.come_to_terms()
     assert other.believes(1) == [None]
     assert client.probe(1, 2) == []
 
@@ -333,6 +335,7 @@ def test_a_reset_between_two_windows_of_a_read(
 
     proxy.set(replies=reset_once)
     assert slow.read(1, 2, 3, 4) == [], "not even those that had arrived"
+    slow.come_to_terms()
     assert slow.believes(1) == [None]
 
 

@@ -34,6 +34,16 @@ class Client(SharingClient):
         address = f"valkey://127.0.0.1:{place.port}" if isinstance(place, FaultProxy) else place.url
         described = ValkeyOptions(url=f"{address}/{namespace}", **(patient | options))
         super().__init__(described.open(TierOwner(block_bytes, 36, fingerprint)), block_bytes)
+        self._wait_for_the_question()
+
+    def _wait_for_the_question(self) -> None:
+        """Wait until the servers have said whether they save: tests count replies, and cut them."""
+        until = time.monotonic() + PATIENCE_S
+        nodes = [*getattr(self.tier, "_nodes", {0: self.tier}).values()]
+        while any(node._asking_persistence is not None for node in nodes):
+            assert not self.tier.finished()
+            assert time.monotonic() < until
+            time.sleep(0.0005)
 
     def check(self, result: JobResult, *numbers: int) -> list[int]:
         good = [row for row in range(len(numbers)) if result.ok[row]]

@@ -187,6 +187,10 @@ class Server:
             text += part
         return sorted(name for name in text.split() if b":epoch" not in name and b":about" not in name)
 
+    def epoch_names(self) -> list[bytes]:
+        """The names of all epochs in it."""
+        return sorted(self.ask("KEYS", "kvo1:*:epoch*"))
+
     def blocks(self) -> list[bytes]:
         """As `names`, each block once, however many values it has."""
         return [name for name in self.names() if not is_rest(name)]

@@ -253,6 +253,7 @@ def _print_server(report: ServerReport) -> None:
         "round trip": f"{report.round_trip_s * 1e3:.2f} ms",
         "memory": memory,
         "when it is full": report.eviction_policy,
+        "saves to a disk": report.persistence,
         "names": report.num_names is not None and f"{report.num_names:,}",
         "evicted": report.evicted is not None and f"{report.evicted:,}",
         "hits": looked_up and f"{(report.hits or 0) / looked_up:.1%} of {looked_up:,}",

@@ -53,15 +53,10 @@ ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
 
 
 class WasResetError(Exception):
-    """The epoch is another one: nothing of this batch counts.
+    """The epoch is another one, or gone: nothing of this batch counts."""
 
-    Attributes:
-        found: the present one, if it was asked for alone, and is there.
-    """
-
-    def __init__(self, found: int | None) -> None:
+    def __init__(self) -> None:
         super().__init__("the cache was reset")
-        self.found = found
 
 
 @dataclass(eq=False, kw_only=True)
@@ -218,7 +213,7 @@ class BlockBatch(Batch):
                 confirmed[row] = expected is not None and number == expected
                 reset |= expected is not None and number != expected
         if reset:
-            raise WasResetError(number if len(asked.names) == 1 else None)
+            raise WasResetError
         of_blocks: Mask = confirmed[asked.of]
         return of_blocks
 

@@ -25,6 +25,7 @@ from kvoffload.tiers.divided import DividedTier, Share
 from kvoffload.tiers.remote.batches import Batch
 from kvoffload.tiers.remote.cluster_map import MOST_MASTERS, Address, MapQuestion
 from kvoffload.tiers.remote.divisions import NUM_DIVISIONS, division_of, tags
+from kvoffload.tiers.remote.epochs import EpochHistory
 from kvoffload.tiers.remote.identity import producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Line
 from kvoffload.tiers.remote.node import Node
@@ -105,6 +106,7 @@ class ClusterTier(DividedTier):
         )
         self._seeds, self._connect = seeds, connect
         self._fingerprint, self._admission, self._clock = fingerprint, admission, clock
+        self._history = EpochHistory()
         self._nodes: dict[int, Node] = {}
         self._number_of: dict[Address, int] = {}
         self._next_node = 0
@@ -340,6 +342,7 @@ class ClusterTier(DividedTier):
             divisions=divisions,
             admission=self._admission,
             clock=self._clock,
+            history=self._history,
         )
         if self._reset_wanted[[*divisions]].any():
             node.clear()

@@ -15,6 +15,7 @@ from kvoffload.tiers.producer_text import MAX_BYTES, unpack
 from kvoffload.tiers.remote.cluster_map import Address, MapQuestion
 from kvoffload.tiers.remote.divisions import tags
 from kvoffload.tiers.remote.identity import FORMAT, HEADER_BYTES, is_rest, names_of_rests
+from kvoffload.tiers.remote.persistence import Persistence, facts_of, pairs_of, persistence_of
 from kvoffload.tiers.remote.resp import Answer, Connection, ProtocolError, ServerError, command
 
 Connect = Callable[[Address, float], Connection]
@@ -37,6 +38,7 @@ class ServerReport:
         round_trip_s: of the shortest question.
         refused: what a tier has to do there and this user may not, each with the server's answer.
         warnings: settings that do not suit blocks of a cache.
+        persistence: whether it saves to a disk: ``yes``, ``no``, or ``not known`` to this user.
         num_names: all that it has, of whomever. hits, misses, evicted: since it was started.
     """
 
@@ -56,6 +58,7 @@ class ServerReport:
     hits: int | None = None
     misses: int | None = None
     evicted: int | None = None
+    persistence: str = Persistence.UNKNOWN.value
 
     @property
     def is_fit(self) -> bool:
@@ -154,9 +157,10 @@ def look_at(
     refused = [f"{verb}: {answer}" for verb, answer in answers.items() if isinstance(answer, ServerError)]
     round_trip_s = min(asked_for_a_moment() for _ in range(_ROUNDS))
     found = ServerReport(address=_text(address), round_trip_s=round_trip_s, refused=refused)
-    facts = _facts(ask(b"INFO"))
-    settings = _pairs(ask(b"CONFIG", b"GET", b"*"))
+    facts = facts_of(ask(b"INFO"))
+    settings = pairs_of(ask(b"CONFIG", b"GET", b"*"))
     _fill(found, facts)
+    found.persistence = persistence_of(facts, settings)[0].value
     names = ask(b"DBSIZE")
     found.num_names = names if isinstance(names, int) else None
     found.warnings = _warnings(found, facts, settings, ttl_s, in_cluster=division is not None)
@@ -314,10 +318,9 @@ def _warnings(
         )
     if policy.startswith("volatile-") and not ttl_s:
         found.append(f"maxmemory-policy is {policy}, which evicts only what has an end: give ttl= in the URL")
-    if settings.get("save"):
-        found.append(f'save is "{settings["save"]}": it writes all blocks to its disk; set it to ""')
-    if facts.get("aof_enabled") == "1":
-        found.append("appendonly is on: it writes all blocks to its disk; set it to no")
+    saves = "after a crash it has blocks from before a reset again, and it writes all blocks to its disk"
+    found += [f'{reason}: {saves}; set save to "" and appendonly to no'
+              for reason in persistence_of(facts, settings)[1]]  # fmt: skip
     if policy.endswith("-random"):
         found.append(
             f"maxmemory-policy is {policy}: it halves blocks; take allkeys-lru, or volatile-lru with ttl="
@@ -334,21 +337,6 @@ def _warnings(
     if in_cluster and report.num_replicas == 0:
         found.append("it has no replica: when it dies its blocks are gone until it is back")
     return found
-
-
-def _facts(answer: Answer) -> dict[str, str]:
-    """What ``INFO`` says; nothing if this user may not ask."""
-    text = answer.decode(errors="replace") if isinstance(answer, bytes) else ""
-    lines = [line.partition(":") for line in text.split("\r\n") if ":" in line]
-    return {name: value for name, _, value in lines}
-
-
-def _pairs(answer: Answer) -> dict[str, str]:
-    """What ``CONFIG GET`` says; nothing if this user may not ask."""
-    if not isinstance(answer, list):
-        return {}
-    words = [word.decode(errors="replace") if isinstance(word, bytes) else "" for word in answer]
-    return dict(zip(words[::2], words[1::2], strict=False))
 
 
 def _number(pairs: Mapping[str, str], name: str) -> int:

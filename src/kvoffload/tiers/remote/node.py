@@ -18,6 +18,7 @@ from kvoffload.tiers.remote.batches import (
     rights_refused,
 )
 from kvoffload.tiers.remote.divisions import DividedEpoch, epoch_names
+from kvoffload.tiers.remote.epochs import EpochHistory
 from kvoffload.tiers.remote.identity import producer_of
 from kvoffload.tiers.remote.line import Connect
 from kvoffload.tiers.remote.resp import Connection, ProtocolError, ServerError, command
@@ -101,6 +102,7 @@ class Node(RemoteTier):
         divisions: tuple[int, ...],
         admission: Admission | None,
         clock: Callable[[], float],
+        history: EpochHistory,
     ) -> None:
         self.divisions = divisions
         self.num_replicas = self.num_troubles = 0
@@ -115,6 +117,7 @@ class Node(RemoteTier):
             fingerprint=fingerprint,
             admission=admission,
             clock=clock,
+            history=history,
         )
         self._epoch_name = self._epoch_names[0]
 
@@ -174,18 +177,21 @@ class Node(RemoteTier):
             deadline=deadline,
         )
 
+    def _own_epoch_names(self) -> list[bytes]:
+        return self._epoch_names
+
     def _shut(self) -> None:
         super()._shut()
         self._is_partial = False
-
-    def _enter(self, number: int) -> None:
-        self._greet()  # it is the epoch of one division, and of the others nothing is known
 
     def _accept(self, greeting: Greeting) -> None:
         assert isinstance(greeting, DividedGreeting)
         is_partial = None in greeting.numbers
         if is_partial and self._reset_wanted:
             return  # not everything has been forgotten
+        if not self._may_enter(greeting.numbers, greeting):
+            return
+        self._history.enter(self._epoch_names, greeting.numbers, time.monotonic())
         epoch = DividedEpoch(self.options.namespace, self._producer, self.divisions, greeting.numbers)
         if not (self._is_partial and epoch == self._epoch):
             self._hints.clear()

@@ -134,7 +134,7 @@ class _ObjectBatch(BlockBatch):
             if not self._is_answered:
                 self.ok[:] = False
         if self._found != self.epoch.number:
-            raise WasResetError(self._found)
+            raise WasResetError
         for part in self.parts:
             self.current[part.rows] = True
 

@@ -47,6 +47,8 @@ class PackedTier(RemoteTier):
         more: as for `RemoteTier`.
     """
 
+    asks_persistence = False
+
     def __init__(
         self,
         name: str,

@@ -6,12 +6,14 @@ bytes, and all that they find out is taken in on the scheduler's thread, in `fin
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +36,11 @@ from kvoffload.tiers.remote.batches import (
     Write,
 )
 from kvoffload.tiers.remote.circuit import Circuit
+from kvoffload.tiers.remote.epochs import EpochHistory
 from kvoffload.tiers.remote.hints import Hints
 from kvoffload.tiers.remote.identity import Epoch, Naming, producer_of
 from kvoffload.tiers.remote.line import CONNECT_S, Connect, Line
+from kvoffload.tiers.remote.persistence import Persistence, PersistenceQuestion
 from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.vouching import Vouching
 from kvoffload.transfer import Blocks, Rows
@@ -91,6 +95,8 @@ class RemoteTier(SecondaryTier):
       reset is not confirmed this tier holds nothing.
     - Each exchange about blocks asks for the epoch first. A server that has lost it, because it was started
       anew or has evicted it, is given a new one, and what it has from before is never found again.
+    - An epoch that this process has seen end is never entered again. A server that has one has restored a
+      snapshot; the cache is reset again, and the log says so.
     - The server decides what leaves. It is never listed, and only blocks that are not sound are deleted.
 
     Args:
@@ -101,13 +107,16 @@ class RemoteTier(SecondaryTier):
         clock: monotonic seconds, for hints and circuit.
         speech: what is said through a connection; lines: how many there are for reads, writes and probes
             each. A batch goes to the one that has least to do.
+        history: the epochs that this process has seen; the nodes of a cluster share one.
 
-    Memory: 16 MiB for hints, as they are used. Thread: the scheduler's, and three times `lines` of its own:
-    reads, writes and probes do not wait for each other. Raises: `MisuseError` in a process that was forked
-    from the one that made it.
+    Memory: 16 MiB for hints, as they are used; 150 bytes for each ended epoch. Thread: the scheduler's, and
+    three times `lines` of its own: reads, writes and probes do not wait for each other. Raises: `MisuseError`
+    in a process that was forked from the one that made it.
     """
 
     shared = True
+    asks_persistence: ClassVar[bool] = True
+    """Whether the server is asked if it saves to a disk."""
 
     def __init__(
         self,
@@ -122,6 +131,7 @@ class RemoteTier(SecondaryTier):
         clock: Callable[[], float] = time.monotonic,
         speech: Speech = Speech(),  # noqa: B008  (it is immutable)
         lines: int = 1,
+        history: EpochHistory | None = None,
     ) -> None:
         self.name, self.place, self.options = name, place, options
         self.block_bytes = self.stored_bytes = block_bytes
@@ -134,7 +144,10 @@ class RemoteTier(SecondaryTier):
         )
         self._admission, self._clock, self._speech = admission, clock, speech
         self._hints, self._circuit, self._vouching = Hints(clock), Circuit(clock), Vouching()
+        self._history = history or EpochHistory()
         self._epoch: Naming | None = None
+        self._asking_persistence: PersistenceQuestion | None = None
+        self._knows_persistence = not self.asks_persistence
         self._greeting: Greeting | None = None
         self._greet_at = 0.0
         self._reset_wanted = False
@@ -268,6 +281,7 @@ class RemoteTier(SecondaryTier):
         return count
 
     def clear(self) -> None:
+        self._history.end(self._own_epoch_names(), time.monotonic())
         self._shut()
         self._reset_wanted = True
         if self._admission is not None:
@@ -392,6 +406,9 @@ class RemoteTier(SecondaryTier):
     def _take_in_all(self) -> None:
         while self._ended:
             batch = self._ended.popleft()
+            if isinstance(batch, PersistenceQuestion):
+                self._take_in_persistence(batch)
+                continue
             self._note_health(batch)
             if isinstance(batch, Greeting):
                 self._take_in_greeting(batch)
@@ -414,19 +431,66 @@ class RemoteTier(SecondaryTier):
 
     def _take_in_greeting(self, greeting: Greeting) -> None:
         if greeting is not self._greeting:
-            return  # from before a reset: it may have found the old epoch
+            # Sent before a reset of ours: an epoch that it found has ended.
+            if greeting.number is not None and not greeting.is_reset:
+                self._history.end_number(greeting.number, time.monotonic())
+            return
         self._greeting, self._greet_at = None, self._clock() + _RETRY_S
         if greeting.error is None:
             self._accept(greeting)
+            self._ask_persistence()
 
     def _accept(self, greeting: Greeting) -> None:
+        """Enter the epoch that a greeting has found, unless it has ended."""
         assert greeting.number is not None
-        self._reset_wanted = False
-        self._enter(greeting.number)
+        if self._may_enter([greeting.number], greeting):
+            self._reset_wanted = False
+            self._history.enter([self._epoch_name], [greeting.number], time.monotonic())
+            self._hints.clear()
+            self._epoch = Epoch(self.options.namespace, self._producer, greeting.number)
 
-    def _enter(self, number: int) -> None:
-        self._hints.clear()
-        self._epoch = Epoch(self.options.namespace, self._producer, number)
+    def _may_enter(self, numbers: Sequence[int | None], greeting: Greeting) -> bool:
+        """Whether none of the epochs that a greeting has found has ended; otherwise greet or reset again."""
+        found, since = [number for number in numbers if number is not None], greeting.submitted
+        if any(self._history.has_ended(number, since) for number in found):
+            text = (
+                "tier %s: %s has blocks from before a reset again: it has restored a snapshot, or a replica "
+                "that lacked the reset has taken over; the cache is reset once more"
+            )
+            self._log.error("returned", text, self.name, self.place)
+            self._shut()
+            self._reset_wanted = True
+            if not greeting.is_reset:
+                self._greet()  # at once, before others enter it; a reset that did not help waits a second
+            return False
+        if any(self._history.is_outdated(number, since) for number in found):
+            if self._epoch is None:
+                self._greet()
+            return False
+        return True
+
+    def _own_epoch_names(self) -> list[bytes]:
+        """The epoch keys of this tier's blocks."""
+        return [self._epoch_name]
+
+    def _ask_persistence(self) -> None:
+        """Ask once, on a connection for writes, whether the server saves: no request waits for those."""
+        if not self._knows_persistence:
+            self._knows_persistence = True
+            self._asking_persistence = PersistenceQuestion(deadline=time.monotonic() + _GREETING_S)
+            self._say("write", self._asking_persistence)
+
+    def _take_in_persistence(self, question: PersistenceQuestion) -> None:
+        self._asking_persistence = None
+        if question.persistence is Persistence.ON and not self._history.has_warned:
+            self._history.has_warned = True
+            text = (
+                "tier %s: %s saves to a disk (%s): after a crash it has blocks from before a reset again, "
+                'and an engine that did not see the reset serves them; set save to "" and appendonly to no'
+            )
+            logging.getLogger("kvoffload.remote").warning(
+                text, self.name, self.place, ", ".join(question.reasons)
+            )
 
     def _take_in(self, batch: BlockBatch) -> None:
         del self._under_way[batch.job]
@@ -437,10 +501,9 @@ class RemoteTier(SecondaryTier):
             batch.ok[:] = False
             if is_current:
                 self._shut()
-                if batch.error.found is not None:
-                    self._enter(batch.error.found)
-                else:  # the server has lost it, and perhaps not the blocks
-                    self._greet()
+                # Only what a second exchange confirms is entered: a reply that was garbled on its way would
+                # make the present epoch an ended one, and the cache would be reset for all machines.
+                self._greet()
         elif not is_current:
             batch.ok[:] = False  # a reset came between
         stale = None
