@@ -386,3 +386,31 @@ def test_bad_options_stop_the_start(tmp_path: Path) -> None:
         Life(tmp_path, polcy="lru")
     with pytest.raises(ConfigError, match="lruu"):
         Life(tmp_path, policy="lruu")
+
+
+@pytest.mark.parametrize("where", ["contains", "finished", "submit_read", "submit_write", "begin_request"])
+def test_a_tier_that_raises_is_a_miss_and_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """An exception of the tier itself, which is not an error of the adapter."""
+    life = Life(tmp_path)
+    life.store([1, 2, 3])
+
+    def fail(*_: Any) -> None:
+        raise KeyError("told to fail")
+
+    with monkeypatch.context() as trouble:
+        trouble.setattr(life.tier._tier.inner, where, fail)
+        if where == "contains":
+            assert life.lookup([1]) == [MISS]
+        elif where == "finished":
+            assert not [*life.tier.get_finished_jobs()]
+        elif where == "submit_read":
+            assert life.load([1, 2]) == []
+        elif where == "submit_write":
+            assert life.store([4, 5]).success, "nothing is written, which is no failure"
+        else:
+            life.tier.on_new_request(ReqContext("another"))
+    assert not life.tier.broken
+    assert life.load([1, 2]) == [1, 2]
+    life.tier.shutdown()

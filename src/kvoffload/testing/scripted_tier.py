@@ -6,6 +6,7 @@ Keeps blocks in a dictionary: no policy, no capacity, no medium.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,6 +15,10 @@ import numpy.typing as npt
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.transfer import Blocks, Rows
+
+
+class ScriptMisuseError(BaseException):
+    """The code under test broke the contract of a tier. No `except Exception` hides it from the test."""
 
 
 @dataclass(eq=False)
@@ -42,6 +47,7 @@ class ScriptedTier(SecondaryTier):
         used: the path that each finished request used.
         believed: of a shared tier, what this process believes of a block; it must ask for the others. What
             `blocks` has is what others see.
+        on_call: called with the name of each method that is called, first; may raise, as a tier in trouble.
     """
 
     def __init__(
@@ -66,38 +72,47 @@ class ScriptedTier(SecondaryTier):
         self.room = sys.maxsize
         self.used: list[list[bytes]] = []
         self.open_requests: list[object] = []
+        self.on_call: Callable[[str], None] = lambda method: None
         self.closed = False
         self._ended: list[JobResult] = []
         self._next = 0
         self._stats = TierStats()
 
     def begin_request(self, request_id: str) -> object:
+        self.on_call("begin_request")
         request = [request_id]
         self.open_requests.append(request)
         return request
 
     def finish_request(self, request: object, path: Keys) -> None:
+        self.on_call("finish_request")
+        self._check(request)
         self.open_requests.remove(request)
         self.used.append(list(path))
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        assert request is None or request in self.open_requests, "a request that was finished, or never begun"
+        self.on_call("contains")
+        self._check(request)
         known = self.believed if self.shared else self.blocks
         return np.array([bool(known.get(key)) for key in keys], np.bool_)
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        self.on_call("unknown")
         return np.array([self.shared and key not in self.believed for key in keys], np.bool_)
 
     def submit_probe(self, keys: Keys) -> int:
+        self.on_call("submit_probe")
         return self._submit(ScriptedJob(self._next, keys, None, np.zeros(len(keys), np.int64), is_read=False))
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
+        self.on_call("submit_read")
         return self._submit(ScriptedJob(self._next, keys, pool, np.asarray(rows, np.int64), is_read=True))
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        assert request is None or request in self.open_requests, "a request that was finished, or never begun"
+        self.on_call("submit_write")
+        self._check(request)
         rows = np.asarray(rows, np.int64)
         taken = ~self.contains(keys) & self.takes
         taken &= np.cumsum(taken) <= self.queue_room
@@ -110,6 +125,7 @@ class ScriptedTier(SecondaryTier):
     @property
     def queue_room(self) -> int:
         """How many more blocks it queues for writing."""
+        self.on_call("queue_room")
         return self.room - sum(len(job.keys) for job in self.jobs if not job.is_read and job.pool is not None)
 
     def end(self, job: ScriptedJob) -> None:
@@ -148,15 +164,18 @@ class ScriptedTier(SecondaryTier):
         self._ended.append(JobResult(job.number, ok, job.seconds, stale))
 
     def finished(self) -> list[JobResult]:
+        self.on_call("finished")
         ended, self._ended = self._ended, []
         return ended
 
     def delete(self, keys: Keys) -> int:
+        self.on_call("delete")
         for key in keys:
             self.believed.pop(key, None)
         return sum(self.blocks.pop(key, None) is not None for key in keys)
 
     def clear(self) -> None:
+        self.on_call("clear")
         self.blocks.clear()
         self.believed.clear()
         for job in self.jobs:
@@ -164,16 +183,23 @@ class ScriptedTier(SecondaryTier):
 
     def drain(self, timeout_s: float) -> bool:
         """Return at once: only the test ends jobs."""
+        self.on_call("drain")
         if self.jobs:
             return False
         self.durable = dict(self.blocks)
         return True
 
     def stats(self) -> TierStats:
+        self.on_call("stats")
         return replace(self._stats, ready=len(self.blocks))
 
     def close(self) -> None:
+        self.on_call("close")
         self.closed = True
+
+    def _check(self, request: object | None) -> None:
+        if request is not None and request not in self.open_requests:
+            raise ScriptMisuseError("a request that was finished, or never begun")
 
     def _submit(self, job: ScriptedJob) -> int:
         self._next += 1

@@ -5,6 +5,7 @@ Decides nothing: `manager` decides what to do about a slow tier.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.speed import ReadSpeed
 from kvoffload.tiers.base import NO_JOB, Mask, SecondaryTier
+from kvoffload.tiers.guarded import GuardedTier
 
 _STALLED_AFTER_DEADLINES = 4
 _FAILING_AFTER_READS = 3
@@ -56,20 +58,20 @@ class TierLane:
     """A tier behind RAM, the jobs that it has not finished, and how fast it reads and writes.
 
     Attributes:
+        tier: the tier, guarded: none of its calls raises.
         num_reading, num_writing: blocks that are being read, and written.
         write_seconds: how long writing a block has taken of late, waiting in the tier's queue included; 0
             while it has written nothing.
         probing: blocks that the tier is being asked for.
         waiting: blocks of RAM that are offered when the tier has written others, in that order.
-        num_refused: blocks of jobs that the tier did not begin, because it raised an exception.
     """
 
-    def __init__(self, tier: SecondaryTier) -> None:
-        self.tier = tier
+    def __init__(self, tier: SecondaryTier, clock: Callable[[], float]) -> None:
+        self.tier = GuardedTier(tier, clock)
         self.jobs: dict[int, Job] = {}
         self.speed = ReadSpeed()
         self._next_probe = 0.0
-        self.num_reading = self.num_writing = self.num_refused = 0
+        self.num_reading = self.num_writing = 0
         self.write_seconds = 0.0
         self._failed_reads, self._next_try = 0, 0.0
         self.waiting: dict[bytes, None] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -55,9 +54,8 @@ class TieredManager(OffloadingManager):
     have a block the one that is expected to bring it first is asked; while the time to compute is unknown,
     the first of them. One whose last three reads brought nothing is left alone for 10 s. A request that has
     waited longer than computing would have taken, or longer than `deadline_s`, gets MISS instead of RETRY
-    from then on. A tier whose oldest job is late by four deadlines gets no more jobs until it answers. One
-    that raises an exception instead of beginning a job has failed at its blocks: reads are MISS, and the
-    next batch is offered again.
+    from then on. A tier whose oldest job is late by four deadlines gets no more jobs until it answers. An
+    exception of a tier, in whichever call, is a miss and a failure of the tier (`GuardedTier`).
 
     Args:
         capacity_blocks, and all keywords that are not below: as for `OffloadingManager`.
@@ -119,7 +117,7 @@ class TieredManager(OffloadingManager):
         # A block that RAM's policy refuses would reach no tier, so it refuses only if the user asks for it.
         self.policy_may_refuse &= not tiers or self.policy.write_cost is not None
         self._ram = ram
-        self._lanes = [TierLane(tier) for tier in tiers]
+        self._lanes = [TierLane(tier, clock) for tier in tiers]
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
         self._clock, self._log = clock, RateLimitedLog("kvoffload.tiering")
         self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
@@ -133,7 +131,7 @@ class TieredManager(OffloadingManager):
         self._ahead: dict[RequestContext, TierWait] = {}
         self.hit_blocks = [0] * (1 + len(tiers))
         self.counts = TieringCounts()
-        for tier in tiers:
+        for tier in (lane.tier for lane in self._lanes):
             if enable_events:
                 tier.take_changes()  # from now on it remembers them
             if tier.shared:
@@ -383,8 +381,7 @@ class TieredManager(OffloadingManager):
 
     def tier_stats(self) -> list[TierStats]:
         """The counters of each tier behind RAM; blocks of jobs that it did not begin have failed."""
-        counted = [(lane.tier.stats(), lane.num_refused) for lane in self._lanes]
-        return [replace(stats, failed=stats.failed + num_refused) for stats, num_refused in counted]
+        return [lane.tier.stats() for lane in self._lanes]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let jobs end, for at most `timeout_s`, and close the tiers. What waits for its turn is not written:
@@ -433,10 +430,7 @@ class TieredManager(OffloadingManager):
             wanted = np.flatnonzero(unknown[:end] & ~found[:end])
             if len(wanted) == 0:
                 continue
-            try:
-                lane.probe(keys.take(wanted), self._clock())
-            except Exception as error:
-                self._refused(lane, len(wanted), "asked for", error)
+            lane.probe(keys.take(wanted), self._clock())
 
     def _may_be_below(self, one: Keys, request: TierWait) -> bool:
         """Whether a request waits to learn if a shared tier has this block."""
@@ -519,10 +513,8 @@ class TieredManager(OffloadingManager):
     def _read(self, number: int, part: StorePlan, request: TierWait) -> None:
         """Begin to read the blocks of a plan from one tier."""
         lane = self._lanes[number]
-        try:
-            job = lane.tier.submit_read(part.keys, self._ram.pool, part.slots)
-        except Exception as error:
-            self._refused(lane, len(part.keys), "read", error)
+        job = lane.tier.submit_read(part.keys, self._ram.pool, part.slots)
+        if job == NO_JOB:
             self._num_reading -= len(part.keys)
             self.counts.lost += len(part.keys)
             request.given_up.update(part.keys)
@@ -531,13 +523,6 @@ class TieredManager(OffloadingManager):
         lane.jobs[job] = Job(part, self._clock())
         lane.num_reading += len(part.keys)
         self._promoting.update(dict.fromkeys(part.keys, number + 1))
-
-    def _refused(self, lane: TierLane, num_blocks: int, done: str, error: Exception) -> None:
-        """A tier has raised an exception instead of beginning a job."""
-        lane.num_refused += num_blocks
-        text = "tier %s: %d blocks were not %s: %s: %s"
-        kind, name = f"{done} {id(lane)}", type(error).__name__
-        self._log.warn(kind, text, lane.tier.name, num_blocks, done, name, error)
 
     def _wait(self, keys: Sequence[bytes], request: TierWait) -> LookupResult:
         """RETRY, or MISS once the request has waited long enough for these blocks."""
@@ -598,12 +583,7 @@ class TieredManager(OffloadingManager):
             offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
             self.unpin(damaged, damaged=range(len(damaged.keys)))
         record = request.records[row] if request is not None else None
-        try:
-            job, taken = lane.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
-        except Exception as error:
-            self._refused(lane, len(offered.keys), "written", error)
-            self.unpin(offered)
-            return
+        job, taken = lane.tier.submit_write(offered.keys, self._ram.pool, offered.slots, record)
         kept = offered
         if not taken.all():
             kept, others = offered.split([np.flatnonzero(taken), np.flatnonzero(~taken)])

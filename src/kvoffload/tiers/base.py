@@ -245,6 +245,8 @@ class TierStats:
     """Requests to a bucket that store."""
     gets: int = 0
     """Requests to a bucket that read or ask."""
+    errors: int = 0
+    """Calls of the tier that raised an exception."""
     cost: float = 0.0
     """What these requests, and the bytes received, come to at the prices that were given."""
 

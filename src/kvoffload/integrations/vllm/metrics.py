@@ -75,6 +75,7 @@ TIER_COUNTERS = {
     "probe_hits": "Of those, how many were there.",
     "stale": "Blocks that were believed to be there, and had left.",
     "timeouts": "Blocks of reads, writes and probes whose time was up.",
+    "errors": "Calls of the tier that raised an exception.",
     "skipped": "Blocks not written because another machine had written them.",
     "bytes_written": "Bytes of blocks written.",
     "bytes_read": "Bytes of blocks read.",

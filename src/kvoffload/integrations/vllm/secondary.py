@@ -38,6 +38,7 @@ from kvoffload.integrations.vllm.versions import SINCE_SECONDARY, check_version,
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.base import NO_JOB, SecondaryTier
+from kvoffload.tiers.guarded import GuardedTier
 from kvoffload.tiers.options import open_tiers, parse_tiers
 
 _DRAIN_TIMEOUT_S, _SHARED_DRAIN_TIMEOUT_S = 30.0, 2.0
@@ -84,7 +85,9 @@ class KVOffloadTier(SecondaryTierManager):
         owner = tier_owner(producer, facts, self._pool.shape[1], USUAL_KEY_BYTES, self._missing)
         # vLLM offers blocks as they are stored, in pieces of a path, and once.
         usable = usable_tiers(producer, [checked], self._missing)
-        self._opened = open_tiers(usable, replace(owner, tells_paths=False))
+        opened = open_tiers(usable, replace(owner, tells_paths=False))
+        # An exception of the tier is a miss, and the tier is tried again; `contained` is for errors of ours.
+        self._opened = [GuardedTier(tier) for tier in opened]
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []
