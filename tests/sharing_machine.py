@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiers.base import NO_JOB, JobResult
 from kvoffload.tiers.remote.identity import HEADER_BYTES
-from sharing_client import some_keys
+from sharing_client import end_pauses, some_keys
 from valkey_server import PATIENCE_S
 
 NUM_KEYS = 8
@@ -95,7 +95,7 @@ class SharingMachine(RuleBasedStateMachine):
 
     def is_well(self, tier: Any) -> bool:
         """Whether it can use all that is there, as far as it knows."""
-        return bool(tier._is_open())
+        return bool(tier._is_open("read"))
 
     def epochs(self, tier: Any) -> list[int]:
         """The numbers of the epochs that it finds blocks of."""
@@ -194,9 +194,8 @@ class SharingMachine(RuleBasedStateMachine):
         """The pauses of circuits, greetings and full servers are over."""
         for tier in self.tiers:
             for part in self.parts(tier):
-                part._greet_at = part._resume_writes_at = 0.0
-                if part._circuit._next_try is not None:
-                    part._circuit._next_try = 0.0
+                part._resume_writes_at = 0.0
+                end_pauses(part)
 
     @rule(machine=machines)
     def forget(self, machine: int) -> None:

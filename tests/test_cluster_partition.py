@@ -18,7 +18,7 @@ import pytest
 from kvoffload.tiers.remote.cluster_map import MapQuestion
 from kvoffload.tiers.remote.divisions import division_of
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError
-from sharing_client import CANARY, some_keys
+from sharing_client import CANARY, end_pauses, some_keys
 from test_partition import LATE, ip, made, wait_until
 from valkey_client import Client
 from valkey_server import PATIENCE_S, Cluster, Server, clustered
@@ -109,9 +109,7 @@ def come_back(client: Client) -> None:
     while not client.tier._is_whole():
         client.tier._ask_at = client.tier._look_at = 0.0
         for node in client.tier._nodes.values():
-            node._greet_at = 0.0
-            if node._circuit._next_try is not None:
-                node._circuit._next_try = 0.0
+            end_pauses(node)
         client.believes(*NUMBERS)
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -260,7 +260,7 @@ def test_what_is_forgotten_is_not_its_neighbours() -> None:
 
 def test_a_circuit_opens_after_three_failures_and_closes_after_one_answer() -> None:
     clock = Clock()
-    circuit = Circuit(clock, chance=lambda: 0.5)
+    circuit = Circuit(clock, chance=lambda: 0.5, longest_pause_s=30.0)
     for _ in range(2):
         circuit.failed()
         circuit.failed()

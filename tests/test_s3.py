@@ -27,7 +27,7 @@ from kvoffload.tiers.remote.identity import HEADER_BYTES
 from kvoffload.tiers.remote.objects import object_name
 from kvoffload.tiers.striped import StripedTier
 from s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, S3Server, running
-from sharing_client import CANARY, SharingClient, some_keys
+from sharing_client import CANARY, SharingClient, end_pauses, some_keys
 
 BLOCK_BYTES, PACK = 24 * 1024, 4
 STRIDE = HEADER_BYTES + BLOCK_BYTES
@@ -122,14 +122,13 @@ class Client(SharingClient):
 
     def try_again_now(self) -> None:
         """The pauses of circuit and greetings are over."""
-        if self.tier._circuit._next_try is not None:
-            self.tier._circuit._next_try = 0.0
-        self.tier._greet_at = self.tier._resume_writes_at = 0.0
+        end_pauses(self.tier)
+        self.tier._resume_writes_at = 0.0
 
     def come_back(self) -> None:
         """Wait until the tier is open."""
         until = time.monotonic() + PATIENCE_S
-        while not self.tier._is_open():
+        while not self.tier._is_open("read"):
             self.try_again_now()
             assert time.monotonic() < until
             time.sleep(0.001)
@@ -806,8 +805,6 @@ def test_a_server_that_is_not_there_costs_a_command_its_start_and_an_engine_noth
         proxy.set()
         until = time.monotonic() + PATIENCE_S
         while not tier._is_open():
-            tier._greet_at = 0.0
-            if tier._circuit._next_try is not None:
-                tier._circuit._next_try = 0.0
+            end_pauses(tier)
             assert time.monotonic() < until
         tier.close()

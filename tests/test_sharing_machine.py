@@ -142,7 +142,7 @@ class ClusterMachine(SharingMachine):
 
     def is_well(self, tier: Any) -> bool:
         tier.contains(some_keys(*range(1, 100)))
-        return bool(tier._is_whole())
+        return bool(tier._is_whole()) and all(node._is_open("read") for node in tier._nodes.values())
 
     def epochs(self, tier: Any) -> list[int]:
         known = [node._epoch.numbers for node in tier._nodes.values() if node._epoch is not None]

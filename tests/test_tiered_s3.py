@@ -27,6 +27,7 @@ from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
 from s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, running
+from sharing_client import end_pauses
 from test_tiered_valkey import BLOCK_BYTES, CAPACITY, Machine, some_keys
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -218,10 +219,8 @@ def test_a_server_that_hangs_and_dies_under_load_costs_hits_and_nothing_else(
             one.rest()
             assert one.tier.stats().mismatches == 0
             assert one.manager.stats().writing == 0
-            while not one.tier._is_open():
-                one.tier._greet_at = 0.0
-                if one.tier._circuit._next_try is not None:
-                    one.tier._circuit._next_try = 0.0
+            while not one.tier._is_open("read"):
+                end_pauses(one.tier)
                 assert time.monotonic() < until
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
@@ -11,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from command import kvoffload
+from kvoffload.cli.replay_table import _work
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
@@ -29,6 +32,7 @@ from kvoffload.tiers.options import TierOptions, TierOwner, parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
+from sharing_client import end_pauses
 from valkey_server import PATIENCE_S, Server, running
 
 BLOCK_BYTES, CAPACITY = 4096, 32
@@ -218,11 +222,9 @@ def test_a_server_that_hangs_and_dies_under_load_costs_hits_and_nothing_else(
             assert one.tier.stats().mismatches == 0
             assert one.manager.stats().writing == 0
         until = time.monotonic() + PATIENCE_S
-        while not all(one.tier._is_open() for one in machines):
+        while not all(one.tier._is_open("read") for one in machines):
             for one in machines:
-                one.tier._greet_at = 0.0
-                if one.tier._circuit._next_try is not None:
-                    one.tier._circuit._next_try = 0.0
+                end_pauses(one.tier)
             assert time.monotonic() < until
 
 
@@ -261,6 +263,35 @@ def test_a_replay_through_a_bad_network_serves_nothing_wrong(
     with FaultProxy(server.port) as proxy:
         proxy.set(**faults)
         assert replay(small_chat, proxy.port).mismatches_served == 0
+
+
+def test_a_replay_gives_up_a_server_that_is_silent_and_says_so(
+    server: Server, small_chat: Trace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not after 150 s for each write; the report tells it from a server that has few blocks."""
+    monkeypatch.setattr("kvoffload.tiers.kinds.valkey._SILENCE_S", 0.05)
+    tiers = parse_tiers("tiers", f"valkey://127.0.0.1:{server.port}/replay")
+    data = DataPlane(40, BLOCK_BYTES)
+    try:
+        one = Replay(small_chat, ReplayConfig(40, tiers=tiers), data)
+        with server.stopped():
+            found = one.run()
+    finally:
+        data.close()
+    (tier,) = found.tiers[1:]
+    assert found.mismatches_served == 0
+    assert (tier.hit_blocks, tier.outages) == (0, 1)
+    assert tier.unanswered_blocks > 0
+    assert tier.outage_s > 0.05
+    assert [tier["outages"] for tier in json.loads(found.to_json())["tiers"]] == [0, 1]
+    assert sum("is silent" in record.getMessage() for record in caplog.records) == 1
+    assert "valkey was unavailable" in table_of(found)
+
+
+def table_of(report: ReplayReport) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(_work(report))
+    return console.export_text()
 
 
 def test_the_command(server: Server, tmp_path: Path) -> None:

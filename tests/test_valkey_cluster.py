@@ -32,7 +32,7 @@ from kvoffload.tiers.remote.resp import Connection, ProtocolError, ServerError
 from kvoffload.tiers.remote.tier import RemoteOptions
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
-from sharing_client import CANARY, some_keys
+from sharing_client import CANARY, end_pauses, some_keys
 from valkey_client import BLOCK_BYTES, Client
 from valkey_server import PATIENCE_S, Cluster, Server, clustered, running, self_signed
 
@@ -103,15 +103,13 @@ def try_again_now(client: Client) -> None:
     """The pauses of circuits, greetings and questions for the map are over."""
     client.tier._ask_at = client.tier._look_at = 0.0
     for node in client.tier._nodes.values():
-        node._greet_at = 0.0
-        if node._circuit._next_try is not None:
-            node._circuit._next_try = 0.0
+        end_pauses(node)
 
 
 def come_to_terms(client: Client) -> None:
     """Wait until the client has found all nodes."""
     until = time.monotonic() + PATIENCE_S
-    while not client.tier._is_whole():
+    while not (client.tier._is_whole() and all(n._is_open("read") for n in client.tier._nodes.values())):
         try_again_now(client)
         client.believes(*NUMBERS)
         assert time.monotonic() < until

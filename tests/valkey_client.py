@@ -12,7 +12,7 @@ from kvoffload.tiers.base import JobResult
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.options import TierOwner
 from kvoffload.tiers.remote.identity import names_of_rests
-from sharing_client import CANARY, SharingClient, some_keys
+from sharing_client import CANARY, SharingClient, end_pauses, some_keys
 from valkey_server import PATIENCE_S, Cluster, Server
 
 BLOCK_BYTES = 24 * 1024
@@ -68,12 +68,10 @@ class Client(SharingClient):
     def come_to_terms(self, is_open: bool = True) -> None:
         """Wait until the tier is open, or closed."""
         until = time.monotonic() + PATIENCE_S
-        while self.tier._is_open() is not is_open:
+        while self.tier._is_open("read") is not is_open:
             assert time.monotonic() < until
             time.sleep(0.001)
 
     def try_again_now(self) -> None:
         """The pauses of circuit and greetings are over."""
-        if self.tier._circuit._next_try is not None:
-            self.tier._circuit._next_try = 0.0
-        self.tier._greet_at = 0.0
+        end_pauses(self.tier)

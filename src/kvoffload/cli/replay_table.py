@@ -61,6 +61,9 @@ def _work(report: ReplayReport) -> Table:
         for tier in report.tiers[1:]:
             table.add_row(f"written to {tier.name}", f"{tier.blocks_written:,}", size(tier.bytes_written))
             table.add_row(f"mismatches caught by {tier.name}", f"{tier.mismatches_caught:,}", "")
+            if tier.outages:
+                what = f"{tier.name} was unavailable, {tier.outages:,} times; not answered"
+                table.add_row(what, f"{tier.unanswered_blocks:,}", f"{tier.outage_s:,.0f} s")
             if tier.requests:
                 table.add_row(f"requests to {tier.name}, cost", f"{tier.requests:,}", f"{tier.cost:.2g}")
         style = "bold red" if report.mismatches_served else "bold green"

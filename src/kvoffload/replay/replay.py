@@ -382,6 +382,9 @@ class Replay:
                     mismatches_caught=tier.mismatches,
                     requests=tier.puts + tier.gets,
                     cost=tier.cost,
+                    unanswered_blocks=tier.timeouts,
+                    outages=tier.outages,
+                    outage_s=tier.outage_s,
                 )
                 for name, hit_blocks, tier in zip(
                     self._tiered.tier_names, hits[1:], self._tiered.tier_stats(), strict=True

@@ -14,6 +14,9 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
         blocks_written, blocks_evicted: of RAM also what came up from below.
         bytes_written, bytes_read: 0 without data.
         mismatches_caught: blocks that were not what had been stored, and became misses.
+        unanswered_blocks: blocks of probes, reads and writes that were not answered in time.
+        outages: how often the tier was given up because it did not answer; outage_s: for how many seconds it
+            was unavailable. All its blocks were misses then.
         requests: to a bucket; cost: what they and the bytes received come to, at the tier's prices.
     """
 
@@ -26,6 +29,9 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     mismatches_caught: int
     requests: int = 0
     cost: float = 0.0
+    unanswered_blocks: int = 0
+    outages: int = 0
+    outage_s: float = 0.0
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):

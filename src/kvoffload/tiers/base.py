@@ -241,6 +241,10 @@ class TierStats:
     """Blocks that were not written because another machine had written them."""
     circuit_open: int = 0
     """Nodes of a shared tier that are left alone now, because they did not answer."""
+    outages: int = 0
+    """How often nodes of a shared tier were left alone, because they did not answer."""
+    outage_s: float = 0.0
+    """Seconds for which a node was left alone, and was waited for before; summed over nodes."""
     puts: int = 0
     """Requests to a bucket that store."""
     gets: int = 0

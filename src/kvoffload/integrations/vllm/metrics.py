@@ -79,6 +79,8 @@ TIER_COUNTERS = {
     "skipped": "Blocks not written because another machine had written them.",
     "bytes_written": "Bytes of blocks written.",
     "bytes_read": "Bytes of blocks read.",
+    "outages": "How often nodes of a tier that machines share were left alone: they did not answer.",
+    "outage_s": "Seconds for which they were left alone.",
     "puts": "Requests to a bucket that store.",
     "gets": "Requests to a bucket that read or ask.",
     "cost": "What these requests and the bytes received come to, at the prices that were given.",

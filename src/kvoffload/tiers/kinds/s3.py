@@ -129,6 +129,8 @@ class S3Options(TierOptions):
                 namespace=namespace,
                 timeout_s=max(self.timeout, patience_s),
                 probe_timeout_s=max(self.probe_timeout, patience_s),
+                write_timeout_s=patience_s or None,
+                gives_up_at_once=owner.counts_blocks,
             ),
             ledger=ledger,
             group_blocks=self._group_blocks(owner),

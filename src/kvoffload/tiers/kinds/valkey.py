@@ -26,12 +26,14 @@ from kvoffload.tiers.remote.cluster import ClusterTier
 from kvoffload.tiers.remote.cluster_map import Address
 from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError
+from kvoffload.tiers.remote.silence import ImpatientConnection
 from kvoffload.tiers.remote.tier import RemoteOptions, RemoteTier
 
 USERNAME, PASSWORD = "KVOFFLOAD_VALKEY_USERNAME", "KVOFFLOAD_VALKEY_PASSWORD"
 _PORT = 6379
 _START_S, _COMMAND_START_S = 1.0, 5.0
-_REPLAY_S = 30.0
+_REPLAY_S, _SILENCE_S = 30.0, 5.0
+"""In a replay: the longest time of a probe, read or write, and of a silence of the server."""
 _COUNTED_BLOCKS = 1 << 16
 """An admission rule counts as for a cache of so many blocks: how many the server holds is not ours to
 know.
@@ -139,7 +141,8 @@ class ValkeyOptions(TierOptions):
             raise ConfigError(
                 "tier", str(self), "without data it has nothing to hold; take simulated:CAPACITY"
             )
-        place, connect = place_of(self.url), self.connector()
+        place = place_of(self.url)
+        connect = self.connector(_SILENCE_S if owner.counts_blocks else None)
         _warn_if_open_to_all(place, connect.login)
         tier = self._tier(owner, place, connect)
         try:
@@ -168,6 +171,8 @@ class ValkeyOptions(TierOptions):
             timeout_s=max(self.timeout, patience_s),
             probe_timeout_s=max(self.probe_timeout, patience_s),
             ttl_s=0 if self.ttl is None else max(1, round(self.ttl)),
+            write_timeout_s=patience_s or None,
+            gives_up_at_once=owner.counts_blocks,
         )
         admission = create_admission(self.admission, owner.key_bytes, _COUNTED_BLOCKS)
         more: dict[str, Any] = {
@@ -207,9 +212,9 @@ class ValkeyOptions(TierOptions):
             )
         return Login(os.environ.get(USERNAME, ""), password, tls)
 
-    def connector(self) -> Connector:
-        """A new connector with the present login. Raises `ConfigError`."""
-        return Connector(self.login(), self.password_file)
+    def connector(self, silence_s: float | None = None) -> Connector:
+        """A new connector with the present login, as `Connector`. Raises `ConfigError`."""
+        return Connector(self.login(), self.password_file, silence_s)
 
 
 def password_in(path: str) -> str:
@@ -225,12 +230,13 @@ class Connector:
 
     Args:
         password_file: empty if the password does not come from a file.
+        silence_s: connections give up when the server is silent for so long; None for never.
 
     Thread: any; each line of a tier connects by itself.
     """
 
-    def __init__(self, login: Login, password_file: str = "") -> None:
-        self.login, self._password_file = login, password_file
+    def __init__(self, login: Login, password_file: str = "", silence_s: float | None = None) -> None:
+        self.login, self._password_file, self._silence_s = login, password_file, silence_s
         self._addresses = Addresses()
 
     def __call__(self, address: Address, deadline: float) -> Connection:
@@ -240,7 +246,9 @@ class Connector:
                 password = password_in(self._password_file)
                 if password and password != self.login.password:
                     self.login = replace(self.login, password=password)
-        return Connection(*address, self.login, deadline, self._addresses)
+        if self._silence_s is None:
+            return Connection(*address, self.login, deadline, self._addresses)
+        return ImpatientConnection(*address, self.login, deadline, self._addresses, silence_s=self._silence_s)
 
 
 def _never(error: Exception, place: Place) -> str | None:

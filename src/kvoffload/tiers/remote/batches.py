@@ -52,6 +52,18 @@ ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
 """What a node of a cluster answers about blocks that are not its, or not any more. It is well."""
 
 
+class NotSentError(ConnectionError):
+    """A batch ended in the queue, because a circuit breaker opened."""
+
+
+class QueuedTooLongError(TimeoutError):
+    """A batch ended in the queue, at its deadline."""
+
+
+class SilentError(TimeoutError):
+    """The server has sent nothing, and taken nothing, for as long as it may be silent."""
+
+
 class WasResetError(Exception):
     """The epoch is another one, or gone: nothing of this batch counts."""
 
@@ -65,7 +77,7 @@ class Batch(ABC):
 
     Attributes:
         submitted: when it was asked for.
-        deadline: when it ends at the latest; of a write, counted from its beginning.
+        deadline: when it ends at the latest, whether it has begun or not.
         ended: when it did.
         error: why it was cut short, or None.
         hangs_up: whether its connection ends with it.
@@ -76,9 +88,18 @@ class Batch(ABC):
     ended: float = 0.0
     error: Exception | None = None
     hangs_up: bool = False
+    _unclaimed: list[None] = field(default_factory=lambda: [None])
 
-    def begin(self, now: float) -> None:  # noqa: B027  (most deadlines are of the submission)
-        """It is its turn."""
+    def claim(self) -> bool:
+        """Take the batch: True for one caller alone, the line that runs it or the tier that gives it up.
+
+        Thread: any; `pop` of a list is atomic.
+        """
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
 
     @abstractmethod
     def run(self, connection: Connection) -> None:
@@ -374,23 +395,18 @@ class Write(Transfer):
     """Stores the blocks that the server does not have.
 
     Attributes:
-        patience_s: how long it may take once it has begun: nobody waits for it, and it waits for others.
         ttl_s: after how long the server forgets them; 0 for when it likes.
         was_there: blocks that another machine had written.
     """
 
     name = "write"
 
-    patience_s: float
     ttl_s: int = 0
     was_there: Mask = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.was_there = np.zeros(len(self.keys), np.bool_)
-
-    def begin(self, now: float) -> None:
-        self.deadline = now + self.patience_s
 
     def run(self, connection: Connection) -> None:
         names = self.epoch.names(self.keys)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from kvoffload.tiers.remote.batches import Batch
+from kvoffload.tiers.remote.batches import Batch, QueuedTooLongError
 
 CONNECT_S = 0.5
 
@@ -21,7 +21,8 @@ with `close`, `abort`, `has_received` and `is_in_step` of `resp.Connection`."""
 
 
 class Line:
-    """Runs batches in their order; `deliver` gets each back, on the line's thread, when it has ended.
+    """Runs batches in their order; `deliver` gets each back, on the line's thread, when it has ended. A batch
+    that somebody else has claimed is skipped.
 
     A batch ends by its deadline, however the network fails: it is cut short there, and the connection is
     closed before it is delivered, so that nothing writes to its rows afterwards. The next batch gets a new
@@ -84,12 +85,12 @@ class Line:
             if batch is None:
                 self._hang_up()
                 return
+            if not batch.claim():
+                continue  # the tier has given it up
             self._is_busy = True
-            now = time.monotonic()
-            batch.begin(now)
             try:
-                if now >= batch.deadline:
-                    raise TimeoutError("its time was up before its turn")
+                if time.monotonic() >= batch.deadline:
+                    raise QueuedTooLongError("deadline exceeded while queued")
                 self._say(batch)
             except Exception as error:
                 # The network's failure, a refusal, a reset, or our bug: what comes next on this connection is

@@ -147,16 +147,16 @@ class Node(RemoteTier):
     def has_ended(self) -> bool:
         """Take in what has come: whether no job is under way."""
         self._take_in_all()
-        return not self._under_way
+        return not self._waited_for()
 
     def tend(self) -> None:
         """Take in what has come while it could not be used, and greet the node where that may help."""
         self._is_open()
 
-    def _is_open(self) -> bool:
+    def _is_open(self, kind: str | None = None) -> bool:
         if self._is_partial:
             self._tend()
-        return super()._is_open()
+        return super()._is_open(kind)
 
     def _tend(self) -> None:
         if self._is_partial and not self._circuit.is_open and self._clock() >= self._greet_at:

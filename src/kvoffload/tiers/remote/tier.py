@@ -29,13 +29,15 @@ from kvoffload.tiers.remote.batches import (
     Batch,
     BlockBatch,
     Greeting,
+    NotSentError,
+    QueuedTooLongError,
     Read,
     Speech,
     Transfer,
     WasResetError,
     Write,
 )
-from kvoffload.tiers.remote.circuit import Circuit
+from kvoffload.tiers.remote.circuit import PROBE, READ, WRITE, Breakers
 from kvoffload.tiers.remote.epochs import EpochHistory
 from kvoffload.tiers.remote.hints import Hints
 from kvoffload.tiers.remote.identity import Epoch, Naming, producer_of
@@ -48,7 +50,8 @@ from kvoffload.transfer import Blocks, Rows
 IN_FLIGHT_BYTES = 256 << 20
 """Blocks under way each way: more are dropped."""
 _WRITE_PATIENCE = 5.0
-"""A write may take so many times the deadline of a read: no request waits for it."""
+"""A write may take so many times the deadline of a read, its wait in the queue included: no request waits."""
+_EXPIRE_EVERY_S = 0.005
 _GREETING_S = 2 * CONNECT_S
 CLOSE_S = 2 * CONNECT_S
 """`close` waits so long for all threads together: a connection attempt ends within `CONNECT_S`."""
@@ -65,12 +68,17 @@ class RemoteOptions:
         timeout_s: a read has ended by then, whatever happens.
         probe_timeout_s: the same for a probe, and the longest that a request waits for one.
         ttl_s: after how long the server forgets a block; 0 for when it likes.
+        write_timeout_s: a write has ended by then; None for five times `timeout_s`.
+        gives_up_at_once: the first deadline that is exceeded opens the circuit, as in a replay, which is
+            patient with answers.
     """
 
     namespace: str
     timeout_s: float = 2.0
     probe_timeout_s: float = 0.05
     ttl_s: int = 0
+    write_timeout_s: float | None = None
+    gives_up_at_once: bool = False
 
 
 @dataclass(eq=False)
@@ -89,8 +97,10 @@ class RemoteTier(SecondaryTier):
       write; otherwise it is a miss, deleted there, and counted. The key alone decides which bytes are served:
       who else writes, and in which order, makes no difference.
     - A job ends by its deadline, with what has arrived and was verified until then. After its end no byte is
-      written to its rows. Three failures in a row open a circuit: then everything is a miss at once, and only
-      greetings are sent, at growing intervals, until one is answered.
+      written to its rows. Three failures in a row open a circuit: then everything is a miss at once, jobs
+      that have not begun end, and only greetings are sent, every few seconds, until one is answered.
+    - Three failures in a row of probes, reads or writes open a circuit of that type alone, for longer each
+      time. After a pause one operation that no request waits for decides.
     - No read that begins after a reset was confirmed returns a block from before it, on any machine. While a
       reset is not confirmed this tier holds nothing.
     - Each exchange about blocks asks for the epoch first. A server that has lost it, because it was started
@@ -143,7 +153,13 @@ class RemoteTier(SecondaryTier):
             producer_of(f"{name} {place} {options.namespace} {fingerprint}")[:8], "big"
         )
         self._admission, self._clock, self._speech = admission, clock, speech
-        self._hints, self._circuit, self._vouching = Hints(clock), Circuit(clock), Vouching()
+        self._hints, self._breakers, self._vouching = Hints(clock), Breakers(clock), Vouching()
+        self._circuit = self._breakers.server
+        # By type of operation: the job that tries again after a pause, and blocks to try with.
+        self._trials: dict[str, int] = {}
+        self._to_try: dict[str, Keys] = {}
+        self._succeeded_at = dict.fromkeys((PROBE, READ, WRITE), 0.0)
+        self._expire_at = 0.0
         self._history = history or EpochHistory()
         self._epoch: Naming | None = None
         self._asking_persistence: PersistenceQuestion | None = None
@@ -212,24 +228,24 @@ class RemoteTier(SecondaryTier):
     # ---- blocks
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        if not self._is_open():
+        if not self._is_open(READ):
             return np.zeros(len(keys), np.bool_)
         return self._hints.present(key_digests(keys))
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        if not self._is_open():
+        if not (self._is_open(PROBE) and self._is_open(READ)):
             return np.zeros(len(keys), np.bool_)
         return ~self._hints.known(key_digests(keys))
 
     def submit_probe(self, keys: Keys) -> int:
-        if not self._is_open():
+        if not self._is_open(PROBE):
             return NO_JOB
         self._stats.probes += len(keys)
         return self._submit(self._speech.probe, keys, len(keys), self.options.probe_timeout_s)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = checked_rows(keys, pool, rows, self.block_bytes)
-        count = min(len(keys), self._room("read")) if self._is_open() else 0
+        count = min(len(keys), self._room("read")) if self._is_open(READ) else 0
         if count == 0:
             self._next_job += 1
             self._results.append(JobResult(self._next_job, np.zeros(len(keys), np.bool_), 0.0))
@@ -244,7 +260,9 @@ class RemoteTier(SecondaryTier):
         taken = np.zeros(len(keys), np.bool_)
         if self._admission is not None and request is not None:
             self._count(request, keys)
-        if not self._is_open() or self._clock() < self._resume_writes_at:
+        is_open = self._is_open(WRITE)
+        is_trial = not is_open and self._may_try(WRITE)
+        if not (is_open or is_trial) or self._clock() < self._resume_writes_at:
             self._stats.dropped += len(keys)
             return NO_JOB, taken
         new = np.array([key not in self._writing for key in keys], np.bool_)
@@ -260,9 +278,12 @@ class RemoteTier(SecondaryTier):
             return NO_JOB, taken
         taken[wanted] = True
         self._writing.update(keys.take(wanted))
-        patience_s = _WRITE_PATIENCE * self.options.timeout_s
-        more = {"pool": pool, "rows": checked[wanted], "patience_s": patience_s, "ttl_s": self.options.ttl_s}
-        return self._submit(self._speech.write, keys.take(wanted), len(wanted), patience_s, **more), taken
+        patience_s = self.options.write_timeout_s or _WRITE_PATIENCE * self.options.timeout_s
+        more = {"pool": pool, "rows": checked[wanted], "ttl_s": self.options.ttl_s}
+        job = self._submit(self._speech.write, keys.take(wanted), len(wanted), patience_s, **more)
+        if is_trial:
+            self._trials[WRITE] = job
+        return job, taken
 
     @property
     def queue_room(self) -> int:
@@ -296,7 +317,7 @@ class RemoteTier(SecondaryTier):
         until = time.monotonic() + timeout_s
         while True:
             self._take_in_all()
-            if not self._under_way and not self._reset_wanted:
+            if not self._waited_for() and not self._reset_wanted:
                 return True
             if time.monotonic() >= until:
                 return False
@@ -304,8 +325,14 @@ class RemoteTier(SecondaryTier):
             time.sleep(0.001)
 
     def stats(self) -> TierStats:
-        flying = sum(len(batch.keys) for batch in self._under_way.values() if isinstance(batch, Transfer))
-        return replace(self._stats, in_flight=flying, circuit_open=int(self._circuit.is_open))
+        flying = sum(len(batch.keys) for batch in self._waited_for() if isinstance(batch, Transfer))
+        return replace(
+            self._stats,
+            in_flight=flying,
+            circuit_open=int(self._breakers.is_out),
+            outages=self._breakers.num_outages,
+            outage_s=self._breakers.outage_s,
+        )
 
     def stop(self) -> None:
         """End the jobs under way, and wait for nothing. Idempotent."""
@@ -330,27 +357,49 @@ class RemoteTier(SecondaryTier):
 
     # ---- is it there
 
-    def _is_open(self) -> bool:
-        """Whether the server answers, as far as is known, and the epoch is known."""
+    def _is_open(self, kind: str | None = None) -> bool:
+        """Whether the server answers, as far as is known, also this type of operation, and the epoch is
+        known."""
         if os.getpid() != self._pid:
             raise MisuseError("this process was forked from the one that has the tier, and has no part in it")
         if self._closed:
             return False
-        if self._epoch is None or self._circuit.is_open:
+        if self._epoch is None or self._breakers.is_any_open:
             # Only while it is closed: what is known of blocks changes in `finished` and nowhere else. A
             # caller that asks `contains` and then `unknown` would be told no twice by an answer that comes
             # between.
             self._take_in_all()
             self._tend()
-        return self._epoch is not None and not self._circuit.is_open
+        if self._epoch is None or self._circuit.is_open:
+            return False
+        return kind is None or not self._breakers.operations[kind].is_open
 
     def _tend(self) -> None:
-        """Greet the server, where that may open the tier again."""
+        """Try again what may be tried: a greeting, or an operation of a type that has failed."""
         if self._circuit.is_open:
             if self._circuit.may_try:
                 self._greet()
-        elif self._epoch is None and self._clock() >= self._greet_at:
-            self._greet()
+        elif self._epoch is None:
+            if self._clock() >= self._greet_at:
+                self._greet()
+        else:
+            for kind in (READ, PROBE):
+                if self._may_try(kind) and kind in self._to_try:
+                    self._try(kind, self._to_try[kind])
+
+    def _may_try(self, kind: str) -> bool:
+        """Whether the pause of a type of operation is over, and no attempt is under way."""
+        is_reachable = self._epoch is not None and not self._circuit.is_open
+        return is_reachable and kind not in self._trials and self._breakers.operations[kind].may_try
+
+    def _try(self, kind: str, keys: Keys) -> None:
+        """Send one operation that no request waits for."""
+        if kind == READ:
+            more = {"pool": np.empty((len(keys), self.block_bytes), np.uint8), "rows": np.arange(len(keys))}
+            job = self._submit(self._speech.read, keys, len(keys), self.options.timeout_s, **more)
+        else:
+            job = self._submit(self._speech.probe, keys, len(keys), self.options.probe_timeout_s)
+        self._trials[kind] = job
 
     def _greet(self) -> None:
         if self._greeting is None and not self._closed:
@@ -393,6 +442,11 @@ class RemoteTier(SecondaryTier):
         self._say(kind.name, batch)
         return batch.job
 
+    def _waited_for(self) -> list[BlockBatch]:
+        """The batches under way whose results somebody waits for."""
+        trials = {job for kind, job in self._trials.items() if kind != WRITE}
+        return [batch for batch in self._under_way.values() if batch.job not in trials]
+
     def _all_lines(self) -> list[Line]:
         return [line for kind in self._lines.values() for line in kind]
 
@@ -404,6 +458,10 @@ class RemoteTier(SecondaryTier):
         return wanted
 
     def _take_in_all(self) -> None:
+        if self._under_way and (now := time.monotonic()) >= self._expire_at:
+            self._expire_at = now + _EXPIRE_EVERY_S
+            late = [batch for batch in self._under_way.values() if now >= batch.deadline]
+            self._give_up(late, QueuedTooLongError("deadline exceeded while queued"))
         while self._ended:
             batch = self._ended.popleft()
             if isinstance(batch, PersistenceQuestion):
@@ -415,19 +473,56 @@ class RemoteTier(SecondaryTier):
             elif isinstance(batch, BlockBatch):
                 self._take_in(batch)
 
+    def _give_up(self, batches: list[BlockBatch], why: Exception) -> None:
+        """End those of these batches that no line has begun."""
+        for batch in batches:
+            if batch.claim():
+                batch.error, batch.ended = why, time.monotonic()
+                self._ended.append(batch)
+
     def _note_health(self, batch: Batch) -> None:
-        """What the end of a batch says of the server."""
+        """Tell the circuits how a batch has ended; where one opens, end what it would not have sent."""
         error = batch.error
+        if isinstance(error, NotSentError):
+            return
+        before = self._breakers.open_kinds()
         if error is None or isinstance(error, WasResetError):
             if not (self._circuit.is_open and batch is not self._greeting):
                 self._circuit.succeeded()
-            return
-        self.last_error = error
-        if self._closed:
-            return
+            if isinstance(batch, BlockBatch):
+                self._note_success(batch)
+        else:
+            self.last_error = error
+            if not self._closed:
+                self._note_failure(batch, error)
+        self._breakers.note_outage(max(0.0, batch.ended - batch.submitted))
+        if newly_open := set(self._breakers.open_kinds()).difference(before):
+            queued = [one for one in self._under_way.values() if one is not batch and one.name in newly_open]
+            self._give_up(queued, NotSentError("not sent: the circuit breaker has opened"))
+
+    def _note_success(self, batch: BlockBatch) -> None:
+        self._succeeded_at[batch.name] = batch.ended
+        circuit = self._breakers.operations[batch.name]
+        if batch.name == READ and not batch.ok.any():
+            circuit.answered()  # that no block is there says little of a server that hangs on values
+        elif not circuit.is_open or self._trials.get(batch.name) == batch.job:
+            circuit.succeeded()
+
+    def _note_failure(self, batch: Batch, error: Exception) -> None:
+        if isinstance(batch, BlockBatch):
+            has_answered = batch.submitted < self._succeeded_at[batch.name]
+            if has_answered and isinstance(error, QueuedTooLongError):
+                return  # the server is slow, and answers
+            self._to_try[batch.name] = batch.keys.take(np.zeros(1, np.intp))
+            self._breakers.operations[batch.name].failed()
         self._circuit.failed()
         text = "tier %s: %s does not answer as it should: %s: %s"
         self._log.warn("health", text, self.name, self.place, type(error).__name__, printable(error))
+        if self.options.gives_up_at_once and isinstance(error, TimeoutError) and not self._circuit.is_open:
+            self._circuit.open()
+            waited_s = batch.ended - batch.submitted
+            text = "tier %s: %s is silent (%.0f s): going on without it until it answers"
+            self._log.warn("gives up", text, self.name, self.place, waited_s)
 
     def _take_in_greeting(self, greeting: Greeting) -> None:
         if greeting is not self._greeting:
@@ -494,6 +589,9 @@ class RemoteTier(SecondaryTier):
 
     def _take_in(self, batch: BlockBatch) -> None:
         del self._under_way[batch.job]
+        is_trial = batch.name != WRITE and self._trials.get(batch.name) == batch.job
+        if self._trials.get(batch.name) == batch.job:
+            del self._trials[batch.name]
         if isinstance(batch, Transfer):
             self._bytes_of[batch.name] -= len(batch.keys) * self.block_bytes
         is_current = self._epoch is not None and batch.epoch == self._epoch
@@ -525,6 +623,8 @@ class RemoteTier(SecondaryTier):
             )
         if isinstance(batch.error, TimeoutError):
             self._stats.timeouts += len(batch.keys) - int(np.count_nonzero(batch.ok))
+        if is_trial:
+            return  # nobody waits for it
         # Blocks for which there was no room are neither there nor stale: nothing is known of them.
         masks = [
             None if mask is None else np.append(mask, np.zeros(batch.num_rows - len(mask), np.bool_))
