@@ -148,7 +148,7 @@ def test_a_return_is_logged(
     reset(client)
     crash(server)
     read_until_reset(client)
-    assert any("from before a reset again" in record.getMessage() for record in caplog.records)
+    assert any("is reset once more" in record.getMessage() for record in caplog.records)
 
 
 def test_a_node_of_a_cluster_that_restores_old_epochs(tmp_path: Path, make: Callable[..., Client]) -> None:

@@ -121,6 +121,11 @@ class Greeting(Batch):
     is_reset: bool = False
     number: int | None = None
 
+    @property
+    def found(self) -> list[int]:
+        """All epochs that it has found."""
+        return [] if self.number is None else [self.number]
+
     def run(self, connection: Connection) -> None:
         new = b"%016x" % secrets.randbits(64)
         # Several machines may find none at the same instant: the first makes it, and all take what is there.

@@ -40,6 +40,10 @@ class DividedGreeting(Greeting):
     num_replicas: int = 0
     numbers: tuple[int | None, ...] = ()
 
+    @property
+    def found(self) -> list[int]:
+        return [number for number in self.numbers if number is not None]
+
     def run(self, connection: Connection) -> None:
         options = () if self.is_reset else (b"NX",)
         asked = [command(b"SET", name, b"%016x" % secrets.randbits(64), *options) + command(b"GET", name)
@@ -189,7 +193,7 @@ class Node(RemoteTier):
         is_partial = None in greeting.numbers
         if is_partial and self._reset_wanted:
             return  # not everything has been forgotten
-        if not self._may_enter(greeting.numbers, greeting):
+        if not self._may_enter(greeting):
             return
         self._history.enter(self._epoch_names, greeting.numbers, time.monotonic())
         epoch = DividedEpoch(self.options.namespace, self._producer, self.divisions, greeting.numbers)

@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -518,7 +518,8 @@ class RemoteTier(SecondaryTier):
         self._circuit.failed()
         text = "tier %s: %s does not answer as it should: %s: %s"
         self._log.warn("health", text, self.name, self.place, type(error).__name__, printable(error))
-        if self.options.gives_up_at_once and isinstance(error, TimeoutError) and not self._circuit.is_open:
+        is_silent = isinstance(batch, BlockBatch) and isinstance(error, TimeoutError)
+        if self.options.gives_up_at_once and is_silent and not self._circuit.is_open:
             self._circuit.open()
             waited_s = batch.ended - batch.submitted
             text = "tier %s: %s is silent (%.0f s): going on without it until it answers"
@@ -527,8 +528,8 @@ class RemoteTier(SecondaryTier):
     def _take_in_greeting(self, greeting: Greeting) -> None:
         if greeting is not self._greeting:
             # Sent before a reset of ours: an epoch that it found has ended.
-            if greeting.number is not None and not greeting.is_reset:
-                self._history.end_number(greeting.number, time.monotonic())
+            for number in () if greeting.is_reset else greeting.found:
+                self._history.end_number(number, time.monotonic())
             return
         self._greeting, self._greet_at = None, self._clock() + _RETRY_S
         if greeting.error is None:
@@ -538,15 +539,15 @@ class RemoteTier(SecondaryTier):
     def _accept(self, greeting: Greeting) -> None:
         """Enter the epoch that a greeting has found, unless it has ended."""
         assert greeting.number is not None
-        if self._may_enter([greeting.number], greeting):
+        if self._may_enter(greeting):
             self._reset_wanted = False
             self._history.enter([self._epoch_name], [greeting.number], time.monotonic())
             self._hints.clear()
             self._epoch = Epoch(self.options.namespace, self._producer, greeting.number)
 
-    def _may_enter(self, numbers: Sequence[int | None], greeting: Greeting) -> bool:
+    def _may_enter(self, greeting: Greeting) -> bool:
         """Whether none of the epochs that a greeting has found has ended; otherwise greet or reset again."""
-        found, since = [number for number in numbers if number is not None], greeting.submitted
+        found, since = greeting.found, greeting.submitted
         if any(self._history.has_ended(number, since) for number in found):
             text = (
                 "tier %s: %s has blocks from before a reset again: it has restored a snapshot, or a replica "
