@@ -6,7 +6,6 @@ import configparser
 import ipaddress
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, TypeAlias
@@ -21,10 +20,13 @@ from kvoffload.tiers.options import TierOptions, TierOwner, redacted
 from kvoffload.tiers.remote.bucket import NO_BUCKET, Bucket, BucketError, Ledger, Prices
 from kvoffload.tiers.remote.line import CONNECT_S
 from kvoffload.tiers.remote.packed import PackedTier
+from kvoffload.tiers.remote.signing import Signer
 from kvoffload.tiers.remote.tier import RemoteOptions
 
 _START_S = 3.0
 _REPLAY_S = 30.0
+_KEYS_S = 5.0
+"""In which the machine's role gives its keys."""
 _COUNTED_BLOCKS = 1 << 16
 """An admission rule counts as for a cache of so many blocks: how many there are is not ours to know."""
 MOST_IN_AN_OBJECT = 32
@@ -119,12 +121,12 @@ class S3Options(TierOptions):
         patience_s = _REPLAY_S if owner.counts_blocks else 0.0
         prices = Prices(self.price_per_1000_puts, self.price_per_1000_gets, self.price_per_gb_read)
         ledger = Ledger(prices)
-        make_store = self._store_maker(bucket)
+        signer = self._signer(bucket)
         self._warn_if_in_the_clear()
         tier = PackedTier(
             self.name,
             self.url.removeprefix("s3://") + (f" at {self.endpoint}" if self.endpoint else ""),
-            lambda _: Bucket(make_store(), ledger),
+            lambda _: Bucket(signer, ledger),
             RemoteOptions(
                 namespace=namespace,
                 timeout_s=max(self.timeout, patience_s),
@@ -159,8 +161,7 @@ class S3Options(TierOptions):
             return 1
         return max(1, min(self.pack // owner.block_bytes, MOST_IN_AN_OBJECT))
 
-    def _store_maker(self, bucket: str) -> Callable[[], Any]:
-        """What makes clients of the bucket, which try once. Deadlines are ours, and theirs a net below."""
+    def _signer(self, bucket: str) -> Signer:
         try:
             from obstore.store import S3Store
         except ImportError:
@@ -168,17 +169,22 @@ class S3Options(TierOptions):
         config: dict[str, Any] = {"region": self.region} if self.region else {}
         if self.endpoint:
             config |= {"endpoint": self.endpoint, "virtual_hosted_style_request": False}
-        config |= self._credentials()
         client: Any = {
             "allow_http": self.endpoint.startswith("http://"),
             "connect_timeout": timedelta(seconds=CONNECT_S),
-            "timeout": timedelta(seconds=max(_REPLAY_S, 10 * self.timeout)),
+            "timeout": timedelta(seconds=_KEYS_S),
         }
-        return lambda: S3Store(bucket, config=config, client_options=client, retry_config={"max_retries": 0})  # type: ignore[arg-type]
+
+        def make_store(keys: dict[str, str]) -> Any:
+            given: Any = config | keys
+            return S3Store(bucket, config=given, client_options=client, retry_config={"max_retries": 0})
+
+        if not self.credentials_file:
+            return Signer(make_store)
+        return Signer(make_store, self._credentials, self.credentials_file)
 
     def _credentials(self) -> dict[str, str]:
-        if not self.credentials_file:
-            return {}
+        """The keys in the file. Raises `ConfigError`."""
         parser = configparser.ConfigParser(interpolation=None)
         try:
             with open(self.credentials_file) as file:

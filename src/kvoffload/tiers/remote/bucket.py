@@ -1,33 +1,43 @@
-"""A bucket: one client of an object store that speaks S3, on one thread.
+"""A client of an object store that speaks S3, on one thread.
 
-Owns requests and what they cost. Does not know what an object means, and never tries again: after a failure
-the client is thrown away, with its connections.
+Owns requests, their outcomes and what they cost. Does not know what an object means. Repeats a request only
+if its keys have just been replaced, or an idle connection had been closed; after any other failure the client
+is thrown away, with its connections.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.tiers.remote.http import Head, HttpConnection, Nothing, Receiver, ResponseError, cause_of
+from kvoffload.tiers.remote.line import CONNECT_S
 from kvoffload.tiers.remote.resp import ServerError
+from kvoffload.tiers.remote.signing import Signed, Signer
 
 _SIDE_BY_SIDE = 16
 """Requests of one client at a time."""
-_STATUS = re.compile(r"status code: (\d+)")
-_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_ERROR_BYTES = 16 << 10
+"""Read of an error's body, at most."""
+_SKIPPED_BYTES = 64 << 10
+_CODE = re.compile(rb"<Code>([A-Za-z0-9_.]{1,60})</Code>")
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+_PLAIN = {"", "identity", "aws-chunked"}
 _CAUSE = re.compile(
     r"[A-Z][a-z ]+ \(os error \d+\)|dns error|invalid peer certificate: \w+|operation timed out"
 )
-_NO_RANGES = "Received non-partial response when range requested"
+_BAD_KEYS = {401, 403}
+_EMPTY = memoryview(b"")
 NO_BUCKET = "NoSuchBucket"
 
 Bytes = npt.NDArray[np.uint8]
@@ -82,31 +92,47 @@ class BucketError(ServerError):
         self.status = status
 
 
-class _NoRangesError(Exception):
-    """The server has answered with a whole object where a part was asked for."""
+class Found(enum.Enum):
+    """Outcome of reading an object.
+
+    `OTHER_SIZE`: an object of another size than expected; no byte of it was received.
+    """
+
+    WHOLE = enum.auto()
+    ABSENT = enum.auto()
+    OTHER_SIZE = enum.auto()
+
+
+class Span(NamedTuple):
+    """A part of an object: bytes `begin` to `end`, of the `size` bytes that the object must have."""
+
+    begin: int
+    end: int
+    size: int
 
 
 class Bucket:
     """A client of one bucket, for one thread, as a `Line` holds it.
 
-    Its requests are coroutines that `run` runs. They raise `BucketError` for what the server answers, and
-    `OSError` for what does not arrive; no text of either has a secret or the address of an object. Bytes are
-    received into memory of the client, and are never its caller's: what arrives too late is nobody's.
+    `run` runs its requests, which are coroutines. They raise `BucketError` for an error of the server, and
+    `OSError` for a response that does not arrive or breaks the protocol; neither text has a secret, the
+    address of an object, or text of the server other than an error code. Memory is bounded by what a caller
+    expects, not by what a server says or sends: an object of another size is refused by its headers, a
+    response that goes on longer is cut off, and of an error 16 KiB are read. Redirections are not followed.
 
     Args:
-        store: of obstore, which tries once.
-        ledger: counts its requests.
+        signer: signs requests; shared by clients.
+        ledger: counts requests; shared by clients.
     """
 
     has_received = True
     """A failed request is not made again."""
     is_in_step = True
 
-    def __init__(self, store: Any, ledger: Ledger) -> None:
-        import obstore
-
-        self._store, self._ledger, self._library = store, ledger, obstore
+    def __init__(self, signer: Signer, ledger: Ledger) -> None:
+        self._signer, self._ledger = signer, ledger
         self._loop = asyncio.new_event_loop()
+        self._idle: list[HttpConnection] = []
         self._running: list[asyncio.Task[None]] = []
         self._aborted = False
 
@@ -119,46 +145,59 @@ class Bucket:
         given = [*requests]
         try:
             if given:
+                self._signer.refresh()
                 self._loop.run_until_complete(self._run(given, deadline))
         finally:
             for request in given:
                 request.close()
 
-    async def get(self, name: str, span: tuple[int, int] | None = None) -> tuple[Bytes, int] | None:
-        """The bytes of an object, or of a span of it, and how long it is; None if there is none."""
-        options: Any = {} if span is None else {"range": span}
+    async def get(self, name: str, span: Span, receiver: Receiver) -> Found:
+        """Read a part of an object into `receiver`, if the object has the size that is expected.
+
+        Raises: `ResponseError` for a response that is shorter than it says, or about another part. What has
+        been received until then was in its place.
+        """
         self._ledger.add(gets=1)
-
-        async def received() -> tuple[Bytes, int]:
-            found = await self._library.get_async(self._store, name, options=options)
-            data = np.frombuffer(memoryview(await found.bytes_async()), np.uint8)
-            return data, int(found.meta["size"])
-
-        answer: tuple[Bytes, int] | None
+        part = _Part(span, receiver)
+        headers = {"Range": f"bytes={span.begin}-{span.end - 1}"}
         try:
-            answer = await self._said(received)
-        except _NoRangesError:
-            answer = await self.get(name)
-            return None if answer is None or span is None else (answer[0][slice(*span)], answer[1])
-        if answer is not None:
-            self._ledger.add(bytes_received=len(answer[0]))
-        return answer
+            if await self._ask("GET", name, part, headers) is None:
+                return Found.ABSENT
+        except BucketError as error:
+            if error.status != "416":
+                raise
+            return Found.OTHER_SIZE
+        finally:
+            self._ledger.add(bytes_received=part.num_received)
+        if part.is_of_other_size:
+            return Found.OTHER_SIZE
+        if part.num_left:
+            raise ResponseError("the response is shorter than the part that was asked for")
+        return Found.WHOLE
+
+    async def value(self, name: str, num_bytes: int) -> tuple[Found, bytes]:
+        """Read a small object, of which the size is known."""
+        into = _Value(num_bytes)
+        found = await self.get(name, Span(0, num_bytes, num_bytes), into)
+        return found, bytes(into.data) if found is Found.WHOLE else b""
 
     async def size(self, name: str) -> int | None:
         """How long an object is; None if there is none."""
         self._ledger.add(gets=1)
-        found = await self._said(lambda: self._library.head_async(self._store, name))
-        return None if found is None else int(found["size"])
+        head = await self._ask("HEAD", name, Nothing())
+        if head is not None and head.length is None:
+            raise ResponseError("the response does not say how long the object is")
+        return None if head is None else head.length
 
     async def put(self, name: str, data: bytes | Bytes, *, only_new: bool = False) -> None:
         """Store an object; with `only_new` not if there is one, where the server can be asked for that."""
         self._ledger.add(puts=1)
-        mode: Any = "create" if only_new else "overwrite"
+        headers = {"Content-Length": str(len(data))} | ({"If-None-Match": "*"} if only_new else {})
         try:
-            done = await self._said(
-                lambda: self._library.put_async(self._store, name, data, mode=mode, use_multipart=False)
-            )
+            done = await self._ask("PUT", name, Nothing(), headers, memoryview(data))  # type: ignore[arg-type]
         except BucketError as error:
+            if only_new and error.status in ("412", "409"):
+                return
             if not only_new or error.status != "501":
                 raise
             await self.put(name, data)
@@ -168,7 +207,7 @@ class Bucket:
 
     async def delete(self, name: str) -> None:
         """Delete an object, if there is one."""
-        await self._said(lambda: self._library.delete_async(self._store, name))
+        await self._ask("DELETE", name, Nothing())
 
     def abort(self) -> None:
         """Give up what is under way, from another thread."""
@@ -178,8 +217,13 @@ class Bucket:
 
     def close(self) -> None:
         """Throw the client away. Idempotent."""
+        if self._loop.is_closed():
+            return
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+        self._loop.run_until_complete(asyncio.sleep(0))  # for transports to close their sockets
         self._loop.close()
-        self._store = None
 
     # ---- inside
 
@@ -197,7 +241,7 @@ class Bucket:
         self._give_up()
         await asyncio.gather(*self._running, return_exceptions=True)
         if late:
-            raise TimeoutError("its time was up")
+            raise TimeoutError("deadline exceeded")
         for task in self._running:
             if task.cancelled():
                 raise ConnectionAbortedError("the tier is closed")
@@ -208,29 +252,165 @@ class Bucket:
         for task in self._running:
             task.cancel()
 
-    async def _said(self, ask: Callable[[], Any]) -> Any:
-        """The answer; None for what is not there, or was there already."""
-        errors = self._library.exceptions
-        try:
-            return await ask()
-        except errors.AlreadyExistsError:
-            return False
-        except FileNotFoundError as error:
-            if NO_BUCKET in str(error):
-                raise BucketError(NO_BUCKET, "404") from None
+    async def _ask(
+        self,
+        method: str,
+        name: str,
+        receiver: Receiver,
+        headers: Mapping[str, str] | None = None,
+        body: memoryview = _EMPTY,
+    ) -> Head | None:
+        """Make a request; returns the head of the response, or None for an object that is not there."""
+        for may_repeat in (True, False):
+            answer = _Answer(receiver)
+            try:
+                signed = await self._signer.sign(method, name)
+                await self._exchange(method, signed, headers or {}, body, answer)
+            except (TimeoutError, ServerError):
+                raise
+            except Exception as error:
+                raise _without_secrets(error) from None
+            head = answer.head
+            if 200 <= head.status < 300:
+                return head
+            if head.status not in _BAD_KEYS or not (may_repeat and self._signer.refresh(signed.version)):
+                break
+        code = answer.code or str(head.status)
+        if head.status == 404 and code != NO_BUCKET:
             return None
-        except (errors.BaseError, OSError, ValueError) as error:
-            raise _without_secrets(error) from None
+        raise BucketError(code, str(head.status))
+
+    async def _exchange(
+        self, method: str, signed: Signed, headers: Mapping[str, str], body: memoryview, answer: _Answer
+    ) -> None:
+        """Send a request over an idle connection or a new one, and receive the response."""
+        said = {"Host": signed.server.authority, "Accept-Encoding": "identity", **headers}
+        lines = [f"{method} {signed.target} HTTP/1.1", *(f"{name}: {value}" for name, value in said.items())]
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
+        while True:
+            connection = self._taken()
+            is_new = connection is None
+            if connection is None:
+                connection = await signed.server.connect(CONNECT_S)
+            try:
+                await connection.request(head, body, answer.accept, is_head=method == "HEAD")
+            except OSError:
+                # Servers close connections that were idle; one finds out when one sends.
+                if is_new or connection.has_begun:
+                    raise
+                continue
+            if connection.is_usable:
+                self._idle.append(connection)
+            return
+
+    def _taken(self) -> HttpConnection | None:
+        """An idle connection that nothing has happened to."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_usable and connection.is_quiet:
+                return connection
+            connection.close()
+        return None
+
+
+class _Answer:
+    """The response to a request: its head, and the code of an error."""
+
+    head: Head
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._error = _Value(_ERROR_BYTES)
+
+    def accept(self, head: Head) -> Receiver:
+        self.head = head
+        if not 200 <= head.status < 300:
+            return self._error
+        if isinstance(self._receiver, _Part):
+            return self._receiver.accept(head)
+        return self._receiver
+
+    @property
+    def code(self) -> str:
+        """The server's code for the error; empty if there is none."""
+        found = _CODE.search(self._error.data)
+        return found[1].decode() if found is not None else ""
+
+
+class _Value:
+    """Receives a few bytes, `most` at most."""
+
+    def __init__(self, most: int) -> None:
+        self._memory = memoryview(bytearray(most))
+        self._fill = 0
+
+    @property
+    def data(self) -> memoryview:
+        return self._memory[: self._fill]
+
+    def room(self) -> memoryview:
+        return self._memory[self._fill :]
+
+    def add(self, count: int) -> None:
+        self._fill += count
+
+
+class _Part:
+    """Receives a part of an object, out of a response with that part or with the whole object.
+
+    Attributes:
+        num_left: bytes that have not come. num_received: bytes that have.
+        is_of_other_size: the object has another size than expected.
+    """
+
+    def __init__(self, span: Span, receiver: Receiver) -> None:
+        self._span, self._receiver = span, receiver
+        self._num_skipped = self.num_received = 0
+        self._skipping: memoryview | None = None
+        self.num_left = span.end - span.begin
+        self.is_of_other_size = False
+
+    def accept(self, head: Head) -> Receiver:
+        """Compare the head with what was asked for."""
+        span, said = self._span, head.headers.get("content-range")
+        if head.headers.get("content-encoding", "").lower() not in _PLAIN:
+            raise ResponseError("the object comes in an encoding")
+        self._num_skipped = 0
+        if said is None:
+            if head.status != 200:
+                raise ResponseError("a part without its place")
+            self._num_skipped = span.begin
+            self.is_of_other_size = head.length is not None and head.length != span.size
+        else:
+            found = _RANGE.fullmatch(said)
+            if found is None:
+                raise ResponseError("a part without its place")
+            begin, last, size = map(int, found.groups())
+            self.is_of_other_size = size != span.size
+            length = span.end - span.begin
+            if not self.is_of_other_size and (
+                (begin, last + 1) != (span.begin, span.end) or head.length not in (None, length)
+            ):
+                raise ResponseError("another part than was asked for")
+        return Nothing() if self.is_of_other_size else self
+
+    def room(self) -> memoryview:
+        if self._num_skipped:
+            if self._skipping is None:
+                self._skipping = memoryview(bytearray(_SKIPPED_BYTES))
+            return self._skipping[: self._num_skipped]
+        return self._receiver.room()[: self.num_left]
+
+    def add(self, count: int) -> None:
+        self.num_received += count
+        if self._num_skipped:
+            self._num_skipped -= count
+        else:
+            self.num_left -= count
+            self._receiver.add(count)
 
 
 def _without_secrets(error: Exception) -> Exception:
-    """What may be said of an error: codes of the server, and the cause of a failure. What the library says
-    quotes requests and answers, and those have what they were signed with."""
-    text = str(error)
-    if _NO_RANGES in text:
-        return _NoRangesError()
-    status, code = _STATUS.search(text), _CODE.search(text)
-    if status is not None:
-        return BucketError(code[1] if code is not None else status[1], status[1])
-    causes = _CAUSE.findall(text)
-    return ConnectionError(f"no answer that could be used: {causes[-1] if causes else type(error).__name__}")
+    """A failure, without what obstore quotes of requests and responses: those are signed."""
+    causes = _CAUSE.findall(str(error)) if not isinstance(error, OSError) else []
+    return ConnectionError(f"no answer that could be used: {causes[-1] if causes else cause_of(error)}")

@@ -7,6 +7,7 @@ there. Runs on the thread of a line.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import Coroutine, Iterable
@@ -27,14 +28,16 @@ from kvoffload.tiers.remote.batches import (
     WasResetError,
     Write,
 )
-from kvoffload.tiers.remote.bucket import Bucket, BucketError, Bytes
+from kvoffload.tiers.remote.bucket import Bucket, BucketError, Bytes, Found, Span
 from kvoffload.tiers.remote.identity import FORMAT, HEADER, HEADER_BYTES, Epoch
 from kvoffload.tiers.remote.places import Part
 from kvoffload.tiers.remote.resp import ProtocolError, ServerError
 from kvoffload.transfer.copies import address_of, copy_blocks
 
 _EPOCH_BYTES = 16
-_OUT_OF_RANGE = "416"
+_EPOCH = re.compile(rb"[0-9a-f]{16}")
+_WINDOW_BYTES = 1 << 20
+"""Blocks of an object that are verified at a time."""
 _FULL = {"507", "503", "429", "QuotaExceeded"}
 """What a server answers that has no room, or no time for so much."""
 _MEASURED_BLOCKS, _MEASURED_TIMES = 4, 3
@@ -69,17 +72,29 @@ class ObjectGreeting(Greeting):
 
     async def _greet(self, bucket: Bucket) -> None:
         name, new = self.name.decode(), b"%016x" % secrets.randbits(64)
+        before = b""
         if self.is_reset:
+            _, before = await bucket.value(name, _EPOCH_BYTES)
             await bucket.put(name, new)
-        elif await bucket.get(name) is None:
-            # Several machines may find none at once: the first makes it, and all take what is there.
-            await bucket.put(name, new, only_new=True)
-            if self.about:
-                with contextlib.suppress(BucketError):
-                    await bucket.put(about_name(name), self.about)
-        self.number = _epoch_of(await bucket.get(name))
-        if self.number is None:
+        else:
+            found, _ = await bucket.value(name, _EPOCH_BYTES)
+            if found is Found.ABSENT:
+                # Several machines may find none at once: the first makes it, and all take what is there.
+                await bucket.put(name, new, only_new=True)
+                if self.about:
+                    with contextlib.suppress(BucketError):
+                        await bucket.put(about_name(name), self.about)
+        found, value = await bucket.value(name, _EPOCH_BYTES)
+        if before and value == before:  # it would bring back what was to be forgotten
+            raise ProtocolError("the server has acknowledged a new epoch, and still has the old one")
+        self.number = _epoch_of(value)
+        if found is Found.ABSENT:
             raise ProtocolError("no epoch where one was just made")
+        if self.number is None:
+            raise ProtocolError(
+                f"the epoch, object {name}, is damaged: it must be 16 hexadecimal digits; "
+                "reset the cache, or delete the object"
+            )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -95,7 +110,7 @@ class ObjectMeasurement(Measurement):
                 self._seconds(bucket, [bucket.size(name)]) for _ in range(_MEASURED_TIMES)
             )
             several = min(
-                self._seconds(bucket, [bucket.get(name) for _ in range(_MEASURED_BLOCKS)])
+                self._seconds(bucket, [bucket.value(name, len(zeros)) for _ in range(_MEASURED_BLOCKS)])
                 for _ in range(_MEASURED_TIMES)
             )
             transferring_s = several - self.round_trip_s if several > self.round_trip_s else several
@@ -125,6 +140,15 @@ class _ObjectBatch(BlockBatch):
     _found: int | None = None
     _is_answered: bool = False
 
+    @property
+    def _stride(self) -> int:
+        return HEADER_BYTES + self.block_bytes
+
+    @property
+    def _object_bytes(self) -> int:
+        """The size of every object that is sound."""
+        return self.group_blocks * self._stride
+
     def _exchange(self, bucket: Bucket, requests: Iterable[Request]) -> None:
         """Make these requests, and ask for the epoch beside them: so that nothing counts that may be from
         before a reset. What is cut short counts as far as it has come, if the epoch has."""
@@ -140,14 +164,16 @@ class _ObjectBatch(BlockBatch):
 
     async def _hear_epoch(self, bucket: Bucket) -> None:
         name = epoch_name(self.epoch.namespace, self.epoch.producer).decode()
-        self._found = _epoch_of(await bucket.get(name))
+        _, value = await bucket.value(name, _EPOCH_BYTES)
+        self._found = _epoch_of(value)
         self._is_answered = True
 
     def _name(self, part: Part) -> str:
         return object_name(self.epoch, part.name)
 
     async def _look(self, bucket: Bucket, part: Part, there: Mask) -> None:
-        there[part.rows] = await bucket.size(self._name(part)) is not None
+        # An object of another size is damage. It is a miss here, a write replaces it, a read deletes it.
+        there[part.rows] = await bucket.size(self._name(part)) == self._object_bytes
 
 
 @dataclass(eq=False, kw_only=True)
@@ -173,46 +199,74 @@ class ObjectRead(_ObjectBatch, Read):
         super().__post_init__()
         self.deleted = np.zeros(len(self.keys), np.bool_)
 
-    @property
-    def _stride(self) -> int:
-        return HEADER_BYTES + self.block_bytes
-
     def run(self, connection: Any) -> None:
-        self._exchange(connection, [self._fetch(connection, part) for part in self.parts])
-        damaged = [part for part in self.parts if self.damaged[part.rows].any()]
-        for part in damaged:
-            self.deleted[part.rows] = True
+        try:
+            self._exchange(connection, [self._fetch(connection, part) for part in self.parts])
+        finally:
+            damaged = [part for part in self.parts if self.damaged[part.rows].any()]
+            for part in damaged:
+                self.deleted[part.rows] = True
         if damaged:
             connection.run([connection.delete(self._name(part)) for part in damaged], self.deadline)
 
     async def _fetch(self, bucket: Bucket, part: Part) -> None:
         begin, end = int(part.at[0]), int(part.at[-1]) + 1
-        is_whole = end - begin == self.group_blocks
-        try:
-            answer = await bucket.get(
-                self._name(part), None if is_whole else (begin * self._stride, end * self._stride)
-            )
-        except BucketError as error:
-            if error.status != _OUT_OF_RANGE:
-                raise
-            self.damaged[part.rows] = True
-            return
-        if answer is None:
+        span = Span(begin * self._stride, end * self._stride, self._object_bytes)
+        found = await bucket.get(self._name(part), span, _Blocks(self, part, begin, end))
+        if found is Found.ABSENT:
             self.absent[part.rows] = True
-        elif answer[1] != self.group_blocks * self._stride or len(answer[0]) != (end - begin) * self._stride:
+        elif found is Found.OTHER_SIZE:
             self.damaged[part.rows] = True
-        elif time.monotonic() < self.deadline:
-            self._take(part, answer[0].reshape(end - begin, self._stride), part.at - begin)
 
-    def _take(self, part: Part, found: Bytes, at: Any) -> None:
-        """Verify these blocks of a span, and copy those that are sound."""
+    def take(self, part: Part, begin: int, found: Bytes) -> None:
+        """Verify blocks of a part, and copy the sound ones into their rows.
+
+        Args:
+            begin: place of the first one in the object.
+            found: shape ``(n, header and block)``.
+
+        Raises: `TimeoutError` after the deadline, when rows may have been given away.
+        """
+        if time.monotonic() >= self.deadline:
+            raise TimeoutError("deadline exceeded")
+        first, last = np.searchsorted(part.at, [begin, begin + len(found)])
+        rows, at = part.rows[first:last], part.at[first:last] - begin
         headers = np.ascontiguousarray(found[at, :HEADER_BYTES]).view(HEADER).reshape(-1)
         addresses = address_of(found) + at * self._stride + HEADER_BYTES
-        sound = self.epoch.sound(self.keys.take(part.rows), headers, addresses, self.block_bytes)
-        self.damaged[part.rows] = ~sound
-        rows = part.rows[sound]
-        copy_blocks(found[:, HEADER_BYTES:], at[sound], self.pool, self.rows[rows])
-        self.ok[rows] = True
+        sound = self.epoch.sound(self.keys.take(rows), headers, addresses, self.block_bytes)
+        self.damaged[rows] = ~sound
+        copy_blocks(found[:, HEADER_BYTES:], at[sound], self.pool, self.rows[rows[sound]])
+        self.ok[rows[sound]] = True
+
+
+class _Blocks:
+    """Receives blocks of a part of an object. Verifies a few at a time, while the processor's cache has them.
+
+    Args:
+        begin, end: places of the blocks in the object.
+    """
+
+    def __init__(self, batch: ObjectRead, part: Part, begin: int, end: int) -> None:
+        self._batch, self._part, self._at, self._end = batch, part, begin, end
+        self._stride = HEADER_BYTES + batch.block_bytes
+        self._most = min(max(1, _WINDOW_BYTES // self._stride), end - begin)
+        self._window: Bytes | None = None
+        self._memory = memoryview(b"")
+        self._fill = 0
+
+    def room(self) -> memoryview:
+        if self._window is None:  # only where an object has been found
+            self._window = np.empty((self._most, self._stride), np.uint8)
+            self._memory = memoryview(self._window.reshape(-1))  # type: ignore[arg-type]
+        return self._memory[self._fill : self._stride * min(self._most, self._end - self._at)]
+
+    def add(self, count: int) -> None:
+        assert self._window is not None
+        self._fill += count
+        num_blocks = min(self._most, self._end - self._at)
+        if self._fill == self._stride * num_blocks:
+            self._batch.take(self._part, self._at, self._window[:num_blocks])
+            self._at, self._fill = self._at + num_blocks, 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -245,11 +299,6 @@ OBJECTS = Speech(ObjectGreeting, ObjectMeasurement, ObjectProbe, ObjectRead, Obj
 """How a bucket is spoken to."""
 
 
-def _epoch_of(answer: tuple[Bytes, int] | None) -> int | None:
-    """The epoch that an object says; None if there is none, or what it says is none."""
-    if answer is None or len(answer[0]) != _EPOCH_BYTES:
-        return None
-    try:
-        return int(answer[0].tobytes(), 16)
-    except ValueError:
-        return None
+def _epoch_of(value: bytes) -> int | None:
+    """The epoch that an object has; None for anything but 16 hexadecimal digits."""
+    return int(value, 16) if _EPOCH.fullmatch(value) is not None else None

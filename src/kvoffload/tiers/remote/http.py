@@ -1,0 +1,477 @@
+"""HTTP/1.1 requests with bounded memory.
+
+Owns the framing of requests and responses, and how a server is found. Knows no S3, no deadlines and no pool
+of connections. No allocation depends on a length that a server sends: the body of a response goes into memory
+that its receiver provides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import re
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from urllib.parse import urlsplit
+
+_HEAD_BYTES = 32 << 10
+"""Of a response, at most: the status line and all headers. Amazon sends less than 1 KiB."""
+_SCRATCH_BYTES = 64 << 10
+_FRAMING_BYTES, _DATA_A_FRAMING_BYTE = 8 << 10, 16
+"""Bound of what is not data in a chunked body: 8 KiB, and a byte for each 16 bytes of data. A chunk takes
+6 µs, so chunks of one byte would take seconds."""
+_INTERIM_RESPONSES = 8
+_SEND_BYTES = 256 << 10
+_STATUS = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?")
+_LENGTH = re.compile(r"\d{1,18}", re.ASCII)
+_CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n]*)?")
+_NO_BODY = {204, 304}
+_RENEW_S, _RETRY_RESOLVING_S, _POLL_S = 60.0, 1.0, 0.005
+_MOST_ADDRESSES = 16
+
+Buffer: TypeAlias = "bytes | memoryview"
+
+
+class ResponseError(ConnectionError):
+    """A response that breaks the protocol, or ends too early. The connection is of no further use."""
+
+
+class Head(NamedTuple):
+    """Status and headers of a response.
+
+    Attributes:
+        headers: names in lower case.
+        length: of the body, as the server says; None where it does not say.
+    """
+
+    status: int
+    headers: dict[str, str]
+    length: int | None
+
+
+class Receiver(Protocol):
+    """Takes the body of a response."""
+
+    def room(self) -> memoryview:
+        """Memory for the next bytes; empty if no more are wanted."""
+
+    def add(self, count: int) -> None:
+        """`count` bytes have been written to the memory of `room`."""
+
+
+class Nothing:
+    """A receiver that wants no byte."""
+
+    def room(self) -> memoryview:
+        return memoryview(b"")
+
+    def add(self, count: int) -> None:
+        raise AssertionError("there was no room")
+
+
+Accept: TypeAlias = Callable[[Head], Receiver]
+"""Called with the head of the final response; returns the receiver of its body. Whatever it raises ends the
+request."""
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """One connection of an asyncio transport, plain or TLS. One request at a time.
+
+    Attributes:
+        is_usable: another request may be sent.
+
+    Thread: that of its loop.
+    """
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        self._loop = asyncio.get_running_loop()
+        self._scratch = bytearray(_SCRATCH_BYTES)
+        self._view = memoryview(self._scratch)
+        self._transport: asyncio.Transport | None = None
+        self._may_write: asyncio.Future[None] | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._receiver: Receiver = Nothing()
+        self._begin(False, lambda head: self._receiver)
+
+    async def request(self, head: bytes, body: Buffer, accept: Accept, *, is_head: bool = False) -> None:
+        """Send a request, and receive the response. A request that is cancelled ends the connection.
+
+        Args:
+            head: request line and headers, with the empty line.
+            body: not changed until the end.
+            is_head: the method is ``HEAD``: its response has no body.
+
+        Raises: `ResponseError`, `ConnectionError`, and what `accept` raises.
+        """
+        assert self._transport is not None
+        assert self.is_usable
+        self._begin(is_head, accept)
+        self._done = done = self._loop.create_future()
+        self.is_usable = False
+        try:
+            await self._send(head, body, done)
+            await done
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._done = None
+            self._receiver = Nothing()
+            if done.done() and not done.cancelled():
+                done.exception()  # it may have been set while sending failed
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a byte of the last request's response has come."""
+        return self._has_begun
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has arrived since the last response: neither bytes nor the end."""
+        end = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if end is None or end.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(end.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """End the connection at once. Idempotent."""
+        self.is_usable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- sending
+
+    async def _send(self, head: bytes, body: Buffer, done: asyncio.Future[None]) -> None:
+        transport, view = self._transport, memoryview(body)
+        assert transport is not None
+        transport.write(head)
+        for at in range(0, len(view), _SEND_BYTES):
+            if self._may_write is not None:
+                await asyncio.wait((self._may_write, done), return_when=asyncio.FIRST_COMPLETED)
+            if done.done():  # the server has answered before it has the whole body
+                self._keeps = False
+                self.close()
+                return
+            transport.write(view[at : at + _SEND_BYTES])
+
+    def pause_writing(self) -> None:
+        self._may_write = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._may_write is not None and not self._may_write.done():
+            self._may_write.set_result(None)
+        self._may_write = None
+
+    # ---- receiving
+
+    def _begin(self, is_head: bool, accept: Accept) -> None:
+        self._accept, self._is_head = accept, is_head
+        self._receiver = Nothing()
+        self._fill = self._num_interim = 0
+        self._has_begun = self._in_body = self._keeps = False
+        self._left: int | None = None
+        self._chunks: _Chunks | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._done is None or self._done.done() or self._chunks is not None:
+            return self._view
+        if not self._in_body:
+            return self._view[self._fill : _HEAD_BYTES]
+        room = self._receiver.room()
+        if self._left is not None:
+            room = room[: self._left]
+        return room if len(room) else self._view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._done is None or self._done.done():
+            self.close()  # bytes that nobody has asked for
+            return
+        self._has_begun = True
+        try:
+            if self._chunks is not None:
+                self._take_chunks(self._view[:nbytes])
+            elif self._in_body:
+                self._receiver.add(nbytes)
+                self._left = None if self._left is None else self._left - nbytes
+                self._end_body()
+            else:
+                self._fill += nbytes
+                self._take_head()
+        except Exception as error:
+            self._fail(error)
+
+    def eof_received(self) -> bool:
+        return False  # the transport is closed
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_usable = False
+        if self._done is not None and not self._done.done():
+            if self._in_body and self._left is None and self._chunks is None and exc is None:
+                self._finish(keeps=False)
+            else:
+                self._fail(ResponseError("the connection was closed before the end of the response"))
+        self.resume_writing()
+
+    def _take_head(self) -> None:
+        """Parse the head, if all of it has come, and hand what follows to the body."""
+        while (end := self._scratch.find(b"\r\n\r\n", 0, self._fill)) >= 0:
+            head, rest = bytes(self._view[:end]), bytes(self._view[end + 4 : self._fill])
+            status, headers = _parsed(head)
+            if status >= 200:
+                self._begin_body(status, headers, rest)
+                return
+            self._num_interim += 1
+            if self._num_interim > _INTERIM_RESPONSES or status == 101:
+                raise ResponseError("interim responses without end")
+            self._view[: len(rest)] = rest
+            self._fill = len(rest)
+        if self._fill >= _HEAD_BYTES:
+            raise ResponseError(f"the headers are longer than {_HEAD_BYTES} bytes")
+
+    def _begin_body(self, status: int, headers: dict[str, str], rest: bytes) -> None:
+        length, encoding = _length_of(headers), headers.get("transfer-encoding", "")
+        if encoding and (encoding.lower() != "chunked" or length is not None):
+            raise ResponseError("a transfer encoding other than chunked, or one with a length")
+        self._keeps = "close" not in headers.get("connection", "").lower()
+        self._receiver = self._accept(Head(status, headers, length))
+        self._in_body = True
+        if self._is_head or status in _NO_BODY:
+            length, encoding = 0, ""
+        self._left = length
+        if encoding:
+            self._chunks = _Chunks()
+            self._take_chunks(memoryview(rest))
+            return
+        data = memoryview(rest)
+        if length is not None and len(data) > length:
+            self._keeps, data = False, data[:length]
+        taken = _copy(data, self._receiver)
+        if self._left is not None:
+            self._left -= taken
+        self._end_body()
+
+    def _take_chunks(self, data: memoryview) -> None:
+        assert self._chunks is not None
+        rest = self._chunks.feed(data, self._receiver)
+        if self._chunks.is_over:
+            self._finish(keeps=self._keeps and rest == 0)
+        elif not len(self._receiver.room()) and not self._chunks.is_at_end:
+            self._finish(keeps=False)
+
+    def _end_body(self) -> None:
+        """End the response if all of it has come, or no more of it is wanted."""
+        if self._left == 0:
+            self._finish(keeps=self._keeps)
+        elif not len(self._receiver.room()):
+            self._finish(keeps=False)
+
+    def _finish(self, *, keeps: bool) -> None:
+        assert self._done is not None
+        self._done.set_result(None)
+        self.is_usable = keeps
+        if not keeps:
+            self.close()
+
+    def _fail(self, error: Exception) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+        self.close()
+
+
+class _Chunks:
+    """Decodes a chunked body.
+
+    Attributes:
+        is_at_end: the chunk of size 0 has come. is_over: the trailers as well.
+    """
+
+    def __init__(self) -> None:
+        self.is_at_end = self.is_over = False
+        self._left = 0
+        self._line = bytearray()
+        self._is_after_data = False
+        self._num_framing = self._num_data = 0
+
+    def feed(self, data: memoryview, receiver: Receiver) -> int:
+        """Decode these bytes, as far as the receiver has room; returns how many bytes follow the end."""
+        while len(data) and not self.is_over:
+            if self._left:
+                taken = _copy(data[: self._left], receiver)
+                if not taken:
+                    return 0
+                self._left -= taken
+                self._num_data += taken
+                data = data[taken:]
+                self._is_after_data = self._left == 0
+            else:
+                data = self._take_line(data)
+        return len(data)
+
+    def _take_line(self, data: memoryview) -> memoryview:
+        """Take bytes up to the end of a line between chunks."""
+        piece = bytes(data[:_FRAMING_BYTES])
+        end = piece.find(b"\n")
+        taken = len(piece) if end < 0 else end + 1
+        self._line += piece[:taken]
+        self._num_framing += taken
+        if self._num_framing > _FRAMING_BYTES + self._num_data // _DATA_A_FRAMING_BYTE:
+            raise ResponseError("chunks that are too small, or trailers without end")
+        if end >= 0:
+            line = bytes(self._line).removesuffix(b"\n").removesuffix(b"\r")
+            self._line.clear()
+            self._take_whole_line(line)
+        return data[taken:]
+
+    def _take_whole_line(self, line: bytes) -> None:
+        if self._is_after_data:
+            if line:
+                raise ResponseError("a chunk is longer than its size")
+            self._is_after_data = False
+        elif self.is_at_end:
+            self.is_over = not line
+        else:
+            found = _CHUNK_SIZE.fullmatch(line)
+            if found is None:
+                raise ResponseError("a chunk without a size")
+            self._left = int(found[1], 16)
+            self.is_at_end = self._left == 0
+
+
+def _copy(data: memoryview, receiver: Receiver) -> int:
+    """Copy bytes to a receiver, as far as it has room; returns how many."""
+    at = 0
+    while at < len(data) and len(room := receiver.room()):
+        count = min(len(room), len(data) - at)
+        room[:count] = data[at : at + count]
+        receiver.add(count)
+        at += count
+    return at
+
+
+def _parsed(head: bytes) -> tuple[int, dict[str, str]]:
+    first, *lines = head.split(b"\r\n")
+    status = _STATUS.fullmatch(first)
+    if status is None:
+        raise ResponseError("a status line that is none")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.decode("latin-1").partition(":")
+        name, value = name.lower(), value.strip(" \t")
+        if not colon or not name or name != name.strip():
+            raise ResponseError("a header that is none")
+        if (
+            name in ("content-length", "transfer-encoding", "content-range")
+            and headers.get(name, value) != value
+        ):
+            raise ResponseError(f"two different {name} headers")
+        headers[name] = value
+    return int(status[1]), headers
+
+
+def _length_of(headers: dict[str, str]) -> int | None:
+    said = headers.get("content-length")
+    if said is None:
+        return None
+    if _LENGTH.fullmatch(said) is None:
+        raise ResponseError("a content length that is none")
+    return int(said)
+
+
+def cause_of(error: Exception) -> str:
+    """Describe a failure in words of the system, of OpenSSL or of this module, without anything that was sent
+    or received.
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate verify failed: {error.verify_message}"
+    if isinstance(error, socket.gaierror):
+        return "the name of the server is not found"
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error) if isinstance(error, ConnectionError) else type(error).__name__
+
+
+class Server:
+    """The host that requests go to: its IP addresses, and how TLS is checked.
+
+    Names are resolved on a thread of their own, kept, and renewed in the background: only the first request
+    to a server waits for a name server, and no longer than until its own deadline.
+
+    Args:
+        scheme: ``http`` or ``https``. authority: ``HOST`` or ``HOST:PORT``.
+
+    Thread: any.
+    """
+
+    def __init__(self, scheme: str, authority: str) -> None:
+        parts = urlsplit(f"{scheme}://{authority}")
+        self.authority = authority
+        self.host, self.port = parts.hostname or "", parts.port or (443 if scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if scheme == "https" else None
+        self._lock = threading.Lock()
+        self._is_resolving = False
+        self._found: tuple[str, ...] = ()
+        self._error: OSError | None = None
+        self._renew_at = 0.0
+        with contextlib.suppress(ValueError):
+            self._found, self._renew_at = (str(ipaddress.ip_address(self.host)),), float("inf")
+
+    async def connect(self, within_s: float) -> HttpConnection:
+        """Connect to the first address that accepts. Addresses share the time. Raises `OSError`."""
+        until = time.monotonic() + within_s
+        addresses = await self._addresses()
+        error: OSError = ConnectionError("no address answers")
+        for number, address in enumerate(addresses):
+            share_s = (until - time.monotonic()) / (len(addresses) - number)
+            try:
+                return await asyncio.wait_for(self._connect(address), max(0.0, share_s))
+            except asyncio.TimeoutError:
+                error = ConnectionError(f"no connection within {within_s:g} s")
+            except OSError as problem:
+                error = problem
+        self._renew_at = min(self._renew_at, time.monotonic() + _RETRY_RESOLVING_S)
+        raise error
+
+    async def _connect(self, address: str) -> HttpConnection:
+        secure: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls, "server_hostname": self.host}
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(HttpConnection, address, self.port, **secure)
+        return made
+
+    async def _addresses(self) -> tuple[str, ...]:
+        if time.monotonic() >= self._renew_at:
+            with self._lock:
+                if not self._is_resolving:
+                    self._is_resolving, self._error = True, None
+                    threading.Thread(target=self._resolve, name="kvoffload-resolve", daemon=True).start()
+        while not self._found:
+            if self._error is not None:
+                raise self._error
+            await asyncio.sleep(_POLL_S)
+        return self._found
+
+    def _resolve(self) -> None:
+        """Runs on a thread of its own: a name server may take any time, and cannot be interrupted."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            self._found = tuple(dict.fromkeys(str(one[4][0]) for one in found))[:_MOST_ADDRESSES]
+            self._renew_at = time.monotonic() + _RENEW_S
+        except OSError as error:
+            self._error = error
+            self._renew_at = time.monotonic() + (_RETRY_RESOLVING_S if self._found else 0.0)
+        finally:
+            with self._lock:
+                self._is_resolving = False
