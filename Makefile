@@ -88,6 +88,7 @@ soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an ho
 	KVOFFLOAD_SHARINGS=300 $(BIN)/python -m pytest tests/test_sharing_machine.py
 	PYTHONPATH=tests $(BIN)/python tests/hostile_resp.py --rounds 5 $(if $(SEED),--seed $(SEED))
 	KVOFFLOAD_RAISES=2000 $(BIN)/python -m pytest tests/test_guarded_tier.py
+	$(BIN)/python tests/hostile_s3.py $(if $(SEED),--seed $(SEED)) --rounds 300
 	PYTHONPATH=tests SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
 
 $(VENV)/installed-%: $(VENV)/installed

