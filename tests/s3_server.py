@@ -165,9 +165,16 @@ class Moto(S3Server):
 
     def empty(self) -> None:
         """Delete everything."""
-        for method, path in (("POST", "moto-api/reset"), ("PUT", BUCKET)):
-            request = urllib.request.Request(f"{self.endpoint}/{path}", method=method)
-            urllib.request.urlopen(request).read()
+        self.delete_bucket()
+        self._ask("PUT", BUCKET)
+
+    def delete_bucket(self) -> None:
+        """Delete everything, and the bucket."""
+        self._ask("POST", "moto-api/reset")
+
+    def _ask(self, method: str, path: str) -> None:
+        request = urllib.request.Request(f"{self.endpoint}/{path}", method=method)
+        urllib.request.urlopen(request).read()
 
 
 @contextmanager

@@ -787,6 +787,23 @@ def test_a_bucket_that_is_not_there_is_refused(any_server: S3Server) -> None:
         options.open(TierOwner(BLOCK_BYTES, 36, "m"))
 
 
+def test_a_bucket_that_is_deleted_while_it_is_used_and_made_again(
+    make: Callable[..., Client], tmp_path: Path
+) -> None:
+    with running(Moto, tmp_path) as server:
+        assert isinstance(server, Moto)
+        client = make(server.port)
+        assert client.write(*PATH[:8]) == [*PATH[:8]]
+        server.delete_bucket()
+        assert client.read(*PATH[:8]) == client.write(*PATH[8:12]) == client.probe(13) == []
+        assert "NoSuchBucket" in str(client.tier.last_error)
+        server.empty()
+        client.come_back()
+        assert client.read(*PATH[:8]) == []
+        assert client.write(*PATH[:8]) == [*PATH[:8]]
+        assert client.read(*PATH[:8]) == [*PATH[:8]]
+
+
 def test_a_server_that_is_not_there_costs_a_command_its_start_and_an_engine_nothing(
     rclone: Rclone, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -298,7 +298,8 @@ class Bucket:
         self, method: str, signed: Signed, headers: Mapping[str, str], pieces: Pieces, answer: _Answer
     ) -> None:
         """Send a request over an idle connection or a new one, and receive the response."""
-        said = {"Host": signed.server.authority, "Accept-Encoding": "identity", **headers}
+        said = {"Host": signed.server.authority, "User-Agent": "kvoffload", "Accept-Encoding": "identity"}
+        said |= headers
         lines = [f"{method} {signed.target} HTTP/1.1", *(f"{name}: {value}" for name, value in said.items())]
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
         while True:
