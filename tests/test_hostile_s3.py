@@ -28,7 +28,8 @@ from kvoffload.tiers.options import TierOwner
 from kvoffload.tiers.remote import objects
 from kvoffload.tiers.remote.bucket import Bucket, Ledger, Prices
 from kvoffload.tiers.remote.bucket import _Value as Small
-from kvoffload.tiers.remote.http import HttpConnection, ResponseError, Server
+from kvoffload.tiers.remote.host import Host
+from kvoffload.tiers.remote.http import HttpConnection, ResponseError
 from kvoffload.tiers.remote.signing import Signed
 from s3_server import PATIENCE_S
 from sharing_client import some_keys
@@ -366,11 +367,11 @@ def result_of(tier: Any, job: int) -> JobResult:
 class Unsigned:
     """A signer of one server's requests."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self, host: Host) -> None:
+        self.host = host
 
     async def sign(self, method: str, name: str) -> Signed:
-        return Signed(self.server, f"/{BUCKET}/{name}?X-Amz-Credential={KEY_ID}/", 0)
+        return Signed(self.host, f"/{BUCKET}/{name}?X-Amz-Credential={KEY_ID}/", 0)
 
     def refresh(self, refused: int | None = None) -> bool:
         return False
@@ -386,14 +387,14 @@ def test_a_name_that_is_not_resolved_in_time_costs_no_more_than_the_deadline(
         assert may_answer.wait(PATIENCE_S)
         return real("127.0.0.1", *more, **named)
 
-    monkeypatch.setattr("kvoffload.tiers.remote.http.socket.getaddrinfo", slow)
+    monkeypatch.setattr("kvoffload.tiers.remote.host.socket.getaddrinfo", slow)
     server.objects["x"] = b"12345"
     sizes: list[int | None] = []
 
     async def size() -> None:
         sizes.append(await bucket.size("x"))
 
-    bucket = Bucket(Unsigned(Server("http", f"kv.test:{server.port}")), Ledger(Prices(0, 0, 0)))  # type: ignore[arg-type]
+    bucket = Bucket(Unsigned(Host("http", f"kv.test:{server.port}")), Ledger(Prices(0, 0, 0)))  # type: ignore[arg-type]
     begun = time.monotonic()
     for _ in range(3):
         with pytest.raises(TimeoutError):
@@ -410,7 +411,7 @@ def test_a_name_that_is_not_resolved_in_time_costs_no_more_than_the_deadline(
 
 
 def test_an_address_that_refuses_is_passed_over(server: HostileS3) -> None:
-    found = Server("http", f"127.0.0.1:{server.port}")
+    found = Host("http", f"127.0.0.1:{server.port}")
     found._found = ("127.0.0.2", "127.0.0.1")
 
     async def connect() -> None:

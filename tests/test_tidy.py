@@ -176,11 +176,8 @@ def test_only_tiers_that_machines_share_know_the_network() -> None:
         for path in sources()
         if {module.split(".")[0] for module in imports_of(path)} & {"socket", "ssl"}
     }
-    own = {
-        *("tiers/remote/resp.py", "tiers/remote/addresses.py", "tiers/remote/http.py"),
-        *("tiers/kinds/valkey.py", "testing/fault_proxy.py"),
-    }
-    assert knowing <= own
+    own = {f"tiers/remote/{name}.py" for name in ("resp", "addresses", "http", "host")}
+    assert knowing <= own | {"tiers/kinds/valkey.py", "testing/fault_proxy.py"}
     importing = {
         (str(path.relative_to(PACKAGE).parent), medium)
         for path in sources()

@@ -298,15 +298,22 @@ class Bucket:
         self, method: str, signed: Signed, headers: Mapping[str, str], pieces: Pieces, answer: _Answer
     ) -> None:
         """Send a request over an idle connection or a new one, and receive the response."""
-        said = {"Host": signed.server.authority, "User-Agent": "kvoffload", "Accept-Encoding": "identity"}
-        said |= headers
-        lines = [f"{method} {signed.target} HTTP/1.1", *(f"{name}: {value}" for name, value in said.items())]
+        all_headers = {
+            "Host": signed.host.authority,
+            "User-Agent": "kvoffload",
+            "Accept-Encoding": "identity",
+        }
+        all_headers |= headers
+        lines = [
+            f"{method} {signed.target} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in all_headers.items()),
+        ]
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
         while True:
             connection = self._taken()
             is_new = connection is None
             if connection is None:
-                connection = await signed.server.connect(CONNECT_S)
+                connection = await signed.host.connect(CONNECT_S)
             try:
                 await connection.request(head, pieces(), answer.accept, is_head=method == "HEAD")
             except OSError:
@@ -386,18 +393,18 @@ class _Part:
         self.is_of_other_size = False
 
     def accept(self, head: Head) -> Receiver:
-        """Compare the head with what was asked for."""
-        span, said = self._span, head.headers.get("content-range")
+        """Check the head against the request."""
+        span, content_range = self._span, head.headers.get("content-range")
         if head.headers.get("content-encoding", "").lower() not in _PLAIN:
             raise ResponseError("the object comes in an encoding")
         self._num_skipped = 0
-        if said is None:
+        if content_range is None:
             if head.status != 200:
                 raise ResponseError("a part without its place")
             self._num_skipped = span.begin
             self.is_of_other_size = head.length is not None and head.length != span.size
         else:
-            found = _RANGE.fullmatch(said)
+            found = _RANGE.fullmatch(content_range)
             if found is None:
                 raise ResponseError("a part without its place")
             begin, last, size = map(int, found.groups())

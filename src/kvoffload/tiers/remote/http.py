@@ -1,25 +1,19 @@
 """HTTP/1.1 requests with bounded memory.
 
-Owns the framing of requests and responses, and how a server is found. Knows no S3, no deadlines and no pool
-of connections. No allocation depends on a length that a server sends: the body of a response goes into memory
-that its receiver provides.
+Owns the framing of requests and responses. Knows no S3, addresses, deadlines or pool of connections. No
+allocation depends on a length that a server sends: the receiver of a response provides the memory for its body.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import os
 import re
 import select
 import socket
 import ssl
-import threading
-import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol, TypeAlias
-from urllib.parse import urlsplit
+from typing import NamedTuple, Protocol, TypeAlias
 
 _HEAD_BYTES = 32 << 10
 """Of a response, at most: the status line and all headers. Amazon sends less than 1 KiB."""
@@ -33,8 +27,6 @@ _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?")
 _LENGTH = re.compile(r"\d{1,18}", re.ASCII)
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n]*)?")
 _NO_BODY = {204, 304}
-_RENEW_S, _RETRY_RESOLVING_S, _POLL_S = 60.0, 1.0, 0.005
-_MOST_ADDRESSES = 16
 
 Buffer: TypeAlias = "bytes | memoryview"
 
@@ -60,7 +52,7 @@ class Receiver(Protocol):
     """Takes the body of a response."""
 
     def room(self) -> memoryview:
-        """Memory for the next bytes; empty if no more are wanted."""
+        """Memory for the next bytes; empty if the receiver wants no more."""
 
     def add(self, count: int) -> None:
         """`count` bytes have been written to the memory of `room`."""
@@ -82,12 +74,12 @@ request."""
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection of an asyncio transport, plain or TLS. One request at a time.
+    """A connection over an asyncio transport, plain or TLS, for one request at a time.
 
     Attributes:
         is_usable: another request may be sent.
 
-    Thread: that of its loop.
+    Thread: the one that runs the event loop.
     """
 
     def __init__(self) -> None:
@@ -132,12 +124,12 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a byte of the last request's response has come."""
+        """True if the last request has received a byte of its response."""
         return self._has_begun
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing has arrived since the last response: neither bytes nor the end."""
+        """True if neither bytes nor the end of the stream have arrived since the last response."""
         end = self._transport.get_extra_info("socket") if self._transport is not None else None
         if end is None or end.fileno() < 0:
             return False
@@ -368,13 +360,13 @@ def _parsed(head: bytes) -> tuple[int, dict[str, str]]:
     first, *lines = head.split(b"\r\n")
     status = _STATUS.fullmatch(first)
     if status is None:
-        raise ResponseError("a status line that is none")
+        raise ResponseError("an invalid status line")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.decode("latin-1").partition(":")
         name, value = name.lower(), value.strip(" \t")
         if not colon or not name or name != name.strip():
-            raise ResponseError("a header that is none")
+            raise ResponseError("an invalid header")
         if (
             name in ("content-length", "transfer-encoding", "content-range")
             and headers.get(name, value) != value
@@ -385,12 +377,12 @@ def _parsed(head: bytes) -> tuple[int, dict[str, str]]:
 
 
 def _length_of(headers: dict[str, str]) -> int | None:
-    said = headers.get("content-length")
-    if said is None:
+    length = headers.get("content-length")
+    if length is None:
         return None
-    if _LENGTH.fullmatch(said) is None:
-        raise ResponseError("a content length that is none")
-    return int(said)
+    if _LENGTH.fullmatch(length) is None:
+        raise ResponseError("an invalid content length")
+    return int(length)
 
 
 def cause_of(error: Exception) -> str:
@@ -404,79 +396,3 @@ def cause_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return str(error) if isinstance(error, ConnectionError) else type(error).__name__
-
-
-class Server:
-    """The host that requests go to: its IP addresses, and how TLS is checked.
-
-    Names are resolved on a thread of their own, kept, and renewed in the background: only the first request
-    to a server waits for a name server, and no longer than until its own deadline.
-
-    Args:
-        scheme: ``http`` or ``https``. authority: ``HOST`` or ``HOST:PORT``.
-
-    Thread: any.
-    """
-
-    def __init__(self, scheme: str, authority: str) -> None:
-        parts = urlsplit(f"{scheme}://{authority}")
-        self.authority = authority
-        self.host, self.port = parts.hostname or "", parts.port or (443 if scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if scheme == "https" else None
-        self._lock = threading.Lock()
-        self._is_resolving = False
-        self._found: tuple[str, ...] = ()
-        self._error: OSError | None = None
-        self._renew_at = 0.0
-        with contextlib.suppress(ValueError):
-            self._found, self._renew_at = (str(ipaddress.ip_address(self.host)),), float("inf")
-
-    async def connect(self, within_s: float) -> HttpConnection:
-        """Connect to the first address that accepts. Addresses share the time; to find them takes its own.
-
-        Raises: `OSError`.
-        """
-        addresses = await self._addresses()
-        until = time.monotonic() + within_s
-        error: OSError = ConnectionError("no address answers")
-        for number, address in enumerate(addresses):
-            share_s = (until - time.monotonic()) / (len(addresses) - number)
-            try:
-                return await asyncio.wait_for(self._connect(address), max(0.0, share_s))
-            except asyncio.TimeoutError:
-                error = ConnectionError(f"no connection within {within_s:g} s")
-            except OSError as problem:
-                error = problem
-        self._renew_at = min(self._renew_at, time.monotonic() + _RETRY_RESOLVING_S)
-        raise error
-
-    async def _connect(self, address: str) -> HttpConnection:
-        secure: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls, "server_hostname": self.host}
-        loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(HttpConnection, address, self.port, **secure)
-        return made
-
-    async def _addresses(self) -> tuple[str, ...]:
-        if time.monotonic() >= self._renew_at:
-            with self._lock:
-                if not self._is_resolving:
-                    self._is_resolving, self._error = True, None
-                    threading.Thread(target=self._resolve, name="kvoffload-resolve", daemon=True).start()
-        while not self._found:
-            if self._error is not None:
-                raise self._error
-            await asyncio.sleep(_POLL_S)
-        return self._found
-
-    def _resolve(self) -> None:
-        """Runs on a thread of its own: a name server may take any time, and cannot be interrupted."""
-        try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-            self._found = tuple(dict.fromkeys(str(one[4][0]) for one in found))[:_MOST_ADDRESSES]
-            self._renew_at = time.monotonic() + _RENEW_S
-        except OSError as error:
-            self._error = error
-            self._renew_at = time.monotonic() + (_RETRY_RESOLVING_S if self._found else 0.0)
-        finally:
-            with self._lock:
-                self._is_resolving = False

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
-from kvoffload.tiers.remote.http import Server
+from kvoffload.tiers.remote.host import Host
 
 _VALID = timedelta(minutes=15)
 """As long as Amazon accepts any signature: clocks may differ by that."""
@@ -31,7 +31,7 @@ class Signed(NamedTuple):
         version: of the keys that signed it.
     """
 
-    server: Server
+    host: Host
     target: str
     version: int
 
@@ -40,7 +40,7 @@ class Signer:
     """Signs requests with the present keys. Thread: any.
 
     Args:
-        make_store: makes a store of obstore with these keys; without keys, with those of environment or role.
+        make_store: makes a store of obstore with these keys; without keys, obstore finds keys by itself.
         read_keys: reads the keys of a file; raises `ConfigError` if it has none. None: there is no file.
         file: its path; the file is read again when it has changed.
     """
@@ -53,7 +53,7 @@ class Signer:
         self._library, self._make_store, self._read_keys, self._file = obstore, make_store, read_keys, file
         self._lock = threading.Lock()
         self._log = RateLimitedLog("kvoffload.remote")
-        self._servers: dict[tuple[str, str], Server] = {}
+        self._hosts: dict[tuple[str, str], Host] = {}
         self._stamp, self._version = self._stamped(), 0
         self._keys = read_keys() if read_keys is not None else {}
         self._store = make_store(self._keys)
@@ -68,10 +68,10 @@ class Signer:
         else:
             url = await self._library.sign_async(self._store, method, name, _VALID)  # type: ignore[call-overload]
         parts = urlsplit(url)
-        server = self._servers.get((parts.scheme, parts.netloc))
-        if server is None:
-            server = self._servers[parts.scheme, parts.netloc] = Server(parts.scheme, parts.netloc)
-        return Signed(server, f"{parts.path}?{parts.query}", version)
+        host = self._hosts.get((parts.scheme, parts.netloc))
+        if host is None:
+            host = self._hosts[parts.scheme, parts.netloc] = Host(parts.scheme, parts.netloc)
+        return Signed(host, f"{parts.path}?{parts.query}", version)
 
     def refresh(self, refused: int | None = None) -> bool:
         """Read the file of the keys again, if it has changed since, or the server has refused its keys.
