@@ -1,7 +1,7 @@
 """HTTP/1.1 requests with bounded memory.
 
 Owns the framing of requests and responses. Knows no S3, addresses, deadlines or pool of connections. No
-allocation depends on a length that a server sends: the receiver of a response provides the memory for its body.
+allocation depends on a length that a server sends: the receiver of a response provides memory for its body.
 """
 
 from __future__ import annotations
