@@ -744,9 +744,11 @@ class Machine:
         self.call(self.tier.take_changes)
 
     def hurry(self) -> None:
-        """End the pauses of circuit and greetings."""
-        if self.tier._circuit._next_try is not None:
-            self.tier._circuit._next_try = 0.0
+        """End the pauses of circuits and greetings."""
+        breakers = getattr(self.tier, "_breakers", None)
+        for circuit in (self.tier._circuit, *(breakers.operations.values() if breakers else ())):
+            if circuit._next_try is not None:
+                circuit._next_try = 0.0
         self.tier._greet_at = self.tier._resume_writes_at = 0.0
 
     def come_back(self) -> None:
