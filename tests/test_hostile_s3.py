@@ -7,18 +7,22 @@ once went wrong, each alone.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+import kvoffload
 from hostile_s3 import ATTACKS, BUCKET, KEY_ID, SECRET, HangupError, HostileS3, Request, soak
 from kvoffload.errors import UnavailableError
 from kvoffload.testing.fault_proxy import FaultProxy
@@ -282,6 +286,61 @@ def test_keys_that_are_refused_are_read_again_though_the_file_looks_the_same(
     keys("AKIATHIRD")
     client.come_back()
     assert client.read(*PATH[:4]) == [*PATH[:4]]
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """The service that gives a machine of Amazon's the keys of its role."""
+
+    asked: ClassVar[list[str]] = []
+
+    def _answer(self) -> None:
+        self.asked.append(self.path)
+        keys = {"AccessKeyId": "AKIAROLE", "SecretAccessKey": SECRET, "Token": "t", "Code": "Success"}
+        texts = {"token": "t", "": "role", "role": json.dumps({**keys, "Expiration": "2099-01-01T00:00:00Z"})}
+        body = texts[self.path.rpartition("/")[2]].encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_PUT = _answer  # noqa: N815
+
+    def log_message(self, *given: object) -> None:
+        pass
+
+
+def test_keys_of_a_role_are_found_once(
+    make: Callable[..., Client], server: HostileS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    server.key_id = "AKIAROLE"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as metadata:
+        thread = threading.Thread(target=metadata.serve_forever)
+        thread.start()
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{metadata.server_address[1]}")
+        try:
+            client = make(server.port)
+            assert client.write(*PATH[:8]) == [*PATH[:8]]
+            assert client.read(*PATH[:8]) == [*PATH[:8]]
+            assert len(Metadata.asked) == 3, "a token, the role, and its keys"
+        finally:
+            metadata.shutdown()
+            thread.join()
+
+
+def test_obstore_makes_no_request_to_a_bucket() -> None:
+    """It would trust the lengths that a server says: it may sign, and make stores to sign with."""
+    package = Path(kvoffload.__file__).parent
+    importing = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "import obstore" in path.read_text()
+    }
+    assert importing == {"tiers/remote/signing.py"}
+    used = re.findall(r"_library\.(\w+)", (package / "tiers/remote/signing.py").read_text())
+    assert {*used} == {"sign"}
+    assert "from obstore.store import S3Store" in (package / "tiers/kinds/s3.py").read_text()
 
 
 def test_keys_that_are_refused_for_long_are_a_miss_and_said_by_code(
