@@ -277,7 +277,7 @@ ENGINES = [
     ["--runner", "V2", "--graphs", "on", "--tp", "2"],
 ]
 """Engines that a GPU is tried with."""
-ON_THE_CPU = ["--requests", "40", "--documents", "6"]
+ON_THE_CPU = ["--requests", "24", "--documents", "5"]
 
 
 def vllm_parts(is_gpu: bool) -> list[dict[str, Any]]:
