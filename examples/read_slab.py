@@ -10,7 +10,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest as xxh3
 
 PAGE = 4096
-SUPERBLOCK = struct.Struct("<8sQIIQQQIIQ16sQQQQQ")
+SUPERBLOCK = struct.Struct("<8sQIIQQQIIQ16sQQQQQQQQQQ")
 GROUP = struct.Struct("<8sQQQQQQIIII")
 HEAD = struct.Struct("<8sQQQQQ")
 ENTRY = struct.Struct("<IIQQQQ")
@@ -30,10 +30,11 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
     pages = (data[:PAGE], data[PAGE : 2 * PAGE])
     sound = [SUPERBLOCK.unpack_from(p) for p in pages if p.startswith(b"KVOFSLAB") and checked(p)]
     (_, _, version, page_bytes, _, num_slots, block_bytes, key_bytes, _, slab_id, fingerprint, _,
-     checkpoint_bytes, group_bytes, log_bytes, void_before) = max(sound, key=lambda s: s[-1])  # fmt: skip
-    assert (version, page_bytes) == (3, PAGE)
-    padded_key, log = -(-key_bytes // 8) * 8, 2 * PAGE + 2 * checkpoint_bytes
-    first_slot, slot_bytes = log + log_bytes, -(-block_bytes // PAGE) * PAGE
+     checkpoint_bytes, group_bytes, log_bytes, void_before, _, first_slot, origin, _, journal,
+     ) = max(sound, key=lambda s: s[16])  # fmt: skip
+    assert (version, page_bytes) == (4, PAGE)
+    padded_key, log = -(-key_bytes // 8) * 8, journal + 2 * checkpoint_bytes
+    log_end, slot_bytes = log + log_bytes, -(-block_bytes // PAGE) * PAGE
     entry_bytes, entries = ENTRY.size + padded_key, {}
 
     def group(at: int, end: int, wanted: int) -> tuple[int, int, int, bytes, int, int] | None:
@@ -56,11 +57,11 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
         start = (removed + 1) // 2 * 8
         for entry in range(start, start + added * entry_bytes, entry_bytes):
             slot, _, generation, _, _, checksum = ENTRY.unpack_from(body, entry)
-            if generation >= void_before and slot < num_slots:
+            if generation >= void_before and first_slot <= slot < num_slots:
                 entries[slot] = generation, checksum, body[entry + ENTRY.size :][:padded_key]
 
     heads = [(0, 0, 0)]
-    for place, region in enumerate((2 * PAGE, 2 * PAGE + checkpoint_bytes)):
+    for place, region in enumerate((journal, journal + checkpoint_bytes)):
         for at in (region, region + checkpoint_bytes - PAGE):
             magic, _, slab, epoch, _, groups = HEAD.unpack_from(data, at)
             if (magic, slab, epoch % 2) == (b"KVOCHECK", slab_id, place) and checked(data[at : at + PAGE]):
@@ -70,14 +71,14 @@ def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
         at = region + PAGE + number * group_bytes
         if (found := group(at, at + group_bytes, 2)) and found[:2] == (newest, number):
             hold(*found[3:])
-    in_log = [(at, found) for at in range(log, first_slot, PAGE) if (found := group(at, first_slot, 1))]
+    in_log = [(at, found) for at in range(log, log_end, PAGE) if (found := group(at, log_end, 1))]
     newest, after, next_sequence = max([newest, *(found[0] for _, found in in_log)]), log, 0
     for at, (epoch, sequence, end, *contents) in in_log:
         if epoch == newest and at >= after and sequence >= next_sequence:
             hold(*contents)
             after, next_sequence = end, sequence + 1
     for slot, (generation, checksum, key) in sorted(entries.items()):
-        payload = data[first_slot + slot * slot_bytes :][:block_bytes]
+        payload = data[origin + slot * slot_bytes :][:block_bytes]
         header = HEADER.pack(fingerprint, slot, generation, block_bytes, key_bytes) + key
         if xxh3(payload, xxh3(header)) == checksum:
             yield key[:key_bytes], slot, generation, payload

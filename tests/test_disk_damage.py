@@ -364,6 +364,46 @@ def test_a_sector_that_cannot_be_read(failing: tuple[Disk, FailingFiles]) -> Non
     assert set(disk.here(NUMBERS)) == set(served)
 
 
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.ENOSPC, errno.EIO])
+def test_a_run_whose_read_fails_once_is_read_block_by_block(
+    failing: tuple[Disk, FailingFiles], number: int
+) -> None:
+    disk, files = failing
+    failed = list[int]()
+
+    def once(operation: str, offset: int) -> None:
+        if operation == "read" and not failed:
+            failed.append(offset)
+            raise OSError(number, os.strerror(number))
+
+    files.fail = once
+    assert disk.read(NUMBERS) == NUMBERS
+    assert failed
+    assert disk.tier.stats().failed == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.ENOSPC])
+def test_reads_that_the_system_refuses_for_a_while_lose_no_block(
+    failing: tuple[Disk, FailingFiles], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, files = failing
+    clock = SimpleNamespace(now=1000.0)
+    fake = SimpleNamespace(monotonic=lambda: clock.now, time_ns=time.time_ns)
+    monkeypatch.setattr(tier, "time", fake)
+    files.fail = raises(number, "read")
+    assert disk.read(NUMBERS) == []
+    assert disk.tier.stats().failed == 10
+    clock.now += tier.REFUSED_READS_S - 1
+    assert disk.read(NUMBERS) == []
+    assert disk.here(NUMBERS) == NUMBERS, "they are still there"
+    files.fail = lambda operation, offset: None
+    assert disk.read(NUMBERS[:5]) == NUMBERS[:5]
+    files.fail = raises(number, "read")
+    clock.now += 2
+    assert disk.read(NUMBERS) == []
+    assert disk.here(NUMBERS) == NUMBERS[:5], "of the others this has been so for a minute"
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENODEV])
 def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], number: int) -> None:
     """The medium takes no data: what it holds stays, and after a pause it is tried again."""

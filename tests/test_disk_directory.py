@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,10 +20,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from disk_blocks import Disk, capacity_for, keys_of, slab_in
+from disk_blocks import Disk, Driver, capacity_for, keys_of, slab_in
 from hangs import HANGS_S, killed_if_it_hangs
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.testing.disk import FailingFiles, raises
+from kvoffload.tiers.budgeted import BudgetedTier
 from kvoffload.tiers.disk import directory as directories
 from kvoffload.tiers.disk import lock, tier
 from kvoffload.tiers.disk import slab as slabs
@@ -679,6 +681,37 @@ def test_a_directory_of_another_user_is_refused(filled: Path, monkeypatch: pytes
     directories.check_private(filled)
 
 
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(os.mkdir, "a directory"), (os.mkfifo, "a named pipe"), (lambda path: bind(path), "a socket")],
+    ids=["directory", "pipe", "socket"],
+)
+@pytest.mark.parametrize("end", ["", ".new"])
+def test_what_is_no_file_is_named_and_left_alone(
+    tmp_path: Path, make: Callable[[Path], None], what: str, end: str
+) -> None:
+    path = tmp_path / (name_of("model") + end)
+    make(path)
+    before = path.lstat()
+    with pytest.raises(ConfigError, match=f"{path.name}.* it is {what} .*move it away, or delete it"):
+        life(tmp_path)
+    assert path.lstat().st_ino == before.st_ino
+    assert open_files(tmp_path) == []
+    other = life(tmp_path, "another model") if not end else None
+    if other is not None:
+        assert other.write([1]) == [1]
+        other.tier.close()
+
+
+def bind(path: Path) -> None:
+    """A socket, by a short name: that of a test's directory may be too long."""
+    with socket.socket(socket.AF_UNIX) as made:
+        before = os.getcwd()
+        os.chdir(path.parent)
+        made.bind(path.name)
+        os.chdir(before)
+
+
 # ---- clocks
 
 
@@ -752,3 +785,24 @@ def test_what_was_written_in_hours_to_come_counts_as_now(
         disk.tier.close()
         with opened(tmp_path) as (slab, found):
             compact(slab, found)
+
+
+def test_a_clock_ahead_at_one_start_costs_one_day_of_budgeted_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours ahead of now count as now once, at the opening that finds them, and not at every later one."""
+
+    def written(day: float) -> int:
+        """Blocks that a life on this day may write: starts, writes until its budget is spent, and ends."""
+        at(monkeypatch, 2e9 + day * 86400)
+        disk = life(tmp_path)
+        clock = lambda: 2e9 + day * 86400  # noqa: E731
+        driver = Driver(BudgetedTier(disk.tier, 20 * PAGE_BYTES, clock))
+        count = len(driver.write([int(day) * 100 + n for n in range(25)]))
+        driver.tier.close()
+        return count
+
+    assert written(300) == 20
+    assert written(0) == 0, "they may have been written a moment ago"
+    assert [written(day) for day in (2, 4, 10, 100, 250, 299)] == [20] * 6
+    assert written(299.5) == 0

@@ -182,9 +182,8 @@ def test_nobody_else_can_keep_an_engine_from_starting(
     fcntl.flock(holder, fcntl.LOCK_EX)
     attach(1).close()
     os.close(holder)
-    (lock,) = tmp_path.glob(".kvoffload-*.lock")
-    assert lock.stat().st_mode & 0o777 == 0o600
-    lock.unlink()
+    assert list(tmp_path.glob(".kvoffload*")) == [], "no lock is left behind"
+    lock = tmp_path / f".kvoffload-{os.geteuid()}.lock"
     precious = tmp_path / "precious"
     precious.write_text("data")
     lock.symlink_to(precious)
@@ -198,6 +197,54 @@ def test_nobody_else_can_keep_an_engine_from_starting(
     with pytest.raises(ConfigError, match=r"another user .* has made it"):
         attach(1)
     assert precious.read_text() == "data"
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
+    """Two engines start at once: the second waits for a lock file that the first one removes."""
+    order, waiting = list[str](), threading.Event()
+
+    def second() -> None:
+        waiting.set()
+        with pool_module._locked(tmp_path):
+            order.append("second")
+            (lock,) = tmp_path.iterdir()
+            assert lock.stat().st_nlink == 1
+
+    with pool_module._locked(tmp_path):
+        (path,) = tmp_path.iterdir()
+        waits_for = os.open(path, os.O_RDWR)
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waiting.wait(HANGS_S)
+        order.append("first")
+    # Whoever has the removed file has no lock: its name leads elsewhere, or nowhere.
+    fcntl.flock(waits_for, fcntl.LOCK_EX)
+    assert not pool_module._is_named(waits_for, path)
+    os.close(waits_for)
+    thread.join(HANGS_S)
+    assert order == ["first", "second"]
+    assert list(tmp_path.iterdir()) == []
+
+
+LOCKERS = """
+import sys
+from pathlib import Path
+from kvoffload.integrations.vllm import pool
+directory, inside = Path(sys.argv[1]), Path(sys.argv[2])
+for _ in range(300):
+    with pool._locked(directory):
+        inside.mkdir()
+        inside.rmdir()
+"""
+
+
+def test_only_one_of_many_processes_has_the_lock(tmp_path: Path) -> None:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    command = [sys.executable, "-c", LOCKERS, str(directory), str(tmp_path / "inside")]
+    children = [subprocess.Popen(command) for _ in range(3)]
+    assert [child.wait(HANGS_S) for child in children] == [0, 0, 0]
+    assert list(directory.iterdir()) == []
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ class Slots(Struct):
 
     A slot is *free*, *writing* (a store is in flight), *ready* (its block can be read, and is pinned while it
     is read), or *condemned*: its block is forgotten and a transfer still uses the slot, which is free after
-    that.
+    that; or the slot is withheld.
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
@@ -79,6 +79,19 @@ class Slots(Struct):
         self.condemned[slots[~idle]] = True
         self.num_condemned += int(np.count_nonzero(~idle))
         _free(self.memory, slots[idle])
+
+    def withhold(self, count: int) -> SlotArray:
+        """Take so many free slots out of use, those that would be used last, until they are released.
+
+        They count as condemned: a `reset` leaves them out of use too.
+        """
+        taken = self.stack[:count].copy()
+        self.stack[: self.num_free - count] = self.stack[count : self.num_free].copy()
+        self.num_free -= count
+        self.ref_cnt[taken] = WRITING
+        self.condemned[taken] = True
+        self.num_condemned += count
+        return taken
 
     def release(self, slots: SlotArray) -> int:
         """Free those of `slots` that are condemned and have no pin; returns how many."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
@@ -83,6 +84,18 @@ class _CapacityParser:
 Capacity: TypeAlias = Annotated[str, _CapacityParser()]
 
 
+class _LabelParser:
+    allowed = "1 to 64 letters, digits and . _ -, beginning with a letter"
+
+    def parse(self, field: str, value: object) -> str:
+        if not isinstance(value, str) or not re.fullmatch(r"([A-Za-z][\w.-]{0,63})?", value, re.ASCII):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        return value
+
+
+Label: TypeAlias = Annotated[str, _LabelParser()]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TierOptions(ABC):
     """What one kind of tier can be told, and how a tier of it is opened.
@@ -90,6 +103,8 @@ class TierOptions(ABC):
     A kind is a file in `kinds` with a class derived from this one. Its fields are its options.
 
     Attributes:
+        label: name of this tier in metrics and reports; empty for one that follows from the kind
+            (`names_of`).
         name: what users type.
         schemes: of its URLs, if it is reached by URL; the name, or what begins with it: ``valkeys``.
         keeps_blocks: whether it can stand behind an engine, and not only in a replay.
@@ -98,6 +113,8 @@ class TierOptions(ABC):
     name: ClassVar[str]
     schemes: ClassVar[tuple[str, ...]] = ()
     keeps_blocks: ClassVar[bool] = True
+
+    label: Label = ""
 
     @abstractmethod
     def open(self, owner: TierOwner) -> SecondaryTier:
@@ -111,6 +128,12 @@ class TierOptions(ABC):
     def num_blocks(self) -> int:
         """The capacity, where it is a number of blocks; more than any trace has if it is not ours to say."""
         return MOST_BLOCKS
+
+    @property
+    def place(self) -> str:
+        """The kind and where the tier is, without options."""
+        paths = "|".join(getattr(self, "path", ()))
+        return str(getattr(self, "url", f"{self.name}:{paths}" if paths else self.name))
 
     def __str__(self) -> str:
         """As text that `parse_tier` reads."""
@@ -194,7 +217,7 @@ def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
     if isinstance(value, str):
         # Also in a path there may be a +: what follows it here is a kind, or a bare capacity.
         begins = rf"\+(?=(?:{'|'.join(TIERS.names())})[a-z+]*:|\d[\d.]*[%\w]*(?:[,+]|$))"
-        return tuple(parse_tier(field, text) for text in re.split(begins, value))
+        return _distinct(field, [parse_tier(field, text) for text in re.split(begins, value)])
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
         raise ConfigError(field, value, "allowed: a list of tiers, from the fastest to the slowest")
     found, problems = list[TierOptions](), list[ConfigError]()
@@ -207,7 +230,26 @@ def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
             problems.append(problem)
     if problems:
         raise problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)
-    return tuple(found)
+    return _distinct(field, found)
+
+
+def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ...]:
+    """These tiers, if none has a label that is another tier's name. Raises `ConfigError`."""
+    names = names_of(tiers)
+    for number, (tier, name) in enumerate(zip(tiers, names, strict=True)):
+        if tier.label and names.count(name) > 1:
+            raise ConfigError(f"{field}[{number}].label", name, "another tier has this name: give it another")
+    return tuple(tiers)
+
+
+def names_of(options: Sequence[TierOptions]) -> list[str]:
+    """The name of each tier in metrics and reports. It does not depend on their order.
+
+    A tier is called by its label; without one by its kind, if no other tier without a label is of that kind,
+    and otherwise by its kind and place.
+    """
+    kinds = Counter(tier.name for tier in options if not tier.label)
+    return [tier.label or (tier.name if kinds[tier.name] == 1 else tier.place) for tier in options]
 
 
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
@@ -215,15 +257,16 @@ def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[Seconda
 
     Raises `ConfigError`.
     """
-    opened: list[SecondaryTier] = []
+    opened, given = list[SecondaryTier](), list(options)
     with ExitStack() as undo:
-        for tier in options:
+        for tier, name in zip(given, names_of(given), strict=True):
             try:
                 opened.append(tier.open(owner))
             except UnavailableError as error:
                 owner.without(error)
             else:
                 undo.callback(opened[-1].close)
+                opened[-1].name = name
         undo.pop_all()
     return opened
 

@@ -316,13 +316,33 @@ def _promised_bytes(directory: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """No other process of this user makes, finds or removes pools meanwhile."""
-    fd = _open_own(directory / f".{_PREFIX}{os.geteuid()}.lock", os.O_RDWR | os.O_CREAT)
+    """Hold the lock of this user's pools: no other process makes, finds or removes pools meanwhile.
+
+    The lock file is removed before it is unlocked. A process that waited for a removed file locks it in vain,
+    sees that its name is gone or names another file, and begins again.
+    """
+    path = directory / f".{_PREFIX}{os.geteuid()}.lock"
+    while True:
+        fd = _open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not _is_named(fd, path):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(fd)
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Whether this name still leads to this open file."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _open_own(path: Path, flags: int) -> int:

@@ -150,7 +150,10 @@ def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: An
 
 
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
-    """What each tier behind RAM has counted, by a name of its own: ``disk``, ``disk-1``, ..."""
+    """The counters of each tier behind RAM, by its name (`kvoffload.tiers.options.names_of`).
+
+    Equal names, which only tiers without options have, are numbered.
+    """
     counts: dict[str, dict[str, Any]] = {}
     tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)
     for number, (name, hits, stats) in enumerate(tiers):

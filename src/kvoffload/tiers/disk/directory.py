@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.format import FORMAT_VERSION, Identity, fingerprint_of
@@ -23,6 +25,7 @@ from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.lock import DirectoryLock, lock_file
 from kvoffload.tiers.disk.recovery import Contents, Found, Progress, recover
+from kvoffload.tiers.disk.resize import rearrange, resize
 from kvoffload.tiers.disk.room import Room
 from kvoffload.tiers.disk.slab import UNFINISHED, Slab, now_s
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -30,7 +33,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Pattern of the names of slabs."""
 SMALLEST_SHARE = 16
-"""A slab that has made way down to this part of its slots goes."""
+"""A slab that makes way gives up this part of its slots more than needed; one that has no more goes."""
 
 
 class Geometry(NamedTuple):
@@ -118,13 +121,14 @@ class _Opening:
     def slab(self, progress: Progress | None) -> tuple[Slab, Found]:
         """The producer's slab, made if there is none, and what its journal says."""
         for unfinished in self._directory.glob(SLABS + UNFINISHED):
+            _check_is_file(unfinished)
             unfinished.unlink()
         with contextlib.ExitStack() as undo:
-            slab = self._existing() if self._path.is_symlink() or self._path.exists() else None
-            if slab is not None:
+            slab = self._existing() if os.path.lexists(self._path) else None
+            found = self._prepared(slab, progress) if slab is not None else None
+            if slab is not None and found is not None:
                 undo.callback(slab.close)
-                found = recover(slab, progress)
-                self._settle(slab, found)
+                self._settle(slab)
             else:
                 slab = self._new()
                 undo.callback(slab.close)
@@ -132,6 +136,29 @@ class _Opening:
                 found = recover(slab)
             undo.pop_all()
         return slab, found
+
+    def make_way(self, path: Path, num_bytes: int) -> int:
+        """Take so many bytes or more from another slab, its coldest blocks first, or delete it; returns its
+        size then.
+
+        Cost: its journal is read and written, 160 bytes a block, and no more blocks are copied than leave.
+        """
+        if not path.exists():
+            return 0
+        with self._other(path) as slab:
+            left = _slots_left(slab, num_bytes) if isinstance(slab, Slab) else 0
+            if isinstance(slab, Slab) and left:
+                first, before = slab.layout.first_slot, slab.file_bytes
+                rearrange(slab, recover(slab), first, first + left, left)
+                slab.trim(first + left)
+                self._log.warn(
+                    f"way {path}", "disk tier: %s gives up %d MiB for another producer, its coldest blocks "
+                    "first, and keeps %d MiB", path, (before - slab.file_bytes) >> 20, slab.file_bytes >> 20,
+                )  # fmt: skip
+                return slab.file_bytes
+        path.unlink()
+        self._log.warn(f"gone {path}", "disk tier: deleted %s, blocks of another producer, for room", path)
+        return 0
 
     def make_way(self, path: Path) -> int:
         """Take half of another slab's blocks from it, or delete it; returns its size then.
@@ -159,6 +186,7 @@ class _Opening:
         """The slab that is there; None if nobody can use it: then it is deleted."""
         path, geometry = self._path, self._geometry
         check_private(path)
+        _check_is_file(path)
         self._lock.include(path)
         slab = Slab.open(path, self._files, self._log)
         if isinstance(slab, str):
@@ -170,11 +198,51 @@ class _Opening:
             slab.close()
             why = f"it holds blocks of another producer ({slab.identity.text}) under this name: delete it"
             raise ConfigError("path", str(path), why)
-        if slab.layout != geometry.layout:
+        sizes = slab.layout.block_bytes, slab.layout.key_bytes
+        if sizes != (geometry.layout.block_bytes, geometry.layout.key_bytes):
             slab.close()
-            why = f"{path} was made for {slab.capacity_bytes}: give that, or delete it (it is only a cache)"
-            raise ConfigError("capacity_bytes", geometry.capacity_bytes, why)
+            raise ConfigError(
+                "path", str(path), "it holds blocks of another size under this name: delete it"
+            )
         return slab
+
+    def _prepared(self, slab: Slab, progress: Progress | None) -> Found | None:
+        """What a slab holds that has been given the capacity; None if it cannot hold a block in so little:
+        then it is deleted. Closes the slab unless it returns its contents."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(slab.close)
+            found = recover(slab, progress)
+            if self._is_cut(slab, found):
+                # Durable before the file is long again: keys of what was cut may get new entries then.
+                Journal(slab, found)
+                found = recover(slab)
+            slab.room = self._room()
+            if slab.capacity_bytes != self._geometry.capacity_bytes or slab.layout.is_moving:
+                resized = self._resized(slab, found)
+                if resized is None:
+                    self._lock.exclude()
+                    self._path.unlink()
+                    return None
+                found = resized
+            undo.pop_all()
+        return found
+
+    def _resized(self, slab: Slab, found: Found) -> Found | None:
+        """What a slab holds that has been given the capacity, as far as possible; None if it is too small."""
+        before, wanted = slab.capacity_bytes, self._geometry.capacity_bytes
+        target, num_blocks = slab.layout.with_capacity(wanted), len(found.contents)
+        resized = resize(slab, found, target, wanted) if target is not None else None
+        if target is None:
+            why = "its journal alone does not fit: it is made anew"
+        elif resized is None:
+            why = "there is no room for a longer journal now: the capacity stays as it was until the next start"
+        else:
+            why = f"{len(resized.contents)} of {num_blocks} blocks are kept"
+        self._log.warn(
+            "resize", "disk tier: %s had a capacity of %d bytes and is to have %d: %s", self._path, before,
+            wanted, why,
+        )  # fmt: skip
+        return found if resized is None and target is not None else resized
 
     def _new(self) -> Slab:
         text, geometry = self._geometry.fingerprint, self._geometry
@@ -189,20 +257,25 @@ class _Opening:
             self._room(),
         )
 
-    def _settle(self, slab: Slab, found: Found) -> None:
-        """Give the slab as much of the directory's room as there is without others' blocks."""
-        missing = found.contents.generation[slab.num_reserved :]
-        if missing.any():
+    def _is_cut(self, slab: Slab, found: Found) -> bool:
+        """Forget blocks behind the end of the file; returns whether there were any."""
+        missing = np.flatnonzero(found.contents.generation[slab.num_reserved :]) + slab.num_reserved
+        if len(missing):
             self._log.warn(
-                "short", "disk tier: %s was cut short: %d blocks are lost", self._path,
-                len(missing.nonzero()[0]),
-            )  # fmt: skip
-            missing[:] = 0
+                "short", "disk tier: %s was cut short: %d blocks are lost", self._path, len(missing)
+            )
+            found.contents.forget(missing)
+            found.corrected = True
+        return len(missing) > 0
+
+    def _settle(self, slab: Slab) -> None:
+        """Give the slab as much of the directory's room as there is without others' blocks."""
         slab.trim(slab.num_reserved)
-        slab.room = room = self._room()
-        while slab.file_bytes > room.own_bytes and room.make():
+        room = slab.room
+        assert room is not None
+        while (lacking := slab.file_bytes - room.own_bytes) > 0 and room.make(lacking):
             pass
-        slab.reserve(1)
+        slab.reserve(slab.layout.first_slot + 1)
         slab.mend()
         slab.used_now()
 
@@ -220,11 +293,12 @@ class _Opening:
         """
         try:
             with self._other(path) as slab:
-                if isinstance(slab, str):
+                if isinstance(slab, str) or slab.layout.is_moving:
                     return
                 slots = recover(slab).contents.slots()
-                if slab.num_reserved > (num_needed := int(slots[-1]) + 1 if len(slots) else 1):
-                    slab.trim(num_needed)
+                needed = 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
+                if slab.num_reserved > needed:
+                    slab.trim(needed)
         except (OSError, MemoryError) as error:
             self._log.warn(f"trim {path}", "disk tier: %s stays as it is: %s", path, error)
 
@@ -247,6 +321,29 @@ class _Opening:
             raise OSError(error.errno or errno.EIO, why) from None
         finally:
             os.close(fd)
+
+
+def _slots_left(slab: Slab, num_bytes: int) -> int:
+    """How many slots a slab keeps that gives up so many bytes and a margin; 0 if it is hardly worth keeping.
+
+    The margin is a part of the slots that it could have, so that it is not asked again at once.
+    """
+    layout, num_slots = slab.layout, slab.num_reserved - slab.layout.first_slot
+    share = layout.num_usable // SMALLEST_SHARE
+    margin = max(1, min(share, num_slots // 4))
+    if layout.is_moving or num_slots <= share:
+        return 0
+    return max(0, num_slots - margin - -(-num_bytes // layout.slot_bytes))
+
+
+def _check_is_file(path: Path) -> None:
+    """Refuse a directory, named pipe, socket or device under the name of a slab. Raises `ConfigError`."""
+    mode = path.lstat().st_mode
+    if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+        return
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    what = kinds.get(stat.S_IFMT(mode), "a device")
+    raise ConfigError("path", str(path), f"it is {what} under the name of a slab: move it away, or delete it")
 
 
 def check_private(path: Path) -> None:

@@ -28,7 +28,7 @@ from kvoffload.tiers.disk.layout import (
 )
 from kvoffload.tiers.producer_text import pack, unpack
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
 """Bit of the slot in an access: the access counts as a use, and not only as a new place in the order."""
@@ -57,6 +57,11 @@ SUPERBLOCK = np.dtype(
         ("checkpoint_group_bytes", "<u8"),
         ("log_bytes", "<u8"),
         ("void_before", "<u8"),
+        ("revision", "<u8"),
+        ("first_slot", "<u8"),
+        ("origin", "<u8"),
+        ("journal_slots", "<u8"),
+        ("journal_offset", "<u8"),
     ]
 )
 HEAD = np.dtype(
@@ -102,8 +107,15 @@ def fingerprint_of(text: str) -> bytes:
 # ---- superblock
 
 
-def encode_superblock(layout: Layout, identity: Identity, capacity_bytes: int) -> Bytes:
-    """A superblock of one page, in which no generation is void."""
+def encode_superblock(
+    layout: Layout, identity: Identity, capacity_bytes: int, void_before: int = 0, revision: int = 0
+) -> Bytes:
+    """A superblock of one page.
+
+    Args:
+        void_before: blocks of a lower generation are void.
+        revision: counts the versions of this slab's superblock; of two sound ones the greater counts.
+    """
     text = pack(identity.text)
     page, fields = _page(SUPERBLOCK)
     fields["magic"] = SLAB_MAGIC
@@ -115,6 +127,9 @@ def encode_superblock(layout: Layout, identity: Identity, capacity_bytes: int) -
     fields["created_at_s"] = identity.created_at_s
     fields["checkpoint_bytes"], fields["log_bytes"] = layout.checkpoint_bytes, layout.log_bytes
     fields["checkpoint_group_bytes"] = layout.checkpoint_group_bytes
+    fields["void_before"], fields["revision"] = void_before, revision
+    for name in ("first_slot", "origin", "journal_slots", "journal_offset"):
+        fields[name] = getattr(layout, name)
     page[SUPERBLOCK.itemsize : SUPERBLOCK.itemsize + len(text)] = np.frombuffer(text, np.uint8)
     return _sealed(page, fields)
 
@@ -124,12 +139,9 @@ def void_before(superblock: Bytes) -> int:
     return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["void_before"][0])
 
 
-def with_void_before(superblock: Bytes, generation: int) -> Bytes:
-    """A copy of `superblock` in which every generation below `generation` is void."""
-    page, fields = _page(SUPERBLOCK)
-    page[:] = superblock
-    fields["void_before"], fields["checksum"] = generation, 0
-    return _sealed(page, fields)
+def revision_of(superblock: Bytes) -> int:
+    """The number of this version of the superblock."""
+    return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["revision"][0])
 
 
 def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
@@ -142,12 +154,16 @@ def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
     if not _sound(page, int(fields["checksum"])):
         return "its superblock is damaged"
     ranges = ("block_bytes", MAX_BLOCK_BYTES), ("key_bytes", MAX_KEY_BYTES), ("num_slots", MAX_SLOTS)
-    for name, largest in ranges:
+    for name, largest in (*ranges, ("journal_slots", MAX_SLOTS)):
         if not 1 <= int(fields[name]) <= largest:
             return f"its superblock says {name} {fields[name]}: possible are 1 to {largest}"
-    if fields["page_bytes"] != PAGE_BYTES or int(fields["void_before"]) >= MAX_NUMBER:
+    counts = fields["void_before"], fields["revision"], fields["origin"], fields["journal_offset"]
+    if fields["page_bytes"] != PAGE_BYTES or max(map(int, counts)) >= MAX_NUMBER:
         return "its superblock says what is not possible"
-    layout = Layout(int(fields["block_bytes"]), int(fields["key_bytes"]), int(fields["num_slots"]))
+    names = "block_bytes", "key_bytes", "num_slots", "first_slot", "origin", "journal_slots", "journal_offset"
+    layout = Layout(*(int(fields[name]) for name in names))
+    if not is_possible(layout):
+        return "its superblock says what is not possible"
     text = unpack(page[SUPERBLOCK.itemsize :][: int(fields["text_bytes"])].tobytes())
     sizes = "checkpoint_bytes", "checkpoint_group_bytes", "log_bytes"
     if any(int(fields[size]) != getattr(layout, size) for size in sizes):
@@ -156,6 +172,15 @@ def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
         int(fields["slab_id"]), fields["fingerprint"].tobytes(), text, int(fields["created_at_s"])
     )
     return layout, identity, int(fields["capacity_bytes"])
+
+
+def is_possible(layout: Layout) -> bool:
+    """Whether the regions of this layout are in the file one after the other."""
+    offsets = layout.origin, layout.journal_offset
+    if layout.first_slot >= layout.num_slots or any(offset % PAGE_BYTES for offset in offsets):
+        return False
+    starts_behind_superblocks = min(layout.journal_offset, layout.slots_offset) >= 2 * PAGE_BYTES
+    return starts_behind_superblocks and (layout.journal_end <= layout.slots_offset or layout.is_moving)
 
 
 # ---- journal
@@ -267,7 +292,7 @@ def decode_head(layout: Layout, slab_id: int, page: Bytes) -> Head | None:
     limits = {
         "epoch": MAX_NUMBER,
         "last_generation": MAX_NUMBER,
-        "num_entries": layout.num_slots + 1,
+        "num_entries": layout.max_entries + 1,
         "num_groups": layout.num_checkpoint_groups + 1,
         "num_hours": MAX_HOURS + 1,
     }

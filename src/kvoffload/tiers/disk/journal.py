@@ -25,7 +25,7 @@ from kvoffload.tiers.disk.format import (
     encode_group,
     encode_head,
 )
-from kvoffload.tiers.disk.layout import ACCESS, GROUP, group_bytes
+from kvoffload.tiers.disk.layout import ACCESS, GROUP, Layout, group_bytes
 from kvoffload.tiers.disk.recovery import Contents, Found, recover
 from kvoffload.tiers.disk.slab import Slab
 
@@ -41,7 +41,8 @@ class Journal:
     Args:
         slab: the slab that has the log.
         found: the result of `recover`. A damaged journal starts a new epoch at once, so that the rest of the
-            old one can never be taken for a part of the new one.
+            old one can never be taken for a part of the new one. So does a journal whose contents were
+            corrected.
 
     Attributes:
         bytes_written: bytes of groups and checkpoints since it was opened.
@@ -58,7 +59,7 @@ class Journal:
         self.damaged = found.damaged
         # What was read may have been written by a process that was killed, and not be durable yet.
         self.sync()
-        if found.damaged:
+        if found.damaged or found.corrected:
             self.checkpoint(found.contents)
 
     def append(self, removed: SlabSlots, entries: Records, accessed: Records, first_stamp: int) -> None:
@@ -103,28 +104,37 @@ class Journal:
 
         Cost: 80 bytes a block and two syncs.
         """
-        layout, slab_id, epoch = self._layout, self._slab.identity.slab_id, self._epoch + 1
-        start, slots = layout.checkpoint_offset(epoch), contents.slots()
-        memory = aligned(layout.checkpoint_group_bytes)
-        no_slots, no_accesses, step = np.empty(0, np.uint32), np.empty(0, ACCESS), layout.entries_per_group
-        num_groups = -(-len(slots) // step)
-        for sequence in range(num_groups):
-            entries = contents.entries(slots[sequence * step : (sequence + 1) * step])
-            group = Group(epoch, sequence, CHECKPOINT, no_slots, entries, no_accesses, 0, 0)
-            encoded = encode_group(layout, slab_id, group, memory)
-            self._slab.write_pages(start + PAGE_BYTES + sequence * layout.checkpoint_group_bytes, encoded)
-            self.bytes_written += len(encoded)
-        self.sync()
-        head = aligned(PAGE_BYTES)
-        written = tuple(sorted(contents.written.items())[-MAX_HOURS:])
-        head[:] = encode_head(slab_id, Head(epoch, len(slots), num_groups, contents.last_generation, written))
-        for offset in (start, start + layout.checkpoint_bytes - PAGE_BYTES):
-            self._slab.write_pages(offset, head)
-        self.sync()
+        epoch = self._epoch + 1
+        self.bytes_written += write_checkpoint(self._slab, self._layout, epoch, contents)
         self._epoch, self._sequence, self._at = epoch, 0, 0
-        self.bytes_written += 2 * PAGE_BYTES
         self.num_checkpoints += 1
 
     def sync(self) -> None:
         """Return when all groups and data written so far are durable. Raises `OSError`."""
         self._slab.sync()
+
+
+def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents) -> int:
+    """Write a checkpoint where this layout has the one of `epoch`, durably; returns the bytes written.
+
+    Raises `OSError`.
+    """
+    slab_id, num_bytes = slab.identity.slab_id, 2 * PAGE_BYTES
+    start, slots = layout.checkpoint_offset(epoch), contents.slots()
+    memory = aligned(layout.checkpoint_group_bytes)
+    no_slots, no_accesses, step = np.empty(0, np.uint32), np.empty(0, ACCESS), layout.entries_per_group
+    num_groups = -(-len(slots) // step)
+    for sequence in range(num_groups):
+        entries = contents.entries(slots[sequence * step : (sequence + 1) * step])
+        group = Group(epoch, sequence, CHECKPOINT, no_slots, entries, no_accesses, 0, 0)
+        encoded = encode_group(layout, slab_id, group, memory)
+        slab.write_pages(start + PAGE_BYTES + sequence * layout.checkpoint_group_bytes, encoded)
+        num_bytes += len(encoded)
+    slab.sync()
+    head = aligned(PAGE_BYTES)
+    written = tuple(sorted(contents.written.items())[-MAX_HOURS:])
+    head[:] = encode_head(slab_id, Head(epoch, len(slots), num_groups, contents.last_generation, written))
+    for offset in (start, start + layout.checkpoint_bytes - PAGE_BYTES):
+        slab.write_pages(offset, head)
+    slab.sync()
+    return num_bytes

@@ -6,7 +6,7 @@ Pure arithmetic on sizes. `format` encodes and decodes what is in each place.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,12 +82,31 @@ def pages(num_bytes: int) -> int:
 class Layout:
     """Where everything is in a slab.
 
-    ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slot 0 | slot 1 | ...]``
+    ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slots]``: a new slab begins with slot 0. One
+    whose capacity has changed keeps the offset of each slot: it has fewer or more slots at its end, and its
+    journal may take the room of its first slots.
+
+    Attributes:
+        num_slots: the numbers of slots are below this.
+        first_slot: the lowest number of a slot that may hold a block.
+        origin: offset of slot 0.
+        journal_slots: how many slots the checkpoints and the log were sized for.
+        journal_offset: offset of checkpoint 0. Behind the last slot only while the journal moves.
     """
 
     block_bytes: int
     key_bytes: int
     num_slots: int
+    first_slot: int = 0
+    origin: int = 0
+    journal_slots: int = 0
+    journal_offset: int = 2 * PAGE_BYTES
+
+    def __post_init__(self) -> None:
+        if not self.journal_slots:
+            object.__setattr__(self, "journal_slots", self.num_slots)
+        if not self.origin:
+            object.__setattr__(self, "origin", self.journal_offset + self.journal_bytes)
 
     @classmethod
     def within(cls, capacity_bytes: int, block_bytes: int, key_bytes: int) -> Layout:
@@ -125,7 +144,13 @@ class Layout:
     @property
     def num_blocks(self) -> int:
         """How many blocks it holds; the other slots are the reserve."""
-        return self.num_slots - min(self.num_slots // RESERVE_SHARE, -(-RESERVE_BYTES // self.slot_bytes))
+        usable = self.num_usable
+        return usable - min(usable // RESERVE_SHARE, -(-RESERVE_BYTES // self.slot_bytes))
+
+    @property
+    def num_usable(self) -> int:
+        """How many slots may hold a block."""
+        return self.num_slots - self.first_slot
 
     @property
     def slot_bytes(self) -> int:
@@ -139,7 +164,7 @@ class Layout:
     @property
     def checkpoint_group_bytes(self) -> int:
         """Bytes of one group of a checkpoint: small, since a flipped bit costs a group."""
-        return min(64 * 1024, pages(GROUP.itemsize + self.num_slots * self.entry_bytes))
+        return min(64 * 1024, pages(GROUP.itemsize + self.journal_slots * self.entry_bytes))
 
     @property
     def entries_per_group(self) -> int:
@@ -147,8 +172,13 @@ class Layout:
 
     @property
     def num_checkpoint_groups(self) -> int:
-        """How many groups a checkpoint has if every slot holds a block."""
-        return -(-self.num_slots // self.entries_per_group)
+        """The most groups that a checkpoint has."""
+        return -(-self.journal_slots // self.entries_per_group)
+
+    @property
+    def max_entries(self) -> int:
+        """The most blocks that a checkpoint has room for."""
+        return self.num_checkpoint_groups * self.entries_per_group
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -158,26 +188,75 @@ class Layout:
     @property
     def log_bytes(self) -> int:
         """Half a checkpoint, more if that is little beside the slots: a full log causes a checkpoint."""
-        share = min(1024 * PAGE_BYTES, self.num_slots * self.slot_bytes // 64)
-        return max(16 * PAGE_BYTES, pages(share), pages(self.num_slots * self.entry_bytes // 2))
+        share = min(1024 * PAGE_BYTES, self.journal_slots * self.slot_bytes // 64)
+        return max(16 * PAGE_BYTES, pages(share), pages(self.journal_slots * self.entry_bytes // 2))
+
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes of both checkpoints and the log."""
+        return 2 * self.checkpoint_bytes + self.log_bytes
+
+    @property
+    def journal_end(self) -> int:
+        return self.journal_offset + self.journal_bytes
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the journal is behind the slots: a change of the capacity was interrupted."""
+        return self.journal_offset >= self.slot_offset(self.num_slots)
 
     def checkpoint_offset(self, epoch: int) -> int:
-        return 2 * PAGE_BYTES + (epoch % 2) * self.checkpoint_bytes
+        return self.journal_offset + (epoch % 2) * self.checkpoint_bytes
 
     @property
     def log_offset(self) -> int:
-        return 2 * PAGE_BYTES + 2 * self.checkpoint_bytes
+        return self.journal_offset + 2 * self.checkpoint_bytes
 
     @property
     def slots_offset(self) -> int:
-        return self.log_offset + self.log_bytes
+        """Offset of the first slot that may hold a block."""
+        return self.slot_offset(self.first_slot)
 
     def slot_offset(self, slot: int) -> int:
-        return self.slots_offset + slot * self.slot_bytes
+        return self.origin + slot * self.slot_bytes
 
     @property
     def file_bytes(self) -> int:
-        return self.slot_offset(self.num_slots)
+        return max(self.slot_offset(self.num_slots), self.journal_end)
+
+    def slots_before(self, offset: int) -> int:
+        """The number of the first slot that does not end before this offset."""
+        return min(self.num_slots, max(0, offset - self.origin) // self.slot_bytes)
+
+    # ---- another capacity
+
+    def with_capacity(self, capacity_bytes: int) -> Layout | None:
+        """This layout for another capacity: each slot keeps its offset. None if it could not hold a block.
+
+        The journal grows only if it must, and then takes the room of the first slots.
+        """
+        room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
+        end = min(MAX_SLOTS, max(0, room))
+        kept = replace(self, num_slots=min(end, self.first_slot + self.max_entries))
+        if self.is_moving or end > kept.num_slots:
+            grown = self._with_new_journal(end)
+            if self.is_moving or (grown is not None and grown.num_usable > kept.num_usable):
+                return grown
+        return kept if kept.num_usable > 0 else None
+
+    def _with_new_journal(self, end: int) -> Layout | None:
+        """The layout with the most slots before `end` whose journal, at the front, has room for all of them."""
+        low, high = 0, end
+        while low < high:
+            middle = (low + high) // 2
+            journal = Layout(self.block_bytes, self.key_bytes, end - middle)
+            if journal.journal_end <= self.slot_offset(middle):
+                high = middle
+            else:
+                low = middle + 1
+        if low >= end:
+            return None
+        return Layout(self.block_bytes, self.key_bytes, end, low, self.origin, end - low)
 
 
 def group_bytes(layout: Layout, num_removed: int, num_entries: int, num_accessed: int) -> int:

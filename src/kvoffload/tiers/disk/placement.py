@@ -15,6 +15,7 @@ from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.slots import SlotArray
 from kvoffload.tiers.base import Checksums
 from kvoffload.tiers.disk.format import SlabSlots
+from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.recovery import Contents
 from kvoffload.tiers.disk.slab import Positions
 
@@ -29,8 +30,7 @@ class Placement:
     The *gate* of a slab's slot is the number of removals that must be durable before it is written again.
 
     Args:
-        num_blocks: the manager's slots.
-        num_slots: the slab's; those beyond `num_blocks` are the reserve.
+        layout: of the slab; its slots that the manager has no use for are the reserve.
         next_generation: greater than any in the slab.
 
     Attributes:
@@ -41,13 +41,15 @@ class Placement:
     Memory: 24 bytes a block, 8 a slot. Thread: one, the scheduler's.
     """
 
-    def __init__(self, num_blocks: int, num_slots: int, next_generation: int) -> None:
+    def __init__(self, layout: Layout, next_generation: int) -> None:
+        num_blocks = layout.num_blocks
         self.generation = np.zeros(num_blocks, np.uint64)
         self.checksum: Checksums = np.zeros(num_blocks, np.uint64)
         self.next_generation = next_generation
-        self._place = np.arange(num_blocks)
-        self._reserve = np.arange(num_blocks, num_slots)
-        self._gate = np.zeros(num_slots, np.int64)
+        self._usable = np.arange(layout.first_slot, layout.num_slots)
+        self._place, self._reserve = self._usable[:num_blocks].copy(), self._usable[num_blocks:]
+        self._gate = np.zeros(layout.num_slots, np.int64)
+        self._withheld, self._beyond = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
         """Give an empty manager the blocks that were found; returns the slab's slots of those not taken.
@@ -55,8 +57,8 @@ class Placement:
         They are stored in the order of their writing, and then used in the order of their uses: so policies
         that order by insertion and policies that order by use both get their order back.
         """
-        found, num_blocks = contents.slots(), len(self._place)
-        # Only a damaged journal has more blocks than fit, or a block twice.
+        found, num_blocks = contents.newest_slots(), len(self._place)
+        # Only a damaged journal has more blocks than fit.
         if len(found) > num_blocks:
             found = found[np.argsort(contents.stamp[found], kind="stable")][-num_blocks:]
         by_age = found[np.argsort(contents.generation[found], kind="stable")]
@@ -67,7 +69,7 @@ class Placement:
             assert plan is not None, "an empty cache has room for the blocks that it held"
             slot_of[batch[plan.rows]] = plan.slots
             manager.complete_store(plan)
-        restored, empty = np.flatnonzero(slot_of >= 0), np.flatnonzero(slot_of < 0)
+        restored, empty = np.flatnonzero(slot_of >= 0), self._usable[slot_of[self._usable] < 0]
         vacant = np.ones(num_blocks, np.bool_)
         vacant[slot_of[restored]] = False
         num_vacant = int(np.count_nonzero(vacant))
@@ -78,6 +80,35 @@ class Placement:
         by_use = restored[np.argsort(contents.stamp[restored], kind="stable")[::-1]]
         _restore_uses(manager.policy, slot_of[by_use], contents.uses[by_use] > 0)
         return empty[contents.generation[empty] > 0].astype(np.uint32)
+
+    @property
+    def num_withheld(self) -> int:
+        """How many of the manager's slots `confine` has taken out of use."""
+        return len(self._withheld)
+
+    def confine(self, end: int, manager: OffloadingManager) -> None:
+        """Use only the slab's slots before `end` from now on: the file is not long enough for the others.
+
+        The manager has as many slots fewer, and evicts inside the rest. Blocks and writes stay where they are.
+        Cost: O(slots).
+        """
+        slots = manager.slots
+        slots.release(self._withheld)
+        line = np.concatenate([self._reserve, self._beyond])
+        free = slots.stack[: slots.num_free].copy()
+        within, beyond = (np.concatenate([self._place[free], line]) for _ in range(2))
+        within, beyond = within[within < end], beyond[beyond >= end]
+        num_reserve = min(len(line), len(within) * len(line) // max(1, len(within) + len(beyond)))
+        num_used = min(len(free), len(within) - num_reserve)
+        if not len(beyond):
+            num_used = len(free)
+        self._withheld = slots.withhold(len(free) - num_used)
+        used = slots.stack[: slots.num_free][::-1]
+        # The slots that are used next get neighbours, as at the beginning.
+        within = np.concatenate([np.sort(within[: len(used)]), within[len(used) :]])
+        self._place[used], self._reserve = within[: len(used)], within[len(used) :]
+        self._place[self._withheld] = beyond[: len(self._withheld)]
+        self._beyond = beyond[len(self._withheld) :]
 
     def places(self, slots: SlotArray) -> Positions:
         """The slab's slots for these slots of the manager."""

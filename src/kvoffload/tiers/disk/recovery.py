@@ -11,8 +11,7 @@ A page that the medium does not read is no damage: it may be read again tomorrow
 from __future__ import annotations
 
 import errno
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys, words_per_key
-from kvoffload.tiers.base import HOUR_S
+from kvoffload.tiers.base import HOUR_S, Checksums
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.format import (
     CHECKPOINT,
@@ -43,8 +42,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 _SALVAGE = "nothing was changed; if it stays so, kvoffload disk compact keeps what can be read"
 _LAST_STAMP = np.uint64(MAX_NUMBER)
-_HOURS_OF_A_YEAR = 8766
 _WINDOW_BYTES = 16 * 1024 * 1024
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Contents:
@@ -62,7 +61,7 @@ class Contents:
     """
 
     def __init__(self, layout: Layout, void_before: int = 0) -> None:
-        n = layout.num_slots
+        n, self._first_slot = layout.num_slots, layout.first_slot
         self._void_before = np.uint64(void_before)
         self.key_bytes = layout.key_bytes
         self.generation = np.zeros(n, np.uint64)
@@ -81,6 +80,42 @@ class Contents:
         """Slots that hold a block, ascending."""
         return np.flatnonzero(self.generation)
 
+    def newest_slots(self) -> npt.NDArray[np.int64]:
+        """Slots that hold the newest block of their key, ascending. Only damage leaves a key in two slots.
+
+        Cost: a sort of one word of each key; equal words are then compared as whole keys.
+        """
+        slots = self.slots()
+        words = self.words[slots, 0].copy()
+        for column in self.words.T[1:]:
+            words = words * _MIX + column[slots]
+        order = np.argsort(words, kind="stable")
+        equal = words[order[1:]] == words[order[:-1]]
+        if not equal.any():
+            return slots
+        alike = np.zeros(len(slots), np.bool_)
+        alike[order[1:][equal]] = alike[order[:-1][equal]] = True
+        older = list[int]()
+        newest: dict[bytes, int] = {}
+        by_age = slots[alike][np.argsort(self.generation[slots[alike]], kind="stable")]
+        for slot, key in zip(by_age.tolist(), self.keys(by_age), strict=True):
+            if key in newest:
+                older.append(newest[key])
+            newest[key] = slot
+        return np.setdiff1d(slots, older)
+
+    def forget(self, slots: npt.NDArray[np.int64]) -> None:
+        """The blocks in these slots are not here any more."""
+        self.generation[slots] = 0
+        self.uses[slots] = 0
+
+    def move(self, slots: npt.NDArray[np.int64], to: npt.NDArray[np.int64], checksums: Checksums) -> None:
+        """The blocks in these slots are in other slots, where they have other checksums."""
+        for values in (self.generation, self.stamp, self.uses, self.written_at_s, self.words):
+            values[to] = values[slots]
+        self.checksum[to] = checksums
+        self.forget(slots)
+
     def keys(self, slots: npt.NDArray[np.int64]) -> Keys:
         """The keys of the blocks in these slots."""
         return Keys(self.words[slots], self.key_bytes)
@@ -91,7 +126,7 @@ class Contents:
         removed = group.removed[group.removed < n]
         self.generation[removed] = 0
         self.uses[removed] = 0
-        entries = group.entries[group.entries["slot"] < n]
+        entries = group.entries[(group.entries["slot"] >= self._first_slot) & (group.entries["slot"] < n)]
         if group.kind == LOG:
             hours, counts = np.unique(entries["written_at_s"] // HOUR_S, return_counts=True)
             for hour, count in zip(hours.tolist(), counts.tolist(), strict=True):
@@ -134,6 +169,7 @@ class Found:
         damaged: groups, heads and pages of the journal that cannot be read: their contents are lost.
         unreadable: pages that the medium did not read, which count as damaged too.
         unfinished: the log ends in a group that is not whole. A crash leaves that, and it is no damage.
+        corrected: `contents` differ from the journal, which needs a new checkpoint.
     """
 
     contents: Contents
@@ -143,6 +179,7 @@ class Found:
     damaged: int = 0
     unreadable: int = 0
     unfinished: bool = False
+    corrected: bool = False
 
 
 def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = False) -> Found:
@@ -172,17 +209,21 @@ def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = Fal
     report(total, total)
     if found.unreadable and not salvage:
         raise OSError(errno.EIO, f"{found.unreadable} pages of its journal cannot be read: {_SALVAGE}")
-    found.contents.written = _believable(found.contents.written)
+    found.corrected = _correct_hours(found.contents)
     return found
 
 
-def _believable(written: Mapping[int, int]) -> dict[int, int]:
-    """Hours that are more than a year ahead count as the present one: a clock was wrong, and would be heard
-    for as long."""
-    counts, now = Counter[int](), now_s() // HOUR_S
-    for hour, count in written.items():
-        counts[hour if hour < now + _HOURS_OF_A_YEAR else now] += count
-    return dict(counts)
+def _correct_hours(contents: Contents) -> bool:
+    """Count blocks written in hours ahead of now as written now: the clock was wrong. Returns whether there
+    were any.
+
+    Such hours would count against write budgets until the clock reaches them.
+    """
+    now = now_s() // HOUR_S
+    ahead = [hour for hour in contents.written if hour > now]
+    for hour in ahead:
+        contents.written[now] = contents.written.get(now, 0) + contents.written.pop(hour)
+    return bool(ahead)
 
 
 def _heads(slab: Slab, found: Found) -> list[Head]:

@@ -30,10 +30,11 @@ from kvoffload.tiers.disk.format import (
     decode_superblock,
     encode_head,
     encode_superblock,
+    revision_of,
     void_before,
-    with_void_before,
 )
 from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.pause import WritePause
 from kvoffload.tiers.disk.room import Room
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks
@@ -46,8 +47,9 @@ CHUNK_BYTES = 4 * 1024 * 1024
 MAX_RUN_BLOCKS = 1000
 """A system call takes at most 1024 buffers."""
 
-SOUND, UNREADABLE, MISMATCH = 0, 1, 2
-"""Outcomes of reading a block: verified; the medium failed; not what was stored under this key."""
+SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
+"""Outcomes of moving a block: moved, and verified if it was read; the medium failed (EIO); not what was stored
+under this key; the system refused with another error, which may pass (ENOMEM, ESTALE)."""
 
 Outcomes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
@@ -94,9 +96,8 @@ class Slab:
         self._superblock, layout = superblock, self.layout
         self._superblocks_at = 0, PAGE_BYTES
         self._fd, self._files, self._log = fd, files, log
-        self._slots_offset, self._slot_bytes = layout.slots_offset, layout.slot_bytes
-        self.room, self._growing = room, threading.Lock()
-        self._num_reserved = self._slots_in(files.size(fd))
+        self.room, self._growing, self._growth = room, threading.Lock(), WritePause()
+        self._num_reserved = layout.slots_before(files.size(fd))
         self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
 
     @classmethod
@@ -163,7 +164,7 @@ class Slab:
                 found = decode_superblock(page)
                 if isinstance(found, str):
                     reason = found
-                elif found[0].slots_offset > size:
+                elif max(found[0].slots_offset, found[0].journal_end) > size:
                     reason = "it is cut short, before its first slot"
                 else:
                     sound.append(page)
@@ -171,7 +172,7 @@ class Slab:
                 raise unreadable
             if not sound:
                 return reason
-            slab, fd = cls(fd, max(sound, key=void_before), files, log), -1
+            slab, fd = cls(fd, max(sound, key=revision_of), files, log), -1
             return slab
         finally:
             if fd >= 0:
@@ -190,8 +191,13 @@ class Slab:
 
     @property
     def num_reserved(self) -> int:
-        """How many slots the file is long enough for."""
+        """The file is long enough for the slots before this one."""
         return self._num_reserved
+
+    @property
+    def may_grow(self) -> bool:
+        """False for a while after there was no room: what is reserved is the capacity then."""
+        return self._growth.is_over
 
     def reserve_all(self) -> None:
         """Make the file as long as the room of the directory allows; others make way until that can be had.
@@ -199,21 +205,56 @@ class Slab:
         Raises `OSError`.
         """
         while not self._lengthen(self._allowed_bytes):
-            if self.room is None or not self.room.make():
+            lacking = self.layout.slot_offset(self.layout.first_slot + 1) - self._allowed_bytes
+            if self.room is None or not self.room.make(max(0, lacking)):
                 raise _no_room()
 
     def reserve(self, num_slots: int) -> None:
-        """Make the file long enough for so many slots, and as much longer as there is room without others.
+        """Make the file long enough for the slots before this one, and as much longer as there is room
+        without others.
 
-        Others make way only for these. Raises `OSError`.
+        Others make way only for these. Raises `OSError`. After a failure, or if there is no room for more on
+        the medium, `may_grow` is false for a while.
         """
+        try:
+            has_all = self._reserve(num_slots)
+        except OSError:
+            self._growth.failed()
+            raise
+        if has_all:
+            self._growth.succeeded()
+        else:
+            self._growth.failed()
+
+    def _reserve(self, num_slots: int) -> bool:
+        """As `reserve`; returns whether the medium had room for all that is allowed."""
         least = self.layout.slot_offset(num_slots)
         while True:
             allowed = self._allowed_bytes
-            if allowed >= least and (self._lengthen(allowed) or self._lengthen(least)):
-                return
-            if self.room is None or not self.room.make():
+            if allowed >= least and self._lengthen(allowed):
+                return True
+            if allowed >= least and self._lengthen(least):
+                return False
+            if self.room is None or not self.room.make(max(0, least - allowed)):
                 raise _no_room()
+
+    def lengthen_to(self, num_bytes: int) -> bool:
+        """Reserve room up to this offset, whatever it is for; False, and the file as it was, if there is none.
+
+        Raises `OSError`.
+        """
+        before = self.file_bytes
+        if num_bytes <= before:
+            return True
+        try:
+            self._files.allocate(self._fd, num_bytes)
+        except OSError as error:
+            # What could be had of it would be missed elsewhere.
+            self._files.shorten(self._fd, before)
+            if error.errno == errno.ENOSPC:
+                return False
+            raise
+        return True
 
     @property
     def _allowed_bytes(self) -> int:
@@ -222,28 +263,16 @@ class Slab:
 
     def _lengthen(self, num_bytes: int) -> bool:
         """Reserve whole slots up to this length; False, and the file as it was, if there is no room."""
-        num_slots, before = self._slots_in(num_bytes), self.file_bytes
-        if num_slots == 0:
+        end = self.layout.slots_before(num_bytes)
+        if end <= self.layout.first_slot or not self.lengthen_to(self.layout.slot_offset(end)):
             return False
-        try:
-            self._files.allocate(self._fd, self.layout.slot_offset(num_slots))
-        except OSError as error:
-            # What could be had of it would be missed elsewhere.
-            self._files.shorten(self._fd, before)
-            if error.errno == errno.ENOSPC:
-                return False
-            raise
-        self._num_reserved = max(self._num_reserved, num_slots)
+        self._num_reserved = max(self._num_reserved, end)
         return True
 
     def trim(self, num_slots: int) -> None:
-        """Give back the room behind this many slots. Raises `OSError`."""
+        """Give back the room behind the slots before this one. Raises `OSError`."""
         self._files.shorten(self._fd, self.layout.slot_offset(num_slots))
         self._num_reserved = num_slots
-
-    def _slots_in(self, num_bytes: int) -> int:
-        """How many whole slots lie before this offset."""
-        return min(self.layout.num_slots, max(0, num_bytes - self._slots_offset) // self._slot_bytes)
 
     def _grow(self, end: int) -> None:
         with self._growing:
@@ -262,19 +291,28 @@ class Slab:
         At most `chunk_blocks` of them. Cost: a pass over the bytes for checksums, then one system call for
         each run of neighbours.
         """
+        written, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
+        count = self._num_with_room(slots)
+        if count == 0:
+            return written, sums
+        keys, slots, generations, rows = keys[:count], slots[:count], generations[:count], rows[:count]
+        sums[:count] = self._checksums(keys, slots, generations, pool, rows)
+        if not self._in_place(pool):
+            pages, width = scratch.pages(count), pool.shape[1]
+            for page, row in zip(pages, rows.tolist(), strict=True):
+                page[:width], page[width:] = pool[row], 0
+            pool, rows = pages, np.arange(count)
+        written[:count] = self._each_run(self._files.write, slots, pool, rows) == SOUND
+        return written, sums
+
+    def _num_with_room(self, slots: Positions) -> int:
+        """How many of these slots, ascending, the file is long enough for. It grows if it must and can."""
         if slots[-1] >= self._num_reserved:
             try:
                 self._grow(int(slots[-1]) + 1)
             except OSError as error:
                 self._log.warn("grow", "disk tier: the slab cannot grow: %s", error.strerror)
-                return np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
-        sums = self._checksums(keys, slots, generations, pool, rows)
-        if self._in_place(pool):
-            return self._each_run(self._files.write, slots, pool, rows), sums
-        pages, width = scratch.pages(len(rows)), pool.shape[1]
-        for page, row in zip(pages, rows.tolist(), strict=True):
-            page[:width], page[width:] = pool[row], 0
-        return self._each_run(self._files.write, slots, pages, np.arange(len(rows))), sums
+        return int(np.searchsorted(slots, self._num_reserved))
 
     def read_blocks(
         self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64], expected: Checksums,
@@ -287,13 +325,13 @@ class Slab:
         """
         in_place = self._in_place(pool)
         memory, at = (pool, rows) if in_place else (scratch.pages(len(rows)), np.arange(len(rows)))
-        there = self._each_run(self._files.read, slots, memory, at)
+        outcomes = self._each_run(self._files.read, slots, memory, at)
+        there = outcomes == SOUND
         sound = there & (self._checksums(keys, slots, generations, memory, at) == expected)
         if not in_place:
             for i in np.flatnonzero(sound).tolist():
                 pool[rows[i]] = memory[i, : pool.shape[1]]
-        outcomes: Outcomes = np.where(sound, np.uint8(SOUND), np.uint8(MISMATCH))
-        outcomes[~there] = UNREADABLE
+        outcomes[there & ~sound] = MISMATCH
         return outcomes
 
     def _checksums(
@@ -310,30 +348,36 @@ class Slab:
 
     def _each_run(
         self, operation: Callable[[int, Buffers, int], int], slots: Positions, memory: Blocks, at: Positions
-    ) -> Mask:
-        """Move ``memory[at[i]]`` to or from ``slots[i]``, one call for each run; returns which were moved."""
-        moved = np.zeros(len(slots), np.bool_)
+    ) -> Outcomes:
+        """Move ``memory[at[i]]`` to or from ``slots[i]``, one call for each run; returns `SOUND`, `UNREADABLE`
+        or `REFUSED` for each block.
+
+        A run that cannot be read is read block by block: one bad sector must not cost its neighbours, nor an
+        error that passes any of them. A write is tried again only after a bad sector.
+        """
+        outcomes: Outcomes = np.full(len(slots), SOUND, np.uint8)
         for first, end in _runs(slots):
-            try:
-                self._move(operation, int(slots[first]), memory, at[first:end])
-                moved[first:end] = True
-            except OSError as error:
-                self._complain(operation, error)
-                # One bad sector must not cost its neighbours. Any other error concerns all of them.
-                if error.errno == errno.EIO and end - first > 1:
-                    for i in range(first, end):
-                        try:
-                            self._move(operation, int(slots[i]), memory, at[i : i + 1])
-                            moved[i] = True
-                        except OSError as again:
-                            self._complain(operation, again)
-        return moved
+            outcomes[first:end] = code = self._outcome(operation, int(slots[first]), memory, at[first:end])
+            may_pass = code == UNREADABLE or (code == REFUSED and operation == self._files.read)
+            if may_pass and end - first > 1:
+                for i in range(first, end):
+                    outcomes[i] = self._outcome(operation, int(slots[i]), memory, at[i : i + 1])
+        return outcomes
+
+    def _outcome(
+        self, operation: Callable[[int, Buffers, int], int], slot: int, memory: Blocks, rows: Positions
+    ) -> int:
+        try:
+            self._move(operation, slot, memory, rows)
+        except OSError as error:
+            self._complain(operation, error)
+            return UNREADABLE if error.errno == errno.EIO else REFUSED
+        return SOUND
 
     def _move(
         self, operation: Callable[[int, Buffers, int], int], slot: int, memory: Blocks, rows: Positions
     ) -> None:
-        offset = self._slots_offset + slot * self._slot_bytes
-        transfer(operation, self._fd, _buffers(memory, rows), offset)
+        transfer(operation, self._fd, _buffers(memory, rows), self.layout.slot_offset(slot))
 
     def _complain(self, operation: Callable[..., int], error: OSError) -> None:
         verb = operation.__name__
@@ -383,7 +427,22 @@ class Slab:
         if self.room is not None:
             with self._growing:
                 self.room.clear()
-        self._superblock = with_void_before(self._superblock, generation)
+        self._replace_superblock(self.layout, self.capacity_bytes, generation)
+
+    def adopt(self, layout: Layout, capacity_bytes: int) -> None:
+        """The slab has this layout and capacity from now on. Durable on return.
+
+        The journal is where this layout says before it is called. Raises `OSError` if neither superblock could
+        be written.
+        """
+        self._replace_superblock(layout, capacity_bytes, self.void_before)
+        self.layout, self.capacity_bytes = layout, capacity_bytes
+        self._num_reserved = layout.slots_before(self.file_bytes)
+
+    def _replace_superblock(self, layout: Layout, capacity_bytes: int, generation: int) -> None:
+        """Write the superblock and its copy, one after the other: one of them is always whole."""
+        revision = revision_of(self._superblock) + 1
+        self._superblock = encode_superblock(layout, self.identity, capacity_bytes, generation, revision)
         errors = [error for at in self._superblocks_at if (error := self._write_superblock(at))]
         if len(errors) == len(self._superblocks_at):
             raise errors[0]

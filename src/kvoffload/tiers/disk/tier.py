@@ -36,7 +36,7 @@ from kvoffload.tiers.disk.pause import WritePause
 from kvoffload.tiers.disk.pipeline import Pipeline
 from kvoffload.tiers.disk.placement import Placement
 from kvoffload.tiers.disk.recovery import Progress
-from kvoffload.tiers.disk.slab import MISMATCH, SOUND, UNREADABLE, Outcomes, Positions
+from kvoffload.tiers.disk.slab import MISMATCH, REFUSED, SOUND, UNREADABLE, Outcomes, Positions
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 
@@ -44,6 +44,11 @@ CLOSE_TIMEOUT_S = 10.0
 READ_CHUNK_BYTES = 512 * 1024
 """A read is divided among the threads, but not into less than this: to hand a chunk to a thread and back
 takes as long as to read and verify 128 KiB."""
+
+REFUSED_READS_S = 60.0
+"""A block whose reads the system refuses (ENOMEM, ESTALE) is kept for so long after the first one: such an
+error passes, and a block that is forgotten is lost for good."""
+_MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
 
@@ -131,11 +136,15 @@ class DiskTier(SecondaryTier):
         for option, value in (("num_threads", num_threads), ("queue_bytes", queue_bytes)):
             if value < 1:
                 raise ConfigError(option, value, "allowed: 1 or more")
+
+        def manager_of(layout: Layout) -> OffloadingManager:
+            return OffloadingManager(
+                layout.num_blocks, key_bytes=key_bytes, policy=policy, admission=admission
+            )
+
         layout = Layout.within(capacity_bytes, block_bytes, key_bytes)
         # First, because it may raise: nothing is open yet.
-        self._manager = OffloadingManager(
-            layout.num_blocks, key_bytes=key_bytes, policy=policy, admission=admission
-        )
+        self._manager = manager_of(layout)
         self._directory, self._log = Path(path), RateLimitedLog("kvoffload.disk")
         self._lock, self._slab, self._journal, contents = open_directory(
             self._directory,
@@ -148,15 +157,22 @@ class DiskTier(SecondaryTier):
             # A policy may fail while it is told of what was found.
             undo.callback(self._lock.release)
             undo.callback(self._slab.close)
+            if self._slab.layout.num_blocks != layout.num_blocks:
+                # Its capacity has changed before: it may have a longer journal than a new one.
+                self._manager = manager_of(self._slab.layout)
             # Also above the generations that a crashed process may have left in slots without an entry.
             next_generation = max(contents.last_generation + 1, self._slab.void_before, time.time_ns())
-            self._placement = Placement(layout.num_blocks, layout.num_slots, next_generation)
+            self._placement = Placement(self._slab.layout, next_generation)
             leftover = self._placement.restore(contents, self._manager)
             self._next_stamp = int(contents.stamp.max(initial=0)) + 1
             self.identity, self.written_before = self._slab.identity.slab_id, contents.written
             self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
             self._counts = TierStats(restored=self._manager.stats().ready)
             self._pause = WritePause()
+            self._use_before = self._reserved_then = self._slab.layout.num_slots
+            if not self._slab.may_grow:
+                self._confine()
+            self._refused = dict[int, float]()
             self._queue_blocks, self._num_queued = max(1, queue_bytes // layout.slot_bytes), 0
             self._next_job, self._results = 0, list[JobResult]()
             self._closed, self._ending = False, threading.Lock()
@@ -218,6 +234,7 @@ class DiskTier(SecondaryTier):
         """As `SecondaryTier.submit_write`. Of a batch that does not fit into the queue the head is taken."""
         checked = self._checked(keys, pool, rows)
         known = self._known(request) if request is not None else None
+        self._follow_the_file(len(keys))
         taken = np.zeros(len(keys), np.bool_)
         missing = np.flatnonzero(self._manager.slots_of(keys) < 0)
         room = max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else 0
@@ -293,7 +310,7 @@ class DiskTier(SecondaryTier):
         counts, blocks = self._counts, self._manager.stats()
         return replace(
             counts,
-            capacity=blocks.capacity,
+            capacity=blocks.capacity - self._placement.num_withheld,
             ready=blocks.ready,
             free=blocks.free,
             in_flight=blocks.writing + blocks.ready - blocks.evictable,
@@ -416,21 +433,47 @@ class DiskTier(SecondaryTier):
             return
         self._counts.failed += len(sound) - num_sound
         self._placement.generation[plan.slots[~sound]] = 0
+        has_grown = (self._placement.places(plan.slots[~sound]) < self._slab.num_reserved).any()
         for one, success in zip(plan.split(), sound.tolist(), strict=True):
             self._manager.complete_store(one, success)
-        self._pause.failed()
+        if has_grown:
+            self._pause.failed()
+        else:
+            self._confine()
+
+    def _confine(self) -> None:
+        """The file cannot be longer now: what is reserved is the capacity, until it has grown."""
+        self._use_before = self._reserved_then = self._slab.num_reserved
+        self._placement.confine(self._use_before, self._manager)
+
+    def _follow_the_file(self, num_blocks: int) -> None:
+        """Use slots behind the end of the file if it has grown, or for so many blocks if it may grow again."""
+        end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
+        if self._use_before == end:
+            return
+        if not self._slab.may_grow:
+            end = reserved
+        elif reserved == self._reserved_then:
+            end = min(end, reserved + num_blocks)
+        if end > self._use_before:
+            self._use_before = end
+            self._placement.confine(end, self._manager)
 
     def _end_read(self, job: Job, plan: LoadPlan, sound: Mask) -> None:
         self._counts.read += int(np.count_nonzero(sound))
+        if self._refused:
+            for generation in job.generations[sound].tolist():
+                self._refused.pop(generation, None)
         bad = np.flatnonzero(~sound)
         # A block that was deleted or replaced meanwhile is no damage; its slot may hold another block now.
         bad = bad[self._placement.generation[plan.slots[bad]] == job.generations[bad]]
-        self._manager.complete_load(plan, bad)
-        if len(bad) == 0:
-            return
         wrong = bad[job.outcomes[bad] == MISMATCH]
         self._counts.mismatches += len(wrong)
         self._counts.failed += len(bad) - len(wrong)
+        bad = bad[[not self._may_pass(job, row) for row in bad.tolist()]] if len(bad) else bad
+        self._manager.complete_load(plan, bad)
+        if len(bad) == 0:
+            return
         for row in wrong[:1].tolist():
             self._log.warn(
                 "mismatch", "disk tier: %d blocks are not what was stored under their key: forgotten; "
@@ -438,3 +481,17 @@ class DiskTier(SecondaryTier):
                 self._placement.places(plan.slots)[row], self._directory,
             )  # fmt: skip
         self._forget(plan.slots[bad])
+
+    def _may_pass(self, job: Job, row: int) -> bool:
+        """Whether the system has refused to read a block, and has not done so for long: then it is kept."""
+        generation = int(job.generations[row])
+        if job.outcomes[row] != REFUSED:
+            self._refused.pop(generation, None)
+            return False
+        if len(self._refused) >= _MAX_REFUSED:
+            self._refused.clear()
+        now = time.monotonic()
+        if now < self._refused.setdefault(generation, now) + REFUSED_READS_S:
+            return True
+        del self._refused[generation]
+        return False
