@@ -160,28 +160,6 @@ class _Opening:
         self._log.warn(f"gone {path}", "disk tier: deleted %s, blocks of another producer, for room", path)
         return 0
 
-    def make_way(self, path: Path) -> int:
-        """Take half of another slab's blocks from it, or delete it; returns its size then.
-
-        Cost: its journal is read and written, 160 bytes a block.
-        """
-        if not path.exists():
-            return 0
-        with self._other(path) as slab:
-            if isinstance(slab, Slab) and slab.num_reserved > 2 * slab.layout.num_slots // SMALLEST_SHARE:
-                found, num_left = recover(slab), slab.num_reserved // 2
-                found.contents.generation[num_left:] = 0
-                Journal(slab, found).checkpoint(found.contents)
-                slab.trim(num_left)
-                self._log.warn(
-                    f"way {path}", "disk tier: %s gives up half of its room, to %d MiB", path,
-                    slab.file_bytes >> 20,
-                )  # fmt: skip
-                return slab.file_bytes
-        path.unlink()
-        self._log.warn(f"gone {path}", "disk tier: deleted %s, blocks of another producer, for room", path)
-        return 0
-
     def _existing(self) -> Slab | None:
         """The slab that is there; None if nobody can use it: then it is deleted."""
         path, geometry = self._path, self._geometry

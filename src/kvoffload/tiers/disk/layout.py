@@ -233,15 +233,21 @@ class Layout:
     def with_capacity(self, capacity_bytes: int) -> Layout | None:
         """This layout for another capacity: each slot keeps its offset. None if it could not hold a block.
 
-        The journal grows only if it must, and then takes the room of the first slots.
+        The journal grows if it must, and then takes the room of the first slots. Meanwhile it stands behind
+        the last slot: if there is no room for that in the capacity, the slab gets only as many slots as its
+        journal has room for.
         """
         room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
         end = min(MAX_SLOTS, max(0, room))
         kept = replace(self, num_slots=min(end, self.first_slot + self.max_entries))
         if self.is_moving or end > kept.num_slots:
             grown = self._with_new_journal(end)
-            if self.is_moving or (grown is not None and grown.num_usable > kept.num_usable):
+            if self.is_moving:
                 return grown
+            if grown is not None and grown.num_usable > kept.num_usable:
+                last = max(self.num_slots, grown.first_slot + min(self.num_blocks, grown.num_blocks))
+                if self.slot_offset(last) + self.journal_bytes + LOCK_FILE_BYTES <= capacity_bytes:
+                    return grown
         return kept if kept.num_usable > 0 else None
 
     def _with_new_journal(self, end: int) -> Layout | None:
