@@ -1,10 +1,11 @@
 """An adversary of the disk tier: seeded cases of damage, cuts, kills, wrong clocks, capacities and producers.
 
 Each case is a directory with several lives of several producers. Between two lives something happens to it.
-What must hold: no wrong bytes are served, no exception ends a life, the files stay within the capacity, and no
-acknowledged block is lost except by damage, eviction or a smaller capacity.
+What must hold: no wrong bytes are served, no exception ends a life, the files stay within the capacity, and
+no acknowledged block is lost except by damage, eviction or a smaller capacity.
 
-Run it with ``python tests/disk_adversary.py --seed 1 --cases 100``; `tests/test_disk_adversary.py` runs a few.
+Run it with ``python tests/disk_adversary.py --seed 1 --cases 100``; `tests/test_disk_adversary.py` runs a
+few.
 """
 
 from __future__ import annotations
@@ -68,7 +69,17 @@ class Counts:
         return not (self.wrong or self.lost or self.over_capacity or self.unsound or self.exceptions)
 
     def __str__(self) -> str:
-        names = "cases", "lives", "written", "served", "wrong", "lost", "over_capacity", "unsound", "exceptions"
+        names = (
+            "cases",
+            "lives",
+            "written",
+            "served",
+            "wrong",
+            "lost",
+            "over_capacity",
+            "unsound",
+            "exceptions",
+        )
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
 
@@ -244,7 +255,7 @@ class Case:
             self.happened.append(f"cut {producer} at slot {end}")
 
     def _damage(self) -> None:
-        """Pages that are flipped, zero, exchanged or random. Nothing is owed then, and nothing may be wrong."""
+        """Flip, empty, exchange or overwrite pages. Nothing is owed then, and nothing may be wrong."""
         path, chance = self._a_slab(), self.chance
         with path.open("r+b") as file:
             pages = max(1, path.stat().st_size // PAGE_BYTES)
@@ -278,7 +289,9 @@ class Case:
             with opened(path) as (found_slab, found):
                 bad = [one for one in verify(found_slab, found) if one.slot < found_slab.num_reserved]
             if bad or found.damaged:
-                self._problem("unsound", f"{len(bad)} blocks, {found.damaged} parts", len(bad) + found.damaged)
+                self._problem(
+                    "unsound", f"{len(bad)} blocks, {found.damaged} parts", len(bad) + found.damaged
+                )
 
     def _leave(self) -> None:
         """What an interrupted opening leaves behind."""

@@ -250,7 +250,7 @@ def test_records_have_no_gaps() -> None:
         72,
         8,
         64,
-        120,
+        160,
     )
 
 

@@ -53,17 +53,14 @@ def test_the_capacity_is_what_is_reserved(full: tuple[Disk, FailingFiles]) -> No
     assert disk.wrong == 0
 
 
-def test_growth_is_tried_again_after_a_pause(
-    full: tuple[Disk, FailingFiles], clock: SimpleNamespace
-) -> None:
+def test_growth_is_tried_again_after_a_pause(full: tuple[Disk, FailingFiles], clock: SimpleNamespace) -> None:
     disk, files = full
     capacity, tried = disk.tier.stats().capacity, list[str]()
     files.fail = counting(tried)
-    number = 0
-    for _ in range(3):
+    for attempt in range(3):
         clock.now += 1000
         before = len(tried)
-        for number in range(number, number + 50):
+        for number in range(50 * attempt, 50 * attempt + 50):
             disk.write([number])
         assert 1 <= len(tried) - before <= 3, "once a pause"
         assert capacity <= disk.tier.stats().capacity <= capacity + 1
@@ -76,7 +73,9 @@ def test_growth_is_tried_again_after_a_pause(
     stats = disk.tier.stats()
     assert (stats.capacity, stats.ready, stats.free) == (NUM_BLOCKS, NUM_BLOCKS, 0)
     assert disk.read(wanted) == wanted
-    assert slots_in_use(disk.tier) == list(range(disk.tier._slab.layout.first_slot, disk.tier._slab.layout.num_slots))
+    assert slots_in_use(disk.tier) == list(
+        range(disk.tier._slab.layout.first_slot, disk.tier._slab.layout.num_slots)
+    )
     disk.tier.close()
 
 
@@ -90,9 +89,7 @@ def counting(tried: list[str]) -> Callable[[str, int], None]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_disk_that_is_full_now_and_then(
-    tmp_path: Path, clock: SimpleNamespace, seed: int
-) -> None:
+def test_a_disk_that_is_full_now_and_then(tmp_path: Path, clock: SimpleNamespace, seed: int) -> None:
     """Batches, deletions, resets, restarts: the accounting stays sound, and what is served is right."""
     chance, files, versions = random.Random(seed), FailingFiles(), dict[int, int]()
     Disk(tmp_path, SMALL).tier.close()

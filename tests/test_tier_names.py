@@ -38,7 +38,7 @@ def test_names_do_not_depend_on_the_order(tiers: list[str], names: list[str]) ->
 
 @pytest.mark.parametrize("label", ["a b", "1st", "x" * 65, 'a"b', "a{b}"])
 def test_a_label_that_is_no_name(label: str) -> None:
-    with pytest.raises(ConfigError, match="label.*allowed: 1 to 64 letters"):
+    with pytest.raises(ConfigError, match=r"label.*allowed: 1 to 64 letters"):
         parse_tier("tier", {"type": "disk", "path": "/a", "capacity": "1GiB", "label": label})
 
 

@@ -128,7 +128,7 @@ class _Opening:
             found = self._prepared(slab, progress) if slab is not None else None
             if slab is not None and found is not None:
                 undo.callback(slab.close)
-                self._settle(slab)
+                self._settle(slab, found)
             else:
                 slab = self._new()
                 undo.callback(slab.close)
@@ -179,9 +179,7 @@ class _Opening:
         sizes = slab.layout.block_bytes, slab.layout.key_bytes
         if sizes != (geometry.layout.block_bytes, geometry.layout.key_bytes):
             slab.close()
-            raise ConfigError(
-                "path", str(path), "it holds blocks of another size under this name: delete it"
-            )
+            raise ConfigError("path", str(path), "it holds blocks of another size under this name: delete it")
         return slab
 
     def _prepared(self, slab: Slab, progress: Progress | None) -> Found | None:
@@ -213,7 +211,9 @@ class _Opening:
         if target is None:
             why = "its journal alone does not fit: it is made anew"
         elif resized is None:
-            why = "there is no room for a longer journal now: the capacity stays as it was until the next start"
+            why = (
+                "there is no room for a longer journal now: the capacity stays as it was until the next start"
+            )
         else:
             why = f"{len(resized.contents)} of {num_blocks} blocks are kept"
         self._log.warn(
@@ -246,11 +246,14 @@ class _Opening:
             found.corrected = True
         return len(missing) > 0
 
-    def _settle(self, slab: Slab) -> None:
+    def _settle(self, slab: Slab, found: Found) -> None:
         """Give the slab as much of the directory's room as there is without others' blocks."""
         slab.trim(slab.num_reserved)
         room = slab.room
         assert room is not None
+        if slab.file_bytes > room.own_bytes:
+            # Its own room without blocks goes before blocks of others.
+            slab.trim(_end_of_blocks(slab, found))
         while (lacking := slab.file_bytes - room.own_bytes) > 0 and room.make(lacking):
             pass
         slab.reserve(slab.layout.first_slot + 1)
@@ -273,8 +276,7 @@ class _Opening:
             with self._other(path) as slab:
                 if isinstance(slab, str) or slab.layout.is_moving:
                     return
-                slots = recover(slab).contents.slots()
-                needed = 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
+                needed = _end_of_blocks(slab, recover(slab))
                 if slab.num_reserved > needed:
                     slab.trim(needed)
         except (OSError, MemoryError) as error:
@@ -299,6 +301,12 @@ class _Opening:
             raise OSError(error.errno or errno.EIO, why) from None
         finally:
             os.close(fd)
+
+
+def _end_of_blocks(slab: Slab, found: Found) -> int:
+    """The slot behind the last block, but behind the first slot at the least."""
+    slots = found.contents.slots()
+    return 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
 
 
 def _slots_left(slab: Slab, num_bytes: int) -> int:

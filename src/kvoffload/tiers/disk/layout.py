@@ -82,9 +82,9 @@ def pages(num_bytes: int) -> int:
 class Layout:
     """Where everything is in a slab.
 
-    ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slots]``: a new slab begins with slot 0. One
-    whose capacity has changed keeps the offset of each slot: it has fewer or more slots at its end, and its
-    journal may take the room of its first slots.
+    ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slots]``: a new slab begins with slot 0.
+    One whose capacity has changed keeps the offset of each slot: it has fewer or more slots at its end, and
+    its journal may take the room of its first slots.
 
     Attributes:
         num_slots: the numbers of slots are below this.
@@ -251,7 +251,8 @@ class Layout:
         return kept if kept.num_usable > 0 else None
 
     def _with_new_journal(self, end: int) -> Layout | None:
-        """The layout with the most slots before `end` whose journal, at the front, has room for all of them."""
+        """The layout with the most slots before `end` whose journal, at the front, has room for all of
+        them."""
         low, high = 0, end
         while low < high:
             middle = (low + high) // 2

@@ -47,7 +47,8 @@ class Placement:
         self.checksum: Checksums = np.zeros(num_blocks, np.uint64)
         self.next_generation = next_generation
         self._usable = np.arange(layout.first_slot, layout.num_slots)
-        self._place, self._reserve = self._usable[:num_blocks].copy(), self._usable[num_blocks:]
+        self._place: Positions = self._usable[:num_blocks].copy()
+        self._reserve: Positions = self._usable[num_blocks:]
         self._gate = np.zeros(layout.num_slots, np.int64)
         self._withheld, self._beyond = np.empty(0, np.int32), np.empty(0, np.int64)
 
@@ -89,7 +90,8 @@ class Placement:
     def confine(self, end: int, manager: OffloadingManager) -> None:
         """Use only the slab's slots before `end` from now on: the file is not long enough for the others.
 
-        The manager has as many slots fewer, and evicts inside the rest. Blocks and writes stay where they are.
+        The manager has as many slots fewer, and evicts inside the rest. Blocks and writes stay where they
+        are.
         Cost: O(slots).
         """
         slots = manager.slots

@@ -16,8 +16,8 @@ class Room:
     """How far one slab may grow while other slabs lie beside it.
 
     All files together take at most the capacity. A slab that needs the room of others gets it: the one that
-    nobody has opened for the longest gives up its coldest blocks, as many as needed and some more, until it is
-    hardly worth keeping and goes.
+    nobody has opened for the longest gives up its coldest blocks, as many as needed and some more, until it
+    is hardly worth keeping and goes.
 
     Args:
         capacity_bytes: of the directory.

@@ -48,8 +48,8 @@ MAX_RUN_BLOCKS = 1000
 """A system call takes at most 1024 buffers."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
-"""Outcomes of moving a block: moved, and verified if it was read; the medium failed (EIO); not what was stored
-under this key; the system refused with another error, which may pass (ENOMEM, ESTALE)."""
+"""Outcomes of moving a block: moved, and verified if it was read; the medium failed (EIO); not what was
+stored under this key; the system refused with another error, which may pass (ENOMEM, ESTALE)."""
 
 Outcomes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
@@ -239,7 +239,8 @@ class Slab:
                 raise _no_room()
 
     def lengthen_to(self, num_bytes: int) -> bool:
-        """Reserve room up to this offset, whatever it is for; False, and the file as it was, if there is none.
+        """Reserve room up to this offset, whatever it is for; False, and the file as it was, if there is
+        none.
 
         Raises `OSError`.
         """
@@ -349,8 +350,8 @@ class Slab:
     def _each_run(
         self, operation: Callable[[int, Buffers, int], int], slots: Positions, memory: Blocks, at: Positions
     ) -> Outcomes:
-        """Move ``memory[at[i]]`` to or from ``slots[i]``, one call for each run; returns `SOUND`, `UNREADABLE`
-        or `REFUSED` for each block.
+        """Move ``memory[at[i]]`` to or from ``slots[i]``, one call for each run; returns `SOUND`,
+        `UNREADABLE` or `REFUSED` for each block.
 
         A run that cannot be read is read block by block: one bad sector must not cost its neighbours, nor an
         error that passes any of them. A write is tried again only after a bad sector.
@@ -432,8 +433,8 @@ class Slab:
     def adopt(self, layout: Layout, capacity_bytes: int) -> None:
         """The slab has this layout and capacity from now on. Durable on return.
 
-        The journal is where this layout says before it is called. Raises `OSError` if neither superblock could
-        be written.
+        The journal is where this layout says before it is called. Raises `OSError` if neither superblock
+        could be written.
         """
         self._replace_superblock(layout, capacity_bytes, self.void_before)
         self.layout, self.capacity_bytes = layout, capacity_bytes

@@ -447,7 +447,8 @@ class DiskTier(SecondaryTier):
         self._placement.confine(self._use_before, self._manager)
 
     def _follow_the_file(self, num_blocks: int) -> None:
-        """Use slots behind the end of the file if it has grown, or for so many blocks if it may grow again."""
+        """Use slots behind the end of the file if it has grown, or for so many blocks if it may grow
+        again."""
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
         if self._use_before == end:
             return
