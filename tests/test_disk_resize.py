@@ -236,3 +236,28 @@ def test_a_layout_for_another_capacity_holds_as_much_as_it_can() -> None:
             assert grown.with_capacity(capacity) == grown
             small = grown.with_capacity(layout.file_bytes + LOCK_FILE_BYTES)
             assert small is None or small.file_bytes <= layout.file_bytes
+
+
+@pytest.mark.parametrize("num_new", [1, 20, 40])
+def test_another_producer_takes_the_coldest_blocks_and_a_margin(tmp_path: Path, num_new: int) -> None:
+    numbers, chance = list(range(200)), random.Random(num_new)
+    chance.shuffle(numbers)
+    filled(tmp_path, 200, numbers)
+    disk = Disk(tmp_path, 200)
+    hot = chance.sample(numbers, 60)
+    disk.use(hot)
+    close(disk)
+    other = Disk(tmp_path, 200, fingerprint="other")
+    for number in range(num_new):
+        assert other.write([number]) == [number]
+    journal = other.tier._slab.layout.slots_offset // 4096
+    assert used_bytes(tmp_path) <= capacity_for(200, 4096)
+    close(other)
+    disk = Disk(tmp_path, 200)
+    disk.versions = dict.fromkeys(numbers, 0)
+    left = disk.here(numbers)
+    assert set(hot) <= set(left)
+    margin = disk.tier._slab.layout.num_usable // 16
+    assert 200 - len(left) <= journal + num_new + 2 * margin
+    assert sorted(read_all(disk, left)) == sorted(left)
+    close(disk)
