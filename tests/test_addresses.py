@@ -18,7 +18,7 @@ from kvoffload.tiers.base import NO_JOB
 from kvoffload.tiers.kinds.valkey import PASSWORD, Connector, ValkeyOptions
 from kvoffload.tiers.options import TierOwner
 from kvoffload.tiers.remote import addresses as room
-from kvoffload.tiers.remote.addresses import Addresses, Found, race
+from kvoffload.tiers.remote.addresses import Addresses, SocketAddress, race
 from kvoffload.tiers.remote.cluster import ClusterTier
 from kvoffload.tiers.remote.cluster_map import Address
 from kvoffload.tiers.remote.resp import Connection, Login, ServerError
@@ -44,12 +44,12 @@ def server() -> Iterator[FakeServer]:
 class NameServer:
     """Answers when `answers` is set; counts questions."""
 
-    def __init__(self, *found: Found) -> None:
-        self.found: list[Found] = [*found]
+    def __init__(self, *found: SocketAddress) -> None:
+        self.found: list[SocketAddress] = [*found]
         self.answers = threading.Event()
         self.num_asked = 0
 
-    def __call__(self, host: str, port: int) -> list[Found]:
+    def __call__(self, host: str, port: int) -> list[SocketAddress]:
         self.num_asked += 1
         assert self.answers.wait(60.0)
         if not self.found:
@@ -64,12 +64,12 @@ class Clock:
         return self.now
 
 
-def there(port: int) -> Found:
+def there(port: int) -> SocketAddress:
     return socket.AF_INET, ("127.0.0.1", port)
 
 
 @pytest.fixture
-def silent() -> Iterator[Found]:
+def silent() -> Iterator[SocketAddress]:
     """An address that takes no more connections, and refuses none."""
     with ExitStack() as stack:
         listening = stack.enter_context(socket.socket())
@@ -176,7 +176,7 @@ def test_the_process_may_have_no_thread_for_a_lookup(monkeypatch: pytest.MonkeyP
 # ---- addresses
 
 
-def test_all_addresses_share_one_deadline(silent: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_addresses_share_one_deadline(silent: SocketAddress, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight addresses that did not answer took eight deadlines."""
     tried = []
     begin = room._begin
@@ -188,7 +188,9 @@ def test_all_addresses_share_one_deadline(silent: Found, monkeypatch: pytest.Mon
     assert len(tried) == 8, "each had its turn before the deadline"
 
 
-def test_a_silent_address_does_not_keep_the_others_from_answering(silent: Found, server: FakeServer) -> None:
+def test_a_silent_address_does_not_keep_the_others_from_answering(
+    silent: SocketAddress, server: FakeServer
+) -> None:
     names = NameServer(silent, there(server.port))
     names.answers.set()
     addresses = Addresses(names)

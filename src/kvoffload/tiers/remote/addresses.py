@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-Found: TypeAlias = "tuple[int, Any]"
+SocketAddress: TypeAlias = "tuple[int, Any]"
 """Family and address of a socket."""
-Resolve: TypeAlias = Callable[[str, int], Sequence[Found]]
+Resolve: TypeAlias = Callable[[str, int], Sequence[SocketAddress]]
 """Looks a host and port up. Raises `OSError`. May take any time."""
 
 _FRESH_S = 30.0
@@ -25,10 +25,10 @@ _MOST_ADDRESSES, _MOST_HOSTS = 16, 512
 _LONGEST_HEAD_START_S = 0.25
 
 
-def getaddrinfo(host: str, port: int) -> list[Found]:
+def getaddrinfo(host: str, port: int) -> list[SocketAddress]:
     """Ask the system; literal addresses are not sent to a name server."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [(family, address) for family, _, _, _, address in found]
+    answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in answers]
 
 
 class Addresses:
@@ -38,7 +38,7 @@ class Addresses:
     once; when these are older than 30 s, or none of them has answered, another lookup begins meanwhile. A
     failed lookup leaves the kept addresses.
 
-    A lookup that hangs costs one daemon thread for each host, however often it is asked for.
+    A lookup that hangs costs one daemon thread for each host, however often a connection asks for it.
 
     Args:
         resolve, clock: for tests.
@@ -49,7 +49,7 @@ class Addresses:
     def __init__(self, resolve: Resolve = getaddrinfo, clock: Callable[[], float] = time.monotonic) -> None:
         self._resolve, self._clock = resolve, clock
         self._changed = threading.Condition()
-        self._kept: dict[tuple[str, int], tuple[list[Found], float]] = {}
+        self._kept: dict[tuple[str, int], tuple[list[SocketAddress], float]] = {}
         self._errors: dict[tuple[str, int], OSError] = {}
         self._looking_up: set[tuple[str, int]] = set()
 
@@ -60,7 +60,7 @@ class Addresses:
         """
         addresses = self._of(host, port, deadline)
         try:
-            winner, found = race(addresses, deadline)
+            winner, answered = race(addresses, deadline)
         except OSError:
             with self._changed:
                 if (host, port) in self._kept:
@@ -68,14 +68,14 @@ class Addresses:
             raise
         with self._changed:
             kept = self._kept.get((host, port), ([], 0.0))[0]
-            if found in kept[1:]:
-                kept.remove(found)
-                kept.insert(0, found)
+            if answered in kept[1:]:
+                kept.remove(answered)
+                kept.insert(0, answered)
         return winner
 
     # ---- inside
 
-    def _of(self, host: str, port: int, deadline: float) -> list[Found]:
+    def _of(self, host: str, port: int, deadline: float) -> list[SocketAddress]:
         if _is_literal(host):
             return getaddrinfo(host, port)
         name = host, port
@@ -105,20 +105,20 @@ class Addresses:
             self._errors[name] = OSError(str(error))
 
     def _look_up(self, name: tuple[str, int]) -> None:
-        found: list[Found] = []
+        addresses: list[SocketAddress] = []
         error: OSError = OSError("the host has no address")
         try:
-            found = [*dict.fromkeys(self._resolve(*name))][:_MOST_ADDRESSES]
+            addresses = [*dict.fromkeys(self._resolve(*name))][:_MOST_ADDRESSES]
         except (OSError, ValueError, OverflowError) as problem:
             # Some names, and all ports above 65,535, are refused with an error of Python's.
             error = problem if isinstance(problem, OSError) else OSError("the host is not a name")
         with self._changed:
             self._looking_up.discard(name)
             until = self._clock() + _FRESH_S
-            if found:
+            if addresses:
                 before = self._kept.get(name, ([], 0.0))[0]
-                found.sort(key=lambda one: one not in before[:1])  # what has worked stays first
-                self._kept[name] = found, until
+                addresses.sort(key=lambda address: address not in before[:1])  # what has worked stays first
+                self._kept[name] = addresses, until
             elif name in self._kept:
                 self._kept[name] = self._kept[name][0], until
             else:
@@ -129,7 +129,7 @@ class Addresses:
             self._changed.notify_all()
 
 
-def race(addresses: Sequence[Found], deadline: float) -> tuple[socket.socket, Found]:
+def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.socket, SocketAddress]:
     """Connect to the first of these addresses that answers, all within one deadline.
 
     Each address has a head start before the next is tried beside it: 0.25 s, or less if time is short, so
@@ -148,33 +148,33 @@ def race(addresses: Sequence[Found], deadline: float) -> tuple[socket.socket, Fo
             if now >= deadline:
                 raise TimeoutError("no address of the host has answered in time")
             if waiting and (now >= next_at or not selector.get_map()):
-                found = waiting.pop(0)
+                candidate = waiting.pop(0)
                 next_at = now + head_start_s
                 try:
-                    _begin(found, selector, stack)
+                    _begin(candidate, selector, stack)
                 except OSError as problem:
                     error = problem
                 continue
             if not selector.get_map():
                 raise error
             for key, _ in selector.select(min(deadline, next_at if waiting else deadline) - now):
-                one = key.fileobj
-                assert isinstance(one, socket.socket)
-                selector.unregister(one)
-                if (number := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
+                attempt = key.fileobj
+                assert isinstance(attempt, socket.socket)
+                selector.unregister(attempt)
+                if (number := attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
                     # Closed with the others; the winner goes on as a copy of its descriptor.
-                    return one.dup(), key.data
+                    return attempt.dup(), key.data
                 error = OSError(number, os.strerror(number))  # `ConnectionRefusedError` and the like
-                one.close()
+                attempt.close()
 
 
-def _begin(found: Found, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
-    family, address = found
-    one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    one.setblocking(False)
+def _begin(candidate: SocketAddress, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
+    family, address = candidate
+    attempt = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    attempt.setblocking(False)
     with contextlib.suppress(BlockingIOError):
-        one.connect(address)
-    selector.register(one, selectors.EVENT_WRITE, found)
+        attempt.connect(address)
+    selector.register(attempt, selectors.EVENT_WRITE, candidate)
 
 
 def _is_literal(host: str) -> bool:

@@ -34,7 +34,7 @@ class MapQuestion(Batch):
 
     Attributes:
         divisions: divisions of each node that has at least one, ascending.
-        num_replicas: replicas of each of these nodes, without those that are down.
+        num_replicas: connected replicas of each of these nodes.
     """
 
     hangs_up: bool = True
@@ -51,12 +51,12 @@ class MapQuestion(Batch):
             raise ProtocolError("the reply to CLUSTER INFO is not text")
         if b"cluster_state:ok" not in state:
             raise ServerError("CLUSTERDOWN cluster_state is not ok at the node that was asked for the map")
-        found: dict[Address, set[int]] = {}
+        divisions: dict[Address, set[int]] = {}
         num_replicas: dict[Address, int] = {}
         for first, last, address, replicas in _ranges(answer, connection.host):
             num_replicas[address] = replicas
-            found.setdefault(address, set()).update(divisions_between(first, last))
-        self.divisions = {address: tuple(sorted(some)) for address, some in found.items() if some}
+            divisions.setdefault(address, set()).update(divisions_between(first, last))
+        self.divisions = {address: tuple(sorted(own)) for address, own in divisions.items() if own}
         if len(self.divisions) > MOST_MASTERS:
             self.divisions = {}
             raise ProtocolError(f"CLUSTER SLOTS has more than {MOST_MASTERS} masters")
@@ -74,7 +74,7 @@ def _ranges(answer: Answer, asked: str) -> list[tuple[int, int, Address, int]]:
     """
     if not isinstance(answer, list):
         raise ProtocolError("the reply to CLUSTER SLOTS is not an array")
-    found, num_slots = [], 0
+    ranges, num_slots = [], 0
     for entry in answer:
         first, last, node, *replicas = entry if isinstance(entry, list) and len(entry) > 2 else (None,) * 3
         if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < NUM_SLOTS):
@@ -82,12 +82,12 @@ def _ranges(answer: Answer, asked: str) -> list[tuple[int, int, Address, int]]:
         num_slots += last - first + 1
         address = _address(node, asked)
         if address is not None:
-            found.append((first, last, address, len(replicas)))
+            ranges.append((first, last, address, len(replicas)))
     if num_slots > NUM_SLOTS:
         raise ProtocolError("CLUSTER SLOTS has a slot in two ranges")
-    if any(after[0] <= before[1] for before, after in pairwise(sorted(found))):
+    if any(after[0] <= before[1] for before, after in pairwise(sorted(ranges))):
         raise ProtocolError("CLUSTER SLOTS has a slot in two ranges")
-    return found
+    return ranges
 
 
 def _address(node: Answer, asked: str) -> Address | None:

@@ -7,7 +7,7 @@ _MASK = "***"
 
 
 def printable(text: object, *secrets: str) -> str:
-    """One line of printable ASCII, at most 200 characters, without `secrets`.
+    """Reduce a text to one line of printable ASCII, at most 200 characters, without `secrets`.
 
     Every text that a server has sent passes through here before it is logged, raised or printed: a line feed
     would forge a log line, an escape sequence would reach the terminal, and some servers echo the password.
@@ -17,8 +17,8 @@ def printable(text: object, *secrets: str) -> str:
         text: bytes, or anything that `str` accepts.
         secrets: replaced by ``***`` before the text is cut; empty ones are ignored.
     """
-    found = text.decode(errors="surrogateescape") if isinstance(text, bytes) else str(text)
+    plain = text.decode(errors="surrogateescape") if isinstance(text, bytes) else str(text)
     for secret in filter(None, secrets):
-        found = found.replace(secret, _MASK)
-    shown = "".join([c if " " <= c <= "~" else ascii(c)[1:-1] for c in found[: MOST_CHARACTERS + 1]])
+        plain = plain.replace(secret, _MASK)
+    shown = "".join([c if " " <= c <= "~" else ascii(c)[1:-1] for c in plain[: MOST_CHARACTERS + 1]])
     return shown if len(shown) <= MOST_CHARACTERS else f"{shown[: MOST_CHARACTERS - 3]}..."
