@@ -346,6 +346,7 @@ def test_a_reset_is_for_all(make: Callable[..., Client], any_server: S3Server) -
     assert client.believes(1) == [None]
     assert other.believes(1) == [True], "it has not heard of it"
     assert other.read(*PATH[:8]) == []
+    other.come_back()
     assert other.believes(1, 8) == [None, None], "and now it has"
     assert other.write(*PATH[:4]) == [*PATH[:4]]
     assert client.probe(*PATH[:8]) == [*PATH[:4]]
@@ -360,6 +361,7 @@ def test_whoever_asks_first_hears_of_a_reset(
     client.tier.clear()
     assert client.tier.drain(PATIENCE_S)
     assert getattr(other, asks)(*PATH[:8]) == [], "nothing of a batch counts that began before it was known"
+    other.come_back()
     assert other.believes(1) == [None]
     assert client.probe(1) == []
 

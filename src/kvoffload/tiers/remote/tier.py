@@ -515,15 +515,20 @@ class RemoteTier(SecondaryTier):
                 return  # the server is slow, and answers
             self._to_try[batch.name] = batch.keys.take(np.zeros(1, np.intp))
             self._breakers.operations[batch.name].failed()
+        was_open = self._circuit.is_open
         self._circuit.failed()
-        text = "tier %s: %s does not answer as it should: %s: %s"
-        self._log.warn("health", text, self.name, self.place, type(error).__name__, printable(error))
-        is_silent = isinstance(batch, BlockBatch) and isinstance(error, TimeoutError)
-        if self.options.gives_up_at_once and is_silent and not self._circuit.is_open:
-            self._circuit.open()
-            waited_s = batch.ended - batch.submitted
-            text = "tier %s: %s is silent (%.0f s): going on without it until it answers"
-            self._log.warn("gives up", text, self.name, self.place, waited_s)
+        if (
+            self.options.gives_up_at_once
+            and isinstance(batch, BlockBatch)
+            and isinstance(error, TimeoutError)
+        ):
+            if not was_open:
+                self._circuit.open()
+                text = "tier %s: %s is silent (%.0f s): going on without it until it answers"
+                self._log.warn("silent", text, self.name, self.place, batch.ended - batch.submitted)
+        elif not (self.options.gives_up_at_once and was_open):  # one line was enough
+            text = "tier %s: %s does not answer as it should: %s: %s"
+            self._log.warn("health", text, self.name, self.place, type(error).__name__, printable(error))
 
     def _take_in_greeting(self, greeting: Greeting) -> None:
         if greeting is not self._greeting:
