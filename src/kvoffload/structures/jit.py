@@ -17,10 +17,16 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
+from llvmlite.binding import ffi
 from numba import types as nb
 from numba.extending import intrinsic
 
 from kvoffload.structures import kernel_cache
+
+# vLLM 0.31 and newer read `vars(value)` of each value in each module when a CPU worker starts without Triton.
+# llvmlite's library handle answers a request for `__dict__` with a function, and the engine dies of an
+# AttributeError. With this entry the answer is an empty dictionary.
+ffi.lib._fntab.setdefault("__dict__", {})
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,13 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from llvmlite.binding import ffi
-
-# vLLM 0.31 and newer read `vars(value)` of each value in each module when a CPU worker starts without Triton.
-# llvmlite's library handle, which numba imports, answers a request for `__dict__` with a function, and the
-# engine dies of an AttributeError. With this entry the answer is an empty dictionary.
-ffi.lib._fntab.setdefault("__dict__", {})
-
 _HOME = {"KVOffloadConnector": "connector", "KVOffloadSpec": "spec"}
 
 __all__ = ["KVOffloadConnector", "KVOffloadSpec"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvoffload.tiers.remote.batches import Batch
+from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.resp import Answer, Connection, command
 
 QUESTIONS = (
@@ -54,9 +55,9 @@ def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tup
     """
     reasons = []
     if settings.get("save"):
-        reasons.append(f'save "{settings["save"]}"')
+        reasons.append(f'save "{printable(settings["save"])}"')
     elif "save" not in settings and facts.get("rdb_saves", "0") != "0":
-        reasons.append(f"rdb_saves {facts['rdb_saves']}")
+        reasons.append(f"rdb_saves {printable(facts['rdb_saves'])}")
     if facts.get("aof_enabled") == "1" or settings.get("appendonly") == "yes":
         reasons.append("appendonly yes")
     if reasons:
