@@ -186,7 +186,7 @@ def test_an_object_has_a_group_and_nobody_else_names_it(
     assert client.write(5, 6, 8, 7) == [5, 6, 8, 7], "in whatever order it comes"
     assert client.write(9, 10, 12) == []
     assert client.write(*PATH[12:]) == [13, 14, 15, 16, 17, 18, 19, 20], "the tail of a path is in no group"
-    assert client.tier.stats().puts == 2 + 4, "the epoch, the measurement, and four objects"
+    assert client.tier.stats().puts == 3 + 4, "epoch, producer's text, measurement, and four objects"
     assert client.believes(21, 22, 23) == [False] * 3
     assert client.read(2, 3) == [2, 3], "a span of an object"
     assert client.read(1, 4, 6, 20, 13) == [1, 4, 6, 20, 13]
