@@ -1,6 +1,6 @@
 """Everything of ours that needs a GPU, in one command: ``make gpu-check``, or ``python bench/gpu_check.py``.
 
-Needs torch and numba, and no network; some minutes, and a quarter of an hour where vLLM is installed. Without
+Needs torch and numba, and no network; some minutes, and longer where vLLM is installed. Without
 a GPU it runs on CPU tensors, so that it is known to work; those figures say nothing of a GPU. Prints one page
 and a table of what ran, what passed, and what was not run and why; writes the same as JSON; and ends with 1
 if something failed.
