@@ -290,9 +290,20 @@ class SharingMachine(RuleBasedStateMachine):
                 self.try_again_now()
                 assert time.monotonic() < until, "an old epoch stays"
 
+    @rule(machine=machines)
+    def a_crash_undoes_a_reset(self, machine: int) -> None:
+        """All three in a row, which chance alone seldom plays."""
+        self.network_heals()
+        self.come_to_terms()
+        self.write_all(machine)
+        self.a_snapshot_is_saved()
+        self.reset(machine)
+        self.a_snapshot_returns()
+
     def numbers_in(self, snapshot: dict[Place, bytes]) -> set[int]:
         """The epochs of a snapshot."""
-        return {int(value, 16) for place, value in snapshot.items() if self.is_epoch(place)}
+        epochs = [value for place, value in snapshot.items() if self.is_epoch(place)]
+        return {int(value, 16) for value in epochs if len(value) == 16}
 
     def has_blocks(self, snapshot: dict[Place, bytes], number: int) -> bool:
         """Whether a snapshot has blocks of this epoch."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -227,7 +228,11 @@ class BucketMachine(BehindAProxy):
 
     def snapshot(self) -> dict[str, bytes]:
         place = epoch_name("ns", self.tiers[0]._producer).decode()
-        return {name: self.get(name) for name in [*self.values(), place]}
+        found = {}
+        for name in [*self.values(), place]:
+            with suppress(FileNotFoundError):  # it is being written
+                found[name] = self.get(name)
+        return found
 
     def restore(self, snapshot: dict[str, bytes]) -> None:
         self.rclone.empty()
