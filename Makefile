@@ -11,7 +11,7 @@ SEED ?=
 VERSIONS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay report test test-all test-checked test-vllm test-vllm-versions soak lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
+.PHONY: help install replay report test test-all test-checked test-vllm test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -82,14 +82,17 @@ bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM
 gpu-check:  ## all that needs a GPU; PYTHON has torch and numba, and vLLM if there is one (ARGS="--device cpu" without a GPU)
 	PYTHONPATH=src $(PYTHON) bench/gpu_check.py $(ARGS)
 
-soak: vllm-env $(VENV)/installed-dev  ## a million steps with a disk (half an hour), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
+soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a million steps with a disk (half an hour), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
 		$(BIN)/python -m pytest --capture=no tests/test_tiered_disk_machine.py tests/test_disk_crash.py
 	KVOFFLOAD_SHARINGS=300 $(BIN)/python -m pytest tests/test_sharing_machine.py
-	PYTHONPATH=tests $(BIN)/python tests/hostile_resp.py --rounds 5 $(if $(SEED),--seed $(SEED))
-	KVOFFLOAD_RAISES=2000 $(BIN)/python -m pytest tests/test_guarded_tier.py
-	$(BIN)/python tests/hostile_s3.py $(if $(SEED),--seed $(SEED)) --rounds 300
 	PYTHONPATH=tests SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
+
+soak-adversaries: $(VENV)/installed-dev  ## hostile servers and buckets, damaged disks, tiers that raise: counts of each (a quarter of an hour)
+	PYTHONPATH=tests $(BIN)/python tests/hostile_resp.py --rounds 5 $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests $(BIN)/python tests/hostile_s3.py --rounds 300 $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests $(BIN)/python tests/disk_adversary.py --cases 200 $(if $(SEED),--seed $(SEED))
+	KVOFFLOAD_RAISES=2000 $(BIN)/python -m pytest tests/test_guarded_tier.py
 
 $(VENV)/installed-%: $(VENV)/installed
 	$(BIN)/pip install --quiet --group $*

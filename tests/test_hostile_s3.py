@@ -30,6 +30,7 @@ from kvoffload.tiers.base import JobResult
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.options import TierOwner
 from kvoffload.tiers.remote import objects
+from kvoffload.tiers.remote.addresses import Addresses, SocketAddress
 from kvoffload.tiers.remote.bucket import Bucket, Ledger, Prices
 from kvoffload.tiers.remote.bucket import _Value as Small
 from kvoffload.tiers.remote.host import Host
@@ -436,24 +437,22 @@ class Unsigned:
         return False
 
 
-def test_a_name_that_is_not_resolved_in_time_costs_no_more_than_the_deadline(
-    server: HostileS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_answer, asked, real = threading.Event(), [], socket.getaddrinfo
+def test_a_name_that_is_not_resolved_in_time_costs_no_more_than_the_deadline(server: HostileS3) -> None:
+    may_answer, asked = threading.Event(), []
 
-    def slow(host: str, *more: Any, **named: Any) -> Any:
+    def slow(host: str, port: int) -> list[SocketAddress]:
         asked.append(host)
         assert may_answer.wait(PATIENCE_S)
-        return real("127.0.0.1", *more, **named)
+        return [(socket.AF_INET, ("127.0.0.1", port))]
 
-    monkeypatch.setattr("kvoffload.tiers.remote.host.socket.getaddrinfo", slow)
     server.objects["x"] = b"12345"
     sizes: list[int | None] = []
 
     async def size() -> None:
         sizes.append(await bucket.size("x"))
 
-    bucket = Bucket(Unsigned(Host("http", f"kv.test:{server.port}")), Ledger(Prices(0, 0, 0)))  # type: ignore[arg-type]
+    host = Host("http", f"kv.test:{server.port}", Addresses(slow))
+    bucket = Bucket(Unsigned(host), Ledger(Prices(0, 0, 0)))  # type: ignore[arg-type]
     begun = time.monotonic()
     for _ in range(3):
         with pytest.raises(TimeoutError):
@@ -470,18 +469,18 @@ def test_a_name_that_is_not_resolved_in_time_costs_no_more_than_the_deadline(
 
 
 def test_an_address_that_refuses_is_passed_over(server: HostileS3) -> None:
-    found = Host("http", f"127.0.0.1:{server.port}")
-    found._found = ("127.0.0.2", "127.0.0.1")
+    def at(*hosts: str) -> Host:
+        addresses = Addresses(lambda _, port: [(socket.AF_INET, (host, port)) for host in hosts])
+        return Host("http", f"kv.test:{server.port}", addresses)
 
-    async def connect() -> None:
-        connection = await found.connect(PATIENCE_S)
+    async def connect(host: Host) -> None:
+        connection = await host.connect(PATIENCE_S)
         assert connection.is_quiet
         connection.close()
 
-    asyncio.run(connect())
-    found._found = ("127.0.0.2", "127.0.0.3")
+    asyncio.run(connect(at("127.0.0.2", "127.0.0.1")))
     with pytest.raises(ConnectionRefusedError):
-        asyncio.run(connect())
+        asyncio.run(connect(at("127.0.0.2", "127.0.0.3")))
 
 
 class Wire:

@@ -4,8 +4,10 @@
 
 Every answer is compared with that of an engine without offloading; after each round nothing may be left in
 flight, and the manager is audited. Where blocks are verified, the pool is damaged between rounds. Three
-engines in five have a Valkey server behind RAM, which is killed every 20 s all the while, whatever they do,
-and is back empty a moment later. The seed is printed, and says it all again, as far as time does not decide.
+engines in five have a Valkey server behind RAM, which is killed every 20 s and is back empty 5 s later.
+Engines of one model with different configurations (`CHANGES`) share one disk and one server. Last, copies run
+in random orders on an engine that zeroes new blocks (`copy_orders`). The seed is printed; it repeats all that
+time does not decide.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from copy_orders import soak as soak_copy_orders
 from traffic import PATIENCE_S, certain_answers, check_nothing_is_left, conversations, damage, drive
 
 from conftest import HYBRID, LLAMA, Engine, write_llama
@@ -32,6 +36,14 @@ from valkey_server import Server, running
 
 ROUNDS_PER_ENGINE, REQUESTS_PER_ROUND = 4, 60
 KILLED_EVERY_S = 20.0
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}},
+    "norm": {"hf_overrides": {"rms_norm_eps": 0.1}},
+}
+"""Settings under which the same weights, tokens and keys give other KV."""
+COPY_ORDERS = 6
+"""Random orders of copies, besides the two extremes."""
 
 
 def soak(seconds: float, seed: int) -> bool:
@@ -44,26 +56,44 @@ def soak(seconds: float, seed: int) -> bool:
             name: write_llama(Path(directory) / name, config)
             for name, config in (("llama", LLAMA), ("hybrid", HYBRID))
         }
-        expected = {name: answers(model, chats) for name, model in models.items()}
+        expected = {
+            (name, change): answers(model, chats, settings)
+            for name, model in models.items()
+            for change, settings in CHANGES.items()
+        }
         until = time.monotonic() + seconds
         with killed_again_and_again(valkey, totals):
             while time.monotonic() < until:
-                name = rng.choice(sorted(models))
+                name, change = rng.choice(sorted(models)), rng.choice(sorted(CHANGES))
                 options, connector = drawn(rng, f"{directory}/{name}-disk", valkey.url)
-                settings: dict[str, Any] = {"connector": connector, "num_gpu_blocks_override": blocks(name)}
-                engine = Engine(models[name], options, **settings)
+                settings = {"num_gpu_blocks_override": blocks(name), **CHANGES[change]}
+                engine = Engine(models[name], options, connector=connector, **settings)
                 totals["engines"] += 1
+                totals[f"engines, {change}"] += 1
                 for _ in range(ROUNDS_PER_ENGINE):
                     started = rng.randrange(10**9)
-                    print(f"seed {seed}: {name} {options}, round {started}", end=": ", flush=True)
-                    if not is_right(engine, expected[name], started, totals):
+                    print(f"seed {seed}: {name} {change} {options}, round {started}", end=": ", flush=True)
+                    if not is_right(engine, expected[name, change], started, totals):
                         return False
                     if options["verify"] == "always":
                         damage(engine, rng.choice(["zeros", "noise", "other slots"]))
                 count_tiers(engine.manager.core, totals)
                 engine.close()
-    print(f"seed {seed}, all of it:", dict(totals), flush=True)
-    return True
+        print(f"seed {seed}, all of it:", dict(totals), flush=True)
+        victim = {
+            "ram": "6MiB",
+            "store": "on-device-eviction",
+            "tiers": [on_disk(f"{directory}/orders", "lru")],
+        }
+        start = partial(Engine, models["llama"], victim, connector=True, num_gpu_blocks_override=48)
+        wrong = soak_copy_orders(start, expected["llama", "plain"], seed, COPY_ORDERS)
+    print(f"seed {seed}, {COPY_ORDERS + 2} orders of copies, wrong:", wrong, flush=True)
+    return not wrong
+
+
+def on_disk(path: str, policy: str) -> dict[str, Any]:
+    """Options of a disk that is smaller than the traffic."""
+    return {"type": "disk", "path": path, "capacity": "16MiB", "policy": policy}
 
 
 def drawn(rng: random.Random, disk: str, valkey: str) -> tuple[dict[str, Any], bool]:
@@ -78,9 +108,9 @@ def drawn(rng: random.Random, disk: str, valkey: str) -> tuple[dict[str, Any], b
         "blocks_per_chunk": rng.choice([1, 1, 3]),
         "prompt_only": rng.choice([True, False]),
     }
-    on_disk = {"type": "disk", "path": disk, "capacity": "16MiB", "policy": rng.choice(POLICIES.names())}
+    own = on_disk(disk, rng.choice(POLICIES.names()))
     shared = {"url": f"{valkey}/soak", "ttl": rng.choice(["30s", "1h"]), "probe_timeout": "200ms"}
-    tiers = rng.choice([[], [on_disk], [shared], [shared], [on_disk, shared]])
+    tiers = rng.choice([[], [own], [shared], [shared], [own, shared]])
     if tiers:
         options["tiers"] = tiers
     connector = rng.random() < 0.4
@@ -138,9 +168,11 @@ def blocks(name: str) -> int:
     return 44 if name == "hybrid" else 24
 
 
-def answers(model: Path, chats: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, and what an engine without offloading says to them."""
-    engine: Any = Engine(model, None, num_gpu_blocks_override=blocks(model.name))
+def answers(
+    model: Path, chats: list[list[int]], settings: dict[str, Any]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and the answers of an engine without offloading and with these settings."""
+    engine: Any = Engine(model, None, num_gpu_blocks_override=blocks(model.name), **settings)
     found = certain_answers(engine, chats, 8)
     engine.close()
     return found

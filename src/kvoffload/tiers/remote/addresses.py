@@ -62,9 +62,7 @@ class Addresses:
         try:
             winner, answered = race(addresses, deadline)
         except OSError:
-            with self._changed:
-                if (host, port) in self._kept:
-                    self._kept[host, port] = self._kept[host, port][0], 0.0  # perhaps it has moved
+            self.renew(host, port)
             raise
         with self._changed:
             kept = self._kept.get((host, port), ([], 0.0))[0]
@@ -72,6 +70,28 @@ class Addresses:
                 kept.remove(answered)
                 kept.insert(0, answered)
         return winner
+
+    def known(self, host: str, port: int) -> list[SocketAddress]:
+        """The kept addresses; empty while the first lookup is under way. Waits for nothing.
+
+        Raises: the `OSError` of a failed lookup; a later call begins another one.
+        """
+        if _is_literal(host):
+            return getaddrinfo(host, port)
+        name = host, port
+        with self._changed:
+            kept, until = self._kept.get(name, ([], 0.0))
+            if not kept and name in self._errors and name not in self._looking_up:
+                raise self._errors.pop(name)
+            if self._clock() >= until:
+                self._begin_lookup(name)
+            return [*kept]
+
+    def renew(self, host: str, port: int) -> None:
+        """Begin another lookup at the next call: no kept address answers, so the host may have moved."""
+        with self._changed:
+            if (host, port) in self._kept:
+                self._kept[host, port] = self._kept[host, port][0], 0.0
 
     # ---- inside
 
