@@ -320,7 +320,8 @@ def test_a_preempted_request_loads_in_the_step_after_the_report(
         one.manager.prepare_load(path, ctx)
         one.manager.complete_load({*path}, ctx)
     elif begins == "stores":
-        one.store(ctx, [key(50)])
+        one.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
+        one.store(ctx, [key(50)])  # as vLLM does: in the step, after its end was reported
     else:
         one.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
     assert one.lookup(ctx, path) is None

@@ -13,7 +13,6 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -274,11 +273,11 @@ def _print_namespace(report: NamespaceReport) -> None:
         size, first = producer.block_bytes, report.producers[0]
         differs = difference_lines(first.about, producer.about)
         rows = {
-            "model": producer.about and escape(summary(producer.about)),
+            "model": producer.about and summary(producer.about),
             "blocks": f"{producer.in_epoch:,}" + (f", {size_text(size)} each" if size else ""),
             "from before a reset": producer.older and f"{producer.older:,}",
             "forgotten by time": producer.with_end is not None and ("yes" if producer.with_end else "no"),
-            f"differs from {first.producer[:8]}": escape("\n".join(differs)),
+            f"differs from {first.producer[:8]}": "\n".join(differs),
         }
         _print_rows(f"producer {producer.producer}", rows)
 
@@ -288,5 +287,5 @@ def _print_rows(title: str, rows: dict[str, Any]) -> None:
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     for name, value in rows.items():
         if value:
-            table.add_row(name, Text(str(value)))
+            table.add_row(Text(name), Text(str(value)))
     Console().print(table)

@@ -17,6 +17,7 @@ from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.verification import Checks, Verifier
 
+BEFORE_ANY_STEP = -1
 _FIRST_REACH, _LONGEST_REACH = 16, 4096
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS

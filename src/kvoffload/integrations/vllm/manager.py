@@ -24,7 +24,7 @@ from kvoffload.integrations.vllm.events import Events
 from kvoffload.integrations.vllm.hints import told_by_user
 from kvoffload.integrations.vllm.inflight import InFlight
 from kvoffload.integrations.vllm.logs import logger, rate_limited_log
-from kvoffload.integrations.vllm.lookups import Lookups, Request, path_of, positions_of
+from kvoffload.integrations.vllm.lookups import BEFORE_ANY_STEP, Lookups, Request, path_of, positions_of
 from kvoffload.integrations.vllm.metrics import Metrics
 from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.pool import SharedPool
@@ -315,7 +315,7 @@ class KVOffloadManager(OffloadingManager):
         if req_context.req_id in self._outdated:
             return _NOTHING
         request = self._request(req_context, keys)
-        request.begun_step = self._step
+        request.begun_step = BEFORE_ANY_STEP  # vLLM offers stores of running requests, after a step has ended
         self._release(request)
         offered = list(keys)
         # Blocks that end at the same token stay in the order of their groups.

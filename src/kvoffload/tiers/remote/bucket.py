@@ -35,6 +35,7 @@ from kvoffload.tiers.remote.signing import Signed, Signer
 
 _SIDE_BY_SIDE = 16
 """Requests of one client at a time."""
+_CANCEL_AGAIN_S = 0.01
 _ERROR_BYTES = 16 << 10
 """Read of an error's body, at most."""
 _SKIPPED_BYTES = 64 << 10
@@ -134,8 +135,6 @@ class Bucket:
         ledger: counts requests; shared by clients.
     """
 
-    has_received = True
-    """A failed request is not made again."""
     is_in_step = True
 
     def __init__(self, signer: Signer, ledger: Ledger) -> None:
@@ -144,6 +143,15 @@ class Bucket:
         self._idle: list[HttpConnection] = []
         self._running: list[asyncio.Task[None]] = []
         self._aborted = False
+
+    @property
+    def has_received(self) -> bool:
+        """True: a line does not repeat a batch that failed. A request is repeated here, where that helps."""
+        return True
+
+    @has_received.setter
+    def has_received(self, value: bool) -> None:
+        pass
 
     def run(self, requests: Iterable[Coroutine[Any, Any, None]], deadline: float) -> None:
         """Run these side by side until all have ended, or the deadline has come; then the others are given
@@ -252,8 +260,10 @@ class Bucket:
         if self._aborted:
             self._give_up()
         _, late = await asyncio.wait(self._running, timeout=max(0.0, deadline - time.monotonic()))
-        self._give_up()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        # Before Python 3.12 `asyncio.wait_for` may swallow a cancellation: cancel until all have ended.
+        while pending := [task for task in self._running if not task.done()]:
+            self._give_up()
+            await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
         if late:
             raise TimeoutError("deadline exceeded")
         for task in self._running:

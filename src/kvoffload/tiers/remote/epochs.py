@@ -42,6 +42,10 @@ class EpochHistory:
                 self.end([name], now)
                 self._present[name] = number
 
+    def is_present(self, number: int) -> bool:
+        """Return True if a key has this number now, as far as is known. Cost: O(keys)."""
+        return number in self._present.values()
+
     def end(self, names: Sequence[bytes], now: float) -> None:
         """Record that the present epochs of these keys have ended."""
         for name in names:

@@ -226,12 +226,15 @@ def _add(
     deadline: float,
 ) -> None:
     """Count these names, and look at some of them closely."""
-    _add_abouts(connection, producers, [name for name in names if b":about" in name], deadline)
-    names = [name for name in names if b":about" not in name]
+    # FORMAT:NAMESPACE:PRODUCER:KIND..., where the kind is `epoch`, `about`, or the number of an epoch.
+    by_kind: dict[bytes, list[bytes]] = {b"epoch": [], b"about": [], b"": []}
+    for name in names:
+        kind = name.split(b":", 3)[-1].partition(b":")[0]
+        by_kind[next((one for one in (b"epoch", b"about") if kind.startswith(one)), b"")].append(name)
+    _add_abouts(connection, producers, by_kind[b"about"], deadline)
     epochs: dict[bytes, bytes] = {}
-    blocks = [name for name in names if b":epoch" not in name and name.count(b":") in (4, 5)]
-    blocks = [name for name in blocks if not is_rest(name)]
-    places = {_epoch_name(name) for name in blocks} | {name for name in names if b":epoch" in name}
+    blocks = [name for name in by_kind[b""] if name.count(b":") in (4, 5) and not is_rest(name)]
+    places = {_epoch_name(name) for name in blocks} | {*by_kind[b"epoch"]}
     for place in places:
         (answer,) = _answers(connection, [(b"GET", place)], deadline)
         epochs[place] = answer if isinstance(answer, bytes) else b""
@@ -258,11 +261,12 @@ def _add_abouts(
 ) -> None:
     """Read the producers' texts, no more of each than a tier writes."""
     for name in names:
-        producer = name.split(b":")[2].decode(errors="replace")
-        connection.send([command(b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))], deadline)
-        answer = connection.answer(deadline)
+        producer = connection.shown(name.split(b":")[2])
+        asked = (b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))
+        (answer,) = _answers(connection, [asked], deadline)
         if isinstance(answer, bytes):
-            producers.setdefault(producer, ProducerReport(producer=producer)).about = unpack(answer)
+            about = connection.masked(unpack(answer))
+            producers.setdefault(producer, ProducerReport(producer=producer)).about = about
 
 
 def _epoch_name(block: bytes) -> bytes:

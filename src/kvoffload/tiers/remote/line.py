@@ -52,8 +52,9 @@ class Line:
         try:
             self.start()
         except RuntimeError as error:
-            batch.error, batch.ended = error, time.monotonic()
-            self._deliver(batch)
+            if batch.claim():
+                batch.error, batch.ended = error, time.monotonic()
+                self._deliver(batch)
             return
         self._batches.put(batch)
 

@@ -151,15 +151,16 @@ class _ObjectBatch(BlockBatch):
         return self.group_blocks * self._stride
 
     def _exchange(self, bucket: Bucket, requests: Iterable[Request]) -> None:
-        """Make these requests, and ask for the epoch beside them: so that nothing counts that may be from
-        before a reset. What is cut short counts as far as it has come, if the epoch has."""
+        """Make these requests, and read the epoch beside them, so that no block from before a reset counts.
+        If requests fail, the others count where the epoch is still this one."""
+        self._found, self._is_answered = None, False
         try:
             bucket.run([self._hear_epoch(bucket), *requests], self.deadline)
         finally:
-            if not self._is_answered:
+            if self._found != self.epoch.number:
                 self.ok[:] = False
-        if self._found != self.epoch.number:
-            raise WasResetError
+                if self._is_answered:
+                    raise WasResetError
         for part in self.parts:
             self.current[part.rows] = True
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvoffload.tiers.remote.batches import Batch
-from kvoffload.tiers.remote.printable import printable
 from kvoffload.tiers.remote.resp import Answer, Connection, command
 
 QUESTIONS = (
@@ -44,20 +43,21 @@ class PersistenceQuestion(Batch):
         connection.send(QUESTIONS, self.deadline)
         info, *pairs = [connection.answer(self.deadline) for _ in QUESTIONS]
         settings = {name: value for some in pairs for name, value in pairs_of(some).items()}
-        self.persistence, self.reasons = persistence_of(facts_of(info), settings)
+        self.persistence, reasons = persistence_of(facts_of(info), settings)
+        self.reasons = [connection.shown(reason) for reason in reasons]
 
 
 def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tuple[Persistence, list[str]]:
-    """Whether a server saves, and the settings that make it.
+    """Whether a server saves, and the settings that make it: text of the server, not yet printable.
 
     Args:
         facts: of ``INFO``. settings: of ``CONFIG GET``. Either is empty if this user may not ask.
     """
     reasons = []
     if settings.get("save"):
-        reasons.append(f'save "{printable(settings["save"])}"')
+        reasons.append(f'save "{settings["save"]}"')
     elif "save" not in settings and facts.get("rdb_saves", "0") != "0":
-        reasons.append(f"rdb_saves {printable(facts['rdb_saves'])}")
+        reasons.append(f"rdb_saves {facts['rdb_saves']}")
     if facts.get("aof_enabled") == "1" or settings.get("appendonly") == "yes":
         reasons.append("appendonly yes")
     if reasons:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MOST_CHARACTERS = 200
-_MASK = "***"
+MASK = "***"
 
 
 def printable(text: object, *secrets: str) -> str:
@@ -19,6 +19,6 @@ def printable(text: object, *secrets: str) -> str:
     """
     plain = text.decode(errors="surrogateescape") if isinstance(text, bytes) else str(text)
     for secret in filter(None, secrets):
-        plain = plain.replace(secret, _MASK)
+        plain = plain.replace(secret, MASK)
     shown = "".join([c if " " <= c <= "~" else ascii(c)[1:-1] for c in plain[: MOST_CHARACTERS + 1]])
     return shown if len(shown) <= MOST_CHARACTERS else f"{shown[: MOST_CHARACTERS - 3]}..."

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from kvoffload.errors import KVOffloadError
 from kvoffload.tiers.remote.addresses import Addresses
-from kvoffload.tiers.remote.printable import printable
+from kvoffload.tiers.remote.printable import MASK, printable
 
 Buffer: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ServerError | None"
@@ -37,6 +37,7 @@ _MOST_BUFFERS = 512
 """`sendmsg` takes at most 1,024, as `recvmsg` does."""
 MOST_AT_ONCE = 128
 """Blocks of `blocks_into`: five buffers each."""
+_RECORD_BYTES = 16 << 10
 _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
 """``:1``, with its end."""
@@ -162,10 +163,15 @@ class Connection:
         """Text of the server as it may be printed, without the password."""
         return printable(text, self._password)
 
+    def masked(self, text: str) -> str:
+        """Text of the server as it was sent, without the password: not yet printable."""
+        return text.replace(self._password, MASK) if self._password else text
+
     def abort(self) -> None:
         """Make the call that is under way fail. Thread: any."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not `SSLSocket.shutdown`: it drops the TLS state first, and another thread may be sending.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close it: from here on no byte can arrive. Idempotent."""
@@ -190,9 +196,12 @@ class Connection:
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """Send all of these, one after the other."""
         if not self._is_plain:
+            # `SSLSocket.sendall` applies the time-out to each record of 16 KiB, not to all of them together.
             for buffer in buffers:
-                self._socket.settimeout(_seconds_left(deadline))
-                self._socket.sendall(buffer)
+                view = memoryview(buffer)
+                for begin in range(0, len(view), _RECORD_BYTES):
+                    self._socket.settimeout(_seconds_left(deadline))
+                    self._socket.sendall(view[begin : begin + _RECORD_BYTES])
             return
         left = [memoryview(buffer) for buffer in buffers]
         while left:

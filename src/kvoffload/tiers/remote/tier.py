@@ -166,6 +166,8 @@ class RemoteTier(SecondaryTier):
         self._knows_persistence = not self.asks_persistence
         self._greeting: Greeting | None = None
         self._greet_at = 0.0
+        # Epochs found by handshakes that a reset of ours overtook.
+        self._overtaken: list[int] = []
         self._reset_wanted = False
         self._resume_writes_at, self._pause_s = 0.0, _SHORTEST_PAUSE_S
         self._next_job = 0
@@ -377,7 +379,7 @@ class RemoteTier(SecondaryTier):
     def _tend(self) -> None:
         """Try again what may be tried: a greeting, or an operation of a type that has failed."""
         if self._circuit.is_open:
-            if self._circuit.may_try:
+            if self._circuit.may_try and self._clock() >= self._greet_at:
                 self._greet()
         elif self._epoch is None:
             if self._clock() >= self._greet_at:
@@ -503,9 +505,11 @@ class RemoteTier(SecondaryTier):
     def _note_success(self, batch: BlockBatch) -> None:
         self._succeeded_at[batch.name] = batch.ended
         circuit = self._breakers.operations[batch.name]
+        if circuit.is_open and self._trials.get(batch.name) != batch.job:
+            return  # begun before the circuit opened
         if batch.name == READ and not batch.ok.any():
             circuit.answered()  # that no block is there says little of a server that hangs on values
-        elif not circuit.is_open or self._trials.get(batch.name) == batch.job:
+        else:
             circuit.succeeded()
 
     def _note_failure(self, batch: Batch, error: Exception) -> None:
@@ -532,14 +536,18 @@ class RemoteTier(SecondaryTier):
 
     def _take_in_greeting(self, greeting: Greeting) -> None:
         if greeting is not self._greeting:
-            # Sent before a reset of ours: an epoch that it found has ended.
-            for number in () if greeting.is_reset else greeting.found:
-                self._history.end_number(number, time.monotonic())
-            return
-        self._greeting, self._greet_at = None, self._clock() + _RETRY_S
-        if greeting.error is None:
-            self._accept(greeting)
-            self._ask_persistence()
+            # Sent before a reset of ours. The server may have answered after it, with the new epoch.
+            self._overtaken += () if greeting.is_reset else greeting.found
+        else:
+            self._greeting, self._greet_at = None, self._clock() + _RETRY_S
+            if greeting.error is None:
+                self._accept(greeting)
+                self._ask_persistence()
+        if self._epoch is not None:
+            for number in self._overtaken:
+                if not self._history.is_present(number):
+                    self._history.end_number(number, time.monotonic())
+            self._overtaken.clear()
 
     def _accept(self, greeting: Greeting) -> None:
         """Enter the epoch that a greeting has found, unless it has ended."""
@@ -548,7 +556,10 @@ class RemoteTier(SecondaryTier):
             self._reset_wanted = False
             self._history.enter([self._epoch_name], [greeting.number], time.monotonic())
             self._hints.clear()
-            self._epoch = Epoch(self.options.namespace, self._producer, greeting.number)
+            epoch = Epoch(self.options.namespace, self._producer, greeting.number)
+            if epoch != self._epoch:
+                self._vouching.lost_all()
+            self._epoch = epoch
 
     def _may_enter(self, greeting: Greeting) -> bool:
         """Whether none of the epochs that a greeting has found has ended; otherwise greet or reset again."""
