@@ -29,6 +29,7 @@ Isolation: TypeAlias = Callable[[Life], tuple[Any, str]]
 
 MODEL, OTHER_MODEL = "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B"
 NUM_BLOCKS, NUM_DAMAGED, BLOCK_BYTES = 32, 16, 65536
+WRITE_ATTEMPTS = 3
 MODES = ("running", "reopened")
 LIFE_TIMEOUT_S = 120
 _POISON = 0xA5
@@ -150,7 +151,12 @@ def play_damage(
             product.forget(numbers)
         if kind == "another model's block in its place":
             saved = _blocks_of_another(adapter, directory.with_name(directory.name + "-other"), numbers)
-        write(product, numbers, MODEL, version)
+        missing = numbers
+        for _ in range(WRITE_ATTEMPTS):  # rclone answers 500 to some of the first writes into a folder
+            write(product, missing, MODEL, version)
+            found = product.places(numbers)
+            if not (missing := [number for number in numbers if number not in found]):
+                break
         if mode == "running":
             damaged = harm(product, saved)
             outcomes = None if damaged is None else ask(product, numbers, MODEL, version)

@@ -343,6 +343,20 @@ def test_a_preempted_request_loads_in_the_step_after_the_report(
     one.check()
 
 
+def test_a_request_that_ran_without_a_lookup_waits_for_a_step_as_well(world: Callable[..., World]) -> None:
+    """vLLM asks for nothing where the GPU's cache covers the prompt."""
+    one, path = world(8), [key(number) for number in range(4)]
+    one.serve("r", path)
+    ctx = one.request("a", path)
+    one.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
+    assert one.lookup(ctx, path) is None
+    one.manager.on_schedule_end(base.ScheduleEndContext([], ["a"]))
+    assert one.lookup(ctx, path) == 4
+    one.manager.on_request_finished(ctx)
+    assert not one.manager._never_asked
+    one.check()
+
+
 def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> None:
     one = world(8, verify="always")
     path = [key(number) for number in range(4)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from needs import VERSION
 
@@ -27,10 +29,11 @@ from kvoffload.integrations.vllm.producer import (
     draft_model,
     find_configuration,
     kv_configuration,
+    plain,
     why_not_kept,
 )
 from kvoffload.integrations.vllm.producer_table import BOUND, WITHOUT_EFFECT
-from kvoffload.integrations.vllm.tiers import Producer
+from kvoffload.integrations.vllm.tiers import Producer, _model_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -197,6 +200,29 @@ def test_a_changed_field_of_the_models_own_configuration_is_another_producer(
     names = {name for name in {*found, *before} if found.get(name) != before.get(name)}
     assert names
     assert all(name.startswith(f"model.hf_config.{field}") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.float32(1e4), np.float32(1e6)),
+        (np.arange(3000), np.arange(3000)[::-1]),
+        (functools.partial(int, base=2), functools.partial(int, base=8)),
+    ],
+    ids=["number", "array", "partial"],
+)
+def test_values_of_any_type_are_told_apart(one: Any, other: Any) -> None:
+    assert plain(one) == plain(copy.copy(one))
+    assert plain(one) != plain(other)
+
+
+def test_a_model_of_one_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"one")
+    before = _model_files(str(model))
+    model.write_bytes(b"another")
+    assert before
+    assert _model_files(str(model)) != before
 
 
 def test_a_field_that_nobody_knows_is_bound(config: Any) -> None:

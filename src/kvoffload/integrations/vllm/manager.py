@@ -96,6 +96,8 @@ class KVOffloadManager(OffloadingManager):
         self._running: set[str] = set()
         self._outdated: set[str] = set()
         self._asked_again: list[Request] = []
+        # Requests that run without a lookup, such as prompts that the GPU's cache covers.
+        self._never_asked: set[str] = set()
         self._step = 0
         self._adapted: set[str] = set()
         self._loads: InFlight[LoadPlan] = InFlight()
@@ -185,6 +187,7 @@ class KVOffloadManager(OffloadingManager):
         self._adapted.discard(req_context.req_id)
         self._running.discard(req_context.req_id)
         self._outdated.discard(req_context.req_id)
+        self._never_asked.discard(req_context.req_id)
         self._finish(req_context, self._told.pop(req_context.req_id, NO_HINTS))
 
     @contained(lambda req_context, hints: None)
@@ -226,6 +229,9 @@ class KVOffloadManager(OffloadingManager):
                 leave_out_tiers(self._tiered, request.ctx, req_context)
                 if req_context.req_id in self._adapted:
                     self._tiered.leave_out_tiers(request.ctx)
+            if req_context.req_id in self._never_asked:
+                self._never_asked.discard(req_context.req_id)
+                request.begun_step = BEFORE_ANY_STEP
             self._requests[req_context.req_id] = request
         return request
 
@@ -291,7 +297,7 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
         """Pin blocks that `lookup` has answered with HIT."""
         request = self._request(req_context, keys)
-        request.begun_step = self._step
+        request.begun_step = BEFORE_ANY_STEP
         plan = self.core.prepare_load(list(keys), request.ctx)
         self._loads.add(plan, keys)
         self._release(request)
@@ -392,7 +398,10 @@ class KVOffloadManager(OffloadingManager):
             if (request := self._requests.get(request_id)) is not None:
                 request.begun_step = self._step
                 self._release(request)
+            else:
+                self._never_asked.add(request_id)
         for request_id in context.preempted_req_ids:
+            self._never_asked.discard(request_id)
             if (request := self._requests.get(request_id)) is not None:
                 request.wait_again()
         for request in self._asked_again:

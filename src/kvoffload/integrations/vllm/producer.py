@@ -8,6 +8,7 @@ bound.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,6 +20,8 @@ from contextvars import ContextVar
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.producer_table import (
@@ -246,6 +249,13 @@ def plain(value: Any, depth: int = 0) -> Plain:
 
 
 def _of_object(value: Any, depth: int) -> Plain:
+    if isinstance(value, np.generic):
+        return plain(value.item(), depth + 1)
+    if callable(as_list := getattr(value, "tolist", None)):  # arrays of numpy, tensors of torch
+        digest = hashlib.sha256(json.dumps(plain(as_list(), depth + 1)).encode()).hexdigest()
+        return f"{value.dtype} {list(value.shape)} sha256 {digest[:32]}"
+    if isinstance(value, functools.partial):
+        return [plain(value.func), plain(value.args, depth + 1), plain(value.keywords, depth + 1)]
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     if type(value).__module__ == "torch":

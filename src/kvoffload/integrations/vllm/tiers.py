@@ -230,10 +230,12 @@ def _is_on_cpu() -> bool:
 
 
 def _model_files(model: str) -> list[tuple[str, int, int]]:
-    directory = Path(model)
-    if not model or not directory.is_dir():
+    given = Path(model)
+    if not model or not given.exists():
         return []
-    files = {path for kind in FILES_OF_A_MODEL for path in directory.glob(kind) if path.is_file()}
+    files = {given}
+    if given.is_dir():
+        files = {path for kind in FILES_OF_A_MODEL for path in given.glob(kind) if path.is_file()}
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
 
 
