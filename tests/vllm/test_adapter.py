@@ -184,6 +184,7 @@ def test_retries_count_once(world: Callable[..., World]) -> None:
     for _ in range(5):
         assert one.manager.lookup(key(1), ctx) is MISS
         assert one.manager.prepare_store([key(1)], ctx).keys_to_store == []
+        one.manager.on_schedule_end(base.ScheduleEndContext([], ["r"]))
     one.manager.on_request_finished(ctx)
     assert one.serve("again", [key(1)])[1] == [key(1)]
 
