@@ -10,8 +10,10 @@ import pytest
 
 from disk_blocks import KEY_BYTES, Disk, Driver, capacity_for, keys_of, slab_in, slab_name
 from hangs import HANGS_S
+from kvoffload.errors import UnavailableError
 from kvoffload.testing.audit import audit
 from kvoffload.testing.disk import KINDS, BufferedFiles, FailingFiles, Recorder, raises, write_image
+from kvoffload.tiers.disk import resize
 from kvoffload.tiers.disk.inspection import opened, verify
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.striped import StripedTier
@@ -197,8 +199,7 @@ def test_a_crash_at_every_write_and_sync_of_a_change(tmp_path: Path, before: int
     disk.versions = dict.fromkeys(numbers, 0)
     assert set(read_all(disk, disk.here(numbers))) >= kept
     close(disk)
-    size = max([len(base), *(write.offset + len(write.data) for write in recorder.writes)])
-    base += bytes(size - len(base))
+    base = padded(base, recorder)
     for position in range(position_end + 1):
         for kind in ("all", KINDS[1 + position % (len(KINDS) - 1)]):
             image = recorder.image(position, chance, kind, base)
@@ -219,6 +220,85 @@ def test_a_crash_at_every_write_and_sync_of_a_change(tmp_path: Path, before: int
                 survivor.tier.delete(keys_of(here[:3]))
                 assert len(survivor.write([9001, 9002, 9003])) == 3
                 close(survivor)
+
+
+def cut_growth(directory: Path, num_blocks: int) -> None:
+    """Begin a growth and cut it just after the journal has moved behind the slots."""
+
+    def cut(*args: object) -> None:
+        raise OSError(errno.EIO, "cut")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resize, "rearrange", cut)
+        with pytest.raises(UnavailableError):
+            Disk(directory, num_blocks)
+    with opened(directory) as (slab, _):
+        assert slab.layout.is_moving
+
+
+@pytest.mark.parametrize("num_blocks", [60, 80, 200, 201, 500, 5000])
+def test_a_growth_that_was_cut_goes_on_to_any_larger_capacity(tmp_path: Path, num_blocks: int) -> None:
+    numbers = list(range(60))
+    filled(tmp_path, 60, numbers)
+    cut_growth(tmp_path, 200)
+    disk = Disk(tmp_path, num_blocks)
+    disk.versions = dict.fromkeys(numbers, 0)
+    fits = disk.tier.stats().capacity
+    assert num_blocks - 2 <= fits <= num_blocks
+    assert set(numbers[-fits:]) <= set(read_all(disk, disk.here(numbers)))
+    assert used_bytes(tmp_path) <= capacity_for(num_blocks, 4096)
+    close(disk)
+
+
+@pytest.mark.parametrize("num_blocks", [700, 200, 100, 20])
+def test_a_second_growth_that_was_cut_goes_on_to_any_smaller_capacity(
+    tmp_path: Path, num_blocks: int
+) -> None:
+    filled(tmp_path, 60, list(range(60)))
+    numbers = list(range(1000, 1200))
+    random.Random(num_blocks).shuffle(numbers)
+    filled(tmp_path, 200, numbers)
+    cut_growth(tmp_path, 800)
+    disk = Disk(tmp_path, num_blocks)
+    disk.versions = dict.fromkeys(numbers, 0)
+    fits = disk.tier.stats().capacity
+    assert fits >= min(num_blocks, 200) - 2
+    assert set(numbers[-fits:]) <= set(read_all(disk, disk.here(numbers)))
+    assert used_bytes(tmp_path) <= capacity_for(num_blocks, 4096)
+    close(disk)
+
+
+@pytest.mark.parametrize("resumed", [60, 200, 500])
+def test_a_second_crash_at_every_write_and_sync_of_the_resumption(tmp_path: Path, resumed: int) -> None:
+    chance, numbers = random.Random(resumed), list(range(60))
+    filled(tmp_path / "life", 60, numbers)
+    # A slab that was larger keeps its longer journal.
+    kept = set(numbers[12:] if resumed == 60 else numbers)
+    base, first = slab_in(tmp_path / "life").read_bytes(), Recorder()
+    close(Disk(tmp_path / "life", 200, files=first))
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    for position in range(first.position + 1):
+        image = first.image(position, chance, chance.choice(KINDS), padded(base, first))
+        write_image(once, slab_name(), image)
+        second = Recorder()
+        close(Disk(once, resumed, files=second))
+        # All of them where the superblocks differ, elsewhere every fifth, from another one each time.
+        start, step = (0, 1) if image[:4096] != image[4096:8192] else (position % 5, 5)
+        image = padded(image, second)
+        for next_position in range(start, second.position + 1, step):
+            kind = chance.choice(("all", "zeros", "prefix", "torn"))
+            write_image(twice, slab_name(), second.image(next_position, chance, kind, image))
+            place = f"positions {position} and {next_position} of {second.position}, {kind}"
+            with opened(twice, BufferedFiles()) as (slab, found):
+                assert (found.damaged, verify(slab, found)) == (0, []), place
+                names = {int(key[3:]) for key in found.contents.keys(found.contents.slots())}
+                assert names >= kept, place
+
+
+def padded(base: bytes, recorder: Recorder) -> bytes:
+    """What a file held before a record, as long as the record needs it."""
+    size = max([len(base), *(write.offset + len(write.data) for write in recorder.writes)])
+    return base + bytes(size - len(base))
 
 
 def test_a_layout_for_another_capacity_holds_as_much_as_it_can() -> None:

@@ -188,6 +188,10 @@ class _Opening:
         with contextlib.ExitStack() as undo:
             undo.callback(slab.close)
             found = recover(slab, progress)
+            # Before anything is written: an older copy may name a journal where blocks will be. The newer
+            # superblock is made durable first, since a process that was killed may have left it in memory.
+            slab.sync()
+            slab.mend()
             if self._is_cut(slab, found):
                 # Durable before the file is long again: keys of what was cut may get new entries then.
                 Journal(slab, found)
@@ -206,6 +210,10 @@ class _Opening:
     def _resized(self, slab: Slab, found: Found) -> Found | None:
         """What a slab holds that has been given the capacity, as far as possible; None if it is too small."""
         before, wanted = slab.capacity_bytes, self._geometry.capacity_bytes
+        if slab.layout.is_moving and before < wanted:
+            # Before the journal there is room only for the slots of the interrupted change.
+            target = slab.layout.with_capacity(before)
+            found = (resize(slab, found, target, before) if target is not None else None) or found
         target, num_blocks = slab.layout.with_capacity(wanted), len(found.contents)
         resized = resize(slab, found, target, wanted) if target is not None else None
         if target is None:
@@ -257,7 +265,6 @@ class _Opening:
         while (lacking := slab.file_bytes - room.own_bytes) > 0 and room.make(lacking):
             pass
         slab.reserve(slab.layout.first_slot + 1)
-        slab.mend()
         slab.used_now()
 
     def _room(self) -> Room:

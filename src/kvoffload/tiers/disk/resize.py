@@ -27,11 +27,16 @@ def resize(slab: Slab, found: Found, target: Layout, capacity_bytes: int) -> Fou
 
     Cost: the journal is read and written some times. Blocks are copied only from slots that are no longer
     there. Raises `OSError`.
+
+    Args:
+        target: `with_capacity(capacity_bytes)` of the slab's layout.
+        capacity_bytes: at most the capacity in the superblock if an earlier change was interrupted.
     """
     layout = slab.layout
+    assert not layout.is_moving or capacity_bytes <= slab.capacity_bytes
     if layout.is_moving or target.journal_slots != layout.journal_slots:
         if not layout.is_moving:
-            if not _move_journal_behind(slab, found, target):
+            if not _move_journal_behind(slab, found, target, capacity_bytes):
                 return None
             found = recover(slab)
         found = rearrange(slab, found, target.first_slot, target.num_slots, target.num_blocks)
@@ -93,14 +98,16 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
         contents.forget(old[~written])
 
 
-def _move_journal_behind(slab: Slab, found: Found, target: Layout) -> bool:
+def _move_journal_behind(slab: Slab, found: Found, target: Layout, capacity_bytes: int) -> bool:
     """Write the journal behind the slots, so that its old place and the slots behind it can be written.
 
+    The superblock then names the new capacity: only up to that capacity there is room before the journal.
     False, and the slab as it was, if there is no room for that.
     """
     layout = slab.layout
     num_slots = max(slab.num_reserved, target.first_slot + min(len(found.contents), target.num_blocks))
-    moved = replace(layout, num_slots=num_slots, journal_offset=layout.slot_offset(num_slots))
+    # From slot 0 on: a smaller capacity after a crash may use slots below the present first one.
+    moved = replace(layout, num_slots=num_slots, first_slot=0, journal_offset=layout.slot_offset(num_slots))
     while slab.room is not None and slab.room.own_bytes < moved.journal_end:
         if not slab.room.make(moved.journal_end - slab.room.own_bytes):
             return False
@@ -108,7 +115,7 @@ def _move_journal_behind(slab: Slab, found: Found, target: Layout) -> bool:
         return False
     _write_zeros(slab, moved)
     write_checkpoint(slab, moved, found.epoch + 1, found.contents)
-    slab.adopt(moved, slab.capacity_bytes)
+    slab.adopt(moved, capacity_bytes)
     return True
 
 
