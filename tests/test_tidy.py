@@ -95,7 +95,7 @@ MAX_LINES_OF_A_FUNCTION, MAX_PARAMETERS, MAX_PARAMETERS_IN_CONTROL_PLANE = 60, 8
 
 
 def parsed(path: Path) -> ast.AST:
-    """The syntax tree of a file. CPython 3.11 may raise `SystemError` if threads parse at once (gh-106905)."""
+    """The syntax tree of a file. CPython 3.11 may raise `SystemError` where threads parse (gh-106905)."""
     try:
         return ast.parse(path.read_text())
     except SystemError:
