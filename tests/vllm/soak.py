@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from copy_orders import soak as soak_copy_orders
 from traffic import PATIENCE_S, certain_answers, check_nothing_is_left, conversations, damage, drive
 
 from conftest import HYBRID, LLAMA, Engine, write_llama
@@ -80,6 +79,9 @@ def soak(seconds: float, seed: int) -> bool:
                 count_tiers(engine.manager.core, totals)
                 engine.close()
         print(f"seed {seed}, all of it:", dict(totals), flush=True)
+        # Imported late: it imports torch, before which conftest sets the number of threads.
+        from copy_orders import soak as soak_copy_orders
+
         victim = {
             "ram": "6MiB",
             "store": "on-device-eviction",
