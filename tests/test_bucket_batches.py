@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -220,3 +221,22 @@ def test_a_request_that_swallows_a_cancellation_ends_all_the_same(objects: Objec
     assert num_cancelled == 3
     assert time.monotonic() - begun < PATIENCE_S / 2
     bucket.close()
+
+
+@pytest.mark.parametrize("last", [0.0, PATIENCE_S], ids=["all fail", "one is late"])
+def test_every_failed_request_of_a_batch_is_accounted_for(
+    objects: Objects, caplog: pytest.LogCaptureFixture, last: float
+) -> None:
+    """asyncio logs a traceback for each exception that nobody has read."""
+
+    async def fail(delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        raise BucketError("InternalError", "500")
+
+    bucket = MemoryBucket(objects)
+    with pytest.raises(TimeoutError if last else BucketError):
+        bucket.run([fail(0), fail(0), fail(last)], time.monotonic() + (0.05 if last else PATIENCE_S))
+    bucket.close()
+    del bucket
+    gc.collect()
+    assert not caplog.records

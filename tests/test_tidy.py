@@ -94,18 +94,10 @@ MAX_LINES_OF_A_FUNCTION, MAX_PARAMETERS, MAX_PARAMETERS_IN_CONTROL_PLANE = 60, 8
 """Of functions; of those that are not kernels; of every one. Parameters by keyword do not count."""
 
 
-def parsed(path: Path) -> ast.AST:
-    """The syntax tree of a file. CPython 3.11 may raise `SystemError` where threads parse (gh-106905)."""
-    try:
-        return ast.parse(path.read_text())
-    except SystemError:
-        return ast.parse(path.read_text())
-
-
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports, dotted."""
     found: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -211,7 +203,7 @@ def test_only_integrations_know_engines() -> None:
 def test_functions_are_read_at_once() -> None:
     wrong = []
     for path in sources():
-        for node in ast.walk(parsed(path)):
+        for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             name = f"{path.relative_to(PACKAGE)}: {node.name}"

@@ -264,12 +264,15 @@ class Bucket:
         while pending := [task for task in self._running if not task.done()]:
             self._give_up()
             await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
+        # Read every exception: asyncio logs a traceback for each one that nobody has read.
+        errors = [
+            ConnectionAbortedError("the tier is closed") if task.cancelled() else task.exception()
+            for task in self._running
+        ]
         if late:
             raise TimeoutError("deadline exceeded")
-        for task in self._running:
-            if task.cancelled():
-                raise ConnectionAbortedError("the tier is closed")
-            if (error := task.exception()) is not None:
+        for error in errors:
+            if error is not None:
                 raise error
 
     def _give_up(self) -> None:
