@@ -37,7 +37,7 @@ report: $(VENV)/installed-dev  ## the page of an example plan, build/plan.html (
 	$(BIN)/kvoffload plan $(or $(TRACE),chat) --model meta-llama/Llama-3.1-8B --gpus 1 --kv-per-gpu 64GB \
 		--report build/plan.html --force $(ARGS)
 
-test: $(VENV)/installed-dev  ## all but the slow tests, about a quarter of an hour on two cores (ARGS=tests/test_arc.py)
+test: $(VENV)/installed-dev  ## all but the slow tests, about a quarter of an hour on two cores (ARGS=tests/policies/test_arc.py)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/installed-dev  ## every test, long recordings too, and five times as many random examples
@@ -46,7 +46,7 @@ test-all: $(VENV)/installed-dev  ## every test, long recordings too, and five ti
 test-checked: $(VENV)/installed-dev  ## the control plane's tests with kernels that check the bounds of arrays
 	rm -rf .checked-kernels
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=.checked-kernels $(PYTEST) -m "not slow" \
-		tests/test_machine.py tests/test_twins.py tests/test_structs.py $(ARGS)
+		tests/core/test_machine.py tests/policies/test_twins.py tests/structures/test_structs.py $(ARGS)
 
 lint: $(VENV)/installed-dev  ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
@@ -84,15 +84,15 @@ gpu-check:  ## all that needs a GPU; PYTHON has torch and numba, and vLLM if the
 
 soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a million steps with a disk (half an hour), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
-		$(BIN)/python -m pytest --capture=no tests/test_tiered_disk_machine.py tests/test_disk_crash.py
-	KVOFFLOAD_SHARINGS=300 $(BIN)/python -m pytest tests/test_sharing_machine.py
-	PYTHONPATH=tests SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/vllm/soak.py
+		$(BIN)/python -m pytest --capture=no tests/tiering/test_disk_machine.py tests/tiers/disk/test_crash.py
+	KVOFFLOAD_SHARINGS=300 $(BIN)/python -m pytest tests/tiers/shared/test_sharing_machine.py
+	PYTHONPATH=tests SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/support/vllm_soak.py
 
 soak-adversaries: $(VENV)/installed-dev  ## hostile servers and buckets, damaged disks, tiers that raise: counts of each (a quarter of an hour)
-	PYTHONPATH=tests $(BIN)/python tests/hostile_resp.py --rounds 5 $(if $(SEED),--seed $(SEED))
-	PYTHONPATH=tests $(BIN)/python tests/hostile_s3.py --rounds 300 $(if $(SEED),--seed $(SEED))
-	PYTHONPATH=tests $(BIN)/python tests/disk_adversary.py --cases 200 $(if $(SEED),--seed $(SEED))
-	KVOFFLOAD_RAISES=2000 $(BIN)/python -m pytest tests/test_guarded_tier.py
+	PYTHONPATH=tests $(BIN)/python tests/support/hostile_resp.py --rounds 5 $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests $(BIN)/python tests/support/hostile_s3.py --rounds 300 $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests $(BIN)/python tests/support/disk_adversary.py --cases 200 $(if $(SEED),--seed $(SEED))
+	KVOFFLOAD_RAISES=2000 $(BIN)/python -m pytest tests/tiers/test_guarded.py
 
 $(VENV)/installed-%: $(VENV)/installed
 	$(BIN)/pip install --quiet --group $*

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.config import parse_size
+from kvoffload.settings.read import parse_size
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import aligned

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.config import parse_size
-from kvoffload.testing.disk import SparseFiles
+from kvoffload.settings.read import parse_size
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.recovery import Contents
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from support.recording_files import SparseFiles
 
 KEY_BYTES, FINGERPRINT = 36, "bench"
 

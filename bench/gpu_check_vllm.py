@@ -75,9 +75,9 @@ class Case:
     def __init__(self, device: str, page_bytes: int, per_chunk: int, chunks: int, directory: Path) -> None:
         from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-        from kvoffload.integrations.vllm.layout import Layout
-        from kvoffload.integrations.vllm.pool import SharedPool
-        from kvoffload.integrations.vllm.slots_spec import SlotsSpec
+        from kvoffload.integrations.vllm.shared.pool import SharedPool
+        from kvoffload.integrations.vllm.worker_side.layout import Layout
+        from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec
 
         rng = np.random.default_rng(page_bytes + per_chunk + chunks)
         sizes, num_slots = [chunks * per_chunk, per_chunk], chunks + 1
@@ -147,12 +147,12 @@ class Case:
 
 def makers(device: str) -> Iterator[tuple[str, str, Callable[[Case], Any]]]:
     """The copies to compare with loops: a name, the device of their tensors, and a function."""
-    from kvoffload.integrations.vllm.copies import HostCopies
+    from kvoffload.integrations.vllm.worker_side.copies import HostCopies
 
     yield "on the host", "cpu", lambda case: HostCopies(case.caches, case.layout, case.pool.part(1))
     if device == "cpu":
         return
-    cuda: Any = importlib.import_module("kvoffload.integrations.vllm.cuda")
+    cuda: Any = importlib.import_module("kvoffload.integrations.vllm.worker_side.cuda")
     pin = cuda.host_register
 
     def make(case: Case, pinned: bool) -> Any:
@@ -211,7 +211,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def check_engine(chosen: argparse.Namespace) -> Iterator[Part]:
     """The answers of an engine without offloading, twice, and with each store mode."""
-    conftest, traffic = of_tests("conftest"), of_tests("traffic")
+    conftest, traffic = of_tests("engine"), of_tests("traffic")
     margin, shortest = (traffic.CERTAIN_MARGIN, 2) if chosen.device == "cpu" else (BF16_MARGIN, 1)
     settings, name = settings_of(chosen), label(chosen)
     with tempfile.TemporaryDirectory() as directory:
@@ -280,8 +280,8 @@ def zeroing(wanted: bool) -> Any:
 
 
 def of_tests(name: str) -> Any:
-    """A module of tests/vllm: engines, what drives them, and what they are compared with."""
-    return importlib.import_module(name)
+    """A module of tests/support: engines, traffic for them, and expected answers."""
+    return importlib.import_module(f"support.vllm_{name}")
 
 
 def label(chosen: argparse.Namespace) -> str:
@@ -296,7 +296,7 @@ def why_not(chosen: argparse.Namespace) -> str:
     from vllm import __version__
     from vllm.platforms import current_platform
 
-    from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, minor
+    from kvoffload.integrations.vllm.shared.versions import SINCE_CONNECTOR, minor
 
     if (minor(__version__) or SINCE_CONNECTOR) < SINCE_CONNECTOR:
         return f"vLLM {__version__} is older than 0.32"
@@ -333,8 +333,8 @@ def main() -> int:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if chosen.runner == "V2" else "0"
     if chosen.what == "engine" and importlib.util.find_spec("pytest") is not None:
         # Before torch: it sets the environment that engines need.
-        sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT / "tests")]
-        of_tests("conftest")
+        sys.path.insert(0, str(ROOT / "tests"))
+        of_tests("engine")
         if chosen.device != "cpu":
             del os.environ["TORCHDYNAMO_DISABLE"]  # CUDA graphs are captured around compiled pieces
     name = label(chosen) if chosen.what == "engine" else "copies of vLLM"

@@ -36,12 +36,12 @@ ROOMS = {
     "tiering": "kvoffload/tiering",
     "disk": "kvoffload/tiers/disk",
     "tiers": "kvoffload/tiers",
-    "verification": "kvoffload/integrations/vllm/verification.py",
+    "verification": "kvoffload/integrations/vllm/scheduler_side/verification.py",
 }
 """The first one that a path begins with is its room."""
 IN_VLLM = "kvoffload/integrations"
 WHERE = {
-    False: ("tests", "--ignore=tests/vllm", "--ignore=tests/test_mutation_bench.py"),
+    False: ("tests", "--ignore=tests/vllm", "--ignore=tests/bench/test_mutation.py"),
     True: ("tests/vllm/test_adapter.py",),
 }
 """Tests, by whether they need vLLM; the others of tests/vllm start engines."""

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvoffload.models import block_bytes
+from kvoffload.model.kv_bytes import block_bytes
 from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.plan import Plan
 from kvoffload.plan.prices import Prices

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.config import parse_capacity
+from kvoffload.core.hints import Hints
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
-from kvoffload.hints import Hints
 from kvoffload.policies.hazard.policy import Hazard, promised
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.settings.read import parse_capacity
 from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.trace import Trace, TraceHints

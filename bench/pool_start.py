@@ -19,9 +19,9 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from kvoffload.config import parse_size
-from kvoffload.integrations.vllm import first_touch
-from kvoffload.integrations.vllm.pool import SCHEDULER, SHARED_MEMORY, SharedPool
+from kvoffload.integrations.vllm.shared import first_touch
+from kvoffload.integrations.vllm.shared.pool import SCHEDULER, SHARED_MEMORY, SharedPool
+from kvoffload.settings.read import parse_size
 
 GIB = 2**30
 

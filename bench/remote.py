@@ -37,11 +37,11 @@ from typing import Any
 import numpy as np
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB
+from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.tiers.options import TierOptions, TierOwner
+from kvoffload.tiers.spec import TierOptions, TierOwner
 from peers.doors import SERVER
 from peers.speed import Server, Spent
 

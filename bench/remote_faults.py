@@ -37,12 +37,12 @@ import numpy as np
 
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
-from kvoffload.testing.fault_proxy import FaultProxy
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.tiers.options import TierOptions, TierOwner
+from kvoffload.tiers.spec import TierOptions, TierOwner
+from support.fault_proxy import FaultProxy
 
 BLOCK_BYTES, PATH_BLOCKS, NUM_PATHS = 64 << 10, 32, 24
 CAPACITY, OBJECT_BYTES = 6 * PATH_BLOCKS, 8 * BLOCK_BYTES
@@ -319,7 +319,7 @@ class Kind:
 
 @contextmanager
 def one_server(directory: Path) -> Iterator[Kind]:
-    from valkey_server import running
+    from support.valkey_server import running
 
     with running(directory) as server, proxied([server.port]) as ((port,), tell):
         yield Kind(ValkeyOptions(url=f"valkey://127.0.0.1:{port}/bench"), tell, server)
@@ -328,7 +328,7 @@ def one_server(directory: Path) -> Iterator[Kind]:
 @contextmanager
 def cluster(directory: Path) -> Iterator[Kind]:
     """Three masters, each with a replica."""
-    from valkey_server import clustered
+    from support.valkey_server import clustered
 
     whole = ("--cluster-require-full-coverage", "no")
     with clustered(directory, *whole) as made, proxied([one.port for one in made.servers]) as (ports, tell):
@@ -343,7 +343,7 @@ def cluster(directory: Path) -> Iterator[Kind]:
 
 @contextmanager
 def bucket(directory: Path) -> Iterator[Kind]:
-    from s3_server import BUCKET, KEY_ID, SECRET, Rclone, running
+    from support.s3_server import BUCKET, KEY_ID, SECRET, Rclone, running
 
     os.environ.update(AWS_ACCESS_KEY_ID=KEY_ID, AWS_SECRET_ACCESS_KEY=SECRET)
     with running(Rclone, directory) as server, proxied([server.port]) as ((port,), tell):

@@ -84,8 +84,8 @@ def prompt_of(blocks: list[int]) -> list[int]:
 
 def tiny() -> Any:
     """The model and the engine of tests/vllm."""
-    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
-    return importlib.import_module("conftest")
+    sys.path.insert(0, str(ROOT / "tests"))
+    return importlib.import_module("support.vllm_engine")
 
 
 # ---- one engine, in a process of its own

@@ -20,10 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from kvoffload.integrations.vllm.manager import KVOffloadManager
-from kvoffload.integrations.vllm.options import parse_options
-from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler
+from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
+from kvoffload.integrations.vllm.scheduler_side.scheduler import KVOffloadScheduler
+from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.integrations.vllm.shared.pool import SharedPool
 
 LENGTHS, CAPACITY, ROUNDS = (16, 128, 1024, 4096), 8192, 21
 

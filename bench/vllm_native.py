@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvoffload.integrations.vllm.layout import Layout
-from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.integrations.vllm.slots_spec import SlotsSpec
+from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.integrations.vllm.spec import copies_for
-from kvoffload.integrations.vllm.worker import KVOffloadWorker
+from kvoffload.integrations.vllm.worker_side.layout import Layout
+from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec
+from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
 
 
 class _Worker(KVOffloadWorker):

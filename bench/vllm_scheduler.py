@@ -244,8 +244,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--only", type=int, nargs="*", help="rows of the traffic, from 0")
     chosen = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
-    tiny: Any = importlib.import_module("conftest")
+    sys.path.insert(0, str(ROOT / "tests"))
+    tiny: Any = importlib.import_module("support.vllm_engine")
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as directory:
         model = tiny.write_llama(Path(directory) / "llama", tiny.LLAMA | {"max_position_embeddings": 16384})

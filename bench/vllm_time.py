@@ -32,14 +32,14 @@ import vllm_engine as bench
 from kvoffload.calibration.copies import memory_copies
 from kvoffload.calibration.fit import fit_prefill
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.timing.arrivals import AtOnce
-from kvoffload.replay.timing.config import Timing
-from kvoffload.replay.timing.engine import Engine
-from kvoffload.replay.timing.events import Events
-from kvoffload.replay.timing.machine import Machine, Quantity
-from kvoffload.replay.timing.offload import VictimOffload
-from kvoffload.replay.timing.pool import DevicePool
-from kvoffload.replay.timing.timed import run_in_time
+from kvoffload.simulate.arrivals import AtOnce
+from kvoffload.simulate.config import Timing
+from kvoffload.simulate.engine import Engine
+from kvoffload.simulate.events import Events
+from kvoffload.simulate.machine import Machine, Quantity
+from kvoffload.simulate.offload import VictimOffload
+from kvoffload.simulate.pool import DevicePool
+from kvoffload.simulate.timed import run_in_time
 from kvoffload.traces.trace import Trace
 
 STEP_TOKENS = 8 * bench.BLOCK_TOKENS

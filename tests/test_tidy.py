@@ -10,76 +10,55 @@ from pathlib import Path
 
 import kvoffload
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "kvoffload"
 
 MAY_IMPORT = {
     "errors": set(),
     "_version": set(),
-    "config": {"errors"},
-    "models": {"config", "errors"},
-    "weights": {"models", "errors"},
-    "plugins": {"config", "errors"},
-    "hints": set(),
+    "settings": {"errors"},
+    "model": {"settings", "errors"},
     "structures": {"errors"},
-    "core": {"hints", "structures", "plugins", "errors"},
-    "policies": {"hints", "core", "structures", "errors"},
+    "core": {"structures", "settings", "errors"},
+    "policies": {"core", "structures", "errors"},
     "admission": {"core", "structures", "errors"},
     "transfer": {"structures", "errors"},
-    "tiers": {"transfer", "core", "structures", "plugins", "config", "errors"},
-    "options": {"config", "errors"},
-    "tiering": {"hints", "tiers", "core", "structures", "errors"},
-    "traces": {"hints", "config", "structures", "plugins", "errors"},
+    "tiers": {"transfer", "core", "structures", "settings", "errors"},
+    "tiering": {"tiers", "core", "structures", "errors"},
+    "traces": {"core", "settings", "structures", "errors"},
     "replay": {
-        "hints",
-        "traces",
-        "tiering",
-        "tiers",
-        "transfer",
-        "core",
-        "structures",
-        "config",
-        "errors",
+        *("traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "errors"),
         "_version",
     },
-    "calibration": {"replay", "tiers", "transfer", "structures", "errors", "_version"},
-    "sweep": {"replay", "traces", "tiers", "core", "structures", "config", "errors", "_version"},
-    "plan": {"sweep", "replay", "traces", "tiers", "core", "config", "errors", "_version"},
-    "report": {"plan", "sweep", "config", "errors", "_version"},
-    "testing": {
-        "hints",
+    "simulate": {
+        *("replay", "traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "errors"),
+        "_version",
+    },
+    "calibration": {"simulate", "replay", "tiers", "transfer", "structures", "errors", "_version"},
+    "sweep": {
+        "simulate",
         "replay",
         "traces",
         "tiers",
-        "transfer",
-        "admission",
-        "policies",
         "core",
         "structures",
+        "settings",
         "errors",
+        "_version",
+    },
+    "plan": {"sweep", "simulate", "replay", "traces", "tiers", "core", "settings", "errors", "_version"},
+    "pages": {"plan", "sweep", "settings", "errors", "_version"},
+    "testing": {
+        *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *("hints", "options", "tiering", "tiers", "traces", "transfer", "weights"),
-        *("core", "structures", "config", "errors", "_version"),
+        *("tiering", "tiers", "traces", "transfer", "model", "core", "structures", "settings", "errors"),
+        "_version",
     },
     "cli": {
-        "integrations",
-        "calibration",
-        "models",
-        "plugins",
-        "report",
-        "plan",
-        "sweep",
-        "replay",
-        "traces",
-        "options",
-        "tiers",
-        "core",
-        "structures",
-        "config",
-        "errors",
-        "_version",
+        *("integrations", "calibration", "model", "pages", "plan", "sweep", "simulate", "replay", "traces"),
+        *("tiers", "core", "structures", "settings", "errors", "_version"),
     },
 }
 """Room -> rooms that it may import, besides itself: from the ground to the roof, so that no arrow goes up."""
@@ -176,20 +155,22 @@ def test_only_tiers_that_machines_share_know_the_network() -> None:
         for path in sources()
         if {module.split(".")[0] for module in imports_of(path)} & {"socket", "ssl"}
     }
-    own = {f"tiers/remote/{name}.py" for name in ("resp", "addresses", "http", "host")}
-    assert knowing <= own | {"tiers/kinds/valkey.py", "testing/fault_proxy.py"}
+    own = {"tiers/valkey/resp.py", "tiers/shared/addresses.py", "tiers/shared/host.py", "tiers/s3/http.py"}
+    assert knowing <= own | {"tiers/kinds/valkey.py"}
     importing = {
         (str(path.relative_to(PACKAGE).parent), medium)
         for path in sources()
-        for medium in ("disk", "remote")
+        for medium in ("disk", "shared", "valkey", "s3")
         if any(module.startswith(f"kvoffload.tiers.{medium}.") for module in imports_of(path))
     }
     inside = {(room, medium) for room, medium in importing if room.startswith("tiers")}
-    assert inside == {
+    assert inside - {("tiers/kinds", medium) for medium in ("disk", "shared", "valkey", "s3")} == {
         ("tiers/disk", "disk"),
-        ("tiers/remote", "remote"),
-        ("tiers/kinds", "disk"),
-        ("tiers/kinds", "remote"),
+        ("tiers/shared", "shared"),
+        ("tiers/valkey", "shared"),
+        ("tiers/valkey", "valkey"),
+        ("tiers/s3", "shared"),
+        ("tiers/s3", "s3"),
     }
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB
+from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
-from kvoffload.tiers.options import TierOptions, TierOwner
-from kvoffload.tiers.remote import identity, objects
-from kvoffload.tiers.remote.identity import Epoch, producer_of
-from kvoffload.tiers.remote.places import Places
+from kvoffload.tiers.s3 import objects
+from kvoffload.tiers.shared import identity
+from kvoffload.tiers.shared.identity import Epoch, producer_of
+from kvoffload.tiers.shared.places import Places
+from kvoffload.tiers.spec import TierOptions, TierOwner
 from peers.contract import KEY_BYTES, TIMEOUT_S, Adapter, Place, page_aligned, until_ended
 from peers.doors import BUCKET, Object, Values, ask, namespace, server
 from peers.kvoffload_tier import KvoffloadTier, keys_of

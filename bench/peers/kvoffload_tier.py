@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, SecondaryTier
+from kvoffload.tiers.contract import NO_JOB, SecondaryTier
 from peers.contract import KEY_BYTES, Pool, key, parts, until_ended
 
 _Jobs: TypeAlias = dict[int, npt.NDArray[np.int64]]

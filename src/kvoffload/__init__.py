@@ -14,6 +14,7 @@ from kvoffload._version import __version__ as __version__
 if TYPE_CHECKING:
     from kvoffload.admission.reuse import ReuseAdmission
     from kvoffload.core.admission import Admission
+    from kvoffload.core.hints import Hints
     from kvoffload.core.manager import OffloadingManager
     from kvoffload.core.plans import (
         LoadPlan,
@@ -26,14 +27,13 @@ if TYPE_CHECKING:
     from kvoffload.core.policy import BlockwisePolicy, EvictionPolicy
     from kvoffload.core.request import RequestContext
     from kvoffload.errors import ConfigError, KVOffloadError, MisuseError, PolicyError, TraceError
-    from kvoffload.hints import Hints
     from kvoffload.replay.optimum import optimum
     from kvoffload.replay.replay import Replay, ReplayConfig
     from kvoffload.replay.report import ReplayReport
     from kvoffload.structures.keys import Keys, OffloadKey
     from kvoffload.tiering.manager import TieredManager
-    from kvoffload.tiers.base import SecondaryTier
     from kvoffload.tiers.budgeted import BudgetedTier
+    from kvoffload.tiers.contract import SecondaryTier
     from kvoffload.tiers.disk import DiskTier
     from kvoffload.tiers.memory import MemoryTier
     from kvoffload.tiers.striped import StripedTier
@@ -50,7 +50,7 @@ _HOME = {
     "ConfigError": "errors",
     "DiskTier": "tiers.disk",
     "EvictionPolicy": "core.policy",
-    "Hints": "hints",
+    "Hints": "core.hints",
     "KVOffloadError": "errors",
     "Keys": "structures.keys",
     "LoadPlan": "core.plans",
@@ -68,7 +68,7 @@ _HOME = {
     "ReplayReport": "replay.report",
     "RequestContext": "core.request",
     "ReuseAdmission": "admission.reuse",
-    "SecondaryTier": "tiers.base",
+    "SecondaryTier": "tiers.contract",
     "StorePlan": "core.plans",
     "StripedTier": "tiers.striped",
     "TieredManager": "tiering.manager",

@@ -3,132 +3,22 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from needs import POSITIONS, needs
-from traffic import PATIENCE_S, note_position, touch_path
 
+from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.policy import POLICIES
-from kvoffload.hints import NO_HINTS, Hints
-from kvoffload.integrations.vllm.options import parse_options
-from kvoffload.integrations.vllm.pool import SharedPool
-from kvoffload.testing.audit import audit
+from support.vllm_needs import POSITIONS, needs
+from support.vllm_world import HIT, MISS, PENDING, World, base, key
 
-base = pytest.importorskip("vllm.v1.kv_offload.base")
-told_by_user = pytest.importorskip("kvoffload.integrations.vllm.hints").told_by_user
-KVOffloadManager = pytest.importorskip("kvoffload.integrations.vllm.manager").KVOffloadManager
+told_by_user = pytest.importorskip("kvoffload.integrations.vllm.scheduler_side.hints").told_by_user
 
-HIT, MISS, PENDING, RETRY = (base.LookupResult[name] for name in ("HIT", "MISS", "HIT_PENDING", "RETRY"))
 BUILTIN = [name for name in POLICIES.names() if ":" not in name]
-
-
-def key(number: int, group: int = 0) -> bytes:
-    made: bytes = base.make_offload_key(number.to_bytes(32, "little"), group)
-    return made
-
-
-class World:
-    """A pool, our manager, and a worker that writes a block's key into its slot and seals it."""
-
-    def __init__(self, directory: Path, capacity: int, **options: Any) -> None:
-        self.pool = SharedPool.attach(
-            "world",
-            member=0,
-            num_members=1,
-            num_parts=1,
-            part_bytes=4096,
-            capacity_bytes=capacity * 4096,
-            directory=directory,
-        )
-        self.manager = KVOffloadManager(
-            parse_options({"ram": "1GiB"} | options), self.pool, enable_events=True
-        )
-        self.resident: set[bytes] = set()
-        self.paths: dict[str, list[bytes]] = {}
-
-    def request(self, name: str, keys: list[bytes], groups: int = 1) -> Any:
-        """A request as the connector makes it: it notes the keys of one group after the other."""
-        ctx, self.paths[name] = base.ReqContext(name), keys
-        per_group = len(keys) // groups
-        for position, one in enumerate(keys):
-            note_position(ctx, one, position % per_group + 1)
-        self.manager.on_new_request(ctx)
-        return ctx
-
-    def lookup(self, ctx: Any, keys: list[bytes]) -> int | None:
-        """As vLLM's connector does: leading hits, or None to ask again."""
-        hits, wait = 0, False
-        for one in keys:
-            found = self.manager.lookup(one, ctx)
-            if found is MISS:
-                break
-            wait = wait or found is not HIT
-            hits += 1
-        touch_path(self.manager, ctx, self.paths.get(ctx.req_id, keys))
-        return None if wait else hits
-
-    def hits(self, ctx: Any, keys: list[bytes]) -> int:
-        """The same, asked until there is an answer."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            found = self.lookup(ctx, keys)
-            if found is not None:
-                return found
-            self.manager.on_schedule_end(base.ScheduleEndContext([], []))
-        raise AssertionError("no answer")
-
-    def store(self, ctx: Any, keys: list[bytes]) -> Any:
-        """Offer, and copy what was chosen."""
-        output = self.manager.prepare_store(keys, ctx)
-        if output is not None:
-            self.write(output)
-            if output.keys_to_store:
-                touch_path(self.manager, ctx, self.paths.get(ctx.req_id, keys))
-        return output
-
-    def write(self, output: Any) -> None:
-        spec = output.store_spec
-        for one, slot in zip(output.keys_to_store, spec.block_ids.tolist(), strict=True):
-            self.pool.part(0)[slot] = np.resize(np.frombuffer(one, np.uint8), 4096)
-        if spec.digests is not None:
-            self.pool.seal(0, spec.block_ids, spec.digests)
-
-    def read(self, spec: Any) -> list[bytes]:
-        """Which keys a worker would find."""
-        return [self.pool.part(0)[slot, :36].tobytes() for slot in spec.block_ids.tolist()]
-
-    def serve(self, name: str, keys: list[bytes]) -> tuple[int, list[bytes]]:
-        """A whole request, nothing else meanwhile: hits, and what was stored."""
-        ctx = self.request(name, keys)
-        hits = self.hits(ctx, keys)
-        if hits:
-            assert self.read(self.manager.prepare_load(keys[:hits], ctx)) == keys[:hits]
-            self.manager.complete_load(set(keys[:hits]), ctx)
-        output = self.store(ctx, keys[hits:]) if hits < len(keys) else None
-        stored = [] if output is None else output.keys_to_store
-        self.manager.complete_store(set(stored), ctx)
-        self.manager.on_request_finished(ctx)
-        return hits, stored
-
-    def check(self) -> None:
-        """Every structure agrees, and the events say what is here."""
-        assert not self.manager.broken
-        audit(self.manager.core)
-        for event in self.manager.take_events():
-            (self.resident.difference_update if event.removed else self.resident.update)(event.keys)
-        core = self.manager.core
-        ready = {core.index.key_at(slot) for slot in np.flatnonzero(core.slots.ref_cnt >= 0).tolist()}
-        assert self.resident == ready
-
-    def close(self) -> None:
-        self.manager.shutdown()
 
 
 @pytest.fixture

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import CONNECTOR, needs
-from traffic import (
+
+from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.integrations.vllm.scheduler_side.scheduler import KVOffloadScheduler
+from kvoffload.testing.audit import audit
+from support.vllm_needs import CONNECTOR, needs
+from support.vllm_traffic import (
     ANSWER_TOKENS,
     TOKENS_THAT_PREEMPT,
     Expected,
@@ -17,10 +21,6 @@ from traffic import (
     drive,
     random_prompts,
 )
-
-from kvoffload.hints import NO_HINTS, Hints
-from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler
-from kvoffload.testing.audit import audit
 
 SamplingParams = pytest.importorskip("vllm").SamplingParams
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import CONNECTOR, needs  # first: it skips where vLLM is not installed
+
+from support.vllm_needs import CONNECTOR, needs  # first: it skips where vLLM is not installed
 
 # isort: split
-from copy_orders import EARLY, LATE, V1, V2, put_in_order, zeroing_of_new_blocks
-from traffic import PATIENCE_S, Expected, check_nothing_is_left, drive
-
 from kvoffload.tiering.manager import TieredManager
+from support.vllm_copy_orders import EARLY, LATE, V1, V2, put_in_order, zeroing_of_new_blocks
+from support.vllm_traffic import PATIENCE_S, Expected, check_nothing_is_left, drive
 
 # vLLM's warnings are not ours.
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]

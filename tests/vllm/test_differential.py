@@ -5,112 +5,15 @@ Needs an environment with vLLM (``make vllm-env``); ``make test-vllm`` runs this
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from needs import COUNTS_OF_OFFERS, ORDER, needs
-from traffic import note_position, touch_path
 
-from kvoffload import OffloadingManager
 from kvoffload.testing.audit import audit
 from kvoffload.traces.format import read_trace
-
-vllm_base = pytest.importorskip("vllm.v1.kv_offload.base")
-vllm_manager = pytest.importorskip("vllm.v1.kv_offload.cpu.manager")
-
-KEY_BYTES = 36
-
-
-def key(number: int) -> bytes:
-    """A key as vLLM makes it: a 32-byte block hash and the group index."""
-    made: bytes = vllm_base.make_offload_key(number.to_bytes(32, "little"), 0)
-    return made
-
-
-class Theirs:
-    """vLLM's manager behind the few calls that both are driven by."""
-
-    def __init__(self, capacity: int, policy: str, threshold: int = 1) -> None:
-        self.manager: Any = vllm_manager.CPUOffloadingManager(capacity, policy, store_threshold=threshold)
-        self.evicted: list[bytes] = []
-
-    def serve(self, request: str, keys: list[bytes]) -> tuple[int, list[bytes]]:
-        ctx = self.begin(request, keys)
-        hits = self.hits(keys, ctx)
-        touch_path(self.manager, ctx, keys)
-        self.manager.prepare_load(keys[:hits], ctx)
-        self.manager.complete_load(keys[:hits], ctx)
-        output = self.manager.prepare_store(keys, ctx)
-        stored = [] if output is None else output.keys_to_store
-        if output is not None:
-            self.evicted += output.evicted_keys
-            if stored:
-                touch_path(self.manager, ctx, keys)
-            self.manager.complete_store(stored, ctx)
-        self.manager.on_request_finished(ctx)
-        return hits, stored
-
-    def begin(self, request: str, keys: list[bytes]) -> Any:
-        ctx = vllm_base.ReqContext(request)
-        for position, one in enumerate(keys):
-            note_position(ctx, one, position)
-        self.manager.on_new_request(ctx)
-        return ctx
-
-    def hits(self, keys: list[bytes], ctx: Any) -> int:
-        for count, one in enumerate(keys):
-            if self.manager.lookup(one, ctx) is not vllm_base.LookupResult.HIT:
-                return count
-        return len(keys)
-
-    def holds(self, one: bytes) -> bool:
-        return self.manager._policy.get(one) is not None
-
-
-class Ours:
-    """Our manager behind the same calls."""
-
-    def __init__(self, capacity: int, policy: str, threshold: int = 1) -> None:
-        self.manager = OffloadingManager(
-            capacity, key_bytes=KEY_BYTES, policy=policy, admission=f"reuse:{threshold}"
-        )
-        self.evicted: list[bytes] = []
-
-    def serve(self, request: str, keys: list[bytes]) -> tuple[int, list[bytes]]:
-        ctx = self.manager.begin_request(request, keys)
-        hits = self.manager.lookup(keys, ctx).num_ready
-        self.manager.complete_load(self.manager.prepare_load(keys[:hits], ctx))
-        plan = self.manager.prepare_store(keys, ctx)
-        if plan is not None:
-            self.evicted += list(plan.evicted)
-            self.manager.complete_store(plan)
-        self.manager.finish_request(ctx)
-        return hits, [] if plan is None else list(plan.keys)
-
-    def holds(self, one: bytes) -> bool:
-        return self.manager.lookup([one]).num_ready == 1
-
-
-def random_paths(seed: int, count: int, longest: int) -> list[list[bytes]]:
-    """Requests that share prefixes: walks down a random tree, as block hashes are chained."""
-    rng = random.Random(seed)
-    children: dict[int, list[int]] = {0: []}
-    paths = []
-    for _ in range(count):
-        node, path = 0, []
-        for _ in range(rng.randint(1, longest)):
-            if children[node] and rng.random() < 0.7:
-                node = rng.choice(children[node])
-            else:
-                children[node].append(len(children))
-                node = len(children)
-                children[node] = []
-            path.append(key(node))
-        paths.append(path)
-    return paths
+from support.vllm_managers import Ours, Theirs, key, random_paths
+from support.vllm_needs import COUNTS_OF_OFFERS, ORDER, needs
 
 
 @needs(*ORDER)

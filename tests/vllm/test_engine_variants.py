@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-from traffic import Expected, check_nothing_is_left, damage, drive
+from support.vllm_traffic import Expected, check_nothing_is_left, damage, drive
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 
-from kvoffload.integrations.vllm.patches import name_failed_loads
+from kvoffload.integrations.vllm.shared.patches import name_failed_loads
 
 
 class Worker:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traffic import PATIENCE_S, certain_answers, random_prompts
 
-from conftest import LLAMA
-from valkey_server import running
+from support.valkey_server import running
+from support.vllm_engine import LLAMA
+from support.vllm_traffic import PATIENCE_S, certain_answers, random_prompts
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 

@@ -1,4 +1,4 @@
-"""What `kvoffload.models` says a token takes is what vLLM allocates for it, for several kinds of attention.
+"""Bytes of a token by `kvoffload.model.kv_bytes` are those that vLLM allocates, for kinds of attention.
 
 Sizes of a plan are divided by it: with it wrong, every answer is. Engines have dummy weights.
 """
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from needs import DEVICES, needs
 
-from kvoffload.models import bytes_per_token
+from kvoffload.model.kv_bytes import bytes_per_token
+from support.vllm_needs import DEVICES, needs
 
 # vLLM's warnings are not ours. Before 0.32 it lays out the tensors of a cache in other ways.
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*DEVICES)]

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from needs import CONNECTOR, needs
-from traffic import Expected
 
 from kvoffload.traces.conversion.convert import convert
 from kvoffload.traces.format import read_trace
+from support.vllm_needs import CONNECTOR, needs
+from support.vllm_traffic import Expected
 
 # vLLM's warnings are not ours.
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from needs import FENCES, lacks
+
+from support.vllm_needs import FENCES, lacks
 
 if reason := lacks(*FENCES):
     pytest.skip(reason, allow_module_level=True)
@@ -19,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kvoffload.integrations.vllm.scheduler import NO_REQUEST, OnDeviceEvictionScheduler
+from kvoffload.integrations.vllm.scheduler_side.scheduler import NO_REQUEST, OnDeviceEvictionScheduler
 
 TOKENS = 16
 

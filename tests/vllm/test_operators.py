@@ -7,18 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from needs import FILTERS, NAMED_TIERS, SOURCES, needs
-from test_adapter import World, key
 from vllm.v1.kv_offload import base
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import connector, spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
-from kvoffload.integrations.vllm.logs import join_vllm
-from kvoffload.integrations.vllm.metrics import COUNTERS, REASONS
+from kvoffload.integrations.vllm.scheduler_side.metrics import COUNTERS, REASONS
+from kvoffload.integrations.vllm.shared.logs import join_vllm
 from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from support.vllm_needs import FILTERS, NAMED_TIERS, SOURCES, needs
+from support.vllm_world import World, key
 
 
 def shown(manager: Any) -> dict[tuple[str, ...], float]:

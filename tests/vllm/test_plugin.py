@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from needs import VERSION
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvoffload.integrations.vllm import KVOffloadConnector, KVOffloadSpec
 from kvoffload.integrations.vllm.plugin import register
+from support.vllm_needs import VERSION
 
 
 def test_names_suffice() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import NAMED_POLICIES, ORDER, VERSION, lacks, needs
+
+from support.vllm_needs import NAMED_POLICIES, ORDER, VERSION, lacks, needs
 
 if reason := lacks(*NAMED_POLICIES):
     pytest.skip(reason, allow_module_level=True)
-from test_differential import Ours, Theirs, key, random_paths
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
@@ -21,6 +21,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import policies
 from kvoffload.testing.audit import audit
 from kvoffload.traces.format import read_trace
+from support.vllm_managers import Ours, Theirs, key, random_paths
 
 MODULE = "kvoffload.integrations.vllm.policies"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_policy.py"

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from needs import VERSION
 
-from conftest import write_llama
+from support.vllm_engine import write_llama
+from support.vllm_needs import VERSION
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 
@@ -23,7 +23,7 @@ from vllm import config as vllm_configs
 from vllm.engine.arg_utils import EngineArgs
 
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.vllm.producer import (
+from kvoffload.integrations.vllm.shared.producer import (
     GIVEN,
     commit_of,
     draft_model,
@@ -32,8 +32,8 @@ from kvoffload.integrations.vllm.producer import (
     plain,
     why_not_kept,
 )
-from kvoffload.integrations.vllm.producer_table import BOUND, WITHOUT_EFFECT
-from kvoffload.integrations.vllm.tiers import Producer, _model_files
+from kvoffload.integrations.vllm.shared.producer_table import BOUND, WITHOUT_EFFECT
+from kvoffload.integrations.vllm.shared.tiers import Producer, _model_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

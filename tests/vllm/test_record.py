@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from needs import CONNECTOR, needs
-from traffic import Expected
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.traces.format import read_trace
+from support.vllm_needs import CONNECTOR, needs
+from support.vllm_traffic import Expected
 
 # vLLM's warnings are not ours.
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from needs import SECONDARY, lacks
+
+from support.vllm_needs import SECONDARY, lacks
 
 if reason := lacks(*SECONDARY):
     pytest.skip(reason, allow_module_level=True)
 
-from traffic import PATIENCE_S
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -31,10 +31,11 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-import s3_server
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from valkey_server import Server, running
+from support import s3_server
+from support.valkey_server import Server, running
+from support.vllm_traffic import PATIENCE_S
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 BLOCK_BYTES, NUM_SLOTS = 8192, 32

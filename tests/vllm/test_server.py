@@ -11,8 +11,8 @@ import pytest
 from kvoffload.calibration import server as calibration
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-from api_server import kill, ours_in_shared_memory, running, typed
-from traffic import PATIENCE_S, Expected
+from support.vllm_api_server import kill, ours_in_shared_memory, running, typed
+from support.vllm_traffic import PATIENCE_S, Expected
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traffic import PATIENCE_S, Expected
 
-import s3_server
 from kvoffload.tiers.kinds.valkey import PASSWORD
-from kvoffload.tiers.remote.resp import Login
-from valkey_server import Server, clustered, redis, running, self_signed
+from kvoffload.tiers.valkey.resp import Login
+from support import s3_server
+from support.valkey_server import Server, clustered, redis, running, self_signed
+from support.vllm_traffic import PATIENCE_S, Expected
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 

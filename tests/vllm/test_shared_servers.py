@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-from api_server import Server, running, typed
-from traffic import PATIENCE_S, Expected
-
-import valkey_server
+from support import valkey_server
+from support.vllm_api_server import Server, running, typed
+from support.vllm_traffic import PATIENCE_S, Expected
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")

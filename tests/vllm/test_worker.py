@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from needs import DEVICES, needs
 
-from kvoffload.integrations.vllm.layout import Layout
-from kvoffload.integrations.vllm.pool import SharedPool
+from kvoffload.integrations.vllm.shared.pool import SharedPool
+from kvoffload.integrations.vllm.worker_side.layout import Layout
+from support.vllm_needs import DEVICES, needs
 
 base = pytest.importorskip("vllm.v1.kv_offload.base")
 torch = pytest.importorskip("torch")
-worker = pytest.importorskip("kvoffload.integrations.vllm.worker")
-copies = pytest.importorskip("kvoffload.integrations.vllm.copies")
-specs = pytest.importorskip("kvoffload.integrations.vllm.slots_spec")
+worker = pytest.importorskip("kvoffload.integrations.vllm.worker_side.worker")
+copies = pytest.importorskip("kvoffload.integrations.vllm.worker_side.copies")
+specs = pytest.importorskip("kvoffload.integrations.vllm.worker_side.slots_spec")
 
 PAGES = [96, 64, 96, 32]
 GROUPS = [[(0, 96), (1, 60)], [(2, 96), (1, 64)], [(3, 32)]]
@@ -133,7 +133,7 @@ def test_vllms_copies_put_bytes_where_ours_do(
     tmp_path: Path, per_chunk: int, transfer: tuple[list[int], list[int]]
 ) -> None:
     """The addresses that vLLM's handler would hand to the device, for the views of `cuda`, followed here."""
-    cuda = pytest.importorskip("kvoffload.integrations.vllm.cuda")
+    cuda = pytest.importorskip("kvoffload.integrations.vllm.worker_side.cuda")
     gpu_worker = pytest.importorskip("vllm.v1.kv_offload.cpu.gpu_worker")
     rng, source = np.random.default_rng(2), kv_caches(3)
     layout = Layout.of(source, per_chunk)

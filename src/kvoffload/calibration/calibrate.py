@@ -16,7 +16,7 @@ from kvoffload.calibration.copies import device_copies, memory_copies
 from kvoffload.calibration.disk import disk_speed
 from kvoffload.calibration.server import LENGTHS, Server, server_speed
 from kvoffload.errors import ConfigError
-from kvoffload.replay.timing.machine import Machine, Quantity
+from kvoffload.simulate.machine import Machine, Quantity
 from kvoffload.transfer.device import gpu_name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.calibration.samples import measured, rate_and_latency, seconds_of
-from kvoffload.replay.timing.machine import Quantity
+from kvoffload.simulate.machine import Quantity
 from kvoffload.transfer import copy_blocks, copy_engine_for
 from kvoffload.transfer.device import gpu_blocks
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvoffload.calibration.samples import rate_and_latency
 from kvoffload.errors import ConfigError
-from kvoffload.replay.timing.machine import Quantity
+from kvoffload.simulate.machine import Quantity
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import aligned

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvoffload.replay.timing.machine import Quantity
+from kvoffload.simulate.machine import Quantity
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> list[float]:

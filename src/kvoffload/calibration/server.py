@@ -21,8 +21,8 @@ import msgspec
 from kvoffload.calibration.fit import fit_prefill
 from kvoffload.calibration.samples import measured
 from kvoffload.errors import ConfigError
-from kvoffload.replay.timing.machine import Quantity
-from kvoffload.tiers.options import redacted
+from kvoffload.simulate.machine import Quantity
+from kvoffload.tiers.spec import redacted
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens of the prompts that are tried, as far as the model takes them."""

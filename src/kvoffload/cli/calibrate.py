@@ -11,10 +11,10 @@ from rich.table import Table
 
 from kvoffload.calibration.calibrate import Calibration, calibrate
 from kvoffload.cli.replay import write_output
-from kvoffload.config import parse_size
 from kvoffload.errors import Problems
-from kvoffload.replay.timing.classes import parse_class
-from kvoffload.replay.timing.machine import QUANTITIES, Machine, Quantity
+from kvoffload.settings.read import parse_size
+from kvoffload.simulate.classes import parse_class
+from kvoffload.simulate.machine import QUANTITIES, Machine, Quantity
 
 
 @click.command("calibrate")

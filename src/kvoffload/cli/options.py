@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import click
 
-from kvoffload.options import SHARED, gathered
 from kvoffload.replay.routing import ROUTINGS, SESSION
-from kvoffload.tiers.options import NO_TIERS, parse_tiers
+from kvoffload.settings.layers import SHARED, gathered
+from kvoffload.tiers.spec import NO_TIERS, parse_tiers
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-CONFIG = "kvoffload.config"
+CONFIG = "kvoffload.settings.read"
 """Where the context of a command keeps the file that was given."""
 
 

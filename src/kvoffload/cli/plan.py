@@ -25,18 +25,18 @@ from kvoffload.cli.plan_tables import tables
 from kvoffload.cli.simulate import find_machine, without_warnings
 from kvoffload.cli.sweep_progress import how_to_go_on, shown
 from kvoffload.cli.vllm_config import as_flag, transfer_config
-from kvoffload.config import Duration, convert, parse_size
 from kvoffload.errors import ConfigError, SweepError
-from kvoffload.models import block_bytes
+from kvoffload.model.kv_bytes import block_bytes
+from kvoffload.pages.page import check_report, write_report
+from kvoffload.pages.plan import plan_page
 from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import as_toml, read_prices
 from kvoffload.plan.targets import Outcome, Target
 from kvoffload.plan.words import PLACEHOLDERS
 from kvoffload.replay.routing import ROUTINGS, SESSION
-from kvoffload.replay.timing.classes import CLASSES
-from kvoffload.report.page import check_report, write_report
-from kvoffload.report.plan import plan_page
+from kvoffload.settings.read import Duration, convert, parse_size
+from kvoffload.simulate.classes import CLASSES
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import axis
 from kvoffload.sweep.task import TraceSource

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.rows import PlanRow
 from kvoffload.plan.words import money, percent, ram_size, ssd_size
-from kvoffload.replay.timing.report import seconds
+from kvoffload.simulate.report import seconds
 
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6

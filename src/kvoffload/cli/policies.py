@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.options import in_form
-from kvoffload.config import nearest
 from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
 from kvoffload.core.policy import DEFAULT_POLICY, FLAGSHIP, POLICIES
 from kvoffload.errors import ConfigError
-from kvoffload.plugins import Registry
+from kvoffload.settings.read import nearest
+from kvoffload.settings.registry import Registry
 
 
 @click.command()

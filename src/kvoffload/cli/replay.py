@@ -11,7 +11,6 @@ import click
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvoffload import models
 from kvoffload.cli.options import (
     configured,
     decoding,
@@ -24,21 +23,22 @@ from kvoffload.cli.options import (
 )
 from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
-from kvoffload.config import parse_capacity, parse_size
 from kvoffload.core.admission import create_admission
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError, Problems
+from kvoffload.model import kv_bytes as models
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.ends import check_decode_speed
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.queue import check_queue
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.settings.read import parse_capacity, parse_size
 from kvoffload.sweep.grid import ANY_TRACE
 from kvoffload.sweep.grid import device_blocks as device_cache
 from kvoffload.tiers.memory import available_bytes
-from kvoffload.tiers.options import TierOptions, parse_tiers
+from kvoffload.tiers.spec import TierOptions, parse_tiers
 from kvoffload.traces.sources import block_tokens_of, load_trace
 from kvoffload.traces.trace import Trace
 

@@ -10,24 +10,24 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from kvoffload import models
 from kvoffload.cli.options import configured, in_blocks, in_form, quietly, sized, skipping_bad_lines
 from kvoffload.cli.replay import plain, progress_bar, write_output
 from kvoffload.cli.simulate_table import table
-from kvoffload.config import parse_capacity
 from kvoffload.core.admission import create_admission
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError, Problems
+from kvoffload.model import kv_bytes as models
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.replay.timing.classes import CLASSES, parse_class
-from kvoffload.replay.timing.config import Timing
-from kvoffload.replay.timing.machine import Machine, read_machine
-from kvoffload.replay.timing.timed import replay_in_time
+from kvoffload.settings.read import parse_capacity
+from kvoffload.simulate.classes import CLASSES, parse_class
+from kvoffload.simulate.config import Timing
+from kvoffload.simulate.machine import Machine, read_machine
+from kvoffload.simulate.timed import replay_in_time
 from kvoffload.sweep.grid import ANY_TRACE
 from kvoffload.sweep.grid import device_blocks as device_cache
-from kvoffload.tiers.options import parse_tiers
+from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sources import load_trace
 
 DEFAULT_MACHINE = "h100-pcie5"

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload.cli.replay_table import size
-from kvoffload.replay.timing.machine import QUANTITIES, Quantity
-from kvoffload.replay.timing.report import Distribution, TimedOutcome, TimedReport, seconds
+from kvoffload.simulate.machine import QUANTITIES, Quantity
+from kvoffload.simulate.report import Distribution, TimedOutcome, TimedReport, seconds
 
 
 def table(report: TimedReport) -> RenderableType:

@@ -26,14 +26,14 @@ from kvoffload.cli.sweep_progress import how_to_go_on, shown
 from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.errors import ConfigError, SweepError
-from kvoffload.models import block_bytes
-from kvoffload.report.page import check_report, write_report
-from kvoffload.report.sweep import sweep_page
+from kvoffload.model.kv_bytes import block_bytes
+from kvoffload.pages.page import check_report, write_report
+from kvoffload.pages.sweep import sweep_page
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.sweep import Sweep
-from kvoffload.tiers.options import NO_TIERS
+from kvoffload.tiers.spec import NO_TIERS
 from kvoffload.traces.sources import block_tokens_of
 
 

@@ -16,25 +16,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload import models
 from kvoffload.cli.options import in_form, sized
 from kvoffload.cli.text import difference_lines, size_text
-from kvoffload.config import parse_size
 from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
+from kvoffload.model import kv_bytes as models
+from kvoffload.settings.read import parse_size
 from kvoffload.tiers.kinds.valkey import Place, ValkeyOptions, place_of
-from kvoffload.tiers.options import TierOptions, TierOwner, parse_tier
 from kvoffload.tiers.producer_text import summary
-from kvoffload.tiers.remote.cluster_map import Address
-from kvoffload.tiers.remote.inspection import (
+from kvoffload.tiers.shared.inspection import (
     NamespaceReport,
     ServerReport,
     look_at,
     look_into,
     nodes_of,
 )
-from kvoffload.tiers.remote.printable import printable
-from kvoffload.tiers.remote.resp import Connection, ServerError
-from kvoffload.tiers.remote.speeds import Speeds, measure_speeds
+from kvoffload.tiers.shared.printable import printable
+from kvoffload.tiers.shared.speeds import Speeds, measure_speeds
+from kvoffload.tiers.spec import TierOptions, TierOwner, parse_tier
+from kvoffload.tiers.valkey.cluster_map import Address
+from kvoffload.tiers.valkey.resp import Connection, ServerError
 
 _PATIENCE_S = 5.0
 _SLOW_S = 60.0

@@ -12,8 +12,8 @@ import click
 from kvoffload.cli.options import CONFIG, configured
 from kvoffload.core.plans import ON_DEVICE_EVICTION, STORES
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.vllm.options import VERIFY, VLLMS_NAMES, parse_options
-from kvoffload.options import OF_ENGINES, gathered
+from kvoffload.integrations.vllm.shared.options import VERIFY, VLLMS_NAMES, parse_options
+from kvoffload.settings.layers import OF_ENGINES, gathered
 
 _HOME = "kvoffload.integrations.vllm"
 _LEAST_RAM_BYTES = 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, TypeAlias
 
-from kvoffload.plugins import Registry
+from kvoffload.settings.registry import Registry
 from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
 from kvoffload.core.expected import Expected, Queue
+from kvoffload.core.hints import NO_HINTS, Hints, Labels
 from kvoffload.core.on_compute import OnCompute
 from kvoffload.core.on_device_eviction import OnDeviceEviction
 from kvoffload.core.plans import (
@@ -36,7 +37,6 @@ from kvoffload.core.returning import known_keys
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
 from kvoffload.errors import ConfigError, MisuseError, check_integer
-from kvoffload.hints import NO_HINTS, Hints, Labels
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import MAX_KEY_BYTES, Keys

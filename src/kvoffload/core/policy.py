@@ -10,13 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
+from kvoffload.core.hints import Hints
 from kvoffload.core.protection import Protected
 from kvoffload.core.request import Path, Used, used_blocks
 from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import REFUSED as REFUSED
 from kvoffload.core.state import Cache, Entering, entering
-from kvoffload.hints import Hints
-from kvoffload.plugins import Registry
+from kvoffload.settings.registry import Registry
 from kvoffload.structures.index import Index
 from kvoffload.structures.jit import BoolArray, Kernel, by_address, kernel
 from kvoffload.structures.keys import Keys

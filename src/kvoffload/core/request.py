@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvoffload.hints import NO_HINTS, Hints
+from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.structures.batches import WRONG_KEY, KeyBatch, is_key_at, key_at, num_keys, pack_key
 from kvoffload.structures.index import ABSENT, Index, bucket_of, fill_bucket, hash_row, position_in, remove
 from kvoffload.structures.jit import BoolArray, I32Array, U64Matrix, inline, kernel

@@ -1,6 +1,6 @@
 """A purchase in time: how long users wait for first tokens with it and without, on the engines' machine.
 
-Owns which engine is timed, and what its machine is once drives are bought. The simulation is `replay.timing`.
+Owns which engine is timed, and what its machine is once drives are bought. The simulation is `simulate`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import NOTHING, Fleet
 from kvoffload.plan.rows import Cell, Measured, PlanRow
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.replay.timing.config import Timing
-from kvoffload.replay.timing.engine import check_room
-from kvoffload.replay.timing.machine import QUANTITIES, Machine, Quantity
-from kvoffload.replay.timing.report import TimedOutcome
-from kvoffload.replay.timing.timed import run_in_time
+from kvoffload.simulate.config import Timing
+from kvoffload.simulate.engine import check_room
+from kvoffload.simulate.machine import QUANTITIES, Machine, Quantity
+from kvoffload.simulate.report import TimedOutcome
+from kvoffload.simulate.timed import run_in_time
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import OnProgress, Progress
 from kvoffload.sweep.task import code_digest, load

@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvoffload.config import MOST_BLOCKS
 from kvoffload.errors import ConfigError, check_integer
 from kvoffload.plan.prices import Prices
 from kvoffload.replay.routing import SESSION, check_instances, check_routing
-from kvoffload.replay.timing.machine import Machine
+from kvoffload.settings.read import MOST_BLOCKS
+from kvoffload.simulate.machine import Machine
 from kvoffload.traces.load import check_load
 
 _MOST_GPUS = 4096

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvoffload.config import parse_size
 from kvoffload.errors import ConfigError, Problems
+from kvoffload.settings.read import parse_size
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]

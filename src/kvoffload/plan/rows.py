@@ -17,7 +17,7 @@ from kvoffload.replay.routing import SESSION
 from kvoffload.sweep.bootstrap import Interval, Sums
 from kvoffload.sweep.grid import Point
 from kvoffload.sweep.task import Measurement
-from kvoffload.tiers.options import NO_TIERS, SizedTierOptions, parse_tiers
+from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
 
 _A_DAY_S = 86_400
 SERVER_POLICY = "lru"

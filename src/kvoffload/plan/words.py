@@ -12,7 +12,7 @@ from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.rows import Measured, PlanRow, age
 from kvoffload.plan.targets import ABOUT, ENOUGH, Choice, Difference, Outcome, Target, beside
-from kvoffload.replay.timing.report import TimedOutcome, TimedTierReport, seconds
+from kvoffload.simulate.report import TimedOutcome, TimedTierReport, seconds
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.verdict import Certainty, certainty_of
 

@@ -1,7 +1,7 @@
 """Contents of blocks, made from their keys: what a replay writes to a device and expects to read back.
 
 Word `j` of a block (64 bits, little-endian as every machine that numba knows) is ``mix(digest + j * ODD)``,
-where `digest` is the key's (`tiers.base.key_digests`) and `mix` splitmix64's finisher. Both steps are
+where `digest` is the key's (`tiers.contract.key_digests`) and `mix` splitmix64's finisher. Both steps are
 bijections of 64-bit numbers, hence
 
 - a wrong byte is always found: the comparison is exact;
@@ -28,7 +28,7 @@ from kvoffload.structures.jit import (
     long_kernel,
 )
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import ODD, Checksums, Mask, key_digests, mix
+from kvoffload.tiers.contract import ODD, Checksums, Mask, key_digests, mix
 from kvoffload.transfer import Blocks, Rows, check_rows
 
 Words = npt.NDArray[np.uint64]

@@ -21,9 +21,9 @@ from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport, TierReport
 from kvoffload.replay.routing import check_instances, check_routing, route
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import Mask
-from kvoffload.tiers.options import SizedTierOptions
+from kvoffload.tiers.contract import Mask
 from kvoffload.tiers.simulated import SimulatedTier
+from kvoffload.tiers.spec import SizedTierOptions
 from kvoffload.traces.trace import Trace
 from kvoffload.transfer import Blocks, Rows
 

@@ -35,9 +35,9 @@ from kvoffload.replay.report import ReplayReport, TierReport
 from kvoffload.replay.routing import SESSION
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
-from kvoffload.tiers.base import SecondaryTier
-from kvoffload.tiers.options import TierOptions, TierOwner, open_tiers
+from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.simulated import NoMemory
+from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers
 from kvoffload.traces.trace import Trace
 
 _SETTLE_S = 600.0

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.config import parse_capacity
 from kvoffload.core.admission import create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
@@ -24,7 +23,8 @@ from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.queue import check_queue
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.routing import SESSION, check_instances, check_routing
-from kvoffload.tiers.options import NO_TIERS, SizedTierOptions, parse_tiers
+from kvoffload.settings.read import parse_capacity
+from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
 
 NEEDS_DEVICE = {ON_DEVICE_EVICTION: "to store on device eviction takes a device cache"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvoffload.errors import ConfigError
-from kvoffload.replay.timing.report import TimedOutcome
+from kvoffload.simulate.report import TimedOutcome
 from kvoffload.sweep.task import Measurement
 
 

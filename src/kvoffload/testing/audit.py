@@ -26,7 +26,7 @@ from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
 from kvoffload.structures.structs import Struct
-from kvoffload.testing.naive.arc import NaiveARC
+from support.naive.arc import NaiveARC
 
 
 def audit(manager: OffloadingManager) -> None:

@@ -27,13 +27,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvoffload.core.hints import Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES, LoadPlan, StorePlan
 from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import PolicyError
-from kvoffload.hints import Hints
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.structures.jit import BoolArray
 from kvoffload.testing.audit import audit, state_of

@@ -28,12 +28,12 @@ from hypothesis.stateful import (
 )
 
 from kvoffload.core.admission import Admission
+from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, LoadPlan, LookupResult, ManagerStats, PrefixLookup, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import MisuseError
-from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit, duplicate_slots, snapshot
 from kvoffload.testing.scripts import colliding_keys, known_of_requests

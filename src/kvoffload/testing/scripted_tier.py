@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.transfer import Blocks, Rows
 
 

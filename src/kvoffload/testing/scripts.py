@@ -15,10 +15,10 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from hypothesis import strategies as st
 
+from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
 

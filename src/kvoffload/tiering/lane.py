@@ -14,7 +14,7 @@ import numpy as np
 from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.speed import ReadSpeed
-from kvoffload.tiers.base import NO_JOB, Mask, SecondaryTier
+from kvoffload.tiers.contract import NO_JOB, Mask, SecondaryTier
 from kvoffload.tiers.guarded import GuardedTier
 
 _STALLED_AFTER_DEADLINES = 4

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult, OffloadingEvent, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
-from kvoffload.hints import NO_HINTS, Hints
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import Job, TieringCounts, TierLane
 from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import num_worth_reading, soonest, what_it_needs
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, Memory, SecondaryTier, TierStats
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, Memory, SecondaryTier, TierStats
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.tiering.lane import TierLane
-from kvoffload.tiers.base import SecondaryTier
+from kvoffload.tiers.contract import SecondaryTier
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import HOUR_S, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.tiers.contract import HOUR_S, JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.transfer import Blocks, Rows
 
 _HOURS = 25

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import MisuseError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats, checked_rows
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats, checked_rows
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 

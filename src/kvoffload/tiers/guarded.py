@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_CHECKSUM, Checksums, Mask, block_checksums, key_digests
+from kvoffload.tiers.contract import NO_CHECKSUM, Checksums, Mask, block_checksums, key_digests
 from kvoffload.transfer import Blocks, CopyEngine, Rows, check_rows, copy_engine_for
 from kvoffload.transfer.copies import address_of
 from kvoffload.transfer.engine import DeviceArray

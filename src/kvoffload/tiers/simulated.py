@@ -14,7 +14,7 @@ from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
 from kvoffload.transfer import Blocks, Rows
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import SecondaryTier, key_digests
+from kvoffload.tiers.contract import SecondaryTier, key_digests
 from kvoffload.tiers.divided import DividedTier, Share
 
 

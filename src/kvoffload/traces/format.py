@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvoffload.errors import ConfigError
-from kvoffload.plugins import Registry
+from kvoffload.settings.registry import Registry
 from kvoffload.traces.compressed import COMPRESSIONS
 from kvoffload.traces.trace import Trace
 

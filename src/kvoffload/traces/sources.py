@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvoffload.config import nearest
 from kvoffload.errors import ConfigError
+from kvoffload.settings.read import nearest
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, stated_header
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.format import read_trace

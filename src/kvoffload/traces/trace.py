@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.hints import NO_HINTS, Hints
+from kvoffload.core.hints import NO_HINTS, Hints
 
 
 @dataclass(frozen=True)

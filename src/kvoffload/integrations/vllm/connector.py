@@ -12,13 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.vllm.manager import KVOffloadManager
-from kvoffload.integrations.vllm.options import ONE_BY_ONE
-from kvoffload.integrations.vllm.producer import GIVEN
-from kvoffload.integrations.vllm.recording import Recording, recording
-from kvoffload.integrations.vllm.scheduler import KVOffloadScheduler, OnDeviceEvictionScheduler
+from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
+from kvoffload.integrations.vllm.scheduler_side.recording import Recording, recording
+from kvoffload.integrations.vllm.scheduler_side.scheduler import KVOffloadScheduler, OnDeviceEvictionScheduler
+from kvoffload.integrations.vllm.shared.options import ONE_BY_ONE
+from kvoffload.integrations.vllm.shared.producer import GIVEN
+from kvoffload.integrations.vllm.shared.versions import SINCE_CONNECTOR, check_version
 from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, SEES_REQUESTS, checked_options
-from kvoffload.integrations.vllm.versions import SINCE_CONNECTOR, check_version
 
 
 class KVOffloadConnector(OffloadingConnector):

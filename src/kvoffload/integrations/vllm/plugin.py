@@ -6,7 +6,7 @@ With it ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` ar
 
 from __future__ import annotations
 
-from kvoffload.integrations.vllm.logs import logger
+from kvoffload.integrations.vllm.shared.logs import logger
 
 _HOME = "kvoffload.integrations.vllm"
 

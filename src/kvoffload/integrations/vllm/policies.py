@@ -20,7 +20,7 @@ from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.policy import POLICIES
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import PolicyError
-from kvoffload.integrations.vllm.logs import logger
+from kvoffload.integrations.vllm.shared.logs import logger
 
 PREFIX = "kvoffload-"
 _MAX_ABSENT = 100_000

@@ -23,23 +23,23 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvoffload.integrations.vllm.containment import contained
-from kvoffload.integrations.vllm.logs import join_vllm, logger
-from kvoffload.integrations.vllm.lookups import path_of
-from kvoffload.integrations.vllm.manager import USUAL_KEY_BYTES
-from kvoffload.integrations.vllm.producer import find_configuration
-from kvoffload.integrations.vllm.tiers import (
+from kvoffload.integrations.vllm.scheduler_side.containment import contained
+from kvoffload.integrations.vllm.scheduler_side.lookups import path_of
+from kvoffload.integrations.vllm.scheduler_side.manager import USUAL_KEY_BYTES
+from kvoffload.integrations.vllm.shared.logs import join_vllm, logger
+from kvoffload.integrations.vllm.shared.producer import find_configuration
+from kvoffload.integrations.vllm.shared.tiers import (
     Producer,
     say_what_a_reset_misses,
     tier_owner,
     usable_tiers,
 )
-from kvoffload.integrations.vllm.versions import SINCE_SECONDARY, check_version, engine_facts, events
+from kvoffload.integrations.vllm.shared.versions import SINCE_SECONDARY, check_version, engine_facts, events
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.wait import TierWait
-from kvoffload.tiers.base import NO_JOB, SecondaryTier
+from kvoffload.tiers.contract import NO_JOB, SecondaryTier
 from kvoffload.tiers.guarded import GuardedTier
-from kvoffload.tiers.options import open_tiers, parse_tiers
+from kvoffload.tiers.spec import open_tiers, parse_tiers
 
 _DRAIN_TIMEOUT_S, _SHARED_DRAIN_TIMEOUT_S = 30.0, 2.0
 _NEW_WAIT_AFTER_S = 2.0

@@ -15,17 +15,15 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.vllm.copies import Copies, HostCopies
-from kvoffload.integrations.vllm.layout import Layout
-from kvoffload.integrations.vllm.logs import join_vllm, logger
-from kvoffload.integrations.vllm.manager import KVOffloadManager
-from kvoffload.integrations.vllm.metrics import definitions
-from kvoffload.integrations.vllm.options import ALWAYS, VLLMOptions, parse_options
-from kvoffload.integrations.vllm.patches import name_failed_loads, own_connector
-from kvoffload.integrations.vllm.pool import SCHEDULER, SharedPool
-from kvoffload.integrations.vllm.producer import find_configuration
-from kvoffload.integrations.vllm.tiers import Producer, tier_owner, usable_tiers
-from kvoffload.integrations.vllm.versions import (
+from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
+from kvoffload.integrations.vllm.scheduler_side.metrics import definitions
+from kvoffload.integrations.vllm.shared.logs import join_vllm, logger
+from kvoffload.integrations.vllm.shared.options import ALWAYS, VLLMOptions, parse_options
+from kvoffload.integrations.vllm.shared.patches import name_failed_loads, own_connector
+from kvoffload.integrations.vllm.shared.pool import SCHEDULER, SharedPool
+from kvoffload.integrations.vllm.shared.producer import find_configuration
+from kvoffload.integrations.vllm.shared.tiers import Producer, tier_owner, usable_tiers
+from kvoffload.integrations.vllm.shared.versions import (
     SINCE_DEVICES,
     check_version,
     engine_facts,
@@ -33,9 +31,11 @@ from kvoffload.integrations.vllm.versions import (
     fences_come_late,
     warn_of_seeds,
 )
-from kvoffload.integrations.vllm.worker import KVOffloadWorker
-from kvoffload.tiers.base import SecondaryTier
-from kvoffload.tiers.options import open_tiers
+from kvoffload.integrations.vllm.worker_side.copies import Copies, HostCopies
+from kvoffload.integrations.vllm.worker_side.layout import Layout
+from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
+from kvoffload.tiers.contract import SecondaryTier
+from kvoffload.tiers.spec import open_tiers
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
 """How long a worker waits for the memory of the others before it pins the pool: the larger of both. A GiB in
@@ -196,7 +196,7 @@ def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> C
     """The copies for the tensors of this worker, on the host or a device."""
     if all(tensor.tensor.device.type == "cpu" for tensor in kv_caches.tensors):
         return HostCopies(kv_caches, layout, pool.part(part))
-    from kvoffload.integrations.vllm.cuda import DeviceCopies
+    from kvoffload.integrations.vllm.worker_side.cuda import DeviceCopies
 
     # To pin the pool is to touch all of it, also the parts of the others.
     if not pool.wait_for_workers(workers_wait_s(pool.num_slots * pool.slot_stride)):

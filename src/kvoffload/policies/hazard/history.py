@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.hints import NUM_LABELS
+from kvoffload.core.hints import NUM_LABELS
 from kvoffload.policies.hazard.shadow import ShadowLRU, leave_shadow
 from kvoffload.structures.index import ABSENT, find, hash_row, same_key
 from kvoffload.structures.jit import F64Array, I32Array, I64Array, U64Matrix, inline

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import Checksums
+from kvoffload.tiers.contract import Checksums
 from kvoffload.tiers.disk.slab import Outcomes, Positions
 from kvoffload.transfer import Blocks
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.slots import SlotArray
-from kvoffload.tiers.base import Checksums
+from kvoffload.tiers.contract import Checksums
 from kvoffload.tiers.disk.format import SlabSlots
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.recovery import Contents

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys, words_per_key
-from kvoffload.tiers.base import HOUR_S, Checksums
+from kvoffload.tiers.contract import HOUR_S, Checksums
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.format import (
     CHECKPOINT,

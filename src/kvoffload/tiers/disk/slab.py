@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from kvoffload.errors import UnavailableError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import Checksums, Mask
 from kvoffload.tiers.checksum import checksums
+from kvoffload.tiers.contract import Checksums, Mask
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files, aligned
 from kvoffload.tiers.disk.format import (
     Bytes,

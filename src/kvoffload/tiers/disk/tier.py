@@ -25,7 +25,15 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.base import NO_JOB, Checksums, JobResult, Mask, SecondaryTier, TierStats, checked_rows
+from kvoffload.tiers.contract import (
+    NO_JOB,
+    Checksums,
+    JobResult,
+    Mask,
+    SecondaryTier,
+    TierStats,
+    checked_rows,
+)
 from kvoffload.tiers.disk.chunk import Chunk, Stamps
 from kvoffload.tiers.disk.committer import Committer
 from kvoffload.tiers.disk.directory import Geometry, open_directory

@@ -1,1 +1,1 @@
-"""The kinds of tiers that users can ask for, one file each. Their contract is `tiers.options.TierOptions`."""
+"""The kinds of tiers that users can ask for, one file each. Their contract is `tiers.spec.TierOptions`."""

@@ -10,13 +10,13 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvoffload.config import SizeOrNothing, parse_size
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.tiers.base import SecondaryTier
+from kvoffload.settings.read import SizeOrNothing, parse_size
 from kvoffload.tiers.budgeted import BudgetedTier
+from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.tier import DiskTier
-from kvoffload.tiers.options import SizedTierOptions, TierOwner
+from kvoffload.tiers.spec import SizedTierOptions, TierOwner
 from kvoffload.tiers.striped import StripedTier
 
 

@@ -13,15 +13,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvoffload.config import Duration, SizeOrNothing
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName, create_admission
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.tiers.options import TierOptions, TierOwner, redacted
-from kvoffload.tiers.remote.bucket import NO_BUCKET, Bucket, BucketError, Ledger, Prices
-from kvoffload.tiers.remote.line import CONNECT_S
-from kvoffload.tiers.remote.packed import PackedTier
-from kvoffload.tiers.remote.signing import Signer
-from kvoffload.tiers.remote.tier import RemoteOptions
+from kvoffload.settings.read import Duration, SizeOrNothing
+from kvoffload.tiers.s3.bucket import NO_BUCKET, Bucket, BucketError, Ledger, Prices
+from kvoffload.tiers.s3.packed import PackedTier
+from kvoffload.tiers.s3.signing import Signer
+from kvoffload.tiers.shared.connection import CONNECT_S
+from kvoffload.tiers.shared.tier import RemoteOptions
+from kvoffload.tiers.spec import TierOptions, TierOwner, redacted
 
 _START_S = 3.0
 _REPLAY_S = 30.0

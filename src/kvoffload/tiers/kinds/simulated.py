@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.options import SizedTierOptions, TierOwner
 from kvoffload.tiers.simulated import SimulatedTier
+from kvoffload.tiers.spec import SizedTierOptions, TierOwner
 
 
 @dataclass(frozen=True, kw_only=True)

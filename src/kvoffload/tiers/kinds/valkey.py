@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from kvoffload.config import Duration
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName, create_admission
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.tiers.options import TierOptions, TierOwner, redacted
-from kvoffload.tiers.remote.addresses import Addresses
-from kvoffload.tiers.remote.cluster import ClusterTier
-from kvoffload.tiers.remote.cluster_map import Address
-from kvoffload.tiers.remote.printable import printable
-from kvoffload.tiers.remote.resp import Connection, Login, ServerError
-from kvoffload.tiers.remote.silence import ImpatientConnection
-from kvoffload.tiers.remote.tier import RemoteOptions, RemoteTier
+from kvoffload.settings.read import Duration
+from kvoffload.tiers.shared.addresses import Addresses
+from kvoffload.tiers.shared.printable import printable
+from kvoffload.tiers.shared.silence import ImpatientConnection
+from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.spec import TierOptions, TierOwner, redacted
+from kvoffload.tiers.valkey.cluster import ClusterTier
+from kvoffload.tiers.valkey.cluster_map import Address
+from kvoffload.tiers.valkey.resp import Connection, Login, ServerError
 
 USERNAME, PASSWORD = "KVOFFLOAD_VALKEY_USERNAME", "KVOFFLOAD_VALKEY_PASSWORD"
 _PORT = 6379

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.errors import ConfigError
-from kvoffload.hints import NO_HINTS, Hints
-from kvoffload.plugins import Registry
+from kvoffload.settings.registry import Registry
 from kvoffload.traces.block_size import BlockSize, Header
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.conversion.json_elements import elements, is_array

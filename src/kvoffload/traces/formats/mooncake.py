@@ -29,8 +29,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.core.hints import Hints
 from kvoffload.errors import TraceError
-from kvoffload.hints import Hints
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, header_in
 from kvoffload.traces.compressed import STDIN, compressing
 from kvoffload.traces.format import TraceFormat

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvoffload.config import Positive
+from kvoffload.settings.read import Positive
 from kvoffload.traces.conversion.live import batches, is_address
 from kvoffload.traces.conversion.source import Given, Request, Source
 from kvoffload.traces.lines import BadLineError, decoded

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Literal
 
-from kvoffload.config import Positive
 from kvoffload.errors import ConfigError
+from kvoffload.settings.read import Positive
 from kvoffload.traces.conversion.source import Given, Request, Source
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.lines import BadLineError

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvoffload.hints import Hints
+from kvoffload.core.hints import Hints
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.conversion.json_elements import elements, is_array
 from kvoffload.traces.conversion.paced import PacedSource

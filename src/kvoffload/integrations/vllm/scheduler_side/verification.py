@@ -1,0 +1,97 @@
+"""Verifies blocks in RAM before they count as hits, if the user wants that.
+
+Owns the checks under way and the pins that keep a verified block unchanged until it is loaded. Does not know
+how a damaged block is handled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, LookupResult
+from kvoffload.core.request import RequestContext
+from kvoffload.integrations.vllm.shared.pool import SharedPool
+from kvoffload.tiers.contract import Checksums, key_digests
+
+
+@dataclass(eq=False)
+class _Check:
+    """One block of one request: pinned from the first lookup until it is loaded or no longer wanted."""
+
+    key: bytes
+    plan: LoadPlan
+    digests: Checksums
+    sound: bool | None = None
+
+
+@dataclass(eq=False)
+class Checks:
+    """The checks of one request."""
+
+    by_key: dict[bytes, _Check] = field(default_factory=dict)
+
+
+class Verifier:
+    """Answers RETRY until a thread has verified the block, then HIT; a damaged block is forgotten and MISS.
+
+    At most half of the pool is pinned by checks: beyond that a block is MISS, so that requests that wait for
+    each other's blocks, or for more than the pool holds, can continue.
+
+    Thread: the scheduler's, for all methods. One thread does the checks, at memory speed.
+    """
+
+    def __init__(
+        self, manager: OffloadingManager, pool: SharedPool, on_damage: Callable[[bytes], None]
+    ) -> None:
+        self._manager, self._pool, self._on_damage = manager, pool, on_damage
+        self._limit, self._held = max(1, manager.capacity_blocks // 2), 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
+
+    def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
+        """The answer for a ready block and this request."""
+        check = checks.by_key.get(key)
+        if check is None:
+            if self._held >= self._limit:
+                return LookupResult.MISS
+            plan = self._manager.prepare_load([key], ctx)
+            check = checks.by_key[key] = _Check(key, plan, key_digests(plan.keys))
+            self._held += 1
+            self._thread.submit(self._verify, check)
+        if check.sound is None:
+            return LookupResult.RETRY
+        if check.sound:
+            return LookupResult.HIT
+        self._release(checks, key, damaged=True)
+        self._on_damage(key)
+        return LookupResult.MISS
+
+    def release(self, checks: Checks) -> None:
+        """The request has loaded its blocks, or will not load them: unpin them."""
+        for key in list(checks.by_key):
+            self._release(checks, key, damaged=checks.by_key[key].sound is False)
+
+    def reset(self) -> None:
+        """Forget the checks: all plans are void."""
+        self._held = 0
+
+    def close(self) -> None:
+        """Wait for the check under way."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _release(self, checks: Checks, key: bytes, *, damaged: bool) -> None:
+        check = checks.by_key.pop(key)
+        self._held -= 1
+        self._manager.unpin(check.plan, damaged=[0] if damaged else [])
+
+    def _verify(self, check: _Check) -> None:
+        sound = False
+        try:
+            sound = bool(np.all(self._pool.verify(check.plan.slots, check.digests)))
+        finally:
+            # Also after an error: a request that waits for an answer gets one.
+            check.sound = sound

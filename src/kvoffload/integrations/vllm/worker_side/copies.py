@@ -1,0 +1,107 @@
+"""Copies between an engine's tensors and the pool; in host memory by our own engine, on a thread.
+
+Owns the interface, and its implementation for the CPU platform; `cuda` is for devices. Does not know keys or
+checksums, nor how a failed copy is handled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+from kvoffload.integrations.vllm.worker_side.layout import Layout
+from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec
+from kvoffload.structures.jit import compile_all
+from kvoffload.transfer import Blocks, copy_blocks
+from kvoffload.transfer.engine import as_blocks
+
+
+class Copied(NamedTuple):
+    """The result of a job. Without an `error` all of its bytes have arrived."""
+
+    job: int
+    num_bytes: int
+    seconds: float
+    error: BaseException | None = None
+
+
+class Copies(Protocol):
+    """Moves the blocks of jobs. Jobs of one direction end in the order in which they were submitted.
+
+    Thread: all methods on one thread. `store` and `load` may raise; then nothing has begun.
+    """
+
+    def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
+        """Begin to copy the engine's blocks into slots."""
+        ...
+
+    def load(self, job: int, engine: Any, slots: SlotsSpec) -> None:
+        """Begin to copy slots into the engine's blocks."""
+        ...
+
+    def finished(self) -> list[Copied]:
+        """Jobs that have ended since the last call."""
+        ...
+
+    def wait(self, jobs: set[int]) -> None:
+        """Return when these jobs have ended; `finished` has their results."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the jobs under way, and release the tensors and the pool."""
+        ...
+
+
+class HostCopies:
+    """Copies of tensors in host memory. One thread copies, while the engine's step continues."""
+
+    def __init__(self, kv_caches: Any, layout: Layout, part: Blocks) -> None:
+        self._layout, self._part = layout, part
+        self._tensors = [as_blocks(tensor.tensor) for tensor in kv_caches.tensors]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-copies")
+        self._jobs: dict[int, Future[tuple[int, float]]] = {}
+        compile_all()
+
+    def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
+        self._jobs[job] = self._thread.submit(self._copy, engine, slots, _store)
+
+    def load(self, job: int, engine: Any, slots: SlotsSpec) -> None:
+        self._jobs[job] = self._thread.submit(self._copy, engine, slots, _load)
+
+    def finished(self) -> list[Copied]:
+        ended = [job for job, future in self._jobs.items() if future.done()]
+        return [_result(job, self._jobs.pop(job)) for job in ended]
+
+    def wait(self, jobs: set[int]) -> None:
+        for job in jobs & self._jobs.keys():
+            self._jobs[job].exception()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._tensors.clear()
+        del self._part
+
+    def _copy(self, engine: Any, slots: SlotsSpec, copy: Callable[..., None]) -> tuple[int, float]:
+        start, num_bytes = time.perf_counter(), 0
+        for move in self._layout.moves(engine, slots.block_ids):
+            for region in self._layout.regions[move.group]:
+                begin = region.start + move.inner * region.stride
+                ours = self._part[:, begin : begin + region.num_bytes]
+                copy(self._tensors[region.tensor][:, : region.num_bytes], move.blocks, ours, move.slots)
+            num_bytes += self._layout.num_bytes(move)
+        return num_bytes, time.perf_counter() - start
+
+
+def _store(theirs: Blocks, blocks: Any, ours: Blocks, slots: Any) -> None:
+    copy_blocks(theirs, blocks, ours, slots)
+
+
+def _load(theirs: Blocks, blocks: Any, ours: Blocks, slots: Any) -> None:
+    copy_blocks(ours, slots, theirs, blocks)
+
+
+def _result(job: int, future: Future[tuple[int, float]]) -> Copied:
+    error = future.exception()
+    return Copied(job, 0, 0.0, error) if error is not None else Copied(job, *future.result())

@@ -1,0 +1,195 @@
+"""The worker's side: runs transfers, takes checksums of stored blocks, and contains failures.
+
+Owns the jobs of one worker and the handling of those that fail. Does not decide what is stored, and does not
+know keys, only their digests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+from kvoffload.core.slots import SlotArray
+from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
+from kvoffload.integrations.vllm.shared.pool import SharedPool
+from kvoffload.integrations.vllm.worker_side.copies import Copies
+from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, without_torn_groups
+from kvoffload.structures.jit import compile_all
+
+
+@dataclass
+class _Job:
+    slots: SlotsSpec
+    is_store: bool
+    torn: SlotArray = field(default_factory=lambda: np.empty(0, np.int32))
+    copied: bool = False
+    sealing: Future[TransferResult] | None = None
+    result: TransferResult | None = None
+
+
+class KVOffloadWorker(OffloadingWorker):
+    """Transfers between this worker's tensors and its part of the pool.
+
+    vLLM's connector stops the engine if a job is reported as failed, so none is. If a store fails, its slots
+    are marked in the pool's ledger before it is reported, and the scheduler forgets its blocks. If a load
+    fails, its slots are marked too, and `take_failed_loads` names it, so that its request is computed again
+    (`patches`).
+
+    Args:
+        blocks_per_chunk: engine blocks in a slot.
+        seal: whether to take checksums of stored blocks.
+
+    Attributes:
+        failures_are_named: `take_failed_loads` is called. If not, a failed load is reported as failed.
+        fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read them
+            (`versions.fences_come_late`). Then the bytes of such a store are not trusted.
+        num_failed: jobs that failed. num_overwritten: stores dropped because of a late fence.
+    """
+
+    def __init__(
+        self, pool: SharedPool, part: int, copies: Copies, *, blocks_per_chunk: int, seal: bool
+    ) -> None:
+        self._pool, self._part, self._copies = pool, part, copies
+        self._blocks_per_chunk = blocks_per_chunk
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-seal") if seal else None
+        self._jobs: dict[int, _Job] = {}
+        self._failed_loads: set[int] = set()
+        self.failures_are_named = False
+        self.fences_come_late = False
+        self.num_failed = self.num_overwritten = 0
+        self._log = rate_limited_log()
+        if seal:
+            compile_all()
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
+        """Begin to store; always True. A chunk that is not whole is not stored."""
+        blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
+        job = _Job(slots, True, torn)
+        if len(torn) and not len(slots.block_ids):
+            self._jobs[job_id] = job
+            job.copied = True
+            self._end(job, TransferResult(job_id, True, 0, 0.0))
+        else:
+            self._submit(job_id, job, blocks, self._copies.store)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any, expedited: bool = False) -> bool:
+        """Begin to load; always True."""
+        self._submit(job_id, _Job(src_spec, False), dst_spec, self._copies.load)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that have ended since the last call; the ledger says which blocks failed."""
+        self._collect()
+        done = [(job_id, job.result) for job_id, job in self._jobs.items() if job.result is not None]
+        for job_id, _ in done:
+            del self._jobs[job_id]
+        return [result for _, result in done]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return when these jobs have ended: their blocks and slots may then be reused.
+
+        A job fails if its end is not known when this call returns. A store whose copy had not ended before
+        this call is dropped if fences come late.
+        """
+        mine = {job_id for job_id in job_ids if job_id in self._jobs}
+        copying = [job_id for job_id in sorted(mine) if not self._jobs[job_id].copied]
+        cause: Exception = OSError("its copy has not ended")
+        try:
+            self._copies.wait(mine)
+        except Exception as error:
+            logger.exception("kvoffload: waiting for transfers failed")
+            cause = error
+        self._collect(wait_for=mine)
+        for job_id in copying:
+            job = self._jobs[job_id]
+            if not job.copied:
+                self._fail(job_id, job, cause)
+            elif self.fences_come_late and job.is_store:
+                self._drop(job)
+
+    def take_failed_loads(self) -> set[int]:
+        """Failed loads: `get_finished` has reported them, or will, and their bytes have not arrived."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    def running(self) -> set[int]:
+        """Jobs that `get_finished` has not reported."""
+        return set(self._jobs)
+
+    def shutdown(self) -> None:
+        """Wait for the jobs under way and close the pool, also if the copies cannot be closed."""
+        try:
+            self._copies.close()
+        finally:
+            if self._sealer is not None:
+                self._sealer.shutdown()
+            self._pool.close()
+
+    def _submit(
+        self, job_id: int, job: _Job, engine: Any, begin: Callable[[int, Any, SlotsSpec], None]
+    ) -> None:
+        self._jobs[job_id] = job
+        try:
+            begin(job_id, engine, job.slots)
+        except Exception as error:
+            self._fail(job_id, job, error)
+
+    def _collect(self, wait_for: set[int] | frozenset[int] = frozenset()) -> None:
+        for copied in self._copies.finished():
+            job = self._jobs.get(copied.job)
+            if job is None or job.copied:
+                continue  # `wait` has given it up
+            job.copied = True
+            if copied.error is not None:
+                self._fail(copied.job, job, copied.error)
+                continue
+            result = TransferResult(copied.job, True, copied.num_bytes, copied.seconds)
+            if self._sealer is not None and job.is_store:
+                job.sealing = self._sealer.submit(self._seal, job.slots, result)
+            else:
+                self._end(job, result)
+        for job_id, job in self._jobs.items():
+            if job.sealing is not None and job.result is None and (job_id in wait_for or job.sealing.done()):
+                error = job.sealing.exception()
+                if error is not None:
+                    self._fail(job_id, job, error)
+                else:
+                    self._end(job, job.sealing.result())
+
+    def _end(self, job: _Job, result: TransferResult) -> None:
+        if job.is_store:
+            self._pool.fail(self._part, job.torn)
+        job.result = result
+
+    def _drop(self, job: _Job) -> None:
+        """Let the scheduler forget the blocks of a store that may have read overwritten blocks."""
+        self.num_overwritten += 1
+        self._pool.fail(self._part, job.slots.block_ids)
+
+    def _fail(self, job_id: int, job: _Job, error: BaseException) -> None:
+        self.num_failed += 1
+        job.copied = True
+        kind, count = "store" if job.is_store else "load", len(job.slots.block_ids)
+        text = "kvoffload: a %s of %d blocks failed; they are computed again: %s: %s"
+        self._log.error(kind, text, kind, count, type(error).__name__, error)
+        slots = job.slots.block_ids
+        self._pool.fail(self._part, slots[slots >= 0])
+        self._pool.fail(self._part, job.torn)
+        if not job.is_store:
+            self._failed_loads.add(job_id)
+        job.result = TransferResult(job_id, job.is_store or self.failures_are_named)
+
+    def _seal(self, slots: SlotsSpec, result: TransferResult) -> TransferResult:
+        """Take the checksums of this worker's part of the slots."""
+        start = time.perf_counter()
+        assert slots.digests is not None
+        self._pool.seal(self._part, slots.block_ids, slots.digests)
+        result.transfer_time += time.perf_counter() - start
+        return result

@@ -1,0 +1,169 @@
+"""What the KV cache of a model takes: the bytes of one token, from the model's own configuration.
+
+With it a size such as ``64GiB`` is a number of blocks: a block has the bytes of its tokens.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvoffload.errors import ConfigError
+from kvoffload.settings.read import nearest, parse_size
+
+_KNOWN: dict[str, tuple[int, int, int]] = {
+    "meta-llama/llama-3.1-8b": (32, 8, 128),
+    "meta-llama/llama-3.1-70b": (80, 8, 128),
+    "meta-llama/llama-3.3-70b": (80, 8, 128),
+    "mistralai/mistral-7b-v0.3": (32, 8, 128),
+    "qwen/qwen2.5-7b": (28, 4, 128),
+    "qwen/qwen2.5-72b": (80, 8, 128),
+    "qwen/qwen3-8b": (36, 8, 128),
+    "qwen/qwen3-32b": (64, 8, 128),
+}
+"""Layers, KV heads and numbers of a head of some models, without -Instruct."""
+
+KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""What vLLM's ``--kv-cache-dtype`` may be, with the bytes of a number; 0 where the model says it."""
+
+_DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_HYBRID = {
+    *("attn_layer_period", "attn_type_list", "full_attention_interval", "attn_layer_indices"),
+    "linear_attn_config",
+}
+"""Options of models in which only some layers have attention, each in a way of its own."""
+_BESIDES = {"index_head_dim", "compress_ratios"}
+"""Options of models that keep more of a token than its keys and values, or less."""
+_EXPANDED = {"minicpm3"}
+"""Types of models with a latent vector that engines expand to all heads before they keep it."""
+_ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugging Face cache or of: "
+
+
+def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
+    """Bytes that one token takes in the KV caches of all layers and all ranks together.
+
+    As vLLM allocates them: tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention.
+    Caches have 16 bits for a model of 32, as with vLLM's ``auto``. Layers with attention count, those with
+    a sliding window too: what is offloaded of a block is all of it. Layers with a state of constant size
+    (Mamba, linear attention) do not.
+
+    Args:
+        model: a ``config.json``, a directory with one, or a name: of a model in the local cache of Hugging
+            Face, or one of a few that are known.
+        kv_cache_dtype: as vLLM is told: one of `KV_CACHE_DTYPES`.
+
+    Raises: `ConfigError` for the field ``model``, or ``kv-cache-dtype``.
+    """
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError("kv-cache-dtype", kv_cache_dtype, f"allowed: {', '.join(KV_CACHE_DTYPES)}")
+    place = Path(model)
+    if place.is_dir():
+        place = place / "config.json"
+    if not place.is_file():
+        name = model.lower().removesuffix("-instruct")
+        if name in _KNOWN:
+            layers, heads, head_size = _KNOWN[name]
+            return 2 * layers * heads * head_size * (KV_CACHE_DTYPES[kv_cache_dtype] or 2)
+        cached = _in_hub_cache(model)
+        if cached is None:
+            raise ConfigError("model", model, _ALLOWED + ", ".join(_KNOWN) + nearest(name, _KNOWN))
+        place = cached
+    try:
+        config: dict[str, Any] = msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError("model", model, f"{place} cannot be read ({error.strerror})") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError("model", model, f"{place} is no configuration of a model ({error})") from None
+    return _of_config(model, config, KV_CACHE_DTYPES[kv_cache_dtype])
+
+
+def block_bytes(
+    model: str | None, token_bytes: str | None, block_tokens: int, kv_cache_dtype: str = "auto"
+) -> int | None:
+    """Bytes of a block of so many tokens; None if neither model nor bytes of a token are given."""
+    if model is not None and token_bytes is not None:
+        raise ConfigError("bytes-per-token", token_bytes, "the model says it: give one of the two")
+    if model is None and kv_cache_dtype != "auto":
+        raise ConfigError(
+            "kv-cache-dtype", kv_cache_dtype, "allowed: with --model, whose numbers it is about"
+        )
+    if model is not None:
+        return bytes_per_token(model, kv_cache_dtype) * block_tokens
+    if token_bytes is None:
+        return None
+    size = parse_size("bytes-per-token", token_bytes)
+    if size < 1:
+        raise ConfigError("bytes-per-token", token_bytes, "allowed: at least one byte")
+    return size * block_tokens
+
+
+def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+
+    def number(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if isinstance(text.get(name), int) and text[name] > 0:
+                return int(text[name])
+        if default is None:
+            raise ConfigError("model", model, f"its configuration has no {names[0]}; give --bytes-per-token")
+        return default
+
+    named = [at.get(name) for at in (text, config) for name in ("torch_dtype", "dtype")]
+    dtype = next((str(one) for one in named if one), "bfloat16")
+    if dtype not in _DTYPE_BYTES:
+        raise ConfigError("model", model, f"its dtype {dtype!r} is not known; give --bytes-per-token")
+    layers = _attention_layers(model, text, number("num_hidden_layers", "n_layer", "num_layers"))
+    if unclear := sorted(_BESIDES & {name for name, value in text.items() if value}):
+        why = f"what it keeps of a token depends on {unclear[0]}; give --bytes-per-token"
+        raise ConfigError("model", model, why)
+    if "kv_lora_rank" in text and text.get("model_type") in _EXPANDED:
+        # Keys and values of all heads, in places of one size: that of the larger ones, the keys.
+        size = number("qk_nope_head_dim") + number("qk_rope_head_dim")
+        values = 2 * size * number("num_attention_heads")
+    elif "kv_lora_rank" in text:
+        # Latent attention (DeepSeek): one vector of all heads, and the part with positions.
+        values = number("kv_lora_rank") + number("qk_rope_head_dim")
+    else:
+        heads = number("num_attention_heads", "n_head")
+        size = number("head_dim", "kv_channels", default=number("hidden_size", "n_embd") // heads)
+        shared = 1 if text.get("multi_query") is True and not text.get("new_decoder_architecture") else heads
+        values = (
+            2 * size * number("num_key_value_heads", "num_kv_heads", "multi_query_group_num", default=shared)
+        )
+    if layers * values < 1:
+        raise ConfigError("model", model, "it has no layer with attention; give --bytes-per-token")
+    return layers * values * (number_bytes or _DTYPE_BYTES[dtype])
+
+
+def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> int:
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(kinds, list):
+        # A "hybrid" layer has both, side by side or one after the other.
+        names = [str(kind) for kind in kinds]
+        return sum(("attention" in kind or kind == "hybrid") and "linear" not in kind for kind in names)
+    pattern = text.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return pattern.count("*")
+    if unclear := sorted(_HYBRID & set(text)):
+        why = f"which of its layers have attention stands in {unclear[0]}; give --bytes-per-token"
+        raise ConfigError("model", model, why)
+    return num_layers
+
+
+def _in_hub_cache(model: str) -> Path | None:
+    """The configuration of a model that has been downloaded before."""
+    found = [place / "config.json" for place in snapshots(model) if (place / "config.json").exists()]
+    return found[-1] if found else None
+
+
+def snapshots(model: str) -> list[Path]:
+    """The directories of a model's revisions in the cache of Hugging Face, each called like its commit."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    return sorted(hub.glob(f"models--{glob.escape(model.replace('/', '--'))}/snapshots/*"))

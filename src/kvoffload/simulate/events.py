@@ -1,0 +1,88 @@
+"""Time that passes only in a simulation: what happens later, in order; and queues that take time.
+
+Knows no blocks and no engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from kvoffload.simulate.report import LinkReport
+
+
+class Events:
+    """What will happen, in order of time; what happens at one time, in the order in which it was announced.
+
+    Attributes:
+        now: seconds since the simulation began. Nothing else in a timed replay is a clock.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._announced = 0
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Announce a call; one in the past happens now. Cost: O(log n)."""
+        self._announced += 1
+        heapq.heappush(self._heap, (max(when, self.now), self._announced, call))
+
+    def run(self) -> None:
+        """Let everything happen, until nothing is announced any more."""
+        while self._heap:
+            self.now, _, call = heapq.heappop(self._heap)
+            call()
+
+
+class Link:
+    """A direction of a bus, or of a disk: moves one job after the other, each for a latency and its bytes.
+
+    Args:
+        name: for the report.
+        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s`` once it is its turn.
+    """
+
+    def __init__(self, events: Events, name: str, bytes_per_s: float, latency_s: float) -> None:
+        self._events, self.name = events, name
+        self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
+        self._free_at = self._busy_s = self._waited_s = 0.0
+        self._jobs = self._bytes_moved = self._bytes_waiting = self._most_bytes_waiting = 0
+
+    def submit(self, num_bytes: int, done: Callable[[], None]) -> None:
+        """Queue a job; `done` is called when it has ended."""
+        begins = max(self._events.now, self._free_at)
+        takes = self._latency_s + num_bytes / self._bytes_per_s
+        self._free_at = begins + takes
+        self._jobs += 1
+        self._busy_s += takes
+        self._waited_s += begins - self._events.now
+        self._bytes_waiting += num_bytes
+        self._most_bytes_waiting = max(self._most_bytes_waiting, self._bytes_waiting)
+
+        def end() -> None:
+            self._bytes_moved += num_bytes
+            self._bytes_waiting -= num_bytes
+            done()
+
+        self._events.at(self._free_at, end)
+
+    @property
+    def seconds_waiting(self) -> float:
+        """How long what it has not yet moved will take."""
+        return max(0.0, self._free_at - self._events.now)
+
+    def report(self) -> LinkReport:
+        """What it has done until now; now is the end of the run."""
+        seconds = self._events.now
+        busy_s = self._busy_s - self.seconds_waiting
+        return LinkReport(
+            name=self.name,
+            jobs=self._jobs,
+            bytes_moved=self._bytes_moved,
+            busy_s=busy_s,
+            busy_share=busy_s / seconds if seconds else 0.0,
+            waited_s=self._waited_s,
+            most_bytes_waiting=self._most_bytes_waiting,
+            bytes_left=self._bytes_waiting,
+        )

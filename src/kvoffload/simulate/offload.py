@@ -1,0 +1,325 @@
+"""What offloading does in a timed replay: the manager that serves in production, and copies that take time.
+
+`NoOffload` is an engine without it, `Offload` stores what is computed, `VictimOffload` what the device drops,
+when vLLM's connector of this package does. All have the same verbs. Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LookupResult, StorePlan
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError
+from kvoffload.replay.keys import KEY_BYTES, TraceKeys
+from kvoffload.replay.replay import ReplayConfig, slots_needed
+from kvoffload.simulate.config import Timing
+from kvoffload.simulate.events import Events, Link
+from kvoffload.simulate.pool import DevicePool
+from kvoffload.simulate.report import LinkReport, TimedTierReport
+from kvoffload.simulate.tier import TimedTier
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.simulated import NoMemory
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions
+from kvoffload.traces.trace import Trace
+
+_LONGEST_BACKLOG_S = 30.0
+"""A queue of writes that has more to do than this when the last request ends does not keep up."""
+_FADING = 0.99
+"""Decay of the largest step of a victim tier's window, as in `integrations.vllm.scheduler_side.scheduler`."""
+
+
+class NoOffload:
+    """The engine's own cache, and nothing behind it.
+
+    Attributes:
+        counts: for `TimedOutcome`: not_worth, no_room, gave_up, lost.
+    """
+
+    def begin(self, request: int) -> RequestContext | None:
+        """A request comes, and waits for its turn."""
+        return None
+
+    def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
+        """How many of its blocks `first` to `end` can be loaded, from the first on; None: ask again."""
+        return 0
+
+    def load(
+        self, request: int, ctx: RequestContext | None, first: int, end: int, done: Callable[[], None]
+    ) -> None:
+        """It begins, and loads these blocks; `done` is called when they are there, or at once if none."""
+        done()
+
+    def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
+        """Its blocks up to `end` are computed, and those from `first` on not yet offered; False: offer them
+        again later."""
+        return True
+
+    def finish(self, request: int, ctx: RequestContext | None) -> None:
+        """It has ended."""
+
+    def dropped(self, codes: Sequence[int]) -> None:
+        """The device drops these blocks, the coldest first."""
+
+    def scheduled(self) -> None:
+        """The engine has decided what its next step does."""
+
+    def poll(self) -> None:
+        """The engine is about to decide."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def hits(self) -> int:
+        """Block references that were loaded."""
+        return 0
+
+    def links(self) -> list[LinkReport]:
+        """What each queue did until now."""
+        return []
+
+    def tiers(self) -> list[TimedTierReport]:
+        """What each tier did until now, RAM first."""
+        return []
+
+
+class Offload(NoOffload):
+    """Offers blocks when they are computed.
+
+    Args:
+        wake: called when something has ended for which a request may wait.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        timing: Timing,
+        events: Events,
+        pool: DevicePool,
+        wake: Callable[[], None],
+    ) -> None:
+        self._trace, self._keys, self._wake = trace, TraceKeys(trace), wake
+        self._offsets: list[int] = trace.offsets.tolist()
+        self._block_bytes, self._pool, self._events = timing.block_bytes, pool, events
+        machine = timing.machine
+        latency_s = machine.value("copy_latency_s")
+        self._loads = Link(events, "load", machine.value("load_bytes_per_s"), latency_s)
+        self._stores = Link(events, "store", machine.value("store_bytes_per_s"), latency_s)
+        self._links, self._writes = [self._loads, self._stores], list[Link]()
+        self._no_slots = self._num_loaded = self._lost = 0
+        num_slots = slots_needed(trace, config.capacity_blocks)
+        options: dict[str, Any] = {
+            "key_bytes": KEY_BYTES,
+            "policy": config.policy,
+            "admission": config.admission,
+            "store": config.store,
+        }
+        self._tiered: TieredManager | None = None
+        self.manager: OffloadingManager
+        if not config.tiers:
+            self.manager = OffloadingManager(num_slots, **options)
+            return
+        self.manager = self._tiered = TieredManager(
+            num_slots,
+            ram=NoMemory(num_slots),
+            tiers=[self._open(number, one, timing) for number, one in enumerate(config.tiers)],
+            deadline_s=timing.deadline_s,
+            recompute_s_per_block=machine.value("prefill_s_per_token") * trace.block_tokens,
+            clock=lambda: events.now,
+            **options,
+        )
+
+    def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
+        """A tier with a disk of its own, or several side by side."""
+        if not isinstance(options, SizedTierOptions):
+            raise ConfigError(
+                "tiers", str(options), "its time is not known; allowed: disk:..., simulated:..."
+            )
+        name = options.name if number == 0 else f"{options.name} {number + 1}"
+        num_disks = len(getattr(options, "path", ())) or 1
+        machine = timing.machine
+        reads, writes = (
+            Link(
+                self._events,
+                f"{name} {what}",
+                num_disks * machine.value(f"disk_{what}_bytes_per_s"),
+                machine.value(f"disk_{what}_latency_s"),
+            )
+            for what in ("read", "write")
+        )
+        self._links += [reads, writes]
+        self._writes.append(writes)
+        return TimedTier(
+            slots_needed(self._trace, options.num_blocks),
+            name=name,
+            events=self._events,
+            reads=reads,
+            writes=writes,
+            moved_bytes=timing.block_bytes,
+            wake=self._wake,
+            key_bytes=KEY_BYTES,
+            policy=options.policy,
+            admission=options.admission,
+        )
+
+    def begin(self, request: int) -> RequestContext:
+        hints = self._trace.hints_of(request).at_begin
+        ctx = self.manager.begin_request(str(request), self._path(request), hints=hints)
+        self.manager.expect(ctx)
+        return ctx
+
+    def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
+        if first >= end:
+            return 0
+        found = self.manager.lookup(self._path(request, first, end), ctx)
+        if found.stopped_by in (LookupResult.RETRY, LookupResult.HIT_PENDING):
+            return None
+        return found.num_ready
+
+    def load(
+        self, request: int, ctx: RequestContext | None, first: int, end: int, done: Callable[[], None]
+    ) -> None:
+        assert ctx is not None
+        self.manager.withdraw(ctx)
+        # Also a load of nothing: the policy of a victim tier hears of the request.
+        plan = self.manager.prepare_load(self._path(request, first, end), ctx)
+        self._num_loaded += end - first
+
+        def loaded() -> None:
+            self.manager.complete_load(plan)
+            done()
+
+        if first == end:
+            loaded()
+        else:
+            self._loads.submit((end - first) * self._block_bytes, loaded)
+
+    def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
+        if first >= end:
+            return True
+        plan = self.manager.prepare_store(self._path(request, first, end), ctx)
+        if plan is None:
+            return False
+        self._copy(plan)
+        return True
+
+    def finish(self, request: int, ctx: RequestContext | None) -> None:
+        assert ctx is not None
+        self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
+
+    def poll(self) -> None:
+        if self._tiered is not None:
+            self._tiered.poll()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        found = {"lost": self._lost}
+        if self._tiered is not None:
+            counts = self._tiered.counts
+            found |= {"not_worth": counts.not_worth, "no_room": counts.no_room, "gave_up": counts.gave_up}
+        return found
+
+    def hits(self) -> int:
+        return self._num_loaded
+
+    def links(self) -> list[LinkReport]:
+        return [link.report() for link in self._links]
+
+    def tiers(self) -> list[TimedTierReport]:
+        stats, hits = self.manager.stats(), [self._num_loaded]
+        rows = [("ram", stats.stored, stats.evicted, stats.dropped, self._stores)]
+        if (tiered := self._tiered) is not None:
+            hits, lost = tiered.hit_blocks, tiered.counts.not_offered
+            below = zip(tiered.tier_names, tiered.tier_stats(), self._writes, strict=True)
+            rows += [(name, tier.written, tier.evicted, lost, link) for name, tier, link in below]
+        return [
+            TimedTierReport(
+                name=name,
+                hit_blocks=num_hits,
+                written=written,
+                evicted=evicted,
+                not_offered=not_offered,
+                keeps_up=link.seconds_waiting <= _LONGEST_BACKLOG_S and not (not_offered and name != "ram"),
+            )
+            for num_hits, (name, written, evicted, not_offered, link) in zip(hits, rows, strict=True)
+        ]
+
+    def _path(self, request: int, first: int = 0, end: int | None = None) -> Keys:
+        """Keys of some blocks of a request."""
+        begin, last = self._offsets[request : request + 2]
+        return self._keys.of_blocks(self._trace.refs[begin + first : last if end is None else begin + end])
+
+    def _copy(self, plan: StorePlan) -> None:
+        """Copy what is to be stored; it is not ready before that has ended."""
+
+        def copied() -> None:
+            self.manager.complete_store(plan)
+            self._wake()
+
+        if len(plan):
+            self._stores.submit(len(plan) * self._block_bytes, copied)
+        else:
+            self.manager.complete_store(plan)
+
+
+class VictimOffload(Offload):
+    """Offers blocks shortly before the device drops them, as vLLM's scheduler with our connector does.
+
+    After each step the blocks that the next step may take, the *window*, are offered, the warmest first. It
+    follows the largest recent step, up to half of the device. A block that is dropped without having been in
+    the window is lost. While fewer blocks are free than the window has, requests store what they compute.
+    """
+
+    def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, *rest: Any) -> None:
+        super().__init__(trace, config, timing, *rest)
+        self._smallest = -(-timing.step_tokens // trace.block_tokens)
+        self._largest = max(1, config.device_blocks // 2)
+        self._reach = float(self._smallest)
+        self._window = min(self._smallest, self._largest)
+        self._offered = dict[int, None]()
+        self._num_gone, self._unseen, self._seen_version = 0, list[int](), -1
+
+    def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
+        if self._pool.num_available >= self._window:
+            return False  # they are offered with the others once that is no longer so
+        return super().store(request, ctx, first, end)
+
+    def dropped(self, codes: Sequence[int]) -> None:
+        self._num_gone += len(codes)
+        self._unseen += [code for code in codes if code not in self._offered]
+
+    def scheduled(self) -> None:
+        if self._num_gone:
+            self._reach = max(self._smallest, _FADING * self._reach, self._num_gone)
+            self._window = min(int(self._reach), self._largest)
+            if self._unseen:
+                self._lost += self.manager.keep(self._of(self._unseen[::-1]))
+            self._num_gone = 0
+            self._unseen.clear()
+        if self._pool.version != self._seen_version:
+            self._seen_version = self._pool.version
+            self._offer_window()
+
+    def _offer_window(self) -> None:
+        window = self._pool.next_to_leave(self._window)
+        fresh = [code for code in window if code not in self._offered]
+        self._offered = dict.fromkeys(window)
+        if not fresh:
+            return
+        plan = self.manager.prepare_store(self._of(fresh[::-1]))
+        if plan is None:
+            for code in fresh:
+                del self._offered[code]
+            self._seen_version = -1
+        else:
+            self._copy(plan)
+
+    def _of(self, codes: list[int]) -> Keys:
+        return self._keys.of_blocks(np.array(codes, np.int32))

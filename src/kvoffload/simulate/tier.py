@@ -1,0 +1,72 @@
+"""A disk behind RAM over time: decides as a real one, and its reads and writes take as long as the disk's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvoffload.core.plans import StorePlan
+from kvoffload.core.request import RequestContext
+from kvoffload.simulate.events import Events, Link
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.contract import JobResult, Mask
+from kvoffload.tiers.simulated import SimulatedTier
+from kvoffload.transfer import Blocks, Rows
+
+
+class TimedTier(SimulatedTier):
+    """A `SimulatedTier` whose jobs end when a link has moved their bytes: one for reads, one for writes; they
+    do not wait for each other. What is being written cannot be read.
+
+    Args:
+        name: for the report.
+        moved_bytes: of a block.
+        wake: called when a job has ended.
+        The others: as for `SimulatedTier`.
+    """
+
+    def __init__(
+        self,
+        capacity_blocks: int,
+        *,
+        name: str,
+        events: Events,
+        reads: Link,
+        writes: Link,
+        moved_bytes: int,
+        wake: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(capacity_blocks, **options)
+        self.name, self._events, self._wake = name, events, wake
+        self._reads, self._writes, self._moved_bytes = reads, writes, moved_bytes
+
+    def contains(self, keys: Keys, request: object | None = None) -> Mask:
+        if isinstance(request, RequestContext):
+            request.extend(keys)  # what it asks for is not evicted for what it writes
+        readable: Mask = self._manager.ready_slots_of(keys) >= 0
+        return readable
+
+    def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
+        ok = self._manager.ready_slots_of(keys) >= 0
+        num_blocks = int(np.count_nonzero(ok))
+        self._read += num_blocks
+        return self._begin(self._reads, num_blocks, ok, lambda: None)
+
+    def _write(self, plan: StorePlan) -> int:
+        ok = np.ones(len(plan), np.bool_)
+        return self._begin(self._writes, len(plan), ok, lambda: self._manager.complete_store(plan))
+
+    def _begin(self, link: Link, num_blocks: int, ok: Mask, done: Callable[[], None]) -> int:
+        self._next_job += 1
+        job, since = self._next_job, self._events.now
+
+        def end() -> None:
+            done()
+            self._ended.append(JobResult(job, ok, self._events.now - since))
+            self._wake()
+
+        link.submit(num_blocks * self._moved_bytes, end)
+        return job

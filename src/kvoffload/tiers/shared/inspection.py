@@ -1,0 +1,352 @@
+"""What servers say of themselves, what is wrong with their settings, and what is in a namespace.
+
+For people at a command line. Changes nothing, but for a name of its own that is deleted at once, or ends by
+itself after a minute.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvoffload.tiers.producer_text import MAX_BYTES, unpack
+from kvoffload.tiers.shared.identity import FORMAT, HEADER_BYTES, is_rest, names_of_rests
+from kvoffload.tiers.valkey.cluster_map import Address, MapQuestion
+from kvoffload.tiers.valkey.divisions import tags
+from kvoffload.tiers.valkey.persistence import Persistence, facts_of, pairs_of, persistence_of
+from kvoffload.tiers.valkey.resp import Answer, Connection, ProtocolError, ServerError, command
+
+Connect = Callable[[Address, float], Connection]
+
+_ROUNDS = 5
+_FORGOTTEN_AFTER_S = b"60"
+_ENOUGH_SAMPLES = 64
+_NAMES_A_CALL, _LENGTHS = b"1000", 20
+_REPLY_S = 5.0
+"""A server that sends no reply for so long hangs."""
+MOST_NAMES = 20_000
+"""Of each node so many names are looked at, at most."""
+
+
+@dataclass(kw_only=True)
+class ServerReport:
+    """One server, by its own words. What it does not tell this user is None.
+
+    Attributes:
+        round_trip_s: of the shortest question.
+        refused: what a tier has to do there and this user may not, each with the server's answer.
+        warnings: settings that do not suit blocks of a cache.
+        persistence: whether it saves to a disk: ``yes``, ``no``, or ``not known`` to this user.
+        num_names: all that it has, of whomever. hits, misses, evicted: since it was started.
+    """
+
+    address: str
+    round_trip_s: float
+    refused: list[str]
+    warnings: list[str] = field(default_factory=list)
+    version: str | None = None
+    role: str | None = None
+    allocator: str | None = None
+    uptime_s: int | None = None
+    num_replicas: int | None = None
+    used_bytes: int | None = None
+    limit_bytes: int | None = None
+    eviction_policy: str | None = None
+    num_names: int | None = None
+    hits: int | None = None
+    misses: int | None = None
+    evicted: int | None = None
+    persistence: str = Persistence.UNKNOWN.value
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it can be a tier."""
+        return not self.refused and self.role != "slave"
+
+
+@dataclass(kw_only=True)
+class ProducerReport:
+    """What one producer has in a namespace, of the names that were looked at.
+
+    Attributes:
+        producer: 32 hexadecimal digits. block_bytes: of one block, None if there is none.
+        in_epoch: blocks that can be found. older: those from before a reset, which leave in time.
+        with_end: of the blocks that were looked at closely, the share that has a time to live.
+        about: its text, packed for people; empty if the server has none. Anybody may have written it.
+    """
+
+    producer: str
+    block_bytes: int | None = None
+    in_epoch: int = 0
+    older: int = 0
+    with_end: float | None = None
+    about: str = ""
+
+
+@dataclass(kw_only=True)
+class NamespaceReport:
+    """What is in a namespace, from a bounded look.
+
+    Attributes:
+        looked_at: names of whomever that were looked at; num_names: those that there are.
+        refused: why there was no look.
+    """
+
+    namespace: str
+    looked_at: int = 0
+    num_names: int = 0
+    refused: str = ""
+    producers: list[ProducerReport] = field(default_factory=list)
+
+
+def nodes_of(seeds: Sequence[Address], connect: Connect, deadline: float) -> dict[Address, list[int]]:
+    """The masters of a cluster, and the divisions of each. Raises what the last node did that was asked."""
+    error: Exception | None = None
+    for seed in seeds:
+        try:
+            connection = connect(seed, deadline)
+            try:
+                question = MapQuestion(deadline=deadline)
+                question.run(connection)
+            finally:
+                connection.close()
+        except (OSError, ServerError, ProtocolError) as problem:
+            error = problem
+        else:
+            return {address: [*some] for address, some in question.divisions.items()}
+    assert error is not None
+    raise error
+
+
+def look_at(
+    connection: Connection,
+    address: Address,
+    namespace: str,
+    division: int | None,
+    ttl_s: int,
+    deadline: float,
+) -> ServerReport:
+    """What a server says of itself, and whether it can be a tier.
+
+    Args:
+        division: one that a node of a cluster has; None for a server that stands alone.
+        ttl_s: of the blocks that will be written, 0 for none.
+    """
+
+    def ask(*words: bytes) -> Answer:
+        connection.send([command(*words)], deadline)
+        return connection.answer(deadline)
+
+    def asked_for_a_moment() -> float:
+        begun = time.monotonic()
+        ask(b"EXISTS", name)
+        return time.monotonic() - begun
+
+    tag = "" if division is None else f"{{{tags()[division]}}}"
+    name = f"{FORMAT}:{namespace}:ping:{tag}:{secrets.token_hex(8)}".encode()
+    tried = [
+        (b"SET", name, b"1", b"EX", _FORGOTTEN_AFTER_S),
+        (b"GET", name),
+        (b"EXISTS", name),
+        (b"DEL", name),
+    ]
+    tried += [] if division is None else [(b"CLUSTER", b"SLOTS"), (b"WAIT", b"0", b"1")]
+    answers = {words[0].decode(): ask(*words) for words in tried}
+    refused = [f"{verb}: {answer}" for verb, answer in answers.items() if isinstance(answer, ServerError)]
+    round_trip_s = min(asked_for_a_moment() for _ in range(_ROUNDS))
+    found = ServerReport(address=_text(address), round_trip_s=round_trip_s, refused=refused)
+    facts = facts_of(ask(b"INFO"))
+    settings = pairs_of(ask(b"CONFIG", b"GET", b"*"))
+    _fill(found, facts)
+    found.persistence = persistence_of(facts, settings)[0].value
+    names = ask(b"DBSIZE")
+    found.num_names = names if isinstance(names, int) else None
+    found.warnings = _warnings(found, facts, settings, ttl_s, in_cluster=division is not None)
+    _make_printable(found, connection)
+    return found
+
+
+def look_into(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
+    """What is in a namespace of these nodes; the first `MOST_NAMES` of each, in no order."""
+    report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
+    for connection in connections:
+        for names in _scanned(connection, report, deadline):
+            _add(connection, producers, names, namespace, deadline)
+    report.producers = sorted(producers.values(), key=lambda one: -(one.in_epoch + one.older))
+    return report
+
+
+# ---- inside
+
+
+def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -> list[list[bytes]]:
+    """The names in the namespace, a list for each call."""
+
+    def ask(*words: bytes) -> Answer:
+        (answer,) = _answers(connection, [words], deadline)
+        return answer
+
+    size = ask(b"DBSIZE")
+    report.num_names += size if isinstance(size, int) else 0
+    pattern, cursor, looked_at = f"{FORMAT}:{report.namespace}:*".encode(), b"0", 0
+    found: list[list[bytes]] = []
+    while looked_at < MOST_NAMES:
+        answer = ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _NAMES_A_CALL)
+        if isinstance(answer, ServerError):
+            report.refused = str(answer)
+            break
+        if not (isinstance(answer, list) and len(answer) == 2 and isinstance(answer[1], list)):
+            raise ProtocolError("the reply to SCAN is not a cursor and names")
+        cursor = answer[0] if isinstance(answer[0], bytes) else b"0"
+        found.append(
+            [name for name in answer[1] if isinstance(name, bytes) and name.startswith(pattern[:-1])]
+        )
+        looked_at += int(_NAMES_A_CALL)
+        if cursor == b"0":
+            looked_at = size if isinstance(size, int) else looked_at
+            break
+    report.looked_at += min(looked_at, size) if isinstance(size, int) else looked_at
+    return found
+
+
+def _answers(connection: Connection, asked: Sequence[Sequence[bytes]], deadline: float) -> list[Answer]:
+    """Send these commands and read the replies, for `_REPLY_S` at most."""
+    until = min(deadline, time.monotonic() + _REPLY_S)
+    connection.send([command(*words) for words in asked], until)
+    return [connection.answer(until) for _ in asked]
+
+
+def _add(
+    connection: Connection,
+    producers: dict[str, ProducerReport],
+    names: list[bytes],
+    namespace: str,
+    deadline: float,
+) -> None:
+    """Count these names, and look at some of them closely."""
+    # FORMAT:NAMESPACE:PRODUCER:KIND..., where the kind is `epoch`, `about`, or the number of an epoch.
+    by_kind: dict[bytes, list[bytes]] = {b"epoch": [], b"about": [], b"": []}
+    for name in names:
+        kind = name.split(b":", 3)[-1].partition(b":")[0]
+        by_kind[next((one for one in (b"epoch", b"about") if kind.startswith(one)), b"")].append(name)
+    _add_abouts(connection, producers, by_kind[b"about"], deadline)
+    epochs: dict[bytes, bytes] = {}
+    blocks = [name for name in by_kind[b""] if name.count(b":") in (4, 5) and not is_rest(name)]
+    places = {_epoch_name(name) for name in blocks} | {*by_kind[b"epoch"]}
+    for place in places:
+        (answer,) = _answers(connection, [(b"GET", place)], deadline)
+        epochs[place] = answer if isinstance(answer, bytes) else b""
+        producer = connection.shown(place.split(b":")[2])
+        producers.setdefault(producer, ProducerReport(producer=producer))
+    for name in blocks:
+        report = producers[connection.shown(name.split(b":")[2])]
+        if name.split(b":")[3] == epochs[_epoch_name(name)]:
+            report.in_epoch += 1
+        else:
+            report.older += 1
+    for name in blocks[:_LENGTHS]:
+        report = producers[connection.shown(name.split(b":")[2])]
+        asked = [(b"STRLEN", name), (b"STRLEN", *names_of_rests([name])), (b"TTL", name)]
+        first, second, ttl = _answers(connection, asked, deadline)
+        if isinstance(first, int) and isinstance(second, int) and first > HEADER_BYTES:
+            report.block_bytes = first + second - HEADER_BYTES
+        if isinstance(ttl, int):
+            report.with_end = float(ttl >= 0) if report.with_end is None else max(report.with_end, ttl >= 0)
+
+
+def _add_abouts(
+    connection: Connection, producers: dict[str, ProducerReport], names: list[bytes], deadline: float
+) -> None:
+    """Read the producers' texts, no more of each than a tier writes."""
+    for name in names:
+        producer = connection.shown(name.split(b":")[2])
+        asked = (b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))
+        (answer,) = _answers(connection, [asked], deadline)
+        if isinstance(answer, bytes):
+            about = connection.masked(unpack(answer))
+            producers.setdefault(producer, ProducerReport(producer=producer)).about = about
+
+
+def _epoch_name(block: bytes) -> bytes:
+    """Where the epoch of a block is."""
+    parts = block.split(b":")
+    return b":".join([*parts[:3], b"epoch", *parts[4:-1]])
+
+
+def _make_printable(report: ServerReport, connection: Connection) -> None:
+    """Escape what the server has said, wherever it is in a report."""
+    for name, value in vars(report).items():
+        if isinstance(value, str):
+            setattr(report, name, connection.shown(value))
+    report.refused, report.warnings = (
+        [connection.shown(line) for line in lines] for lines in (report.refused, report.warnings)
+    )
+
+
+def _fill(report: ServerReport, facts: Mapping[str, str]) -> None:
+    for name in ("valkey_version", "redis_version"):
+        if report.version is None and name in facts:
+            report.version = f"{name.partition('_')[0].capitalize()} {facts[name]}"
+    report.role, report.allocator = facts.get("role"), facts.get("mem_allocator")
+    report.eviction_policy = facts.get("maxmemory_policy")
+    numbers = {
+        "uptime_s": "uptime_in_seconds",
+        "num_replicas": "connected_slaves",
+        "used_bytes": "used_memory",
+        "limit_bytes": "maxmemory",
+        "hits": "keyspace_hits",
+        "misses": "keyspace_misses",
+        "evicted": "evicted_keys",
+    }
+    for attribute, fact in numbers.items():
+        if facts.get(fact, "").isdigit():
+            setattr(report, attribute, int(facts[fact]))
+
+
+def _warnings(
+    report: ServerReport, facts: Mapping[str, str], settings: Mapping[str, str], ttl_s: int, in_cluster: bool
+) -> list[str]:
+    found, policy = [], report.eviction_policy or ""
+    if not facts:
+        found.append("it does not tell this user of itself (INFO): its settings were not looked at")
+    if report.role == "slave":
+        found.append("it is a replica: it takes no writes")
+    if report.limit_bytes == 0:
+        found.append("maxmemory is 0: it grows until the machine has no memory; set it to what it may have")
+    if policy == "noeviction":
+        found.append(
+            "maxmemory-policy is noeviction: when it is full nothing new is kept; take allkeys-lru, or "
+            "volatile-lru with ttl= in the URL"
+        )
+    if policy.startswith("volatile-") and not ttl_s:
+        found.append(f"maxmemory-policy is {policy}, which evicts only what has an end: give ttl= in the URL")
+    saves = "after a crash it has blocks from before a reset again, and it writes all blocks to its disk"
+    found += [f'{reason}: {saves}; set save to "" and appendonly to no'
+              for reason in persistence_of(facts, settings)[1]]  # fmt: skip
+    if policy.endswith("-random"):
+        found.append(
+            f"maxmemory-policy is {policy}: it halves blocks; take allkeys-lru, or volatile-lru with ttl="
+        )
+    elif policy != "noeviction" and 0 < (samples := _number(settings, "maxmemory-samples")) < _ENOUGH_SAMPLES:
+        found.append(
+            f"maxmemory-samples is {samples}: up to a tenth of the memory will have halves of blocks; "
+            f"set it to {_ENOUGH_SAMPLES}"
+        )
+    if in_cluster and settings.get("cluster-require-full-coverage") == "yes":
+        found.append(
+            "cluster-require-full-coverage is yes: while one master is gone all refuse; set it to no"
+        )
+    if in_cluster and report.num_replicas == 0:
+        found.append("it has no replica: when it dies its blocks are gone until it is back")
+    return found
+
+
+def _number(pairs: Mapping[str, str], name: str) -> int:
+    text = pairs.get(name, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _text(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"

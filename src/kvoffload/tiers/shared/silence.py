@@ -1,0 +1,58 @@
+"""A connection that gives up when the server is silent: for replays, which are patient with answers alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvoffload.tiers.shared.addresses import Addresses
+from kvoffload.tiers.shared.batches import SilentError
+from kvoffload.tiers.valkey.resp import Buffer, Connection, Login
+
+_PIECE_BYTES = 64 << 10
+
+
+class ImpatientConnection(Connection):
+    """As `Connection`; a call ends with `SilentError` when no byte has been received or sent for `silence_s`.
+
+    Sends in pieces of 64 KiB at most, each of which the server must take within `silence_s`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        login: Login,
+        deadline: float,
+        addresses: Addresses | None = None,
+        *,
+        silence_s: float,
+    ) -> None:
+        self._silence_s = silence_s
+        super().__init__(host, port, login, deadline, addresses)
+
+    def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
+        for buffer in buffers:
+            view = memoryview(buffer)
+            for start in range(0, len(view), _PIECE_BYTES):
+                until = self._until(deadline)
+                try:
+                    super().send([view[start : start + _PIECE_BYTES]], until)
+                except TimeoutError:
+                    self._raise(deadline)
+
+    def _receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
+        until = self._until(deadline)
+        try:
+            return super()._receive(into, until, flags)
+        except TimeoutError:
+            self._raise(deadline)
+            raise
+
+    def _until(self, deadline: float) -> float:
+        return min(deadline, time.monotonic() + self._silence_s)
+
+    def _raise(self, deadline: float) -> None:
+        if time.monotonic() < deadline:
+            raise SilentError(f"nothing received for {self._silence_s:g} s") from None
+        raise TimeoutError("its time was up") from None

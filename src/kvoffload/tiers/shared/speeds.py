@@ -1,0 +1,99 @@
+"""How fast a tier is that machines share, by using it: for people at a command line, and for choosing one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffload.errors import UnavailableError
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.contract import NO_JOB, JobResult, SecondaryTier
+from kvoffload.tiers.memory import MemoryTier
+
+_PROBED, _KEY_BYTES = 64, 36
+_MOST_BYTES, _MOST_BLOCKS = 64 << 20, 64
+_STEP_S = 0.0002
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Of one size of blocks; medians.
+
+    Attributes:
+        num_blocks: read and written at a time.
+        probe_s: to ask for 64 blocks. first_s: to read one block.
+        put_bytes_per_s, get_bytes_per_s: of whole batches, verified.
+        num_wrong: blocks that came back with other bytes: 0.
+    """
+
+    block_bytes: int
+    num_blocks: int
+    probe_s: float
+    first_s: float
+    put_bytes_per_s: float
+    get_bytes_per_s: float
+    num_wrong: int
+
+    def seconds_for(self, num_bytes: float) -> float:
+        """To ask for blocks of so many bytes together, and to read them."""
+        waiting_s = max(0.0, self.first_s - self.block_bytes / self.get_bytes_per_s)
+        return self.probe_s + waiting_s + num_bytes / self.get_bytes_per_s
+
+    def worth_from_bytes(self, computed_bytes_per_s: float) -> float | None:
+        """From how many bytes on reading is faster than computing as many in a second; None for never."""
+        gained = 1.0 / computed_bytes_per_s - 1.0 / self.get_bytes_per_s
+        return self.seconds_for(0.0) / gained if gained > 0 else None
+
+
+def measure_speeds(tier: SecondaryTier, rounds: int, timeout_s: float) -> Speeds:
+    """Use a tier that is empty; in each round it is reset, and all blocks are written anew.
+
+    Raises: `UnavailableError` if it loses blocks meanwhile.
+    """
+    size = tier.block_bytes
+    count = max(1, min(_MOST_BLOCKS, _MOST_BYTES // size))
+    keys = Keys.pack(
+        [number.to_bytes(_KEY_BYTES, "big") for number in range(max(count, _PROBED))], _KEY_BYTES
+    )
+    pool, rows = MemoryTier(count, size).pool, np.arange(count)
+    content = np.random.default_rng(1).integers(0, 256, (count, size), np.uint8)
+    probes, firsts, puts, gets, num_wrong = [], [], [], [], 0
+    for _ in range(rounds):
+        tier.clear()
+        if not tier.drain(timeout_s):
+            raise UnavailableError("tier", tier.name, "it does not confirm a reset")
+        pool[:] = content
+        job, _ = tier.submit_write(keys[:count], pool, rows)
+        puts.append(_ended(tier, job, timeout_s).seconds)
+        pool[:] = 0
+        gets.append(_ended(tier, tier.submit_read(keys[:count], pool, rows), timeout_s).seconds)
+        num_wrong += int(np.count_nonzero((pool != content).any(axis=1)))
+        firsts.append(_ended(tier, tier.submit_read(keys[:1], pool, rows[:1]), timeout_s).seconds)
+        asked = _ended(tier, tier.submit_probe(keys[:_PROBED]), timeout_s, all_there=False)
+        probes.append(asked.seconds)
+    moved = count * size
+    return Speeds(
+        block_bytes=size,
+        num_blocks=count,
+        probe_s=statistics.median(probes),
+        first_s=statistics.median(firsts),
+        put_bytes_per_s=moved / statistics.median(puts),
+        get_bytes_per_s=moved / statistics.median(gets),
+        num_wrong=num_wrong,
+    )
+
+
+def _ended(tier: SecondaryTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
+    """The result of the only job under way."""
+    until = time.monotonic() + timeout_s
+    while job != NO_JOB and time.monotonic() < until:
+        for result in tier.finished():
+            if all_there and not result.ok.all():
+                lost = int(np.count_nonzero(~result.ok))
+                raise UnavailableError("tier", tier.name, f"{lost} of {len(result.ok)} blocks were lost")
+            return result
+        time.sleep(_STEP_S)
+    raise UnavailableError("tier", tier.name, "it does not answer, or takes nothing")

@@ -1,0 +1,105 @@
+"""The map of a cluster: the request to a node, and the checks before the map is used.
+
+Owns the bounds of a map. Does not know tiers or what becomes of the blocks of a node that leaves the map.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvoffload.tiers.shared.batches import Batch
+from kvoffload.tiers.valkey.divisions import NUM_SLOTS, divisions_between
+from kvoffload.tiers.valkey.resp import Answer, Connection, ProtocolError, ServerError, command
+
+Address = tuple[str, int]
+"""Host and port of a node."""
+
+_HOST = re.compile(
+    r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?"
+)
+"""A DNS name or an address. Only such text of a map reaches the resolver and the log."""
+_MOST_PORTS = 1 << 16
+MOST_MASTERS = 128
+"""A master has three threads here."""
+
+
+@dataclass(eq=False, kw_only=True)
+class MapQuestion(Batch):
+    """Asks one node for the slots of all nodes; each time on a new connection, to whichever node is next.
+
+    A node that cannot reach most masters reports the cluster as down. It may not know about a failover, so
+    its map does not count.
+
+    Attributes:
+        divisions: divisions of each node that has at least one, ascending.
+        num_replicas: connected replicas of each of these nodes.
+    """
+
+    hangs_up: bool = True
+    divisions: dict[Address, tuple[int, ...]] = field(default_factory=dict)
+    num_replicas: dict[Address, int] = field(default_factory=dict)
+
+    def run(self, connection: Connection) -> None:
+        connection.send([command(b"CLUSTER", b"INFO"), command(b"CLUSTER", b"SLOTS")], self.deadline)
+        state, answer = (connection.answer(self.deadline) for _ in range(2))
+        for error in (state, answer):
+            if isinstance(error, ServerError):
+                raise error
+        if not isinstance(state, bytes):
+            raise ProtocolError("the reply to CLUSTER INFO is not text")
+        if b"cluster_state:ok" not in state:
+            raise ServerError("CLUSTERDOWN cluster_state is not ok at the node that was asked for the map")
+        divisions: dict[Address, set[int]] = {}
+        num_replicas: dict[Address, int] = {}
+        for first, last, address, replicas in _ranges(answer, connection.host):
+            num_replicas[address] = replicas
+            divisions.setdefault(address, set()).update(divisions_between(first, last))
+        self.divisions = {address: tuple(sorted(own)) for address, own in divisions.items() if own}
+        if len(self.divisions) > MOST_MASTERS:
+            self.divisions = {}
+            raise ProtocolError(f"CLUSTER SLOTS has more than {MOST_MASTERS} masters")
+        self.num_replicas = num_replicas
+
+
+def _ranges(answer: Answer, asked: str) -> list[tuple[int, int, Address, int]]:
+    """Parse the reply to ``CLUSTER SLOTS``: first slot, last slot, master, number of replicas of each range.
+
+    Args:
+        asked: host of the node that was asked, which may not know its own.
+
+    Raises: `ProtocolError` unless every slot is between 0 and 16,383, in at most one range, and every master
+        has a port and a plausible host. So there are at most 16,384 ranges.
+    """
+    if not isinstance(answer, list):
+        raise ProtocolError("the reply to CLUSTER SLOTS is not an array")
+    ranges, num_slots = [], 0
+    for entry in answer:
+        first, last, node, *replicas = entry if isinstance(entry, list) and len(entry) > 2 else (None,) * 3
+        if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < NUM_SLOTS):
+            raise ProtocolError(f"CLUSTER SLOTS has a range outside of slots 0 to {NUM_SLOTS - 1}")
+        num_slots += last - first + 1
+        address = _address(node, asked)
+        if address is not None:
+            ranges.append((first, last, address, len(replicas)))
+    if num_slots > NUM_SLOTS:
+        raise ProtocolError("CLUSTER SLOTS has a slot in two ranges")
+    if any(after[0] <= before[1] for before, after in pairwise(sorted(ranges))):
+        raise ProtocolError("CLUSTER SLOTS has a slot in two ranges")
+    return ranges
+
+
+def _address(node: Answer, asked: str) -> Address | None:
+    """The address of a master; None if the node that was asked does not know it."""
+    host, port = node[:2] if isinstance(node, list) and len(node) > 1 else (0, 0)
+    if not isinstance(port, int) or not 0 < port < _MOST_PORTS:
+        raise ProtocolError(f"CLUSTER SLOTS has a node without a port from 1 to {_MOST_PORTS - 1}")
+    if host is None or host == b"":
+        return asked, port
+    if host == b"?":
+        return None
+    name = host.decode(errors="replace") if isinstance(host, bytes) else ""
+    if not _HOST.fullmatch(name) or ".." in name:
+        raise ProtocolError("CLUSTER SLOTS has a node whose host is neither a name nor an address")
+    return name, port

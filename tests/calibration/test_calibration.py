@@ -1,0 +1,274 @@
+"""Calibration: fits by hand, small disks and memory, and a server in this process. No test measures speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvoffload.calibration.calibrate import Calibration, calibrate
+from kvoffload.calibration.copies import device_copies, memory_copies
+from kvoffload.calibration.disk import disk_speed
+from kvoffload.calibration.fit import fit_prefill
+from kvoffload.calibration.samples import measured, rate_and_latency
+from kvoffload.calibration.server import Server, server_speed
+from kvoffload.errors import ConfigError
+from kvoffload.simulate.machine import read_machine
+from support.run_cli import kvoffload
+
+PAGE = 4096
+
+# ---- fits and samples
+
+costs = st.sampled_from([0.0, 0.5, 2.0])
+
+
+@given(costs, costs, costs)
+def test_a_fit_finds_what_made_the_times(step: float, linear: float, squared: float) -> None:
+    tokens = [10, 50, 100, 150, 300, 420]
+    seconds = [step * -(-n // 100) + linear * n + squared * n * n for n in tokens]
+    if not any((step, linear, squared)):
+        return
+    assert fit_prefill(tokens, seconds, 100) == pytest.approx((step, linear, squared), abs=1e-6)
+
+
+def test_no_cost_is_negative_and_short_prompts_count() -> None:
+    # A curve that bends down: what fits best has a fixed cost, and no attention.
+    tokens, seconds = [100, 200, 400, 800], [1.0, 1.5, 2.2, 3.0]
+    step, linear, squared = fit_prefill(tokens, seconds, 10**6)
+    assert min(step, linear, squared) >= 0
+    assert squared == 0
+    assert step > 0.5
+    # One outlier among long prompts, ten times as long, hardly moves what short ones cost.
+    slow = fit_prefill([*tokens, 8000], [0.1, 0.2, 0.4, 0.8, 12.0], 10**6)
+    assert slow[0] + slow[1] * 100 + slow[2] * 10**4 == pytest.approx(0.1, rel=0.2)
+
+
+def test_one_length_gives_one_cost() -> None:
+    assert fit_prefill([100, 100], [1.0, 1.0], 50) == pytest.approx((0.0, 0.01, 0.0))
+
+
+def test_a_sample_has_its_median_and_spread() -> None:
+    found = measured([1.0, 2.0, 9.0], "something")
+    assert (found.value, found.source) == (2.0, "measured: something, 3 times")
+    assert 1.0 <= found.p10 <= 2.0 <= found.p90 <= 9.0
+
+
+def test_what_one_block_takes_besides_its_bytes_is_latency() -> None:
+    rate, latency = rate_and_latency([10.0, 10.0], 1000, [3.0, 5.0, 4.0], 100, "a link")
+    assert rate.value == 100.0
+    assert latency.value == 3.0
+    assert rate_and_latency([10.0], 1000, [0.5], 100, "")[1].value == 0.0
+
+
+# ---- memory, device, disk
+
+
+def test_memory_and_device_are_measured_where_they_are() -> None:
+    assert memory_copies(PAGE, 8, 2)["memory_copy_bytes_per_s"].value > 0
+    found = device_copies(PAGE, 8, 2)
+    assert set(found) in (set(), {"load_bytes_per_s", "store_bytes_per_s", "copy_latency_s"})
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("stays")
+    found = disk_speed(tmp_path, PAGE, 4, 2)
+    assert set(found) == {
+        f"disk_{what}_{name}" for what in ("read", "write") for name in ("bytes_per_s", "latency_s")
+    }
+    assert all(found[f"disk_{what}_bytes_per_s"].value > 0 for what in ("read", "write"))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_disk_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for directory in (tmp_path / "not there", file):
+        with pytest.raises(ConfigError, match=r"disk: .* a directory that can be written"):
+            disk_speed(directory, PAGE, 4, 1)
+    read_only = tmp_path / "read-only"
+    read_only.mkdir(mode=0o500)
+    if not os.access(read_only, os.W_OK):  # root may write anywhere
+        with pytest.raises(ConfigError, match=r"disk: .* a directory that can be written"):
+            disk_speed(read_only, PAGE, 4, 1)
+
+
+def test_a_disk_without_room_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        disk_speed(tmp_path, PAGE, 4, 1)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- a server
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """As vLLM answers, at once; what it is asked stands in `server.asked`."""
+
+    server: Any
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers.get("Authorization"))
+        self._answer({"data": self.server.models})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        if self.server.refuses:
+            self._answer({"error": self.server.refuses}, 400)
+            return
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(self.server.pieces):
+            self.wfile.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _answer(self, content: Any, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    made: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    made.models = [{"id": "tiny", "max_model_len": 4096}, {"id": "other", "max_model_len": 64}]
+    made.asked, made.keys, made.refuses, made.pieces = [], [], "", 5
+    made.url = f"http://127.0.0.1:{made.server_port}"
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def test_prompts_are_new_of_all_lengths_and_streamed(server: Any) -> None:
+    found = server_speed(Server(f"{server.url}/v1"), (64, 128, 256, 8192), 3, 8192)
+    assert set(found) == {
+        *("step_s", "prefill_s_per_token", "prefill_s_per_token_squared"),
+        "decode_tokens_per_s",
+    }
+    assert all(quantity.value >= 0 for quantity in found.values())
+    assert all(quantity.source.startswith("measured: tiny") for quantity in found.values())
+    lengths = sorted(len(body["prompt"]) for body in server.asked)
+    assert lengths == sorted([64, *[64, 128, 256] * 3])  # one for warmth; 8,192 is more than the model takes
+    assert all(body["stream"] and body["model"] == "tiny" for body in server.asked)
+    assert len({tuple(body["prompt"][:16]) for body in server.asked}) == len(server.asked)
+
+
+def test_a_key_is_sent_and_not_shown(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    assert "secret" not in repr(vars(Server(server.url)))
+    assert server.keys == ["Bearer sk-very-secret"]
+    server.refuses = "no"
+    with pytest.raises(ConfigError) as error:
+        Server(server.url).ask([1, 2])
+    assert "secret" not in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        Server(server.url.replace("//", "//me:hidden@").replace("http", "ftp"))
+    assert "hidden" not in str(error.value)
+
+
+def test_a_server_that_is_none_is_one_clear_error(server: Any) -> None:
+    with pytest.raises(ConfigError, match="allowed: http://HOST:PORT"):
+        Server("localhost:8000")
+    with pytest.raises(ConfigError, match="allowed: http://HOST:PORT"):
+        Server("http://localhost:port")
+    with pytest.raises(ConfigError, match=r"model: 'gpt' is not possible; the server has: tiny, other"):
+        Server(server.url, "gpt")
+    with pytest.raises(ConfigError, match="a model that takes 3 of these lengths"):
+        server_speed(Server(server.url, "other"), (64, 128, 256), 1, 8192)
+    server.refuses = "prompts must be text"
+    with pytest.raises(ConfigError, match=r"url: .*/v1/completions answers 400.*prompts must be text"):
+        Server(server.url).ask([1])
+    server.refuses, server.pieces = "", 0
+    with pytest.raises(ConfigError, match="had no token"):
+        Server(server.url).ask([1])
+    server.pieces = 1
+    with pytest.raises(ConfigError, match="it sent all at once"):
+        server_speed(Server(server.url), (64, 128, 256), 1, 8192)
+    url = server.url
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(ConfigError, match="an OpenAI-compatible server that answers"):
+        Server(url)
+
+
+# ---- all of it
+
+
+SMALL = ("--block-bytes", "4KiB", "--total-bytes", "64KiB", "--repeats", "2", "--quiet")
+
+
+def test_a_machine_is_measured_written_and_simulated(tmp_path: Path, server: Any) -> None:
+    out = tmp_path / "machine.json"
+    done = kvoffload(
+        *("calibrate", "--out", str(out), "--disk", str(tmp_path), "--url", server.url),
+        *("--rest-from", "l4", "--name", "mine", *SMALL),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    machine = read_machine(out)
+    assert (machine.name, machine.model) == ("mine", "tiny")
+    assert machine.disk_read_bytes_per_s is not None
+    assert machine.disk_read_bytes_per_s.source.startswith("measured: the disk tier reads blocks of 4,096")
+    assert machine.load_bytes_per_s is not None
+    assert machine.facts["kvoffload"]
+    assert machine.made.endswith("+00:00")
+    assert "disk_write_latency_s" in done.stdout
+    machine.check(has_ram=True, has_disk=True)
+
+
+def test_what_was_not_measured_stays_unknown(tmp_path: Path) -> None:
+    out = tmp_path / "machine.json"
+    assert kvoffload("calibrate", "--out", str(out), *SMALL).returncode == 0
+    assert read_machine(out).prefill_s_per_token is None
+    done = kvoffload("simulate", "chat", "--bytes-per-token", "1KiB", "--device-blocks", "2000",
+                     "--machine", str(out), "--quiet")  # fmt: skip
+    assert done.returncode == 2
+    assert "it has no prefill_s_per_token: calibrate with --url of a server" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--url", "http://127.0.0.1:1"), "url: 'http://127.0.0.1:1' is not possible"),
+        (("--disk", "/not/there"), "disk: '/not/there' is not possible"),
+        (("--model", "x"), "model: 'x' is not possible; it is that of a server"),
+        (("--rest-from", "h100"), "machine: 'h100' is not possible"),
+        (("--block-bytes", "1000"), "block_bytes: 1000 is not possible"),
+        (("--repeats", "0"), "repeats: 0 is not possible"),
+        (("--out", "/not/there/machine.json"), "out: '/not/there/machine.json' is not possible"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+    small = [one for one in SMALL if arguments[0] not in ("--block-bytes", "--repeats") or one == "--quiet"]
+    done = kvoffload("calibrate", *small, *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_anything_memory_is_measured() -> None:
+    machine = calibrate(Calibration(block_bytes=PAGE, total_bytes=4 * PAGE, repeats=1))
+    assert machine.memory_copy_bytes_per_s is not None
+    assert machine.disk_read_bytes_per_s is None

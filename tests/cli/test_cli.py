@@ -1,0 +1,264 @@
+"""The command line, as a user meets it: what it prints, and with which exit code.
+
+In this process, because each of its own imports numba for two seconds; what only a process of its own can
+show is at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvoffload.core.policy import POLICIES
+from support.run_cli import kvoffload
+
+SMALL = ("--capacity", "200", "--block-bytes", "4KiB", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "small.jsonl.gz"
+    done = kvoffload("trace", "generate", "chat", "--sessions", "60", "--output", path)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_replay_prints_a_table(trace_file: Path) -> None:
+    done = kvoffload("replay", trace_file, *SMALL)
+    assert done.returncode == 0, done.stderr
+    for words in ("offload tier", "computed anew", "stored", "evicted", "refused",
+                  "loaded and verified", "mismatches served", "of the prefill work is saved"):  # fmt: skip
+        assert words in done.stdout, words
+
+
+def test_replay_json_is_one_object_and_nothing_else(trace_file: Path) -> None:
+    done = kvoffload("replay", trace_file, *SMALL, "--format", "json")
+    report = json.loads(done.stdout)
+    assert report["trace"] == "small"
+    assert report["capacity_blocks"] == 200
+    assert report["blocks_verified"] == report["offload_hit_blocks"] > 0
+    assert report["mismatches_served"] == 0
+
+
+def test_reports_go_to_files(trace_file: Path, tmp_path: Path) -> None:
+    report, table, log = tmp_path / "r.json", tmp_path / "r.txt", tmp_path / "d.txt"
+    kvoffload("replay", trace_file, *SMALL, "--format", "json", "--output", report, "--decisions", log)
+    done = kvoffload("replay", trace_file, *SMALL, "--output", table)
+    assert done.stdout == ""
+    assert "offload tier" in table.read_text()
+    digest = json.loads(report.read_text())["decisions_sha256"]
+    summed = subprocess.run(["sha256sum", log], capture_output=True, text=True, check=True)
+    assert summed.stdout.split()[0] == digest
+
+
+def test_an_assumed_speed_is_said(trace_file: Path) -> None:
+    speed = ("--decode-tokens-per-s", "62.5")
+    done = kvoffload("replay", trace_file, *SMALL, *speed)
+    assert "Requests end when 62.5 tokens/s have generated their answers: assumed." in done.stdout
+    usual, late = (
+        json.loads(kvoffload("replay", trace_file, *SMALL, *options, "--format", "json").stdout)
+        for options in ((), speed)
+    )
+    assert (usual["decode_tokens_per_s"], late["decode_tokens_per_s"]) == (0.0, 62.5)
+    assert usual["decisions_sha256"] != late["decisions_sha256"]
+    assert "Requests end" not in kvoffload("replay", trace_file, *SMALL).stdout
+
+
+def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
+    arguments = ("--capacity", "100%", "--inject", "bitflip:0.05", "--seed", "3", "--format", "json")
+    done = kvoffload("replay", trace_file, "--block-bytes", "4KiB", *arguments)
+    report = json.loads(done.stdout)
+    assert report["damage_injected"] >= report["mismatches_caught"] > 0
+    assert report["mismatches_served"] == 0
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/file"],
+         "trace: '/no/such/file' is not possible; there is no such file; allowed: a file, - "
+                           "(standard input), or one of: agent, chat, rag"),
+        (["--policy", "lruu"], f"policy: 'lruu' is not possible; allowed: {', '.join(POLICIES.names())}, "
+                                "module:Class, or path/to/file.py:Class (did you mean lru?)"),
+        (["--policy", "nomodule:LRU"], "policy: 'nomodule:LRU' is not possible; it cannot be imported: "
+                                       "No module named 'nomodule'"),
+        (["--policy", "json:loads"], "policy: 'json:loads' is not possible; it must be a subclass of "
+                                     "EvictionPolicy"),
+        (["--admission", "reuse:0"], "admission: 'reuse:0' is not possible; store_threshold: allowed: a "
+                                     "whole number, 1 or more"),
+        (["--policy", "s3fifo,small_share=2"], "policy: 's3fifo,small_share=2' is not possible; "
+                                               "small_share: allowed: a number above 0 and below 1"),
+        (["--policy", "s3fifo,share=2"], "policy: 's3fifo,share=2' is not possible; 'share' is no parameter, "
+                                         "or twice; allowed: small_share=0.1, patience=8192"),
+        (["--capacity", "0"], "capacity: '0' is not possible; it is no block; allowed: a number of blocks "
+                              "(5000), a share of the unique blocks (5%), or a size (4GiB)"),
+        (["--capacity", "10B", "--bytes-per-token", "128KiB"],
+         "capacity: '10B' is not possible; it is less than one block (67,108,864 B); allowed: a number of "
+         "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
+        (["--capacity", "4GiB"],
+         "capacity: '4GiB' is not possible; a size needs the bytes of a token: give --model config.json, or "
+         "--bytes-per-token 128KiB (Llama 3.1 8B); allowed: a number of blocks (5000), a share of the unique "
+         "blocks (5%), or a size (4GiB)"),
+        (["--capacity", "200%"], "capacity: '200%' is not possible; allowed: up to 100%"),
+        (["--capacity", "99999999999999999999"],
+         "capacity: '99999999999999999999' is not possible; it is 99,999,999,999,999,999,999 blocks; "
+         "allowed: up to 1,073,741,824"),
+        (["--device-blocks", "64GiB"],
+         "device-blocks: '64GiB' is not possible; a size needs the bytes of a token: give --model "
+         "config.json, or --bytes-per-token 128KiB (Llama 3.1 8B); allowed: 0 (none), a number of blocks "
+         "(2000), a share of the unique blocks (25%), a size (4GiB), or a part of the tier's capacity "
+         "(0.5x)"),
+        (["--model", "qwen/qwen3-9b"],
+         "model: 'qwen/qwen3-9b' is not possible; allowed: a config.json, a directory with one, or a model "
+         "in the Hugging Face cache or of: meta-llama/llama-3.1-8b, meta-llama/llama-3.1-70b, "
+         "meta-llama/llama-3.3-70b, mistralai/mistral-7b-v0.3, qwen/qwen2.5-7b, qwen/qwen2.5-72b, "
+         "qwen/qwen3-8b, qwen/qwen3-32b (did you mean qwen/qwen3-8b?)"),
+        (["--block-bytes", "12"], "block-bytes: '12' is not possible; allowed: a multiple of 8 bytes"),
+        (["--inject", "bitflip:2"], "inject: 'bitflip:2' is not possible; expected KIND:PROBABILITY, KIND "
+                                    "one of bitflip, swap, zero, torn, PROBABILITY in 0..1"),
+        (["--inject", "zero:1", "--no-data"], "inject: 'zero:1' is not possible; it needs bytes to damage: "
+                                              "leave out --no-data"),
+        (["--decode-tokens-per-s", "-1"],
+         "decode-tokens-per-s: -1.0 is not possible; allowed: tokens per second, or 0: requests end when "
+         "served"),
+        (["--no-data", "--output", "/no/such/dir/x"], "output: '/no/such/dir/x' is not possible; a file that "
+                                                      "can be written (No such file or directory)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_clear_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    done = kvoffload("replay", *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvoffload: {message}\n")
+
+
+def test_all_mistakes_of_a_command_are_said_at_once() -> None:
+    wrong = {"--policy": "lri", "--capacity": "5x", "--admission": "reuze", "--tiers": "tape:3:4",
+             "--inject": "foo", "--model": "x", "--block-bytes": "12", "--device-blocks": "2y"}  # fmt: skip
+    done = kvoffload("replay", "nosuch", *(part for pair in wrong.items() for part in pair))
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvoffload: replay:\n")
+    for name in ("trace", *(name.removeprefix("--") for name in wrong)):
+        assert f"\n  {name}" in done.stderr, name
+    done = kvoffload("sweep", "chat", "--policies", "lri,acr", "--admissions", "reuze", "--capacities", "x")
+    assert done.stderr.count("\n  ") == 4
+
+
+def test_more_than_the_machine_has(trace_file: Path) -> None:
+    done = kvoffload("replay", trace_file, "--capacity", "100%", "--block-bytes", "1TiB")
+    assert done.returncode == 2
+    assert "this machine can give" in done.stderr
+    assert "--no-data" in done.stderr
+
+
+def test_a_bad_line_is_named_or_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
+    path.write_text(good + '{"timestamp": 0, "input_length": "x"}\n' + good)
+    done = kvoffload("replay", path, "--no-data", "--capacity", "2")
+    assert done.returncode == 2
+    assert "bad.jsonl:2" in done.stderr
+    assert "input_length" in done.stderr
+    done = kvoffload("replay", path, "--no-data", "--capacity", "2", "--skip-bad-lines", "--format", "json")
+    report = json.loads(done.stdout)
+    assert (report["requests"], report["skipped_lines"]) == (2, 1)
+
+
+def test_a_trace_without_a_full_block_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 100, "output_length": 1, "hash_ids": [1]}\n')
+    done = kvoffload("replay", path, "--no-data")
+    assert done.returncode == 2
+    assert "at least one block (512 tokens)" in done.stderr
+
+
+@pytest.fixture
+def blocks_of_16(tmp_path: Path) -> Path:
+    """A trace of 40 requests with 30 blocks each, whose header says that they have 16 tokens."""
+    lines = ['{"kvoffload_trace":1,"block_tokens":16,"assumed":"no reuse"}']
+    for i in range(40):
+        ids = [0, *(1000 * (i % 20) + j for j in range(1, 30))]
+        lines.append(json.dumps({"timestamp": i, "input_length": 480, "output_length": 1, "hash_ids": ids}))
+    path = tmp_path / "small.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_sizes_are_divided_by_the_blocks_of_the_header(blocks_of_16: Path) -> None:
+    options = "--capacity", "4MiB", "--bytes-per-token", "1KiB", "--no-data", "--quiet"
+    done = kvoffload("replay", blocks_of_16, *options, "--format", "json")
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert (report["capacity_blocks"], report["tokens"]) == (256, 40 * 480)
+    assert "small (assumed: no reuse)" in kvoffload("replay", blocks_of_16, *options).stdout
+    refused = kvoffload("replay", blocks_of_16, *options, "--block-tokens", "32")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.endswith("small.jsonl:1: field block_tokens: 16, but --block-tokens is 32\n")
+    swept = ("sweep", blocks_of_16, "--policies", "lru", "--capacities", "4MiB", "--bytes-per-token", "1KiB",
+             "--jobs", "1", "--quiet")  # fmt: skip
+    (row,) = json.loads(kvoffload(*swept, "--format", "json").stdout)
+    assert (row["trace"], row["capacity_blocks"]) == ("small (assumed: no reuse)", 256)
+    both = kvoffload(*swept, "chat")
+    assert both.stderr == (
+        f"kvoffload: traces: 'chat' is not possible; its blocks have 512 tokens, those of {blocks_of_16} 16: "
+        "sizes need a sweep for each\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["--output", "--decisions"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_is_one_clear_line(trace_file: Path, option: str) -> None:
+    done = kvoffload("replay", trace_file, *SMALL, option, "/dev/full")
+    field = option.removeprefix("--")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"kvoffload: {field}: '/dev/full' is not possible; a file that can be written "
+        "(No space left on device)\n"
+    )
+
+
+def test_help_names_the_commands() -> None:
+    done = kvoffload("--help")
+    assert done.returncode == 0
+    assert "replay" in done.stdout
+    assert "trace" in done.stdout
+
+
+def test_unknown_option_is_exit_code_2() -> None:
+    assert kvoffload("replay", "--bogus").returncode == 2
+    assert kvoffload("bogus").returncode == 2
+
+
+# ---- in a process of its own
+
+
+def in_a_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command as it is installed."""
+    command = [Path(sys.executable).with_name("kvoffload"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_replay(trace_file: Path) -> None:
+    done = in_a_process("replay", trace_file, *SMALL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "of the prefill work is saved" in done.stdout
+
+
+def test_a_mistake_has_no_traceback() -> None:
+    done = in_a_process("replay", "/no/such/file")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvoffload: trace: '/no/such/file' is not possible; ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_warm_needs_nothing_optional() -> None:
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'distributed', 'dask', 'pyarrow', 'vllm'));"
+        "from kvoffload.cli.main import main; sys.argv = ['kvoffload', 'warm']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "kernels are ready" in done.stdout

@@ -1,0 +1,192 @@
+"""`kvoffload disk`: what people see of a slab, and the exit codes that scripts go by."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvoffload.cli.disk import disk as command
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.disk import pipeline
+from kvoffload.tiers.disk.directory import slabs_in
+from kvoffload.tiers.disk.layout import Layout
+from support.disk_blocks import KEY_BYTES, Disk, slab_in
+
+NUMBERS = list(range(10))
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    disk = Disk(tmp_path, 16, fingerprint="llama bf16 tp1")
+    disk.write(NUMBERS)
+    disk.tier.close()
+    return tmp_path
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_inspect(filled: Path) -> None:
+    code, text = run("inspect", filled)
+    assert code == 0
+    assert "llama bf16 tp1" in text
+    assert "10 of 16, 4 KiB each" in text
+    (report,) = json.loads(run("inspect", filled, "--format", "json")[1])
+    assert (report["num_blocks"], report["capacity_blocks"], report["problem"]) == (10, 16, "")
+
+
+def test_inspect_tells_the_age_of_the_oldest_the_middle_and_the_newest_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, 16)
+    for number, now_s in enumerate((50, 10, 40, 20, 30)):
+        monkeypatch.setattr(pipeline, "now_s", lambda now_s=now_s: now_s)
+        disk.write([number])
+    disk.tier.close()
+    (report,) = json.loads(run("inspect", tmp_path, "--format", "json")[1])
+    assert report["written_at_s"] == [10, 30, 50]
+
+
+def test_the_slabs_of_all_producers_the_last_used_first(tmp_path: Path) -> None:
+    for number, producer in enumerate(["llama", "mistral", "qwen", "mistral"]):
+        disk = Disk(tmp_path, 100, fingerprint=producer)
+        assert disk.write([number]) == [number]
+        disk.tier.close()
+    (tmp_path / "kvoffload-0.slab").write_bytes(b"rubbish")
+    os.utime(tmp_path / "kvoffload-0.slab", (0, 0))
+    reports = json.loads(run("inspect", tmp_path, "--format", "json")[1])
+    assert [(r["fingerprint"], r["num_blocks"]) for r in reports] == [
+        ("mistral", 2),
+        ("qwen", 1),
+        ("llama", 1),
+        ("", 0),
+    ]
+    assert reports[3]["problem"]
+    assert "cannot be used" in run("inspect", tmp_path)[1]
+    (alone,) = json.loads(run("inspect", tmp_path / reports[1]["name"], "--format", "json")[1])
+    assert alone == reports[1]
+    code, text = run("verify", tmp_path)
+    assert code == 1, "one that cannot be used"
+    assert text.count("blocks are sound") == 3
+    (tmp_path / "kvoffload-0.slab").unlink()
+    assert run("verify", tmp_path)[0] == 0
+    (tmp_path / "kvoffload-0.slab").write_bytes(b"rubbish")
+    order = [path.name for path in slabs_in(tmp_path)]
+    code, text = run("compact", tmp_path)
+    assert (code, text.count("the log is empty"), text.count("left alone")) == (1, 3, 1)
+    assert [path.name for path in slabs_in(tmp_path)] == order, "who makes way first is as before"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "letter").write_text("dear reader")
+    assert run("verify", tmp_path / "elsewhere" / "letter")[0] == 1
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["letter"]
+
+
+def test_verify_is_0_when_all_is_sound_and_1_with_a_list_when_not(filled: Path) -> None:
+    code, text = run("verify", filled)
+    assert (code, text) == (0, f"{slab_in(filled)}: 10 of 10 blocks are sound\n")
+    layout = Layout.holding(4096, KEY_BYTES, 16)
+    with slab_in(filled).open("r+b") as file:
+        file.seek(layout.slot_offset(4) + 500)
+        file.write(b"damage")
+    code, text = run("verify", filled)
+    assert code == 1
+    assert "slot 4: block " in text
+    assert "9 of 10 blocks are sound" in text
+    code, text = run("verify", filled, "--format", "json")
+    assert code == 1
+    (found,) = json.loads(text)
+    assert [problem["slot"] for problem in found["problems"]] == [4]
+
+
+def test_verify_tells_of_a_damaged_journal_and_compact_mends_it(filled: Path) -> None:
+    layout = Layout.holding(4096, KEY_BYTES, 16)
+    with slab_in(filled).open("r+b") as file:
+        file.seek(layout.checkpoint_offset(0) + 40)
+        file.write(b"x")
+        file.seek(layout.checkpoint_offset(0) + layout.checkpoint_bytes - 4000)
+        file.write(b"x")
+    code, text = run("verify", filled)
+    assert code == 1
+    assert "1 parts of the journal cannot be read" in text
+    assert run("compact", filled) == (
+        0,
+        f"{slab_in(filled)}: checkpoint of 10 blocks written, the log is empty\n",
+    )
+    assert run("verify", filled)[0] == 0
+    disk = Disk(filled, 16, fingerprint="llama bf16 tp1")
+    assert disk.here(NUMBERS) == NUMBERS
+    disk.tier.close()
+
+
+def test_while_somebody_has_it_open(filled: Path) -> None:
+    disk = Disk(filled, 16, fingerprint="llama bf16 tp1")
+    for verb in ("verify", "compact"):
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
+            run(verb, filled)
+    code, text = run("inspect", filled)
+    assert code == 0
+    assert f"by process {os.getpid()}" in text
+    disk.tier.close()
+    assert "by process" not in run("inspect", filled)[1]
+
+
+def test_a_directory_that_is_none_of_ours(tmp_path: Path) -> None:
+    for verb in ("inspect", "verify", "compact"):
+        with pytest.raises(ConfigError, match="path"):
+            run(verb, tmp_path)
+        with pytest.raises(ConfigError, match="path"):
+            run(verb, tmp_path / "nonesuch")
+
+
+def test_rm_deletes_slabs_and_leaves_the_lock(filled: Path) -> None:
+    code, text = run("rm", filled, "--yes")
+    assert code == 0
+    assert text.startswith("1 slab of ")
+    assert text.endswith(f" in {filled}: deleted\n")
+    assert [path.name for path in filled.iterdir()] == ["kvoffload.lock"], "somebody may wait for it"
+
+
+def test_rm_leaves_what_is_not_its_own(filled: Path) -> None:
+    both = filled / "both"
+    for producer in ("one", "another"):
+        disk = Disk(both, 100, fingerprint=producer)
+        disk.write([1])
+        disk.tier.close()
+    (both / "notes.txt").write_text("mine")
+    first, second = slabs_in(both)
+    assert run("rm", first, "--yes")[0] == 0
+    assert slabs_in(both) == [second]
+    assert run("rm", both, "--yes")[0] == 0
+    assert sorted(path.name for path in both.iterdir()) == ["kvoffload.lock", "notes.txt"]
+
+
+def test_rm_deletes_nothing_but_slabs(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("years")
+    link = tmp_path / "kvoffload-1.slab"
+    link.symlink_to(thesis)
+    for path in (thesis, link):
+        with pytest.raises(ConfigError, match="allowed: a file kvoffload"):
+            run("rm", path, "--yes")
+    assert thesis.read_text() == "years"
+    assert not (tmp_path / "kvoffload.lock").exists()
+
+
+def test_rm_asks_and_does_not_touch_what_is_open(filled: Path) -> None:
+    result = CliRunner().invoke(command, ["rm", str(filled)], input="n\n")
+    assert (result.exit_code, len(slabs_in(filled))) == (1, 1)
+    disk = Disk(filled, 16, fingerprint="llama bf16 tp1")
+    with pytest.raises(ConfigError, match=str(os.getpid())):
+        run("rm", filled, "--yes")
+    disk.tier.close()
+    assert len(slabs_in(filled)) == 1
+    with pytest.raises(ConfigError, match="directory of a disk tier"):
+        run("rm", filled / "elsewhere", "--yes")

@@ -1,0 +1,116 @@
+"""``kvoffload vllm-config``: what it prints is what vLLM takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvoffload.cli.vllm_config import vllm_config
+from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.integrations.vllm.shared.options import parse_options
+
+HOME = "kvoffload.integrations.vllm"
+
+
+def printed(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(vllm_config, arguments)
+    assert done.exit_code == 0, done.output
+    flag, value = shlex.split(done.stdout)
+    assert flag == "--kv-transfer-config"
+    found: dict[str, Any] = json.loads(value)
+    as_json = CliRunner().invoke(vllm_config, [*arguments, "--format", "json"])
+    assert json.loads(as_json.stdout) == found
+    return found
+
+
+def test_the_shortest() -> None:
+    assert printed("--ram", "64GiB") == {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "KVOffloadSpec",
+            "spec_module_path": HOME,
+            "cpu_bytes_to_use": "64GiB",
+        },
+    }
+
+
+def test_everything() -> None:
+    given = "--ram 1GiB --policy hazard --admission reuse:2 --store on-compute --verify always"
+    flag = printed(*given.split(), "--all-tokens", "--blocks-per-chunk", "3", "--connector")
+    assert (flag["kv_connector"], flag["kv_connector_module_path"]) == (
+        "KVOffloadConnector",
+        f"{HOME}.connector",
+    )
+    options = parse_options(flag["kv_connector_extra_config"])
+    assert (options.ram_bytes, options.policy, options.admission) == (2**30, "hazard", "reuse:2")
+    assert (options.store, options.verify, options.prompt_only) == ("on-compute", "always", False)
+    assert options.blocks_per_chunk == 3
+
+
+def test_storing_on_device_eviction_brings_its_connector() -> None:
+    flag = printed("--ram", "1GiB", "--store", "on-device-eviction")
+    assert flag["kv_connector"] == "KVOffloadConnector"
+    assert flag["kv_connector_extra_config"]["store"] == "on-device-eviction"
+
+
+def test_a_path_with_a_quote_survives_the_shell() -> None:
+    done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", "--policy", "/it's not here.py:X"])
+    assert isinstance(done.exception, CombinedConfigError)
+    assert "there is no file /it's not here.py" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (["--ram", "x"], "cpu_bytes_to_use: 'x'"),
+        (["--policy", "lruu"], "did you mean lru?"),
+        (["--ram", "64"], "ram: '64' is not possible; allowed: a size such as 64GiB"),
+        (
+            ["--tier", "disk:relative/kv:1TiB"],
+            "tiers[0].path: 'relative/kv' is not possible; allowed: an abso",
+        ),
+        (
+            ["--tier", "disk:/kv:1TiB", "--tiers", "disk:/x/../kv:2TiB"],
+            "tiers[1].path: '/x/../kv' is not poss",
+        ),
+        (["--store", "on-device-eviction", "--blocks-per-chunk", "4"], "blocks_per_chunk: 4 is not possible"),
+    ],
+)
+def test_what_is_wrong_is_not_printed(bad: list[str], reason: str) -> None:
+    done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", *bad])
+    assert isinstance(done.exception, ConfigError)
+    assert reason in str(done.exception)
+    assert not done.stdout
+
+
+def test_a_tier_behind_ram() -> None:
+    flag = printed("--ram", "1GiB", "--tier", "disk:/nvme/kv:1TiB,policy=arc", "--tier", "disk:/hdd:2TiB")
+    assert flag["kv_connector_extra_config"]["tiers"] == [
+        "disk:/nvme/kv:1TiB,policy=arc",
+        "disk:/hdd:2TiB",
+    ]
+    done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", "--tier", "tape:/x:1TiB"])
+    assert "tiers[0].type: 'tape'" in str(done.exception)
+
+
+def test_a_server_behind_ram() -> None:
+    url = "valkeys://cache:6379/team-a?ttl=7d&ca=/etc/kv/ca.pem"
+    extra = printed("--ram", "64GiB", "--tier", "disk:/nvme/kv:1TiB", "--tier", url)[
+        "kv_connector_extra_config"
+    ]
+    assert extra["tiers"] == ["disk:/nvme/kv:1TiB", url]
+    assert [tier.name for tier in parse_options(extra).tiers] == ["disk", "valkey"]
+    bucket = "s3://kv-cache/team-a?region=eu-1&pack=8MiB"
+    extra = printed("--ram", "64GiB", "--tier", bucket)["kv_connector_extra_config"]
+    assert extra["tiers"] == [bucket]
+    assert [tier.name for tier in parse_options(extra).tiers] == ["s3"]
+    done = CliRunner().invoke(vllm_config, ["--ram", "64GiB", "--tier", "valkey://me:hunter2@cache/team-a"])
+    assert isinstance(done.exception, ConfigError)
+    assert "hunter2" not in f"{done.output} {done.exception}"
+    assert "valkey://***@cache/team-a" in str(done.exception)

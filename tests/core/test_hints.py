@@ -1,0 +1,451 @@
+"""What is known of requests: numbers of labels, what policies are told, when requests of a replay end."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.core.hints import NO_HINTS, NUM_COARSE, NUM_LABELS, Hints, Labels
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.policy import EvictionPolicy
+from kvoffload.core.request import Path, Used
+from kvoffload.core.slots import SlotArray
+from kvoffload.core.state import Cache, Entering
+from kvoffload.errors import ConfigError
+from kvoffload.policies.lru import LRU
+from kvoffload.replay.data import DataPlane
+from kvoffload.replay.ends import check_decode_speed
+from kvoffload.replay.keys import TraceKeys
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.structures.index import ABSENT, Index
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import Lists, push_all, unlink_all
+from kvoffload.structures.structs import Struct
+from kvoffload.testing.audit import audit, duplicate_slots
+from kvoffload.testing.scripts import play, random_script
+from kvoffload.tiers.kinds.simulated import SimulatedOptions
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.trace import Trace, TraceHints
+from kvoffload.traces.workloads import builtin
+from support.letters import keys, make, store
+from support.naive.lru import NaiveLRU
+
+STOP, TOOLS = Hints("stop"), Hints("tool_calls")
+
+# ---- labels
+
+
+def numbers_of(*hints: Hints) -> list[int]:
+    labels = Labels()
+    return [labels.number(one) for one in hints]
+
+
+def test_nothing_known_is_0_and_words_are_numbered_as_they_come() -> None:
+    assert numbers_of(NO_HINTS, STOP, TOOLS, Hints(), STOP, TOOLS) == [0, 1, 2, 0, 1, 2]
+    assert numbers_of(TOOLS, STOP) == [1, 2]
+    assert numbers_of(STOP, Hints("stop", session_over=True), Hints(session_over=True)) == [1, 2, 3]
+
+
+def test_who_and_how_long_divide_how_it_ended() -> None:
+    other = Hints("stop", tenant="a")
+    assert numbers_of(STOP, other, Hints(tenant="a"), Hints("stop", tenant="b"), other) == [1, 8, 9, 10, 8]
+
+
+def test_times_to_live_are_told_apart_by_their_octave() -> None:
+    times = [100, 110, 200, 0, -1, math.inf, math.nan, 1e-300, 1e300]
+    found = numbers_of(*(Hints(time_to_live_s=time) for time in times))
+    assert found[:4] == [8, 8, 9, 10]
+    assert found[4:] == [10, 11, 10, 10, 11], "what no clock counts is as good as the shortest or longest"
+
+
+def test_words_beyond_the_last_number_are_not_known() -> None:
+    """Of how it ended: 0. Of who sent it: the number of how it ended."""
+    ends = [Hints(f"reason {i}") for i in range(NUM_COARSE + 3)]
+    assert numbers_of(*ends) == [*range(1, NUM_COARSE), 0, 0, 0, 0]
+    tenants = [Hints("stop", tenant=str(i)) for i in range(NUM_LABELS)]
+    assert numbers_of(*tenants) == [*range(NUM_COARSE, NUM_LABELS), *[1] * NUM_COARSE]
+
+
+def test_any_number_of_words_take_bounded_memory() -> None:
+    labels = Labels()
+    for i in range(10_000):
+        assert labels.number(Hints("stop", tenant=str(i))) < NUM_LABELS
+    assert len(labels._known) <= 4096
+    assert labels.number(Hints("stop", tenant="0")) == NUM_COARSE
+    assert labels.number(Hints("stop", tenant="9999")) == 1
+
+
+hints_of_any_kind = st.builds(
+    Hints,
+    st.sampled_from(["", "stop", "length", "a word"]),
+    st.booleans(),
+    st.integers(-2, 2),
+    st.sampled_from([None, 0.0, 30.0, 3600.0]),
+    st.sampled_from(["", "a", "b"]),
+)
+
+
+@given(st.lists(hints_of_any_kind, max_size=60))
+def test_equal_hints_have_equal_numbers(said: list[Hints]) -> None:
+    labels = Labels()
+    first = [labels.number(one) for one in said]
+    assert all(0 <= number < NUM_LABELS for number in first)
+    assert [labels.number(one) for one in said] == first, "a number is given once"
+    assert all((number == 0) or one != NO_HINTS for one, number in zip(said, first, strict=True))
+
+
+@given(hints_of_any_kind, hints_of_any_kind)
+def test_what_is_known_at_begin_and_at_the_end_is_all(hints: Hints, other: Hints) -> None:
+    assert hints.at_begin.updated(hints.at_end) == hints
+    merged = hints.updated(other)
+    for part in Hints.__slots__:
+        said = getattr(other, part)
+        assert getattr(merged, part) == (getattr(hints, part) if said == getattr(NO_HINTS, part) else said)
+    assert NO_HINTS.at_begin is NO_HINTS
+    assert NO_HINTS.at_end is NO_HINTS
+
+
+# ---- managers and policies
+
+
+class Hears(NaiveLRU):
+    """Writes down what it hears of requests, and checks that nothing is used after the end."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.heard: list[tuple[list[bytes], list[int], Hints]] = []
+        self.calls: list[str] = []
+
+    def access(self, slots: SlotArray, reused: Any) -> None:
+        self.calls.append("access")
+        super().access(slots, reused)
+
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        assert slots.dtype == np.int32
+        self.calls.append("finished")
+        self.heard.append((list(path), slots.tolist(), hints))
+
+
+def test_hints_of_begin_and_end_merge() -> None:
+    manager = make(Hears)
+    ctx = manager.begin_request("r", keys("ab"), hints=Hints(priority=2, tenant="me"))
+    assert ctx.hints == Hints(priority=2, tenant="me")
+    manager.finish_request(ctx, hints=Hints("stop", tenant="you"))
+    assert ctx.hints == Hints("stop", priority=2, tenant="you")
+    manager.finish_request(manager.begin_request("r"), hints=STOP)
+    manager.finish_request(manager.begin_request("r", hints=TOOLS))
+    manager.finish_request(manager.begin_request("r"))
+    policy: Any = manager.policy
+    assert [hints for _, _, hints in policy.heard] == [ctx.hints, STOP, TOOLS, NO_HINTS]
+
+
+@pytest.mark.parametrize("admission", ["all", "reuse:2"])
+def test_the_end_is_told_once_after_the_uses_with_the_whole_path(admission: str) -> None:
+    manager = make(Hears, 3, admission=admission)
+    for _ in range(2):
+        store(manager, "ab")
+    ctx = manager.begin_request("r", keys("ab"))
+    manager.touch(keys("a"), ctx)
+    store(manager, "abcd", ctx)
+    policy: Any = manager.policy
+    policy.heard.clear()
+    policy.calls.clear()
+    manager.finish_request(ctx, hints=STOP)
+    slots = manager.slots_of(keys("abcd")).tolist()
+    assert policy.heard == [(keys("abcd"), slots, STOP)]
+    assert slots[3] == ABSENT
+    assert policy.calls == ["access", "finished"]
+    whole = manager.begin_request("w")
+    manager.finish_request(whole, keys("ba"))
+    assert policy.heard[1:] == [(keys("ba"), slots[1::-1], NO_HINTS)]
+    assert policy.calls[2:] == ["access", "finished"]
+
+
+@pytest.mark.parametrize("store_mode", ["on-compute", "on-device-eviction"])
+@pytest.mark.parametrize("seed", range(6))
+def test_slots_are_right_in_any_life(store_mode: str, seed: int) -> None:
+    manager = OffloadingManager(6, key_bytes=20, policy=Hears, store=store_mode)
+    policy: Any = manager.policy
+    script = random_script(seed, num_steps=200)
+
+    def check(manager: OffloadingManager) -> int:
+        if policy.heard:
+            path, slots, _ = policy.heard[-1]
+            if len(policy.heard) > check.told:  # type: ignore[attr-defined]
+                assert slots == manager.slots_of(path).tolist()
+                check.told = len(policy.heard)  # type: ignore[attr-defined]
+        return len(policy.heard)
+
+    check.told = 0  # type: ignore[attr-defined]
+    ends = [action == "finish" for action, _, _ in script]
+    told = [number for _, _, number in play(manager, script, check)]
+    assert told == np.cumsum(ends).tolist(), "one end for each request that finishes, at its finish"
+
+
+def test_who_does_not_care_is_not_asked() -> None:
+    assert NaiveLRU.finished is EvictionPolicy.finished
+    for policy in ("lru", NaiveLRU):
+        manager, plain = make(policy, 3), make(policy, 3)
+        for letters in ("abc", "ad", "ae"):
+            ctx, same = manager.begin_request("r", hints=STOP), plain.begin_request("r")
+            store(manager, letters, ctx)
+            store(plain, letters, same)
+            manager.finish_request(ctx, hints=TOOLS)
+            plain.finish_request(same)
+        assert manager.policy.order() == plain.policy.order()
+        audit(manager)
+
+
+class Label(Struct):
+    """What a compiled policy was told."""
+
+    order: Lists
+    label: int
+    length: int
+    slot: int
+    uses: int
+
+
+class Labelled(LRU):
+    """LRU whose kernels write down the label that they hear."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.state = Label(order=Lists(self.capacity_blocks, 1))
+
+
+@Labelled.compiled
+def access(own: Label, used: Used) -> None:
+    own.uses += used.count
+
+
+@Labelled.compiled
+def replace(own: Label, new: Entering, cache: Cache, path: Path) -> None:
+    push_all(own.order.links, own.order.num_positions, new.slots, new.count)
+
+
+@Labelled.compiled
+def remove(own: Label, used: Used) -> None:
+    unlink_all(own.order.links, used.slots, used.count)
+
+
+@Labelled.compiled
+def finished(own: Label, path: Path) -> None:
+    own.label, own.length, own.slot = path.label, path.length, path.found[path.length - 1]
+    own.uses += 100
+
+
+class UsedInPython(Labelled):
+    """Uses are told in Python, the end is not."""
+
+    def access(self, slots: SlotArray, reused: Any) -> None:
+        assert self.state.uses < 100, "told of the end before the uses"
+        super().access(slots, reused)
+
+
+class EndsInPython(Labelled):
+    """The other way round."""
+
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        self.state.label, self.state.length, self.state.slot = 1, len(path), slots[-1]
+        self.state.uses += 100
+
+
+@pytest.mark.parametrize("policy", [Labelled, UsedInPython, EndsInPython])
+@pytest.mark.parametrize("options", [{}, {"admission": "reuse:1"}, {"store": "on-device-eviction"}])
+def test_a_compiled_policy_hears_the_label(policy: Any, options: dict[str, str]) -> None:
+    manager = make(policy, 90, **options)
+    store(manager, "abc")
+    ctx = manager.begin_request("r", keys("ab"), hints=Hints(priority=1))
+    store(manager, "abd", ctx)
+    manager.finish_request(ctx, hints=STOP)
+    state = manager.policy.state
+    label = 1 if policy is EndsInPython else numbers_of(Hints(priority=1), Hints("stop", priority=1))[1]
+    assert (state.label, state.length) == (label, 3)
+    assert state.slot == manager.slots_of(keys("d"))[0]
+    assert state.uses // 100 == 1, "once"
+
+
+def test_a_path_that_grows_keeps_its_label() -> None:
+    manager = OffloadingManager(4000, key_bytes=2, policy=Labelled)
+    ctx = manager.begin_request("r", [b"aa"], hints=TOOLS)
+    many = [number.to_bytes(2, "big") for number in range(3000)]
+    manager.lookup(many, ctx)
+    manager.finish_request(ctx)
+    policy: Any = manager.policy
+    assert (policy.state.label, policy.state.length) == (1, 3001)
+
+
+# ---- replays
+
+
+def trace_of(requests: list[tuple[int, int, list[int]]], hints: list[Hints] | None = None) -> Trace:
+    """A trace of these arrival times in ms, output tokens and block ids."""
+    times, tokens, blocks = zip(*requests, strict=True)
+    flat = [block for ids in blocks for block in ids]
+    ids = list(dict.fromkeys(flat))
+    return Trace(
+        "test",
+        512,
+        np.array(ids, np.int64),
+        np.array([ids.index(block) for block in flat], np.int32),
+        np.cumsum([0, *map(len, blocks)]).astype(np.int64),
+        np.array(times, np.int64),
+        np.array(tokens, np.int64),
+        hints=TraceHints.of(hints) if hints else None,
+    )
+
+
+class Log(NaiveLRU):
+    """Writes down, in one list, which requests begin and which end; a request is known by its tenant."""
+
+    log: list[tuple[str, str]] = []  # noqa: RUF012  (of the last replay)
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        type(self).log = []
+
+    def observe(self, path: Keys, slots: SlotArray, start: int, on_device: int) -> None:
+        self.log.append(("begin", str(len(path))))
+
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        self.log.append(("end", hints.tenant))
+        assert hints.finish_reason == f"reason {hints.tenant}", "what is told at the end"
+        assert hints.priority == len(path), "what was told at the begin"
+
+
+def ends_of(requests: list[tuple[int, int, int]], tokens_per_s: float, **options: Any) -> list[list[int]]:
+    """Which requests end before each request, and, last, at the end of the trace. Requests are (ms, tokens,
+    number of blocks)."""
+    hints = [Hints(f"reason {i}", priority=size, tenant=str(i)) for i, (_, _, size) in enumerate(requests)]
+    first = np.cumsum([0, *(size for _, _, size in requests)]).tolist()
+    rows = [
+        (ms, tokens, [*range(first[i], first[i] + size)]) for i, (ms, tokens, size) in enumerate(requests)
+    ]
+    config = ReplayConfig(50, Log, decode_tokens_per_s=tokens_per_s, **options)
+    Replay(trace_of(rows, hints), config).run()
+    found: list[list[int]] = [[]]
+    for what, number in Log.log:
+        if what == "begin":
+            found.append([])
+        else:
+            found[-1].append(int(number))
+    return found
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"device_blocks": 3},
+    {"device_blocks": 3, "store": "on-device-eviction"},
+    {"tiers": (SimulatedOptions(capacity="60"),)},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["alone", "device", "victim", "tiers"])
+def test_a_request_ends_when_it_has_generated_its_answer(mode: dict[str, Any]) -> None:
+    # At 100 tokens/s: 0 until 1000 ms, 1 until 600, 2 until 600, 3 at once, 4 until 5000.
+    requests = [(0, 100, 2), (100, 50, 2), (200, 40, 2), (600, 0, 1), (600, 440, 3), (1000, 9000, 1)]
+    assert ends_of(requests, 100, **mode) == [[], [], [], [1, 2], [3], [0], [4, 5]]
+    assert ends_of(requests, 0, **mode) == [[], [0], [1], [2], [3], [4], [5]], "off: as soon as served"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 90), st.integers(1, 3)), min_size=1, max_size=12),
+    st.sampled_from([250.0, 1000.0, 1e9]),
+)
+def test_each_request_ends_once_in_order_and_never_early(
+    requests: list[tuple[int, int, int]], tokens_per_s: float
+) -> None:
+    """Times may also go back: the order of the file is that of arrival."""
+    told = ends_of(requests, tokens_per_s)
+    end_ms = [ms + tokens * 1000 / tokens_per_s for ms, tokens, _ in requests]
+    assert sorted(one for ended in told for one in ended) == [*range(len(requests))]
+    waiting: set[int] = set()
+    for request, ended in enumerate(told):
+        now = requests[request][0] if request < len(requests) else math.inf
+        assert ended == sorted((one for one in waiting if end_ms[one] <= now), key=lambda i: (end_ms[i], i))
+        waiting = (waiting - {*ended}) | {request}
+
+
+@pytest.fixture(scope="module")
+def small_chat() -> Trace:
+    return generate(builtin("chat", sessions=150))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["alone", "device", "victim", "tiers"])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_ends_that_nobody_comes_between_are_ends_at_once(
+    small_chat: Trace, policy: str, mode: dict[str, Any]
+) -> None:
+    mode = {**mode, "device_blocks": 400} if mode.get("device_blocks") else mode
+    if "tiers" in mode:
+        mode = {"tiers": (SimulatedOptions(capacity="900").in_blocks(None, small_chat.unique_blocks),)}
+    usual = Replay(small_chat, ReplayConfig(600, policy, **mode)).run()
+    at_once = Replay(small_chat, ReplayConfig(600, policy, decode_tokens_per_s=1e12, **mode)).run()
+    late = Replay(small_chat, ReplayConfig(600, policy, decode_tokens_per_s=20, **mode))
+    assert at_once.decisions_sha256 == usual.decisions_sha256
+    report = late.run()
+    assert report.decisions_sha256 != usual.decisions_sha256
+    assert (report.decode_tokens_per_s, usual.decode_tokens_per_s) == (20, 0)
+    assert report.prefix_hit_ratio <= report.optimum_hit_ratio
+    audit(late.manager)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo", NaiveLRU])
+def test_labels_change_nothing_for_who_does_not_care(small_chat: Trace, policy: Any) -> None:
+    hints = TraceHints.of(
+        Hints(("stop", "tool_calls")[i % 2], priority=i % 3) for i in range(small_chat.requests)
+    )
+    labelled = dataclasses.replace(small_chat, hints=hints)
+    reports = [Replay(trace, ReplayConfig(300, policy)).run() for trace in (small_chat, labelled)]
+    assert reports[0].decisions_sha256 == reports[1].decisions_sha256
+
+
+def test_with_bytes_and_late_ends_every_byte_is_right(small_chat: Trace) -> None:
+    for mode in ({}, {"device_blocks": 300, "store": "on-device-eviction"}):
+        config = ReplayConfig(600, decode_tokens_per_s=20, **mode)  # type: ignore[arg-type]
+        data = DataPlane(600, 4096)
+        report = Replay(small_chat, config, data).run()
+        data.close()
+        assert report.blocks_verified == report.offload_hit_blocks > 0
+        assert report.mismatches_served == 0
+        assert report.decisions_sha256 == Replay(small_chat, config).run().decisions_sha256
+
+
+def test_in_a_victim_tier_what_the_device_dropped_meanwhile_is_no_duplicate() -> None:
+    trace = generate(builtin("agent", sessions=3, sessions_per_minute=3))
+    assert np.all(np.diff(trace.block_ids) > 0)
+    config = ReplayConfig(2600, "lru", "all", 200, "on-device-eviction", decode_tokens_per_s=5)
+    replay = Replay(trace, config)
+    counts = []
+
+    def check(done: int) -> None:
+        device, slots = replay._device, duplicate_slots(replay.manager)
+        assert device is not None
+        assert slots is not None
+        counts.append(len(slots))
+        ids = TraceKeys.ids(replay.manager.index.keys_at(np.array(slots, np.int64)))
+        assert device.contains(np.searchsorted(trace.block_ids, ids)).all()
+
+    replay.run(check)
+    assert max(counts) > 0, "there were duplicates to check"
+    audit(replay.manager)
+
+
+@pytest.mark.parametrize("speed", [-1, math.nan, math.inf, "fast", None])
+def test_a_speed_that_cannot_be_is_one_clear_error(small_chat: Trace, speed: Any) -> None:
+    message = "decode-tokens-per-s: .* is not possible; allowed: tokens per second, or 0"
+    with pytest.raises(ConfigError, match=message):
+        check_decode_speed(speed)
+    with pytest.raises(ConfigError, match=message):
+        Replay(small_chat, ReplayConfig(9, decode_tokens_per_s=speed))
+
+
+def test_a_very_slow_request_ends_with_the_trace() -> None:
+    assert ends_of([(0, 1, 1), (10**9, 0, 1)], 1e-300) == [[], [], [1, 0]]

@@ -1,0 +1,156 @@
+"""The shipped state machine, over every built-in policy and admission rule, and over the naive twins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.admission import Admission
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
+from kvoffload.core.policy import POLICIES, REFUSED
+from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
+from kvoffload.structures.index import Index
+from kvoffload.structures.keys import Keys
+from kvoffload.testing.machine import manager_machine
+from support.naive.arc import NaiveARC
+from support.naive.fifo import NaiveFIFO
+from support.naive.gdsf import NaiveGDSF
+from support.naive.hazard import NaiveHazard
+from support.naive.lfu import NaiveLFU
+from support.naive.lirs import NaiveLIRS
+from support.naive.lru import NaiveLRU
+from support.naive.reuse import NaiveReuse
+from support.naive.s3fifo import NaiveS3FIFO
+from support.naive.sieve import NaiveSIEVE
+from support.naive.slru import NaiveSLRU
+from support.naive.tinylfu import NaiveTinyLFU
+from support.naive.two_q import NaiveTwoQ
+from support.naive.wtinylfu import NaiveWTinyLFU
+from support.small_hazard import SmallHazard
+
+
+class SmallNaiveHazard(NaiveHazard):
+    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
+
+
+class RefusesAtRandom(NaiveLRU):
+    """LRU that has no use for three blocks in ten, whichever, unless they are admitted."""
+
+    name = "refuses-at-random"
+    refuses = True
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.random = random.Random(5)
+
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        refusing = False
+        entering = []
+        for row, key in enumerate(keys):
+            if row >= num_free:
+                refusing = (refusing and protected.one_prefix) or self.random.random() < 0.3
+                refusing = refusing and not protected.admitted
+                slots[row] = REFUSED if refusing else self.victim(key, protected)
+            if slots[row] != REFUSED:
+                entering.append(int(slots[row]))
+        self.slots += reversed(entering)
+
+
+def lives(
+    policy: Any,
+    admission: str | Callable[[], Admission] = "all",
+    *,
+    store: str = ON_COMPUTE,
+    capacity_blocks: int = 5,
+    key_bytes: int = 32,
+    share: float = 1.0,
+) -> None:
+    """Live as many lives as the profile says, or a share of them."""
+    machine = manager_machine(
+        policy,
+        admission,
+        store=store,
+        capacity_blocks=capacity_blocks,
+        key_bytes=key_bytes,
+        max_examples=max(2, round(settings().max_examples * share)),
+    )
+    run_state_machine_as_test(machine, settings=machine.TestCase.settings)
+
+
+BUILT_IN: list[Any] = [SmallHazard if name == "hazard" else name for name in POLICIES.names()]
+GATES: dict[int, Callable[[], Admission]] = {
+    8: lambda: ReuseAdmission(8, 2, 40),
+    20: lambda: ReuseAdmission(20, 2, 7),
+}
+"""Length of keys -> a filter that remembers so few of them that it forgets some."""
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_policy(policy: Any) -> None:
+    lives(policy, key_bytes=36, share=0.6)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_policy_of_one_block(policy: Any) -> None:
+    lives(policy, capacity_blocks=1, key_bytes=5, share=0.15)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_policy_behind_a_gate(policy: Any) -> None:
+    lives(policy, GATES[8], capacity_blocks=4, key_bytes=8, share=0.2)
+    lives(policy, "tinylfu", capacity_blocks=2, share=0.2)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_victim_tier(policy: Any) -> None:
+    lives(policy, store=ON_DEVICE_EVICTION, key_bytes=8, share=0.5)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_oldest_policies_for_longer(policy: str) -> None:
+    lives(policy, GATES[20], capacity_blocks=3, key_bytes=20)
+    lives(policy, store=ON_DEVICE_EVICTION, admission=GATES[20], key_bytes=20)
+    lives(policy, store=ON_DEVICE_EVICTION, capacity_blocks=1, key_bytes=5, share=0.2)
+
+
+@pytest.mark.parametrize("admission", ["reuse:2", "tinylfu"])
+def test_a_rule_by_name(admission: str) -> None:
+    lives("lru", admission, share=0.03)  # An audit of `reuse:2` reads its 64,000 places.
+    lives("lru", admission, store=ON_DEVICE_EVICTION, share=0.03)
+
+
+@pytest.mark.parametrize("write_cost", [0.0, -1.0])
+def test_a_write_cost(write_cost: float) -> None:
+    policy = type("Dialled", (SmallHazard,), {"write_cost": write_cost})
+    lives(policy, share=0.03)
+    lives(policy, store=ON_DEVICE_EVICTION, share=0.03)
+
+
+@pytest.mark.parametrize("store", [ON_COMPUTE, ON_DEVICE_EVICTION])
+@pytest.mark.parametrize("admission", ["all", GATES[8]], ids=["all", "gated"])
+def test_a_policy_that_refuses_at_random(admission: Any, store: str) -> None:
+    lives(RefusesAtRandom, admission, store=store, key_bytes=8, share=0.4)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [NaiveLRU, NaiveARC, NaiveFIFO, NaiveSLRU, NaiveLFU, NaiveSIEVE, NaiveS3FIFO, NaiveTwoQ, NaiveLIRS,
+     NaiveWTinyLFU, NaiveGDSF, SmallNaiveHazard],
+)  # fmt: skip
+def test_a_naive_twin(policy: Any) -> None:
+    """Briefly: a twin is held by the kernels that it is compared with."""
+    lives(policy, share=0.1)
+    lives(policy, store=ON_DEVICE_EVICTION, share=0.05)
+
+
+@pytest.mark.parametrize("admission", [lambda: NaiveReuse(2, 4), lambda: NaiveTinyLFU(5)])
+def test_a_naive_rule(admission: Callable[[], Admission]) -> None:
+    lives(NaiveLRU, admission, share=0.2)
+    lives(RefusesAtRandom, admission, store=ON_DEVICE_EVICTION, share=0.2)

@@ -1,0 +1,45 @@
+"""examples/my_engine.py: an engine is one file, and its answers do not depend on the cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_engine.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("my_engine", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo,small_share=0.2"])
+def test_answers_are_those_of_an_engine_that_computes_everything(example: ModuleType, policy: str) -> None:
+    chance = random.Random(5)
+    engine = example.Engine(ram_blocks=30, policy=policy)
+    texts = [[chance.randrange(1000) for _ in range(chance.randrange(16, 700))] for _ in range(6)]
+    asked = 0
+    for turn in range(60):
+        tokens = chance.choice(texts)[: chance.randrange(16, 700)]
+        fresh = example.Engine(ram_blocks=100)
+        assert engine.run(f"turn-{turn}", tokens) == fresh.run("alone", tokens)
+        asked += fresh.num_computed
+    assert engine.num_computed < asked
+
+
+def test_a_damaged_block_is_computed_again(example: ModuleType) -> None:
+    engine = example.Engine(ram_blocks=100)
+    tokens = list(range(20 * 16))
+    expected = engine.run("first", tokens)
+    engine.ram.pool[3] ^= 1
+    assert engine.run("second", tokens) == expected
+    assert 20 < engine.num_computed < 40

@@ -1,0 +1,84 @@
+"""What a newcomer reads first: the code runs, and commands print the numbers that the pages show."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import kvoffload as package
+from support.run_cli import kvoffload
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("start-planner.md", "start-policy.md")
+_SHOWN = re.compile(r"```\n\$ kvoffload (.*)\n((?:.*\n)*?)```")
+
+
+def numbers(text: str) -> str:
+    """The numbers of a text in their order; layout and wording are for people, and may change."""
+    return " ".join(["", *re.findall(r"\d[\d.,]*\d|\d", text), ""])
+
+
+def commands() -> list[tuple[str, str]]:
+    return [shown for page in PAGES for shown in _SHOWN.findall((ROOT / "docs" / page).read_text())]
+
+
+def printed(document: str) -> tuple[str, str]:
+    """What the code of a document prints, and the document."""
+    text = (ROOT / document).read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, {})
+    return out.getvalue(), text
+
+
+def test_there_are_commands_to_try() -> None:
+    assert len(commands()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        # A plan does dozens of replays.
+        pytest.param(
+            command, shown, id=command, marks=[pytest.mark.slow] if command.startswith("plan") else []
+        )
+        for command, shown in commands()
+    ],
+)
+def test_a_command_prints_these_numbers(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = kvoffload(*shlex.split(command))
+    assert done.returncode == 0, done.stderr
+    assert len(numbers(shown).split()) > 5
+    missing = [line for line in shown.splitlines() if numbers(line) not in numbers(done.stdout)]
+    assert not missing, done.stdout
+
+
+def test_the_code_for_engine_authors_has_hits() -> None:
+    out, page = printed("docs/start-engine.md")
+    assert out == "0 of 8 blocks from RAM\n8 of 8 blocks from RAM\n"
+    assert f"```\n{out}```" in page
+
+
+def test_the_code_of_the_readme_has_hits() -> None:
+    out, readme = printed("README.md")
+    assert out == "8 blocks from RAM, 8 of them sound\n"
+    assert f"# {out.strip()}\n" in readme
+
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    entries = [
+        name
+        for page in (ROOT / "docs" / "reference").glob("*.md")
+        for name in re.findall(r"^::: kvoffload\.(\w+)$", page.read_text(), re.M)
+    ]
+    assert sorted(entries) == package.__all__
+
+
+def test_the_citation_cites_this_version() -> None:
+    assert f"\nversion: {package.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -1,0 +1,326 @@
+"""Reports: one file, the numbers of ``--format json``, and charts that a real browser draws."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.plan.prices import Prices, Ram, Server, Ssd, as_toml
+from support.run_cli import kvoffload
+from support.timeouts import HANGS_S
+
+pytest.importorskip("plotly", reason="reports take plotly: pip install 'kvoffload[report]'")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PHONE, DESK = 360, 1200
+
+
+@pytest.fixture(scope="module")
+def plan(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The page of a plan, and what the same command printed as JSON."""
+    home = tmp_path_factory.mktemp("plan-page")
+    ssd = Ssd(drive="400MiB", price=10, slots=1, writes_per_day=5)
+    (home / "prices.toml").write_text(as_toml(Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=ssd)))
+    done = kvoffload(
+        "plan", chat, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "200MiB",
+        "--prices", home / "prices.toml", "--jobs", "1", "--report", home / "plan.html", "--format", "json",
+        "--machine", "h100-pcie5", "--prefill-tokens-per-s", "1000", "--admissions", "all", "--quiet",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return home / "plan.html", done.stdout
+
+
+@pytest.fixture(scope="module")
+def sampled(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same of engines that may share servers, searched on one of two sessions."""
+    home = tmp_path_factory.mktemp("sampled-page")
+    of_server = Server(memory="300MiB", price=5, slots=2)
+    for_sale = Prices(ram=Ram(module="100MiB", price=9, slots=4), ssd=Ssd(slots=0), server=of_server)
+    (home / "prices.toml").write_text(as_toml(for_sale))
+    done = kvoffload(
+        "plan", chat, "--bytes-per-token", "2KiB", "--gpus", "2", "--kv-per-gpu", "100MiB",
+        "--replicas", "2", "--routing", "random", "--prices", home / "prices.toml", "--sample", "2",
+        "--policies", "lru", "--admissions", "all", "--jobs", "1", "--report", home / "plan.html",
+        "--format", "json", "--quiet",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return home / "plan.html", done.stdout
+
+
+@pytest.fixture(scope="module")
+def sweep(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same of a sweep."""
+    path = tmp_path_factory.mktemp("sweep-page") / "sweep.html"
+    done = kvoffload(
+        "sweep", chat, "--capacities", "2%,5%,10%", "--device-blocks", "0,0.5x", "--jobs", "1", "--quiet",
+        "--report", path, "--format", "json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return path, done.stdout
+
+
+class Page(html.parser.HTMLParser):
+    """What stands in a page: texts by tag, scripts by id, and whatever would be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.texts: list[tuple[str, str]] = []
+        self.scripts: dict[str, str] = {}
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self._open: list[tuple[str, str]] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids += [given["id"]] if given.get("id") else []
+        self.loads += [value for name in ("src", "href") if (value := given.get(name))]
+        if tag not in ("meta", "link", "br"):
+            self._open.append((tag, given.get("id") or ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop()[0] == tag, "tags close in the order in which they were opened"
+
+    def handle_data(self, data: str) -> None:
+        tag, its_id = self._open[-1] if self._open else ("", "")
+        if tag == "script":
+            self.scripts[its_id] = self.scripts.get(its_id, "") + data
+        elif data.strip():
+            self.texts.append((tag, data))
+
+
+def charts(page: Page) -> dict[str, Any]:
+    return {one["id"]: one for one in json.loads(page.scripts["charts"])}
+
+
+@pytest.mark.parametrize("kind", ["plan", "sweep"])
+def test_a_page_has_the_numbers_of_the_json(kind: str, request: pytest.FixtureRequest) -> None:
+    path, printed = request.getfixturevalue(kind)
+    page = Page(path)
+    assert json.loads(page.scripts["result"]) == json.loads(printed)
+    assert page.loads == [], "nothing is loaded"
+    assert len(set(page.ids)) == len(page.ids)
+    assert set(charts(page)) <= set(page.ids)
+    (command,) = [text for tag, text in page.texts if tag == "pre" and text.startswith("kvoffload ")]
+    assert command.startswith(f"kvoffload {kind} ")
+
+
+def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
+    path, printed = plan
+    page, found = Page(path), json.loads(printed)
+    drawn = charts(page)
+    assert set(drawn) == {"frontier", "over-ram", "places", "wear", "waits", "over-time"}
+    paragraphs = [text for tag, text in page.texts if tag == "p"]
+    for sentence in (*found["words"], *found["cannot_tell"]):
+        assert sentence in paragraphs
+    by_name = {one["name"]: one for one in drawn["frontier"]["data"]}
+    for name, rows in (
+        ("can be had", [row for row in found["rows"] if row["feasible"]]),
+        ("cannot be", [row for row in found["rows"] if not row["feasible"]]),
+        ("most for the money", found["frontier"]),
+        ("recommended", [found["chosen"]]),
+    ):
+        assert by_name[name]["x"] == [row["price"] for row in rows]
+        assert by_name[name]["y"] == [100 * row["saved"] for row in rows]
+    lines = [one for one in drawn["over-ram"]["data"] if one["name"] != "optimum" and len(one["x"]) > 2]
+    alone = [row for row in found["rows"] if row["ram_modules"] and not row["ssd_drives"]]
+    points = sorted((x, y) for one in lines for x, y in zip(one["x"], one["y"], strict=True))
+    assert points
+    assert set(points) <= {(row["ram_bytes"] / 2**30, 100 * row["saved"]) for row in alone}
+    best = next(one for one in drawn["over-ram"]["data"] if one["name"] == "optimum")
+    assert all(
+        y <= top + 1e-9 for x, y in points for at, top in zip(best["x"], best["y"], strict=True) if at == x
+    )
+    stacked = [sum(parts) for parts in zip(*(one["y"] for one in drawn["places"]["data"]), strict=True)]
+    assert stacked == pytest.approx([100 * row["saved"] for row in found["frontier"]])
+    runs = [found["in_time"][name] for name in ("with_offload", "without")]
+    for bars, run in zip(drawn["waits"]["data"], runs, strict=True):
+        assert bars["y"] == [run["ttft_s"][name] for name in bars["x"]]
+    cells = [text for tag, text in page.texts if tag == "td"]
+    assert {link["name"] for link in runs[0]["links"]} <= set(cells)
+    for row in found["purchases"]:
+        assert f"{100 * row['saved']:.1f} %" in cells
+
+
+def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tuple[Path, str]) -> None:
+    path, printed = sampled
+    page, found = Page(path), json.loads(printed)
+    drawn = charts(page)
+    assert found["sampled"]
+    assert {row["one_in"] for row in found["sampled"]} == {2}
+    by_name = {one["name"]: one for one in drawn["frontier"]["data"]}
+    for name, rows in (
+        ("can be had", found["rows"]),
+        ("on one of 2 sessions", found["sampled"]),
+        ("recommended", [found["chosen"]]),
+    ):
+        feasible = [row for row in rows if row["feasible"]]
+        assert feasible
+        assert by_name[name]["x"] == [row["price"] for row in feasible]
+        assert by_name[name]["y"] == [100 * row["saved"] for row in feasible]
+    notes = [text for _, text in page.texts]
+    assert any("What was measured on a part of the sessions led to the others" in note for note in notes)
+    assert any(note.endswith("On one of 2 sessions.") for note in notes)
+    alone = [row for row in found["sampled"] if row["ram_modules"] and not row["servers"]]
+    for one in drawn["over-ram"]["data"]:
+        points = set(zip(one["x"], one["y"], strict=True))
+        shown = {(row["ram_bytes"] / 2**30, 100 * row["saved"]) for row in alone}
+        assert one["name"] == "optimum" or points <= shown
+
+
+def test_a_page_shows_servers(sampled: tuple[Path, str], plan: tuple[Path, str]) -> None:
+    page, found = Page(sampled[0]), json.loads(sampled[1])
+    assert any(row["servers"] for row in found["frontier"])
+    parts = {one["name"]: one["y"] for one in charts(page)["places"]["data"]}
+    assert set(parts) == {"GPUs", "RAM", "SSDs", "servers"}
+    assert parts["servers"] == [100 * row["by_servers"] for row in found["frontier"]]
+    stacked = [sum(heights) for heights in zip(*parts.values(), strict=True)]
+    assert stacked == pytest.approx([100 * row["saved"] for row in found["frontier"]])
+    assert "servers" in [text for tag, text in page.texts if tag == "th"]
+    assert "servers" not in [text for tag, text in Page(plan[0]).texts if tag == "th"], "one engine"
+
+
+def test_the_charts_of_a_sweep_have_its_rows(sweep: tuple[Path, str]) -> None:
+    path, printed = sweep
+    drawn, rows = charts(Page(path)), json.loads(printed)
+    assert len(drawn) == 6, "hits, writes and both, without a device and with one"
+    for number, device in enumerate(("0", "0.5x")):
+        its = [row for row in rows if row["device"] == device]
+        for policy in ("lru", "arc"):
+            line = next(
+                one for one in drawn[f"hits-{number}"]["data"] if one["name"] == f"{policy}, on-compute"
+            )
+            of_policy = [row for row in its if row["policy"] == policy]
+            assert line["x"] == [row["capacity_blocks"] for row in of_policy]
+            assert line["y"] == [100 * row["prefix_hit_ratio"] for row in of_policy]
+            for row, above in zip(of_policy, line["error_y"]["array"], strict=True):
+                assert math.isclose(row["ci_high"], row["prefix_hit_ratio"] + above / 100)
+
+
+def test_what_stands_in_a_page_cannot_break_it(tmp_path: Path, chat: str) -> None:
+    evil = tmp_path / "<b>&amp;</script><script>alert(1)</script>"
+    evil.mkdir(parents=True)
+    path = evil / "a<i>b.jsonl"
+    path.write_bytes(Path(chat).read_bytes())
+    report = tmp_path / "page.html"
+    done = kvoffload("sweep", path, "--policies", "lru", "--jobs", "1", "--quiet", "--report", report)
+    assert done.returncode == 0, done.stderr
+    page = Page(report)
+    assert any("a<i>b" in text for tag, text in page.texts if tag == "h1")
+    assert "alert(1)" not in "".join(page.scripts.values()).replace(page.scripts["result"], "")
+
+
+@pytest.mark.parametrize("command", ["plan", "sweep"])
+def test_a_report_that_cannot_be_is_known_before_the_work(command: str, tmp_path: Path, chat: str) -> None:
+    more = ("--gpus", "1", "--kv-per-gpu", "1GB", "--bytes-per-token", "2KiB") if command == "plan" else ()
+    (tmp_path / "there.html").write_text("precious")
+    for name, why in (("page.pdf", "a file that ends in .html"), ("there.html", "or --force")):
+        done = kvoffload(command, chat, *more, "--report", tmp_path / name)
+        assert done.returncode == 2
+        assert why in done.stderr
+    assert (tmp_path / "there.html").read_text() == "precious"
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real one, without a window; skips with the reason where there is none."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip(f"no browser is installed: none of {', '.join(BROWSERS)}")
+    with api.sync_playwright() as started:
+        # Tests run as root in containers, where Chromium's own sandbox cannot.
+        running = started.chromium.launch(
+            executable_path=program, args=["--no-sandbox"], timeout=1000 * HANGS_S
+        )
+        yield running
+        running.close()
+
+
+def opened(browser: Any, path: Path, width: int, scheme: str) -> tuple[Any, list[str]]:
+    """The page when its charts are drawn, and all that the browser complained of."""
+    view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    view.set_default_timeout(1000 * HANGS_S)
+    complaints: list[str] = []
+    view.on(
+        "console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None
+    )
+    view.on("pageerror", lambda error: complaints.append(str(error)))
+    view.on("request", lambda asked: None if asked.url.startswith(("file:", "data:", "blob:"))
+            else complaints.append(f"loads {asked.url}"))  # fmt: skip
+    view.goto(path.as_uri())
+    view.wait_for_selector("html[data-drawn]")
+    return view, complaints
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(PHONE, "dark"), (PHONE, "light"), (DESK, "light")])
+@pytest.mark.parametrize("kind", ["plan", "sampled", "sweep"])
+def test_a_browser_draws_all_charts(
+    kind: str, width: int, scheme: str, browser: Any, request: pytest.FixtureRequest
+) -> None:
+    path, _ = request.getfixturevalue(kind)
+    view, complaints = opened(browser, path, width, scheme)
+    drawn = charts(Page(path))
+    assert view.evaluate("document.documentElement.dataset.drawn") == str(len(drawn))
+    for name, chart in drawn.items():
+        shown = view.locator(f"#{name} .main-svg").first.bounding_box()
+        assert 250 < shown["width"] <= width
+        marks = view.locator(f"#{name} .point, #{name} .js-line, #{name} .bars path").count()
+        assert marks >= len(chart["data"])
+    assert view.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the screen"
+    ground = view.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, re.findall(r"\d+", ground)[:3])) > 3 * 128
+    assert light == (scheme == "light")
+    assert complaints == []
+    view.close()
+
+
+def test_a_point_says_what_it_is(browser: Any, plan: tuple[Path, str]) -> None:
+    path, printed = plan
+    view, complaints = opened(browser, path, DESK, "light")
+    found = json.loads(printed)
+    star = view.locator("#frontier .trace.scatter .point").last
+    star.scroll_into_view_if_needed()
+    # The layer above the points takes the mouse.
+    box = star.bounding_box()
+    view.mouse.move(box["x"] + box["width"] / 2 - 3, box["y"] + box["height"] / 2)
+    view.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    label = view.locator("#frontier .hoverlayer .hovertext").first
+    label.wait_for()
+    assert f"{100 * found['chosen']['saved']:.1f} %" in label.text_content()
+    assert complaints == []
+    view.close()
+
+
+def test_charts_can_be_saved(browser: Any, plan: tuple[Path, str], tmp_path: Path) -> None:
+    view, complaints = opened(browser, plan[0], DESK, "light")
+    for kind, begins in (("png", b"\x89PNG"), ("svg", b"<svg")):
+        with view.expect_download() as download:
+            view.locator(f'button[data-chart="frontier"][data-format="{kind}"]').click()
+        download.value.save_as(tmp_path / f"chart.{kind}")
+        assert (tmp_path / f"chart.{kind}").read_bytes().startswith(begins)
+        assert download.value.suggested_filename == f"frontier.{kind}"
+    assert complaints == []
+    view.close()
+
+
+def test_a_page_prints(browser: Any, plan: tuple[Path, str]) -> None:
+    view, complaints = opened(browser, plan[0], PHONE, "dark")
+    paper = view.pdf(format="A4")
+    assert paper.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type\s*/Page\b", paper)) >= 2
+    view.emulate_media(media="print")
+    assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert complaints == []
+    view.close()

@@ -1,0 +1,539 @@
+"""Plans in time: waits by hand, on a machine by hand, and those of timed replays; what lacks is said."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.plan import clock
+from kvoffload.plan.clock import Clock
+from kvoffload.plan.evidence import gather
+from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
+from kvoffload.plan.plan import Plan, PlanAnswer
+from kvoffload.plan.prices import Ram, as_toml
+from kvoffload.plan.rows import Measured, PlanRow, nothing
+from kvoffload.plan.targets import Target
+from kvoffload.plan.waits import choose_by_wait
+from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.routing import route
+from kvoffload.simulate.classes import machine_of_class
+from kvoffload.simulate.config import Timing
+from kvoffload.simulate.machine import QUANTITIES, Machine
+from kvoffload.simulate.report import Distribution, TimedOutcome, seconds
+from kvoffload.simulate.timed import run_in_time
+from kvoffload.sweep.measuring import Progress
+from kvoffload.sweep.task import TraceSource
+from kvoffload.tiers.spec import parse_tiers
+from kvoffload.traces.sources import load_trace
+from support.plan_rows import MIB, PLAIN, drives, fleet, planned, prices, words, written
+from support.run_cli import kvoffload
+from support.simulated_machine import machine
+
+A_BLOCK = 512
+"""Tokens."""
+
+
+def by_hand(**changes: float) -> Machine:
+    """Computes a block in a second, loads, stores, reads or writes one in a quarter of that; 0.1 s a load."""
+    speeds = {"prefill_s_per_token": 1 / A_BLOCK, "copy_latency_s": 0.1}
+    rates = ("load_bytes_per_s", "store_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
+    return machine(**{**speeds, **dict.fromkeys(rates, 4.0 * MIB), **changes})
+
+
+TURNS = [tuple(range(4 * (number % 25), 4 * (number % 25) + 4)) for number in range(500)]
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """25 conversations of four blocks in turns, 20 times, ten seconds between any two requests."""
+    return written(tmp_path_factory.mktemp("in-time") / "turns.jsonl", TURNS)
+
+
+def timed(trace: str, on: Machine | None = None, **options: Any) -> PlanAnswer:
+    target = options.pop("target", {"saved": 0.5})
+    return planned(trace, fleet(machine=on or by_hand(), **options), **target)
+
+
+# ---- by hand
+
+
+def test_waits_by_hand(turns: str) -> None:
+    answer = timed(turns)
+    assert answer.chosen.purchase == Purchase(20, 0), "100 blocks"
+    assert answer.in_time is not None
+    one, other = answer.in_time.with_offload.ttft_s, answer.in_time.without.ttft_s
+    # Alone the GPU computes four blocks. With RAM it loads three, 0.1 + 3 / 4 s, and computes the last.
+    assert (other.mean, other.p50, other.p90, other.p99) == pytest.approx((4, 4, 4, 4))
+    assert (one.p50, one.p90, one.p99) == pytest.approx((1.85, 1.85, 4))
+    assert one.mean == pytest.approx((25 * 4 + 475 * 1.85) / 500)
+    said = "Time to first token: p90 4.00 s -> 1.85 s, mean 4.00 s -> 1.96 s, p50 4.00 s -> 1.85 s, p99"
+    assert f"{said} 4.00 s -> 4.00 s." in answer.words
+    loading = round(100 * 0.85 * 475 / 500 / one.mean)
+    assert f"Of the mean, 0 % is waiting in the queue and {loading} % loading; without what is bought, " \
+           "0 % is waiting." in answer.words  # fmt: skip
+    assert "RAM keeps up with its writes." in answer.words
+    # 475 of 500 requests load three of four blocks; counted were all four.
+    said = "In time 71.2 % is saved, not 95.0 %: the last block of each prompt is computed, and requests"
+    assert f"{said} come side by side." in answer.words
+    # What a load costs more, 0.1 s, it gains by 0.75 / 512 s a token.
+    assert answer.in_time.ram_break_even_tokens == pytest.approx(0.1 * A_BLOCK / 0.75)
+    assert answer.in_time.ssd_break_even_tokens is None
+    assert "Below 68 tokens loading from RAM loses to computing." in answer.words
+    assert "SSD" not in words(answer)
+
+
+def test_the_choice_is_that_without_a_clock(turns: str) -> None:
+    answer, before = timed(turns), planned(turns, saved=0.5)
+    assert answer.rows == [msgspec.structs.replace(row, gpus_worth=one.gpus_worth, ttft_p90_s=one.ttft_p90_s,
+                                                   gpu_hours_a_day=one.gpu_hours_a_day)
+                           for row, one in zip(before.rows, answer.rows, strict=True)]  # fmt: skip
+    timed_rows = [row for row in answer.rows if row.ttft_p90_s is not None]
+    assert [row.purchase for row in timed_rows] == [NOTHING, answer.chosen.purchase]
+    assert before.in_time is None
+    assert [one for one in answer.words if one in before.words] == before.words[1:]
+    unknown = "How long users wait for first tokens is not known: --machine tells it"
+    assert [one for one in before.cannot_tell if one.startswith(unknown)]
+    assert unknown not in " ".join(answer.cannot_tell)
+    assert [one for one in before.assumptions if one not in answer.assumptions] == []
+    assert json.loads(before.to_json())["in_time"] is None
+
+
+def test_loads_that_never_win_are_said(turns: str) -> None:
+    answer = timed(turns, by_hand(load_bytes_per_s=MIB / 2))
+    assert answer.in_time is not None
+    assert answer.in_time.ram_break_even_tokens is None
+    assert "Loading from RAM never beats computing on this machine." in answer.words
+    assert answer.in_time.with_offload.ttft_s.p90 > answer.in_time.without.ttft_s.p90
+    answer = timed(turns, by_hand(copy_latency_s=0.0))
+    assert "Loading from RAM beats computing at any length." in answer.words
+
+
+def test_nothing_bought_is_the_gpus_alone(turns: str) -> None:
+    answer = timed(turns, kv_bytes=200 * MIB)
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
+    assert answer.in_time is not None
+    assert answer.in_time.with_offload == answer.in_time.without
+    said = "Time to first token: p90 1.00 s, mean 1.15 s, p50 1.00 s, p99 4.00 s."
+    assert [one for one in answer.words if one.startswith(said)]
+
+
+# ---- tiers
+
+
+def test_ssds_are_as_fast_as_the_slower_of_machine_and_price_list(turns: str) -> None:
+    slow = drives(read_per_s="3MiB", write_per_s="8MiB")
+    found = timed(turns, for_sale=prices(ssd=slow)).in_time
+    assert found is not None
+    read, write = found.machine.disk_read_bytes_per_s, found.machine.disk_write_bytes_per_s
+    assert read is not None
+    assert write is not None
+    assert (read.value, write.value) == (3 * MIB, 4 * MIB)
+    assert "ssd.read_per_s" in read.source
+    assert "by hand" in write.source
+    # 1/4 s from RAM and 1/3 s from the drive, a block, and the latency of the copy.
+    assert found.ssd_break_even_tokens == pytest.approx(0.1 * A_BLOCK / (1 - 1 / 4 - 1 / 3))
+
+
+def test_an_engine_has_its_part_of_the_drives(turns: str) -> None:
+    of = {"gpus": 4, "replicas": 4, "for_sale": prices(ssd=drives()), "target": {"saved": 0.1}}
+    found = timed(turns, **of).in_time
+    assert found is not None
+    read = found.machine.disk_read_bytes_per_s
+    assert read is not None
+    assert read.value == 4 * MIB / 4
+    assert "times 0.25, the drives of an engine" in read.source
+
+
+def test_a_tier_that_does_not_keep_up_is_said(turns: str, tmp_path: Path) -> None:
+    for_sale = prices(Ram(module="5MiB", price=100, slots=4), drives())
+    answer = timed(turns, for_sale=for_sale)
+    assert answer.chosen.ssd_drives == 1
+    assert "RAM and SSDs keep up with their writes." in answer.words
+    assert "is waiting in the queue or for SSDs" in words(answer)
+    slow = timed(turns, by_hand(disk_write_bytes_per_s=1000.0), for_sale=for_sale)
+    assert slow.chosen == msgspec.structs.replace(answer.chosen, ttft_p90_s=slow.chosen.ttft_p90_s)
+    assert [one for one in slow.words if one.startswith("The SSDs do not keep up with what is to be written")]
+    assert not [one for one in slow.words if "keep up with their writes" in one]
+    # At the end four new blocks come every ten seconds, and storing them takes 16.
+    new = [tuple(range(1000 + 4 * number, 1004 + 4 * number)) for number in range(20)]
+    path = written(tmp_path / "new-at-the-end.jsonl", TURNS + new)
+    slow = timed(path, by_hand(store_bytes_per_s=MIB / 4))
+    (said,) = [one for one in slow.words if "keep" in one]
+    assert said.startswith("RAM does not keep up with what is to be written there: when the last request")
+
+
+# ---- the numbers of timed replays
+
+
+def test_the_busiest_engine_is_timed_as_it_is_routed(turns: str, tmp_path: Path) -> None:
+    path = tmp_path / "uneven.jsonl"
+    path.write_text("".join(Path(turns).read_text().splitlines(keepends=True)[:190]))
+    of = fleet(gpus=2, replicas=2, routing="random", kv_bytes=8 * MIB, machine=by_hand())
+    answer, trace = planned(str(path), of, saved=0.3), load_trace(str(path))
+    chosen = route(trace, 2, "random")
+    parts = [trace.of_requests(np.flatnonzero(chosen == one)) for one in range(2)]
+    assert parts[0].block_refs != parts[1].block_refs
+    busiest = max(parts, key=lambda part: part.block_refs)
+    found, row = answer.in_time, answer.chosen
+    assert found is not None
+    assert (found.engines, found.requests) == (2, busiest.requests)
+    config = ReplayConfig(row.ram_blocks, device_blocks=8)
+    timing = Timing(by_hand(), MIB)
+    assert found.with_offload == run_in_time(busiest, timing, 8, config)
+    assert found.without == run_in_time(busiest, timing, 8)
+    assert "on the busiest of 2 engines." in words(answer)
+    assert f"In time {100 * found.with_offload.hit_ratio:.1f} % is saved on that engine, not" in words(answer)
+    assert [one.source for one in answer.assumptions if one.name == "timed engine"]
+
+
+def test_more_traffic_than_recorded_comes_more_densely_to_whole_caches(turns: str) -> None:
+    of = fleet(kv_bytes=10 * MIB, scale=2.0, machine=by_hand())
+    answer = planned(turns, of, saved=0.5)
+    found, row = answer.in_time, answer.chosen
+    assert found is not None
+    assert row.ram_blocks == 100
+    timing = Timing(by_hand(), MIB, load=2.0)
+    assert found.with_offload == run_in_time(
+        load_trace(turns), timing, 10, ReplayConfig(200, device_blocks=10)
+    )
+    assert found.load == 2
+    assert "caches begin empty in a recording that is so much shorter" in words(answer)
+    assert "sessions in time" in [one.name for one in answer.assumptions]
+
+
+def test_ssds_are_replayed_as_they_are_bought(turns: str) -> None:
+    for_sale = prices(Ram(module="5MiB", price=100, slots=4), drives())
+    answer = timed(turns, for_sale=for_sale)
+    found, row = answer.in_time, answer.chosen
+    assert found is not None
+    tiers = parse_tiers("tiers", f"{row.ssd_blocks},policy=lru,admission=all")
+    config = ReplayConfig(row.ram_blocks, device_blocks=5, tiers=tiers)
+    again = run_in_time(load_trace(turns), Timing(found.machine, MIB), 5, config)
+    assert found.with_offload.ttft_s == again.ttft_s
+    assert found.with_offload.tiers[1].hit_blocks == again.tiers[1].hit_blocks > 0
+
+
+# ---- what it rests on, and what it cannot tell
+
+
+def test_the_machine_and_its_sources_are_assumptions(turns: str) -> None:
+    answer = timed(turns)
+    by_name = {one.name: one for one in answer.assumptions}
+    assert by_name["machine"].value == "by hand"
+    assert {name for name in QUANTITIES if name in by_name} == set(QUANTITIES) - {"memory_copy_bytes_per_s"}
+    assert by_name["copy_latency_s"].value == "0.1"
+    assert by_name["copy_latency_s"].source == "assumed: by hand"
+    assert by_name["requests at a time"].value == "256"
+
+
+def test_the_machine_tells_how_fast_a_gpu_computes(turns: str) -> None:
+    answer, given = timed(turns), timed(turns, prefill_tokens_per_s=256.0)
+    assert answer.chosen.gpus_worth is not None
+    assert given.chosen.gpus_worth == pytest.approx(2 * answer.chosen.gpus_worth)
+    # 475 of 500 requests find four blocks in 4,990 s, of which a GPU computes one a second.
+    assert answer.chosen.gpus_worth == pytest.approx(475 * 4 / 4990)
+    sources = [next(it.source for it in one.assumptions if it.name == "prefill") for one in (answer, given)]
+    assert sources == [
+        "the machine's, without attention to what is before",
+        "given; not measured here; waits are the machine's",
+    ]
+    assert given.in_time == answer.in_time
+    hours = timed(turns, target={"gpu_hours_a_day": 1.0})
+    assert hours.outcome == "BUY"
+
+
+def test_a_class_is_one_gpu_and_an_engine_has_several() -> None:
+    one, four = machine_of_class("h100-pcie5"), machine_of_class("h100-pcie5", gpus=4)
+    assert four.name == "4 x h100-pcie5"
+    assert one.prefill_s(0, 8192) == pytest.approx(4 * four.prefill_s(0, 8192))
+    assert four.value("load_bytes_per_s") == 4 * one.value("load_bytes_per_s")
+    assert four.value("decode_tokens_per_s") == 4 * one.value("decode_tokens_per_s")
+    assert four.value("disk_read_bytes_per_s") == one.value("disk_read_bytes_per_s")
+    speeds = [
+        Fleet(4, MIB, MIB, prices(), replicas, machine=on).tokens_per_s
+        for replicas, on in ((4, one), (1, four))
+    ]
+    assert speeds[0] == pytest.approx(speeds[1])
+    assert Fleet(1, MIB, MIB, prices(), machine=by_hand(prefill_s_per_token=0.0)).tokens_per_s == 0
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "said"),
+    [
+        (1000, "More comes than these GPUs compute"),
+        (2500, "Without what is bought, more comes than these GPUs compute"),
+        (10_000, None),
+    ],
+)
+def test_more_than_can_be_served_is_said(step_ms: int, said: str | None, tmp_path: Path) -> None:
+    answer = timed(written(tmp_path / "dense.jsonl", TURNS, step_ms))
+    found = [one for one in answer.cannot_tell if "these GPUs compute" in one]
+    assert len(found) == (said is not None)
+    assert said is None or found[0].startswith(said)
+
+
+def test_a_recording_without_times_has_no_waits(tmp_path: Path) -> None:
+    path = written(tmp_path / "at-once.jsonl", [(1, 2, 3)] * 40, step_ms=0)
+    answer = timed(path, target={})
+    assert answer.in_time is None
+    assert "Without times in the recording, nothing is known of how long users wait." in answer.cannot_tell
+
+
+def test_a_machine_that_lacks_a_number_is_refused_before_the_work(turns: str) -> None:
+    no_disk = msgspec.structs.replace(by_hand(), disk_write_bytes_per_s=None)
+    with pytest.raises(ConfigError, match=r"machine: 'by hand' .* no disk_write_bytes_per_s: .*--rest-from"):
+        fleet(prices(ssd=drives()), machine=no_disk)
+    assert timed(turns, no_disk).in_time is not None, "without SSDs for sale no disk is needed"
+    for name in ("prefill_s_per_token", "store_bytes_per_s"):
+        with pytest.raises(ConfigError, match=f"it has no {name}: .*--rest-from"):
+            fleet(machine=msgspec.structs.replace(by_hand(), **{name: None}))
+
+
+def test_a_request_that_no_engine_has_room_for_is_refused(turns: str) -> None:
+    of = fleet(kv_bytes=4 * MIB, machine=by_hand())
+    with pytest.raises(
+        ConfigError, match=r"kv-per-gpu: 4194304 .* have 4 blocks; the longest request takes 5"
+    ):
+        planned(turns, of)
+    planned(turns, replace(of, machine=None), budget=0)
+
+
+# ---- a target in seconds
+
+
+def test_the_cheapest_that_waits_no_longer_is_found(turns: str) -> None:
+    answer = timed(turns, target={"ttft_p90_s": 2.0})
+    # Less than 100 blocks of LRU have nothing of a loop of 100.
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY", Purchase(20, 0))
+    assert answer.chosen.ttft_p90_s == pytest.approx(1.85)
+    said = "Buy 100 MiB of RAM for 2,000 USD: p90 of time to first token is 1.85 s, and 2.00 s were asked"
+    assert answer.words[0].startswith(f"{said} for. It saves 95.0 % of the prefill")
+    assert answer.smaller is not None
+    assert answer.smaller.ttft_p90_s == pytest.approx(4), "the one below was timed, and does not reach it"
+    assert answer.smaller.purchase == Purchase(19, 0), "single modules"
+    assert (answer.needed, answer.needed_ttft_p90_s) == (None, 2.0)
+    assert "A wait is of one simulated run" in " ".join(answer.cannot_tell)
+    assert "No target was given" not in words(answer)
+    assert len([row for row in answer.rows if row.ttft_p90_s is not None]) < len(answer.rows)
+
+
+def test_what_the_gpus_reach_alone_buys_nothing(turns: str) -> None:
+    answer = timed(turns, target={"ttft_p90_s": 4.1})
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
+    said = "Buy nothing: with the GPUs' own memory p90 of time to first token is 4.00 s, and 4.10 s were"
+    assert answer.words[0] == f"{said} asked for."
+    assert [row.purchase for row in answer.rows if row.ttft_p90_s is not None] == [NOTHING]
+
+
+@pytest.mark.parametrize(("budget", "nearest"), [(None, 1.85), (1999, 4.0)])
+def test_what_no_purchase_reaches_is_said_with_the_nearest(
+    turns: str, budget: float | None, nearest: float
+) -> None:
+    answer = timed(turns, target={"ttft_p90_s": 1.0, "budget": budget})
+    assert answer.outcome == "NOT_REACHED"
+    assert answer.chosen.ttft_p90_s == pytest.approx(nearest)
+    said = "Nothing that can be had{} and was timed brings p90 of time to first token down to 1.00 s."
+    assert answer.words[0].startswith(said.format("" if budget is None else " for 1,999 USD"))
+    assert f"What comes nearest is {nearest:.2f} s, with " in answer.words[0]
+    assert budget is None or answer.chosen.price <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("read_bytes_per_s", "num_drives"), [(40 * MIB, 1), (MIB / 16, 0)])
+def test_ssds_that_save_as_much_and_are_slow_are_not_bought(
+    turns: str, read_bytes_per_s: float, num_drives: int
+) -> None:
+    """Sixteen seconds from a disk for what a GPU computes in one: it is left there."""
+    on = by_hand(disk_read_bytes_per_s=read_bytes_per_s, disk_write_bytes_per_s=40.0 * MIB)
+    answer = timed(turns, on, for_sale=prices(ssd=drives(read_per_s="1GB")), target={"ttft_p90_s": 2.5})
+    assert (answer.outcome, answer.chosen.ssd_drives) == ("BUY", num_drives)
+    assert (answer.chosen.price < 2000) == bool(num_drives)
+    assert planned(turns, fleet(prices(ssd=drives())), saved=0.5).chosen.purchase == Purchase(1, 1)
+
+
+@pytest.mark.parametrize("one_in", [2, 5])
+def test_a_wait_that_was_searched_on_a_sample_is_one_of_all(turns: str, one_in: int) -> None:
+    """Fewer sessions have enough in less RAM (whole caches): on all of them that does not reach it."""
+    source, of = TraceSource(turns, None, False), fleet(machine=by_hand())
+    answer = Plan(source, of, Target(ttft_p90_s=2.0), PLAIN, jobs=1, one_in=one_in).run()
+    everything = timed(turns, target={"ttft_p90_s": 2.0})
+    assert (answer.outcome, answer.chosen) == (everything.outcome, everything.chosen)
+    assert answer.smaller == everything.smaller
+    assert answer.in_time == everything.in_time
+    assert {row.one_in for row in answer.rows} == {1}
+    assert min(row.ram_modules for row in answer.rows[1:]) < 20 // one_in + 2, "what the sample said"
+    assert {row.ttft_p90_s for row in answer.sampled} == {None}, "waits of the answer are of all sessions"
+    assert f"Searched on one of {one_in} sessions" in words(answer)
+
+
+class ByHand(Clock):
+    """A clock that knows how long a purchase of so many modules waits."""
+
+    def __init__(self, waits_s: Sequence[float]) -> None:
+        self.waits_s, self.timed = waits_s, list[int]()
+
+    def outcome(self, row: PlanRow, later: int = 0) -> TimedOutcome:
+        if row.ram_modules not in self.timed:
+            self.timed.append(row.ram_modules)
+        wait = Distribution.of(np.full(10, self.waits_s[row.ram_modules]))
+        return TimedOutcome(**{**dict.fromkeys(TimedOutcome.__struct_fields__[:13], 0), "ttft_s": wait})
+
+    def known(self, row: PlanRow) -> TimedOutcome | None:
+        return self.outcome(row) if row.ram_modules in self.timed else None
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "modules", "outcome"),
+    [
+        ((9, 8, 2, 1), 2, "BUY"),
+        ((9, 5, 3, 1, 7, 8), 2, "BUY"),  # more may be worse: from the top down as long as waits fall
+        ((9, 8, 7, 6), 3, "NOT_REACHED"),
+        ((9, 2, 7, 6), 3, "NOT_REACHED"),  # what is beyond a hill is not looked for
+        ((9, 8, 5, 6), 2, "NOT_REACHED"),  # the nearest, and not the largest
+        ((4, 8, 8, 8), 0, "BUY_NOTHING"),
+        ((*[9] * 41, *[1] * 24), 41, "BUY"),
+    ],
+)
+def test_the_ladder_is_climbed_by_halves(waits_s: Sequence[float], modules: int, outcome: str) -> None:
+    none = nothing(fleet(), gather(TraceSource("chat", None, False), fleet())).row
+    rows = [msgspec.structs.replace(none, ram_modules=n, price=n, saved=n) for n in range(len(waits_s))]
+    by_hand = ByHand(waits_s)
+    choice = choose_by_wait([Measured(row, np.zeros(1, np.int64)) for row in rows], 4.0, by_hand)
+    assert (choice.chosen.row.ram_modules, choice.outcome.name) == (modules, outcome)
+    assert len(by_hand.timed) <= max(6, 2 + len(waits_s).bit_length()), "not every purchase"
+    if outcome == "BUY":
+        assert modules - 1 in by_hand.timed
+        assert choice.smaller is not None
+        assert choice.smaller.row.ram_modules == modules - 1
+
+
+@pytest.mark.parametrize("on", [None, "by hand"])
+def test_waits_take_a_machine_and_times(on: str | None, turns: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "at-once.jsonl", [(1, 2, 3)] * 40, step_ms=0) if on else turns
+    with pytest.raises(
+        ConfigError, match=r"target-ttft-p90: 2\.0 is not possible; it takes --machine, and a"
+    ):
+        planned(path, fleet(machine=by_hand() if on else None), ttft_p90_s=2.0)
+
+
+def test_a_wait_is_one_target_and_more_than_nothing() -> None:
+    for wrong in (0.0, -1.0, math.inf):
+        with pytest.raises(ConfigError, match=r"target-ttft-p90: .* seconds, more than 0"):
+            Target(ttft_p90_s=wrong)
+    with pytest.raises(ConfigError, match=r"target-saved: 0\.5 .* one target .* not also target-ttft-p90"):
+        Target(saved=0.5, ttft_p90_s=1.0)
+
+
+def test_what_was_timed_is_kept(turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[ReplayConfig | None] = []
+
+    def counted(trace: Any, timing: Timing, blocks: int, config: ReplayConfig | None, told: Any) -> Any:
+        runs.append(config)
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        return run_in_time(trace, timing, blocks, config, told)
+
+    monkeypatch.setattr(clock, "run_in_time", counted)
+    told: list[Progress] = []
+
+    def run(ttft_p90_s: float) -> PlanAnswer:
+        source = TraceSource(turns, None, False)
+        of, target = fleet(machine=by_hand()), Target(ttft_p90_s=ttft_p90_s)
+        return Plan(source, of, target, PLAIN, jobs=1, output=tmp_path / "rows.csv").run(told.append)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(2.0)
+    answer = run(2.0)
+    once = len(runs) - 1
+    assert len(set(runs)) == once, "each once, and the interrupted one twice"
+    assert run(2.0) == answer
+    assert run(4.1).outcome == "BUY_NOTHING"
+    assert len(runs) == once + 1, "another target is answered from what is kept"
+    timed_rows = [now for now in told if now.of == "timed replays"]
+    assert timed_rows[-1].refs_done == timed_rows[-1].rows_done * 500
+    assert {now.of for now in told} == {"rows", "timed replays"}
+    written_rows = (tmp_path / "rows.csv").read_text().splitlines()
+    assert "ttft_p90_s" in written_rows[0].split(",")
+
+
+# ---- the command
+
+
+def command(trace: str, tmp_path: Path, on: Machine, *more: str) -> tuple[str, ...]:
+    (tmp_path / "prices.toml").write_text(as_toml(prices(Ram(module="5MiB", price=100, slots=4), drives())))
+    (tmp_path / "machine.json").write_bytes(on.to_json())
+    return ("plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "5MiB",
+            "--prices", str(tmp_path / "prices.toml"), "--policies", "lru", "--admissions", "all",
+            "--jobs", "1", "--ssd-admissions", "all", "--stores", "on-compute",
+            "--machine", str(tmp_path / "machine.json"),
+            *more)  # fmt: skip
+
+
+def test_the_command_says_how_long_users_wait(turns: str, tmp_path: Path) -> None:
+    # So slow a disk that production would warn of it.
+    on = by_hand(disk_write_bytes_per_s=1000.0)
+    arguments = command(turns, tmp_path, on, "--target-saved", "0.5", "--quiet")
+    done = kvoffload(*arguments, "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = msgspec.json.decode(done.stdout, type=PlanAnswer)
+    assert found.in_time is not None
+    assert found.chosen.ssd_drives == 1
+    assert found.chosen.gpus_worth is not None
+    text = " ".join(kvoffload(*arguments).stdout.split())
+    for sentence in found.words:
+        assert " ".join(sentence.split()) in text
+    p90 = (
+        f"p90 {seconds(found.in_time.without.ttft_s.p90)} -> {seconds(found.in_time.with_offload.ttft_s.p90)}"
+    )
+    assert p90 in text
+    assert "The SSDs do not keep up" in text
+
+
+def test_the_command_takes_a_wait(turns: str, tmp_path: Path) -> None:
+    kept = ("--quiet", "--output", str(tmp_path / "rows.csv"))
+    arguments = command(turns, tmp_path, by_hand(), "--target-ttft-p90", "3900ms", *kept)
+    found = msgspec.json.decode(kvoffload(*arguments, "--format", "json").stdout, type=PlanAnswer)
+    assert (found.outcome, found.needed_ttft_p90_s) == ("BUY", 3.9)
+    shown = kvoffload(*arguments)
+    assert "TTFT p90" in shown.stdout
+    text = " ".join(shown.stdout.split())
+    for sentence in (*found.words, *found.cannot_tell):
+        assert " ".join(sentence.split()) in text
+    done = kvoffload(*command(turns, tmp_path, by_hand(), "--target-ttft-p90", "100ms", *kept))
+    assert done.returncode == 1
+    done = kvoffload(*command(turns, tmp_path, by_hand(), "--target-ttft-p90", "soon"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "target-ttft-p90: 'soon' is not possible; allowed: seconds" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("machine", "why"),
+    [
+        ("h100", "machine: 'h100' is not possible; allowed: a file of"),
+        ("gone.json", "machine: 'gone.json' is not possible; it cannot be read"),
+    ],
+)
+def test_machines_that_are_none_are_one_line(turns: str, tmp_path: Path, machine: str, why: str) -> None:
+    done = kvoffload(*command(turns, tmp_path, by_hand(), "--machine", machine))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_class_is_taken_times_the_gpus_of_an_engine(turns: str, tmp_path: Path) -> None:
+    arguments = command(turns, tmp_path, by_hand(), "--machine", "l4:70B", "--quiet", "--format", "json")
+    done = kvoffload(*arguments, "--gpus", "4", "--replicas", "2")
+    assert done.returncode == 0, done.stderr
+    found = msgspec.json.decode(done.stdout, type=PlanAnswer)
+    assert found.in_time is not None
+    assert found.in_time.machine.name == "2 x l4"
+    assert found.in_time.engines == 2

@@ -1,0 +1,729 @@
+"""Plans: the right purchase where it is known, numbers that are those of replays, no answer beyond them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvoffload.errors import ConfigError, SweepError
+from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.plan import sample
+from kvoffload.plan.evidence import gather, together
+from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
+from kvoffload.plan.plan import Plan, PlanAnswer, Setups
+from kvoffload.plan.prices import MEANING, Prices, Ram, Ssd, as_toml, flattened, read_prices
+from kvoffload.plan.rows import Cell, Measured, PlanRow, limits, nothing
+from kvoffload.plan.search import Behind, Space, confirm
+from kvoffload.plan.targets import Choice, Target, choose
+from kvoffload.replay.data import DataPlane
+from kvoffload.replay.device import run_device
+from kvoffload.replay.optimum import infinite
+from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.routing import route
+from kvoffload.sweep import task as tasks
+from kvoffload.sweep import workers
+from kvoffload.sweep.grid import content_digest
+from kvoffload.sweep.task import Measurement, Task, TraceSource
+from kvoffload.tiers.spec import parse_tiers
+from kvoffload.traces.load import at_load, one_session_in
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.statistics import turns
+from support.plan_rows import MANY_WRITES, MIB, PLAIN, drives, fleet, line, planned, prices, words, written
+from support.run_cli import kvoffload
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """25 conversations of two blocks in turns, each time after as much that never comes again.
+
+    Between two uses of a block 98 others come: an LRU of 100 blocks has all, one of less has none.
+    """
+    hot = [(number, 1000 + number) for number in range(25)]
+    cold = [(10_000 + number, 50_000 + number) for number in range(250)]
+    pairs = [(hot[number % 25], cold[number]) for number in range(250)]
+    chains = [chain for pair in pairs for chain in pair]
+    return written(tmp_path_factory.mktemp("plan") / "loop.jsonl", chains)
+
+
+# ---- the right purchase
+
+
+def test_the_smallest_purchase_that_reaches_a_target_is_found_between_coarse_steps(loop: str) -> None:
+    trace = load_trace(loop)
+    reaching = [
+        modules for modules in range(1, 41)
+        if Replay(trace, ReplayConfig(5 * modules, device_blocks=5)).run().prefix_hit_ratio >= 0.4
+    ]  # fmt: skip
+    assert reaching == list(range(20, 41)), "as by hand"
+    answer = planned(loop, saved=0.4)
+    assert answer.outcome == "BUY"
+    assert (answer.chosen.ram_modules, answer.chosen.price, answer.chosen.ssd_drives) == (20, 2000, 0)
+    assert answer.chosen.saved == pytest.approx(0.45)
+    assert answer.ceiling == answer.chosen.saved
+    assert answer.words[0].startswith("Buy 100 MiB of RAM for 2,000 USD: it saves 45.0 % of the prefill")
+    assert answer.smaller is not None
+    assert answer.smaller.saved == 0
+    assert len(answer.rows) < 20, "not every number of modules is tried"
+
+
+def test_without_a_target_no_more_is_bought_than_brings_something(loop: str) -> None:
+    answer = planned(loop)
+    assert answer.chosen.ram_modules == 20
+    assert "Nothing else that can be had saves more." in answer.words
+
+
+def test_a_victim_tier_needs_less_ram(loop: str) -> None:
+    both = planned(loop, setups=Setups(("on-compute", "on-device-eviction"), ("lru",), ("all",)), saved=0.4)
+    assert both.chosen.store == "on-device-eviction"
+    assert both.chosen.ram_modules == 19, "the GPU has the other five blocks"
+
+
+@pytest.mark.parametrize(("budget", "modules"), [(2000, 20), (1999.99, 0), (4000, 20), (0, 0)])
+def test_a_budget_is_kept_to_the_cent(loop: str, budget: float, modules: int) -> None:
+    answer = planned(loop, budget=budget)
+    assert answer.chosen.ram_modules == modules
+    assert answer.outcome == ("BUY" if modules else "BUY_NOTHING")
+    assert answer.chosen.price <= budget
+    for row in answer.rows:
+        assert row.feasible == (row.price <= budget)
+        assert row.feasible or "above the budget" in row.why_not
+
+
+def test_a_target_that_the_budget_does_not_reach_is_not_reached(loop: str) -> None:
+    answer = planned(loop, budget=1000, saved=0.4)
+    assert answer.outcome == "NOT_REACHED"
+    assert answer.words[0].startswith("Nothing that can be had for 1,000 USD saves 40.0 % of the prefill.")
+    assert all(row.price <= 1000 for row in (answer.chosen, answer.most))
+
+
+def test_a_target_above_the_ceiling_is_refused_with_the_ceiling(loop: str) -> None:
+    with pytest.raises(ConfigError, match=r"target-saved: 0\.46 is not possible; the ceiling is 0\.4500"):
+        planned(loop, saved=0.46)
+    trace = load_trace(loop)
+    exactly = infinite(trace).prefix_hit_blocks / trace.block_refs
+    assert planned(loop, saved=exactly).outcome == "BUY"
+
+
+def test_targets_are_the_same_in_other_words(loop: str) -> None:
+    fast = fleet(prefill_tokens_per_s=1000.0)
+    share = planned(loop, fast, of_ceiling=1.0)
+    assert share.needed == share.ceiling
+    assert share.chosen.gpu_hours_a_day is not None
+    hours = planned(loop, fast, gpu_hours_a_day=share.chosen.gpu_hours_a_day)
+    assert hours.needed == pytest.approx(share.ceiling)
+    assert hours.chosen.purchase == share.chosen.purchase
+    # 225 of 500 requests find 1,024 tokens, in 4,990 s, where a GPU computes 1,000 a second.
+    assert share.chosen.gpus_worth == pytest.approx(225 * 1024 / 4_990 / 1000)
+    with pytest.raises(ConfigError, match=r"target-gpu-hours: 5 is not possible; it takes --prefill-tokens"):
+        planned(loop, gpu_hours_a_day=5)
+    with pytest.raises(ConfigError, match=r"target-gpu-hours: 500 is not possible; the ceiling is 1\.11"):
+        planned(loop, fast, gpu_hours_a_day=500)
+
+
+def test_what_is_no_target_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)budget: -1.*target-saved: 1\.5.*0 to 1"):
+        Target(budget=-1, saved=1.5)
+    with pytest.raises(ConfigError, match="one target beside a budget"):
+        Target(saved=0.1, of_ceiling=0.5)
+
+
+def test_where_the_gpus_have_it_all_nothing_is_bought(loop: str) -> None:
+    answer = planned(loop, fleet(kv_bytes=300 * MIB), saved=0.4)
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
+    assert answer.words[0].startswith("Buy nothing: the GPUs' own memory saves 45.0 %")
+    assert answer.by_gpus == answer.ceiling
+
+
+def test_the_next_smaller_purchase_is_told_apart_or_not(chat: str) -> None:
+    answer = planned(chat, fleet(prices(Ram(module="50MiB", price=100, slots=40)), 50 * MIB), of_ceiling=0.7)
+    assert answer.smaller is not None
+    assert answer.smaller.price < answer.chosen.price
+    assert answer.smaller.saved < answer.needed <= answer.chosen.saved
+    (said,) = [one for one in answer.words if "points less" in one]
+    assert said.endswith(("(sure).", "points).", "slowly)."))
+
+
+# ---- what cannot be
+
+
+def test_ssds_are_bought_where_they_last(loop: str) -> None:
+    answer = planned(loop, fleet(prices(ssd=drives())), saved=0.4)
+    assert answer.chosen.purchase == Purchase(1, 1)
+    assert answer.chosen.by_ssds > 0.4
+    assert words(answer).count("drive writes a day") == 1
+
+
+@pytest.mark.parametrize(
+    ("ssd", "why"),
+    [
+        (Ssd(drive="400MiB", price=10, slots=1, writes_per_day=5), "drive writes a day, rated for 5: SSDs"),
+        (drives(write_per_s="20KB"), "written in the busiest minute, and the SSDs can do"),
+        (drives(read_per_s="20KB"), "read in the busiest minute, and the SSDs can do"),
+    ],
+)  # fmt: skip
+def test_what_wears_out_or_is_too_slow_is_shown_and_not_recommended(loop: str, ssd: Ssd, why: str) -> None:
+    answer = planned(loop, fleet(prices(ssd=ssd)), saved=0.4)
+    assert answer.chosen.purchase == Purchase(20, 0)
+    with_ssds = [row for row in answer.rows if row.ssd_drives]
+    assert with_ssds
+    assert any(why in row.why_not for row in with_ssds)
+    assert not any(row.feasible for row in with_ssds if row.by_ssds > 0.1)
+    assert not any(row.ssd_drives for row in answer.frontier)
+
+
+def test_a_better_row_that_cannot_be_is_named(loop: str) -> None:
+    ssd = Ssd(drive="400MiB", price=10, slots=1, writes_per_day=0.001)
+    few = prices(Ram(module="5MiB", price=100, slots=4), ssd)
+    answer = planned(loop, fleet(few))
+    assert answer.outcome == "BUY_NOTHING"
+    assert "would save 45.0 %" in words(answer)
+    assert "and cannot be: " in words(answer)
+
+
+def test_a_link_that_is_too_slow_is_a_reason(loop: str) -> None:
+    answer = planned(loop, fleet(prices(link_per_s="10KB")), saved=0.4)
+    assert answer.outcome == "NOT_REACHED"
+    assert all("and the GPUs' links take" in row.why_not for row in answer.rows if row.ram_modules >= 20)
+
+
+def test_endurance_by_hand(loop: str) -> None:
+    answer = planned(loop, fleet(prices(ssd=drives())), saved=0.4)
+    row = answer.chosen
+    # 25 conversations and 250 singles, two blocks each, are stored once: 550 MiB in 4,990 s.
+    assert row.ssd_write_bytes_per_s == pytest.approx(550 * MIB / 4_990)
+    assert row.drive_writes_a_day == pytest.approx(550 / 4_990 * 86_400 / 400)
+    assert row.ssd_life_years == pytest.approx(MANY_WRITES * 5 / row.drive_writes_a_day)
+    of = fleet(prices(ssd=Ssd(drive="400MiB", slots=1, writes_per_day=row.drive_writes_a_day)))
+    assert limits(row, of) == [], "what is rated for exactly that lasts"
+
+
+def test_hosts_and_slots() -> None:
+    of = Fleet(
+        12,
+        MIB * 100,
+        MIB,
+        prices(Ram(module="10MiB", price=7, slots=3), drives(price=2, slots=2)),
+        replicas=4,
+    )
+    assert (of.hosts, of.device_blocks) == (2, 300)
+    assert of.ram_bytes(Purchase(3, 0)) == 60 * MIB
+    assert of.price(Purchase(3, 1)) == 2 * (21 + 2)
+    assert of.blocks(of.ram_bytes(Purchase(3, 0))) == 15
+    assert of.steps(1000) == ([1, 2, 3], [0, 1, 2])
+    assert of.steps(6) == ([1, 2], [0, 1, 2]), "more RAM than is asked for is not looked at"
+
+
+@pytest.mark.parametrize(
+    ("of", "why"),
+    [
+        ({"gpus": 0}, "gpus: 0"),
+        ({"gpus": 4, "replicas": 3}, "replicas: 3 is not possible; allowed: what 4 GPUs can be divided by"),
+        ({"kv_bytes": MIB - 1}, "kv-per-gpu"),
+        ({"scale": 0}, "scale"),
+        ({"load": -1}, "load"),
+        ({"routing": "best"}, "routing"),
+        ({"prefill_tokens_per_s": -1}, "prefill-tokens-per-s"),
+    ],
+)
+def test_what_is_no_fleet_is_refused(of: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        fleet(**of)
+
+
+def test_modules_smaller_than_a_block_are_refused(loop: str) -> None:
+    with pytest.raises(ConfigError, match=r"ram\.module: '1KiB' is not possible; 4 of them are no block"):
+        planned(loop, fleet(prices(Ram(module="1KiB", slots=4))))
+
+
+# ---- numbers
+
+
+EVERY = Setups(admissions=("all",))
+
+
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"replicas": 2, "routing": "random", "scale": 2.0}])
+def test_rows_are_replays(chat: str, options: dict[str, Any]) -> None:
+    of = fleet(prices(Ram(module="100MiB", price=100, slots=2), drives()), 100 * MIB, gpus=2, **options)
+    answer = planned(chat, of, EVERY)
+    trace = load_trace(chat)
+    chosen = route(trace, of.replicas, of.routing)
+    parts = [trace.of_requests(np.flatnonzero(chosen == one)) for one in range(of.replicas)]
+    assert {bool(row.ssd_drives) for row in answer.rows} == {False, True}
+    for row in answer.rows[1::5]:
+        hits = written_blocks = 0
+        for part in parts:
+            size = min(row.ssd_blocks, part.unique_blocks)
+            tiers = parse_tiers("tiers", f"{size},policy={row.ssd_policy},admission={row.ssd_admission}"
+                                ) if size else ()  # fmt: skip
+            config = ReplayConfig(
+                row.ram_blocks, row.policy, row.admission, row.device_blocks, row.store, tiers
+            )
+            report = Replay(part, config).run()
+            hits += report.prefix_hit_blocks
+            written_blocks += sum(tier.blocks_written for tier in report.tiers[1:])
+        assert row.saved == hits / trace.block_refs
+        assert row.by_gpus == pytest.approx(answer.by_gpus), "the GPUs serve what they serve without RAM"
+        assert row.by_gpus + row.by_ram + row.by_ssds == pytest.approx(row.saved)
+        if row.ssd_drives:
+            seconds = (trace.timestamps_ms.max() - trace.timestamps_ms.min()) / 1000
+            bytes_written = written_blocks * MIB * of.scale
+            assert row.ssd_write_bytes_per_s == pytest.approx(bytes_written / seconds)
+    for row in answer.rows:
+        assert row.saved <= row.optimum + 1e-12
+        assert row.optimum <= answer.ceiling + 1e-12
+
+
+def test_rows_are_replays_of_real_bytes(loop: str) -> None:
+    row, trace = planned(loop, saved=0.4).chosen, load_trace(loop)
+    assert row.by_ram > 0
+    data = DataPlane(slots_needed(trace, row.ram_blocks), block_bytes=64)
+    config = ReplayConfig(row.ram_blocks, row.policy, row.admission, row.device_blocks, row.store)
+    report = Replay(trace, config, data).run()
+    data.close()
+    assert report.blocks_verified > 0
+    assert report.mismatches_served == 0
+    assert report.prefix_hit_ratio == row.saved
+
+
+def test_more_ram_never_saves_less_under_lru(chat: str) -> None:
+    answer = planned(chat, fleet(prices(Ram(module="20MiB", price=100, slots=40))))
+    by_size = sorted(answer.rows, key=lambda row: row.ram_modules)
+    assert [row.saved for row in by_size] == sorted(row.saved for row in by_size)
+
+
+def test_twice_the_traffic_is_half_the_cache(loop: str) -> None:
+    double = planned(loop, fleet(kv_bytes=10 * MIB, scale=2.0), saved=0.4)
+    assert double.chosen.ram_modules == 40
+    single = planned(loop, saved=0.4)
+    assert double.chosen.saved == single.chosen.saved
+    assert double.chosen.load_bytes_per_s == pytest.approx(2 * single.chosen.load_bytes_per_s)
+    assert "2 times the recording's" in " ".join(double.cannot_tell)
+
+
+def test_a_load_changes_what_is_replayed(tmp_path: Path) -> None:
+    """Two turns ten seconds apart, a new conversation each 100 s: at 100 times the load ten run at a time."""
+    turns = sorted((100_000 * n + 10_000 * turn, n, turn) for n in range(30) for turn in (0, 1))
+    path = tmp_path / "turns.jsonl"
+    path.write_text("".join(line(time, [3 * n, 3 * n + 1, 3 * n + 2][: 2 + turn]) for time, n, turn in turns))
+    for_sale = prices(Ram(module="3MiB", price=100, slots=20))
+    alone, packed = (planned(str(path), fleet(for_sale, MIB, load=load), of_ceiling=0.9) for load in (1, 100))
+    assert (alone.ceiling, alone.requests) == (packed.ceiling, packed.requests)
+    assert (alone.duration_s, packed.duration_s) == (2910, 39)
+    assert alone.chosen.ram_modules == 1
+    together = at_load(load_trace(str(path)), 100)
+    reaching = [
+        modules for modules in range(1, 21)
+        if Replay(together, ReplayConfig(3 * modules, device_blocks=1)).run().prefix_hit_ratio
+        >= 0.9 * packed.ceiling
+    ]  # fmt: skip
+    assert packed.chosen.ram_modules == reaching[0] > 10, "ten at a time, three blocks each"
+
+
+def test_windows_of_replicas_add_up(chat: str) -> None:
+    evidence = gather(TraceSource(chat, None, False), fleet(gpus=2, replicas=2))
+    assert evidence.block_refs == load_trace(chat).block_refs
+    assert together([np.array([1, 2, 3]), np.array([10])]).tolist() == [11, 2, 3]
+
+
+def test_a_few_places_stand_for_all() -> None:
+    behind = [Behind("drives", [1, 2, 4], PLAIN.with_ssds), Behind("servers", [1, 3], PLAIN.with_servers)]
+    space = Space([1, 2, 4, 8, 16], PLAIN.of_ram, behind, lambda one: one.modules < 16)
+    ram, ssds, servers = [(1, 0, 0), (4, 0, 0)], [(1, 2, 0), (1, 4, 0), (4, 1, 0)], [(1, 0, 3), (4, 0, 1)]
+    assert space.sample == [*ram, (16, 0, 0), *ssds, *servers]
+    cells = space.cells(space.sample, [*PLAIN.of_ram, *PLAIN.with_ssds, *PLAIN.with_servers])
+    assert [cell.purchase for cell in cells] == [*ram, *ssds, *servers]
+    assert all(bool(cell.purchase.servers) == bool(cell.setup.server_admission) for cell in cells)
+    assert len(space.purchases) == 4 * 6, "RAM alone, three numbers of drives, two of servers"
+    assert not any(one.drives and one.servers for one in space.purchases)
+    assert Space([3], PLAIN.of_ram).sample == [(3, 0, 0)]
+
+
+# ---- long recordings
+
+
+def test_a_sample_has_whole_sessions(chat: str) -> None:
+    trace = load_trace(chat)
+    assert one_session_in(trace, 1) is trace
+    sessions = turns(trace).session_of
+    begun = list(dict.fromkeys(sessions.tolist()))
+    for number in (2, 7, len(begun)):
+        there = trace.of_requests(np.flatnonzero(np.isin(sessions, begun[::number])))
+        found = one_session_in(trace, number)
+        assert content_digest(found) == content_digest(there)
+    assert one_session_in(trace, 10_000).requests == np.count_nonzero(sessions == begun[0])
+
+
+@pytest.mark.parametrize("one_in", [2, 3])
+def test_a_search_on_a_sample_is_confirmed_on_everything(loop: str, one_in: int) -> None:
+    source = TraceSource(loop, None, False)
+    of, target = fleet(kv_bytes=6 * MIB), Target(saved=0.4)
+    answer = Plan(source, of, target, PLAIN, jobs=1, one_in=one_in).run()
+    everything = planned(loop, of, saved=0.4)
+    assert (answer.outcome, answer.chosen) == (everything.outcome, everything.chosen)
+    assert answer.chosen.ram_modules == 20
+    assert (answer.one_in, {row.one_in for row in answer.rows}) == (one_in, {1})
+    assert {row.one_in for row in answer.sampled} == {one_in}
+    assert len(answer.rows) < len(everything.rows)
+    for row in answer.rows[1:]:
+        config = ReplayConfig(row.ram_blocks, device_blocks=row.device_blocks)
+        assert row.saved == Replay(load_trace(loop), config).run().prefix_hit_ratio
+    said = (
+        f"Searched on one of {one_in} sessions; the {len(answer.rows) - 1} rows of this answer were replayed"
+    )
+    assert f"{said} with all of them." in answer.words
+    assert [one.value for one in answer.assumptions if one.name == "searched on"] == [
+        f"one of {one_in} sessions"
+    ]
+    assert everything.one_in == 1
+    assert not everything.sampled
+
+
+@pytest.mark.parametrize("off_by", [-0.2, -0.03, 0.0, 0.1])
+def test_a_sample_that_is_wrong_costs_few_rows(loop: str, off_by: float) -> None:
+    """It is corrected by what the first rows on all say, and each neighbour is used as the answer is."""
+    none = nothing(fleet(), gather(TraceSource(loop, None, False), fleet()))
+    ways = Setups(("on-compute", "on-device-eviction"), ("lru",), ("all",)).of_ram
+    space, steps = Space([*range(2, 64, 2)], ways), list[list[Cell]]()
+
+    def row(cell: Cell, is_sampled: bool = False) -> Measured:
+        """A module brings less the more there are; the second setup is better, and worse on a sample."""
+        modules, better = cell.purchase.modules, -0.02 if is_sampled else 0.02
+        saved = 0.9 * (1 - 0.93**modules) + off_by * is_sampled + better * (cell.setup == ways[1])
+        had = {"ram_modules": modules, "price": modules, "saved": saved, "store": cell.setup.store}
+        its = msgspec.structs.replace(none.row, policy="lru", admission="all", **had)
+        return Measured(its, np.zeros(1, np.int64))
+
+    def measure(cells: Sequence[Cell], later: int) -> list[Measured]:
+        steps.append(list(cells))
+        return [row(cell) for cell in cells]
+
+    def chosen(rows: Sequence[Measured]) -> Choice:
+        return choose(rows, 0.6, lambda one, other: None)
+
+    sampled = [row(cell, is_sampled=True) for cell in space.cells(space.purchases, ways)]
+    found, choice = confirm(space, measure, chosen, none, chosen([none, *sampled]), sampled, chosen)
+    least = next(n for n in itertools.count() if row(Cell(Purchase(n, 0), ways[1])).row.saved >= 0.6)
+    assert choice.chosen.row.purchase == (least, 0, 0)
+    assert {one.row.setup for one in (choice.chosen, choice.smaller, choice.larger) if one} == {ways[1]}
+    assert choice.smaller is not None
+    assert choice.smaller.row.ram_modules == least - 1
+    assert len(found) - 1 <= 8
+    assert len(steps) <= 4, "each waits for the one before"
+
+
+def test_the_busiest_minute_of_a_sample_is_that_of_the_recording(loop: str) -> None:
+    """Fewer sessions come less evenly: their busiest minute says nothing about the links of all."""
+    of, sessions = fleet(kv_bytes=6 * MIB), TraceSource(loop, None, False)
+    row = planned(loop, of, saved=0.4).chosen
+    assert row.load_bytes_per_s is not None
+    assert row.ram_write_bytes_per_s is not None
+    link = 1.3 * row.busy * max(row.load_bytes_per_s, row.ram_write_bytes_per_s)
+    few = gather(sessions, of, one_in=5)
+    assert few.busy > 1.3 * row.busy, "a sample of its own would be in the way"
+    of = fleet(prices(link_per_s=f"{link:.0f}"), kv_bytes=6 * MIB)
+    answer = Plan(sessions, of, Target(saved=0.4), PLAIN, jobs=1, one_in=5).run()
+    assert (answer.outcome, answer.chosen.purchase) == ("BUY", row.purchase)
+    assert {one.busy for one in (*answer.rows, *answer.sampled)} == {row.busy}
+
+
+def test_the_gpus_of_a_sample_are_as_much_smaller_as_it_is(loop: str) -> None:
+    """What they serve alone, as what stands behind them: otherwise nothing looks worth buying."""
+    source, of = TraceSource(loop, None, False), fleet(kv_bytes=50 * MIB)
+    answer = Plan(source, of, Target(saved=0.4), PLAIN, jobs=1, one_in=5).run()
+    alone, few = answer.sampled[0], one_session_in(load_trace(loop), 5)
+    assert alone.purchase == NOTHING
+    assert 5 < alone.device_blocks < 20
+    assert alone.saved == int(run_device(few, alone.device_blocks).served.sum()) / few.block_refs == 0
+    assert int(run_device(few, 50).served.sum()) > 0.4 * few.block_refs, "if they had kept their size"
+    assert (answer.outcome, answer.chosen) == ("BUY", planned(loop, of, saved=0.4).chosen)
+
+
+def test_only_long_recordings_are_sampled(chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, of = TraceSource(chat, None, False), fleet(kv_bytes=1000 * MIB)
+    evidence, num_sessions = gather(source, of), len(set(turns(load_trace(chat)).session_of.tolist()))
+    assert sample.sessions_in(source, evidence, of) == 1
+    monkeypatch.setattr(sample, "ENOUGH_REQUESTS", evidence.requests // 5)
+    assert sample.sessions_in(source, evidence, of) == 1, "of few sessions none is left out"
+    monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 10)
+    assert sample.sessions_in(source, evidence, of) == 5
+    monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 3)
+    assert sample.sessions_in(source, evidence, of) == 3
+    two_requests = round(2 * evidence.block_refs / evidence.requests) + 1
+    small = fleet(kv_bytes=2 * two_requests * MIB)
+    assert sample.sessions_in(source, evidence, small) == 2, "its part of the GPUs must hold two requests"
+    few = gather(source, of, one_in=3)
+    assert sample.scaled(of, evidence, few).scale == evidence.block_refs / few.block_refs
+    with pytest.raises(ConfigError, match="sample: 0 is not possible; allowed: 1 to"):
+        Plan(source, of, Target(), one_in=0)
+
+
+# ---- odd traces
+
+
+ODD: dict[str, tuple[list[str], str]] = {
+    "no reuse": (
+        [line(10_000 * n, [2 * n, 2 * n + 1]) for n in range(40)],
+        "No request begins with blocks of an earlier one: there is nothing to save.",
+    ),
+    "one request": ([line(0, [1, 2, 3])], "It has 1 requests: too few for an interval of anything."),
+    "equal timestamps": (
+        [line(5, [n % 20, 100 + n % 20]) for n in range(60)], "All requests come at one time"),
+    "unsorted": ([line(10_000 * (n * 7 % 60), [n % 20, 100 + n % 20]) for n in range(60)], "0.2 hours"),
+    "ids of 128 bits": (
+        [line(10_000 * n, [2**127 + n % 20, f"{2**100 + n % 20:x}"]) for n in range(60)], "0.2 hours"),
+    "gaps of a week": (
+        [line(10_000 * n + n // 20 * 604_800_000, [n % 20, 100 + n % 20]) for n in range(60)],
+        "It has long gaps",
+    ),
+    "shorter than a block": (
+        [line(0, [1]), '{"timestamp":1,"input_length":3,"output_length":1,"hash_ids":[]}\n'],
+        "It has 2 requests",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_traces_have_sensible_answers(name: str, tmp_path: Path) -> None:
+    lines, said = ODD[name]
+    (tmp_path / "odd.jsonl").write_text("".join(lines))
+    answer = planned(str(tmp_path / "odd.jsonl"), fleet(prices(ssd=drives()), prefill_tokens_per_s=1000.0))
+    assert said in " ".join(answer.cannot_tell)
+    assert 0 <= answer.chosen.saved <= answer.ceiling <= 1
+    json.loads(answer.to_json())
+    reused = name not in ("no reuse", "one request", "shorter than a block")
+    assert answer.outcome == ("BUY" if reused else "BUY_NOTHING")
+    if name == "equal timestamps":
+        assert not answer.chosen.ssd_drives
+        assert all("has no times" in row.why_not for row in answer.rows if row.ssd_drives)
+        assert answer.chosen.gpus_worth is None
+
+
+def test_a_trace_without_a_block_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text(
+        '{"timestamp":1,"input_length":3,"output_length":1,"hash_ids":[]}\n'
+    )
+    with pytest.raises(ConfigError, match="it must have a request of at least one block"):
+        planned(str(tmp_path / "empty.jsonl"), fleet(gpus=2, replicas=2))
+
+
+def test_replicas_that_get_nothing_are_said(tmp_path: Path) -> None:
+    path = written(tmp_path / "few.jsonl", [[1, 2], [1, 2, 3]])
+    answer = planned(path, fleet(gpus=4, replicas=4))
+    assert "3 of 4 replicas get no request." in answer.cannot_tell
+
+
+def test_what_holds_everything_says_that_it_is_never_full(loop: str) -> None:
+    full = "What is bought holds all that the recording asks for"
+    assert full not in " ".join(planned(loop, saved=0.4).cannot_tell)
+    large = prices(Ram(module="2GiB", price=1, slots=1))
+    assert full in " ".join(planned(loop, fleet(large), saved=0.4).cannot_tell)
+
+
+def test_slots_that_are_too_few_are_said(loop: str) -> None:
+    said = "A host takes 4 modules of RAM: what more of them would save was not looked at."
+    assert said in planned(loop, fleet(prices(Ram(module="5MiB", price=100, slots=4)))).cannot_tell
+    assert said not in planned(loop, fleet(prices(Ram(module="200MiB", price=100, slots=4)))).cannot_tell
+
+
+# ---- what is kept
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Task]]:
+    """The tasks that are done in this process; the 8th one fails the first time."""
+    done: list[Task] = []
+
+    def counted(task: Task) -> Measurement | tasks.Failure:
+        done.append(task)
+        return tasks.Failure("pulled the plug") if len(done) == 8 else tasks.attempt(task)
+
+    monkeypatch.setattr(workers, "attempt", counted)
+    return done
+
+
+def test_what_was_interrupted_goes_on(loop: str, tmp_path: Path, replays: list[Task]) -> None:
+    output = tmp_path / "rows.csv"
+
+    def run(**target: Any) -> PlanAnswer:
+        source = TraceSource(loop, None, False)
+        return Plan(source, fleet(), Target(**target), PLAIN, jobs=1, output=output).run()
+
+    with pytest.raises(SweepError, match="pulled the plug"):
+        run(saved=0.4)
+    assert not output.exists()
+    answer = run(saved=0.4)
+    assert len(replays) == len(answer.rows), "each once, the failed one twice, and the row of nothing not"
+    assert len(output.read_text().splitlines()) == 1 + len(answer.rows)
+    before = len(replays)
+    assert run(saved=0.4) == answer
+    assert run(budget=2000).chosen == answer.chosen
+    assert len(replays) <= before + 3, "another target is answered from what is kept"
+
+
+@pytest.mark.slow
+def test_a_cluster_finds_the_same_plan(loop: str, tmp_path: Path, scheduler: str) -> None:
+    """Replicas, samples and SSDs; what was interrupted there goes on here."""
+    of = fleet(prices(ssd=drives()), gpus=2, replicas=2, kv_bytes=6 * MIB)
+
+    def run(output: str, **where: Any) -> PlanAnswer:
+        source, target = TraceSource(loop, None, False), Target(saved=0.4)
+        return Plan(source, of, target, PLAIN, one_in=2, output=tmp_path / output, **where).run()
+
+    there, here = run("there.csv", scheduler=scheduler), run("here.csv", jobs=1)
+    assert there == here
+    assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
+    journal = tmp_path / "there.csv.journal"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[: len(lines) // 2]))
+    (tmp_path / "there.csv").unlink()
+    assert run("there.csv", jobs=1) == here
+
+
+@pytest.mark.parametrize("one_in", [1, 2])
+def test_progress_never_goes_back(loop: str, one_in: int) -> None:
+    told: list[tuple[int, int, int, int]] = []
+    source = TraceSource(loop, None, False)
+    answer = Plan(source, fleet(kv_bytes=6 * MIB), Target(saved=0.4), PLAIN, jobs=1, one_in=one_in).run(
+        lambda now: told.append((now.rows_done, now.rows, now.refs_done, now.refs))
+    )
+    for before, after in itertools.pairwise(told):
+        assert before[0] <= after[0]
+        assert before[2] <= after[2]
+    assert all(done <= rows and refs_done <= refs for done, rows, refs_done, refs in told)
+    replayed = len(answer.rows) - 1 + max(0, len(answer.sampled) - 1)
+    assert told[-1][0] == replayed, "the row of nothing is no replay"
+
+
+def test_an_output_of_somebody_else_is_not_replaced(loop: str, tmp_path: Path) -> None:
+    output = tmp_path / "rows.csv"
+    output.write_text("precious")
+    with pytest.raises(ConfigError, match="or --force"):
+        Plan(TraceSource(loop, None, False), fleet(), Target(), output=output)
+
+
+# ---- prices
+
+
+def test_the_prices_that_are_printed_are_read(tmp_path: Path) -> None:
+    done = kvoffload("plan", "--show-prices")
+    assert done.returncode == 0
+    (tmp_path / "prices.toml").write_text(done.stdout)
+    assert read_prices(tmp_path / "prices.toml") == Prices() == read_prices(None)
+    (tmp_path / "prices.json").write_bytes(msgspec.json.encode(Prices()))
+    assert read_prices(tmp_path / "prices.json") == Prices()
+    assert set(flattened(Prices())) == set(MEANING)
+    mine = Prices(currency="EUR", ram=Ram(price=1.5))
+    (tmp_path / "prices.toml").write_text(as_toml(mine))
+    assert read_prices(tmp_path / "prices.toml") == mine
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[ram]\nprize = 3\n", "unknown field `prize`.*--show-prices"),
+        ("[ram]\nprice = -3\n", r"\$\.ram\.price"),
+        ('[ssd]\ndrive = "4 parsecs"\n', "drive: '4 parsecs'"),
+        ('[ram]\nmodule = "0GiB"\n', "module: '0GiB' is not possible; allowed: at least one byte"),
+        ('[server]\nmemory = "0GiB"\n', "memory: '0GiB' is not possible; allowed: at least one byte"),
+        ('[server]\nmemory = "much"\n', "memory: 'much'"),
+        ("[server]\nslots = -1\n", r"\$\.server\.slots"),
+        ("[server]\nprice = -1\n", r"\$\.server\.price"),
+        ('[server]\nlink_per_s = "0B"\n', "link_per_s: '0B' is not possible; allowed: at least one byte"),
+        (
+            '[server]\nhost_link_per_s = "0B"\n',
+            "host_link_per_s: '0B' is not possible; allowed: at least one",
+        ),
+        ("[server]\ndrives = 1\n", "unknown field `drives`.*--show-prices"),
+        ("ram", "prices"),
+    ],
+)
+def test_wrong_prices_are_one_clear_error(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "prices.toml").write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        read_prices(tmp_path / "prices.toml")
+    with pytest.raises(ConfigError, match="it cannot be read"):
+        read_prices(tmp_path / "nothing.toml")
+
+
+# ---- the command
+
+
+def command(trace: str, tmp_path: Path, *more: str) -> tuple[str, ...]:
+    path = tmp_path / "prices.toml"
+    path.write_text(as_toml(prices()))
+    return ("plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "5MiB",
+            "--prices", str(path), "--policies", "lru", "--admissions", "all", "--jobs", "1", "--quiet",
+            *more)  # fmt: skip
+
+
+def test_the_command_says_what_its_json_says(loop: str, tmp_path: Path) -> None:
+    output = str(tmp_path / "rows.csv")
+    arguments = command(loop, tmp_path, "--target-saved", "0.4", "--output", output)
+    done = kvoffload(*arguments, "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = msgspec.json.decode(done.stdout, type=PlanAnswer)
+    assert found.chosen.ram_modules == 19
+    shown = kvoffload(*arguments)
+    assert shown.returncode == 0
+    text = " ".join(shown.stdout.split())
+    for sentence in (*found.words, *found.cannot_tell, found.vllm):
+        assert " ".join(sentence.split()) in text
+    for row in found.frontier:
+        assert f"{100 * row.saved:.1f} %" in text
+    flag, value = shlex.split(found.vllm)
+    assert flag == "--kv-transfer-config"
+    options = parse_options(json.loads(value)["kv_connector_extra_config"])
+    assert (options.ram_bytes, options.policy, options.store) == (95 * MIB, "lru", "on-device-eviction")
+
+
+def test_a_disk_stands_in_the_line_for_vllm(loop: str, tmp_path: Path) -> None:
+    arguments = command(loop, tmp_path, "--target-saved", "0.4", "--format", "json", "--stores", "on-compute")
+    (tmp_path / "prices.toml").write_text(as_toml(prices(ssd=drives())))
+    found = json.loads(kvoffload(*arguments).stdout)
+    assert found["chosen"]["ssd_drives"] == 1
+    extra = json.loads(shlex.split(found["vllm"])[1])["kv_connector_extra_config"]
+    (tier,) = parse_options(extra).tiers
+    assert str(tier).startswith(f"disk:/data/kv:{400 * MIB}")
+
+
+def test_what_is_not_reached_is_exit_code_1(loop: str, tmp_path: Path) -> None:
+    done = kvoffload(*command(loop, tmp_path, "--target-saved", "0.4", "--budget", "500"))
+    assert done.returncode == 1
+    assert "Nothing that can be had for 500 USD saves 40.0 %" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("--target-saved", "0.9"), "target-saved: 0.9 is not possible; the ceiling is 0.4500"),
+        (("--load", "fast"), "no number such as 2.5 or 2x"),
+        (("--policies", "lru,best"), "best"),
+        (("--jobs", "0"), "jobs"),
+        (("--jobs", "1", "--scheduler", "tcp://127.0.0.1:1"), "with a scheduler, the cluster decides"),
+        (("--model", "gpt-x"), "bytes-per-token"),
+    ],
+)
+def test_mistakes_are_one_line(loop: str, tmp_path: Path, more: tuple[str, ...], why: str) -> None:
+    done = kvoffload(*command(loop, tmp_path, *more))
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert done.stdout == ""
+
+
+def test_sizes_need_the_bytes_of_a_token(loop: str) -> None:
+    done = kvoffload("plan", loop, "--gpus", "1", "--kv-per-gpu", "64GB")
+    assert done.returncode == 2
+    assert "sizes need the bytes of a token: give --model" in done.stderr
+
+
+def test_the_answer_has_every_column(loop: str) -> None:
+    answer = planned(loop, budget=100)
+    assert json.loads(answer.to_json())["rows"][0].keys() == set(PlanRow.__struct_fields__)

@@ -1,0 +1,349 @@
+"""The conformance suite: over every built-in policy and the example, and over faults planted on purpose."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+
+from kvoffload.core.hints import Hints
+from kvoffload.core.policy import POLICIES
+from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
+from kvoffload.policies.lru import LRU
+from kvoffload.structures.index import Index
+from kvoffload.structures.keys import Keys
+from kvoffload.testing.call_limit import EndlessLoopError
+from kvoffload.testing.conformance import PolicyConformance, check_elsewhere
+from support.kernels import ref_cnt_of
+from support.naive.arc import NaiveARC
+from support.naive.lru import NaiveLRU
+
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "my_policy.py") + ":MyPolicy"
+FEW = settings().max_examples // 10
+
+
+class TestExample(PolicyConformance):
+    policy = EXAMPLE
+    max_examples = 2 * FEW
+
+
+class TestARC(PolicyConformance):
+    """All of it, on one of ours: with its twin, the state machine and another process."""
+
+    policy = "arc"
+    twin = NaiveARC
+    max_examples = FEW
+
+
+class TestNaiveARC(PolicyConformance):
+    policy = NaiveARC
+    max_examples = FEW
+
+
+class BuiltIn(PolicyConformance):
+    """What is left: machines live in test_machine.py, twins are compared in test_twins.py."""
+
+    max_examples = FEW
+
+    def test_life_cycle(self) -> None:
+        """In test_machine.py."""
+
+    def test_it_decides_the_same_elsewhere(self) -> None:
+        """In one process for all of them, below."""
+
+
+for _name in POLICIES.names():
+    globals()[f"Test_{_name}"] = type(f"Test_{_name}", (BuiltIn,), {"policy": _name})
+
+
+def test_every_built_in_policy_decides_the_same_elsewhere() -> None:
+    check_elsewhere(POLICIES.names())
+
+
+# ---- faults, each with the check that must notice it
+
+
+class EvictsAnyone(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        return self.slots.pop(0)
+
+
+class EvictsItsOwnRequest(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        idle = [s for s in self.slots if ref_cnt_of(protected.cache, s) == 0 and s not in protected.entering]
+        self.slots.remove(idle[0])
+        return idle[0]
+
+
+class EvictsWhatIsWritten(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        for slot in self.slots:
+            if slot not in protected or ref_cnt_of(protected.cache, slot) == -1:
+                self.slots.remove(slot)
+                return slot
+        raise AssertionError
+
+
+class NamesASlotTwice(LRU):
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        super().replace(keys, slots, num_free, protected)
+        slots[num_free:] = slots[num_free : num_free + 1]
+
+
+class NamesWhatIsNotThere(LRU):
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        super().replace(keys, slots, num_free, protected)
+        slots[num_free:] = self.capacity_blocks
+
+
+class NamesNobody(LRU):
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        chosen = slots.copy()
+        super().replace(keys, chosen, num_free, protected)
+
+
+class ChangesFreeSlots(LRU):
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        super().replace(keys, slots, num_free, protected)
+        slots[:num_free] = slots[:num_free][::-1].copy()
+
+
+class KeepsRemovedBlocks(NaiveLRU):
+    def forget(self, slot: int) -> None:
+        pass
+
+
+class KeepsRemovedBlocksInSecret(KeepsRemovedBlocks):
+    def order(self) -> Any:
+        return None
+
+
+class TellsHalf(NaiveLRU):
+    def order(self) -> list[int]:
+        return self.slots[: (len(self.slots) + 1) // 2]
+
+
+class RemembersInItsClass(NaiveLRU):
+    history: dict[bytes, int] = {}  # noqa: RUF012
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self.history[key] = slot
+        super().insert(slot, key)
+
+
+class LosesTheHottest(NaiveLRU):
+    """Taken out of the order to be put to its front, and forgotten on the way."""
+
+    def hit(self, slot: int) -> None:
+        if self.slots[-1] == slot and len(self.slots) > 4:
+            self.slots.remove(slot)
+        elif slot in self.slots:
+            super().hit(slot)
+
+    def forget(self, slot: int) -> None:
+        if slot in self.slots:
+            super().forget(slot)
+
+    def order(self) -> Any:
+        return None
+
+
+class NeedsRoomForTwo(NaiveLRU):
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.share = 10 // (self.capacity_blocks // 2)
+
+
+class HasAFixedSize(NaiveLRU):
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.counts = np.zeros(64, np.int64)
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self.counts[slot] = 1
+        super().insert(slot, key)
+
+
+class CountsAcrossReset(NaiveLRU):
+    """Least frequently used, by counts of keys that nobody clears."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.counts: dict[bytes, int] = {}
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self.counts[key] = self.counts.get(key, 0) + 1
+        super().insert(slot, key)
+
+    def victim(self, key: bytes, protected: Protected) -> int:
+        idle = [s for s in self.slots if s not in protected]
+        slot = min(idle, key=lambda s: self.counts[self.index.key_at(s)])
+        self.slots.remove(slot)
+        return slot
+
+
+class RemembersEveryone(NaiveLRU):
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.seen: set[bytes] = set()
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self.seen.add(key)
+        super().insert(slot, key)
+
+
+class RollsDice(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        slot = random.choice([s for s in self.slots if s not in protected])
+        self.slots.remove(slot)
+        return slot
+
+
+class SharesItsState(NaiveLRU):
+    age: dict[int, int] = {}  # noqa: RUF012  (that is the fault)
+
+    def victim(self, key: bytes, protected: Protected) -> int:
+        slot = min((s for s in self.slots if s not in protected), key=lambda s: self.age.get(s, 0))
+        self.age[slot] = self.age.get(slot, 0) + 1
+        self.slots.remove(slot)
+        return slot
+
+
+class GoesByHashes(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        by_key = {self.index.key_at(s): s for s in self.slots if s not in protected}
+        slot = by_key[next(iter(set(by_key)))]
+        self.slots.remove(slot)
+        return slot
+
+
+class AgesWhenAsked(NaiveLRU):
+    asked = 0
+
+    def stats(self) -> dict[str, float]:
+        self.asked += 1
+        return {}
+
+
+class SortsWhenAsked(NaiveLRU):
+    def order(self) -> list[int]:
+        self.slots.sort()
+        return self.slots
+
+
+class CountsItsOwnStore(NaiveARC):
+    def refresh(self, slot: int) -> None:
+        self.hit(slot)
+
+
+class HasNoName(NaiveLRU):
+    name = ""
+
+
+class TrustsEveryWord(NaiveLRU):
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        if hints.finish_reason:
+            self.worth = {"stop": 0, "length": 0, "abort": 0, "tool_calls": 1}[hints.finish_reason]
+
+
+class ForgetsThatABlockMayBeAbsent(NaiveLRU):
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        for slot in slots.tolist():
+            self.hit(slot)
+
+
+class CountsTenants(NaiveLRU):
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.requests_of: dict[str, int] = {}
+
+    def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
+        self.requests_of[hints.tenant] = self.requests_of.get(hints.tenant, 0) + 1
+
+
+FAULTS: list[tuple[type[Any], str, str]] = [
+    (EvictsAnyone, "test_protection", "named slot .* are \\["),
+    (EvictsItsOwnRequest, "test_protection", "named slot .*'of the storing request'"),
+    (EvictsWhatIsWritten, "test_protection", "named slot .*'in flight'"),
+    (NamesASlotTwice, "test_protection", "named before"),
+    (NamesWhatIsNotThere, "test_protection", "named slot \\d+ as the victim"),
+    (NamesNobody, "test_protection", "named slot -\\d as the victim"),
+    (RemembersInItsClass, "test_memory_is_bounded", "the state grows for ever"),
+    (ChangesFreeSlots, "test_life_cycle", "changed the slots that it was given"),
+    (KeepsRemovedBlocks, "test_life_cycle", "disagree about the slots"),
+    (KeepsRemovedBlocksInSecret, "test_memory_is_bounded", "grows for ever"),
+    (TellsHalf, "test_life_cycle", "disagree about the slots"),
+    (NeedsRoomForTwo, "test_life_cycle", "division"),
+    (LosesTheHottest, "test_every_block_can_leave", "not in list"),
+    (HasAFixedSize, "test_it_is_never_above_the_optimum", "out of bounds"),
+    (CountsAcrossReset, "test_reset_forgets_everything", "after reset: step"),
+    (RemembersEveryone, "test_memory_is_bounded", "grows for ever"),
+    (RollsDice, "test_it_decides_the_same_again", "had other decisions"),
+    (SharesItsState, "test_it_decides_the_same_again", "had other decisions"),
+    (GoesByHashes, "test_it_decides_the_same_elsewhere", "decided differently in another process"),
+    (AgesWhenAsked, "test_asking_changes_nothing", r"stats\(\) changed the policy"),
+    (SortsWhenAsked, "test_asking_changes_nothing", r"order\(\) changed the policy"),
+    (CountsItsOwnStore, "test_it_decides_as_its_twin", "the twin: step"),
+    (TrustsEveryWord, "test_it_takes_any_hints", "^'"),
+    (ForgetsThatABlockMayBeAbsent, "test_it_takes_any_hints", "not in list"),
+    (CountsTenants, "test_memory_is_bounded", "grows for ever"),
+    (HasNoName, "test_it_is_found_and_says_its_name", "is empty"),
+]
+
+
+@pytest.fixture
+def _without_shrinking() -> Iterator[None]:
+    before = settings.get_current_profile_name()
+    settings.register_profile("find", parent=settings.default, phases=[Phase.generate], database=None)
+    settings.load_profile("find")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.mark.usefixtures("_without_shrinking")
+@pytest.mark.parametrize(("fault", "check", "message"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
+def test_a_planted_fault_is_noticed(fault: type[Any], check: str, message: str) -> None:
+    twin = NaiveARC if issubclass(fault, NaiveARC) else NaiveLRU
+    # As many as it takes: it ends with the first that fails.
+    suite = type("Suite", (PolicyConformance,), {"policy": fault, "twin": twin, "max_examples": 400})
+    with pytest.raises(Exception, match=message):
+        getattr(suite(), check)()
+
+
+class NeverReturns(NaiveLRU):
+    def victim(self, key: bytes, protected: Protected) -> int:
+        while True:
+            pass
+
+
+@pytest.mark.usefixtures("_without_shrinking")
+def test_an_endless_loop_is_named() -> None:
+    suite = type("Suite", (PolicyConformance,), {"policy": NeverReturns, "call_cpu_s": 0.2})()
+    suite.setup_method()
+    try:
+        with pytest.raises(
+            EndlessLoopError,
+            match=r"'naive-lru' does not return from victim\(\): .* in line \d+ of .*test_conf",
+        ):
+            suite.test_life_cycle()
+    finally:
+        suite.teardown_method()
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+@pytest.mark.usefixtures("_without_shrinking")
+def test_a_failure_ends_with_what_is_wrong() -> None:
+    suite = type("Suite", (PolicyConformance,), {"policy": ChangesFreeSlots, "max_examples": 400})()
+    with pytest.raises(AssertionError) as failure:
+        suite.test_life_cycle()
+    lines = str(failure.value).splitlines()
+    assert "changed the slots that it was given" in lines[-1]
+    assert any(line.strip().startswith("state.") for line in lines), "the steps"
+    assert not any("sound_inside" in line for line in lines), "without the checks after each"

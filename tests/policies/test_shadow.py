@@ -1,0 +1,90 @@
+"""The shadow LRU: what it counts, by hand, and beside the policy `lru`, whose contents it must have."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
+from kvoffload.policies.hazard import Hazard
+from kvoffload.policies.hazard.shadow import ShadowLRU
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.workloads import builtin
+from support.hazard_kernels import compare, take_in
+
+
+def use(cache: ShadowLRU, letters: str, held: int = 0, on_device: int = 0) -> float:
+    """A request for these letters, of which the owner holds the first `held`; the lead after it."""
+    positions = [ord(letter) - ord("a") for letter in letters]
+    compare(cache, positions, [row < held for row in range(len(positions))], on_device)
+    return cache.lead
+
+
+def members(cache: ShadowLRU) -> str:
+    return "".join(chr(position + ord("a")) for position in cache.blocks.members(0))
+
+
+def test_it_counts_what_lru_serves_more() -> None:
+    cache = ShadowLRU(9, 3)
+    assert use(cache, "abc") == 0
+    assert use(cache, "abc", held=1) == 2
+    # A path is lost from its tail: c leaves for d.
+    assert use(cache, "d") == 2
+    assert use(cache, "abc", held=3) == 1
+    assert members(cache) == "abc"
+
+
+def test_of_a_request_longer_than_the_cache_the_head_is_kept() -> None:
+    cache = ShadowLRU(9, 2)
+    use(cache, "abcd")
+    assert members(cache) == "ab"
+
+
+def test_only_hits_along_the_prefix_count() -> None:
+    cache = ShadowLRU(9, 4)
+    use(cache, "b")
+    assert use(cache, "ab") == 0
+
+
+def test_what_the_device_has_is_nobodys_hit() -> None:
+    cache = ShadowLRU(9, 4)
+    use(cache, "abcd")
+    assert use(cache, "abcd", held=2, on_device=2) == 2
+    assert use(cache, "abcd", held=4, on_device=4) == 2
+
+
+def test_a_victim_tier_has_what_the_device_drops() -> None:
+    cache = ShadowLRU(9, 3)
+    compare(cache, [0, 1], [False, False], is_victim_tier=True)
+    assert members(cache) == ""
+    take_in(cache, [2, 3])
+    take_in(cache, [0, 1])
+    assert members(cache) == "abc"
+    compare(cache, [0], [False], is_victim_tier=True)
+    assert (members(cache), cache.lead) == ("bc", 1)
+
+
+@pytest.mark.parametrize(
+    ("store", "device_share"),
+    [(ON_COMPUTE, 0), (ON_COMPUTE, 1), (ON_DEVICE_EVICTION, 1), (ON_DEVICE_EVICTION, 2)],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_lru_to_the_block(store: str, device_share: int, seed: int) -> None:
+    """Whatever its owner does, it serves each request as `lru` does in a replay of its own."""
+    capacity = random.Random(seed).choice([15, 60, 250])
+    trace = generate(builtin("chat", sessions=120, seed=seed))
+    hits = []
+    for policy in (Hazard, "lru"):
+        run = Replay(trace, ReplayConfig(capacity, policy, "all", device_share * capacity, store))
+        run.run()
+        hits.append(run)
+    ours, lru = hits
+    led: float = ours.manager.policy.state.history.shadow.lead  # type: ignore[attr-defined]
+    # The lead is bounded from below by what counts as credit: compare where that was not reached.
+    difference = int(lru.hits_per_request.sum() - ours.hits_per_request.sum())
+    if led > -0.01 * trace.block_refs:
+        assert led == pytest.approx(difference, abs=0)
+    else:
+        assert difference <= led

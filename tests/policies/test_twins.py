@@ -1,0 +1,55 @@
+"""Every decision of every kernel against that of a naive twin, which is written to be read, not to be fast.
+
+`hazard`, which has more inside, is compared in test_hazard.py; what a policy's paper says, worked by hand,
+stands in the file of the policy.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.core.plans import STORES
+from kvoffload.core.policy import POLICIES
+from kvoffload.testing.scripts import Step, play, scripts
+from support.twin_scripts import PAIRS, both, inside
+
+FEWER = settings(max_examples=settings().max_examples // 3)
+"""Of scripts that are longer."""
+
+
+def test_every_policy_has_a_twin() -> None:
+    assert sorted([*PAIRS, "hazard"]) == POLICIES.names()
+
+
+@given(scripts(max_steps=80), st.sampled_from([1, 2, 3, 4, 5, 7, 9]), st.booleans(), st.sampled_from(STORES))
+@pytest.mark.parametrize("name", PAIRS)
+def test_decides_as_its_naive_twin(
+    name: str, script: list[Step], capacity: int, tight: bool, store: str
+) -> None:
+    kernel, twin = both(name, capacity, tight=tight, store=store)
+    for seen, expected in zip(play(kernel, script, inside), play(twin, script, inside), strict=True):
+        assert seen == expected
+
+
+@FEWER
+@given(scripts(num_keys=60, num_requests=4, max_steps=120), st.integers(20, 30))
+@pytest.mark.parametrize("name", PAIRS)
+def test_with_room_for_queues(name: str, script: list[Step], capacity: int) -> None:
+    kernel, twin = both(name, capacity)
+    assert play(kernel, script, inside) == play(twin, script, inside)
+
+
+@FEWER
+@given(scripts(num_keys=200, max_steps=60))
+@pytest.mark.parametrize("name", PAIRS)
+def test_when_a_hundredth_is_two_blocks(name: str, script: list[Step]) -> None:
+    """The window of W-TinyLFU and the HIR blocks of LIRS, among 200."""
+    logs = []
+    for manager in both(name, 200):
+        plan = manager.prepare_store([bytes([200 + n % 50, n]) * 4 for n in range(195)])
+        assert plan is not None
+        manager.complete_store(plan)
+        logs.append(play(manager, script, lambda manager: manager.policy.order()))
+    assert logs[0] == logs[1]

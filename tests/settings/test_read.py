@@ -1,0 +1,46 @@
+"""Sizes and capacities as users type them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.settings.read import parse_capacity, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("64KiB", 65536), ("64 kib", 65536), ("1.5GiB", 3 << 29), ("2MB", 2_000_000), ("8B", 8)],
+)
+def test_size(text: str, size: int) -> None:
+    assert parse_size("x", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "64XiB", "-1", "GiB", "1e3", "64KiB more"])
+def test_size_that_cannot_be_understood(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^block_bytes: "):
+        parse_size("block_bytes", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("5000", 5000),
+        ("5%", 9327),
+        ("1%", 1865),
+        ("0.1%", 186),
+        ("29%", 54099),
+        ("100%", 186550),
+        ("4GiB", 65536),
+    ],
+)
+def test_capacity_rounds_down(text: str, blocks: int) -> None:
+    assert parse_capacity("capacity", text, 65536, 186_550) == blocks
+
+
+@pytest.mark.parametrize("text", ["0", "2.5", "five", "0.0001%", "1KiB", "5 percent", "-3"])
+def test_impossible_capacity(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^capacity: {text!r} is not possible; .*allowed: a number of blocks"
+    ):
+        parse_capacity("capacity", text, 65536, 186_550)

@@ -1,0 +1,173 @@
+"""How a class is found by what was typed: names, modules, files."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvoffload import policies
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.admission import ADMISSIONS, create_admission
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.policy import POLICIES
+from kvoffload.errors import ConfigError
+from kvoffload.policies.lru import LRU
+
+POLICY = """
+from support.naive.lru import NaiveLRU
+
+class Mine(NaiveLRU):
+    name = "mine"
+    rounds: int = 3
+    share: float = 0.5
+    label = "no parameter: no annotation"
+    _hidden: int = 1
+
+class Another:
+    pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(POLICY)
+    return path
+
+
+def refused(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        POLICIES.find(name)
+    message = str(caught.value)
+    assert message.startswith(f"policy: {name!r} is not possible; ")
+    return message.split("; ", 1)[1]
+
+
+def test_names_modules_and_classes() -> None:
+    assert POLICIES.find("lru") is POLICIES.find("kvoffload.policies.lru:LRU") is POLICIES.find(LRU) is LRU
+
+
+def test_an_alias_of_a_type_is_no_class(tmp_path: Path) -> None:
+    """To `isinstance` on Python 3.10 it is one."""
+    (tmp_path / "aliased.py").write_text(POLICY + "\nKeys = list[int]\n")
+    assert "subclass" in refused(f"{tmp_path / 'aliased.py'}:Keys")
+    assert POLICIES.find(f"{tmp_path / 'aliased.py'}:Mine").name == "mine"
+
+
+def test_a_class_in_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = POLICIES.find(f"{file}:Mine")
+    assert found.name == "mine"
+    monkeypatch.chdir(file.parent)
+    assert POLICIES.find("mine.py:Mine") is POLICIES.find("./mine.py:Mine") is found
+    assert pickle.loads(pickle.dumps(found)) is found
+
+
+def test_another_process_finds_it_by_the_same_text(file: Path) -> None:
+    """The module is called the same there, so what one process pickled the other one can read."""
+    pickled = pickle.dumps(POLICIES.find(f"{file}:Mine")).hex()
+    code = (
+        "import pickle\n"
+        "from kvoffload.core.policy import POLICIES\n"
+        f"found = POLICIES.find({f'{file}:Mine'!r})\n"
+        f"assert pickle.loads(bytes.fromhex({pickled!r})) is found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "mine.py"
+    other.parent.mkdir()
+    other.write_text(POLICY)
+    assert POLICIES.find(f"{other}:Mine") is not POLICIES.find(f"{file}:Mine")
+
+
+def test_what_is_wrong_is_said(file: Path, tmp_path: Path) -> None:
+    assert refused(f"{file}x.py:Mine") == f"there is no file {file}x.py"
+    assert refused(f"{file}:Yours") == f"{file} has no Yours; it has Mine"
+    assert refused(f"{file}:Another") == "it must be a subclass of EvictionPolicy"
+    assert refused(f"{tmp_path}:Mine").startswith("it cannot be imported: No module")
+    assert refused("kvoffload.policies.lru:LRUU") == "kvoffload.policies.lru has no LRUU; it has LRU"
+    assert refused("no.such.module:Mine").startswith("it cannot be imported: No module")
+    assert refused("lruu").endswith("module:Class, or path/to/file.py:Class (did you mean lru?)")
+    assert "path/to/file.py:Class" in refused(f"{file}")
+    assert "path/to/file.py:Class" in refused(f"{file}:")
+    assert "path/to/file.py:Class" in refused(":Mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Mine:\n  def f(:\n", "it cannot be imported: invalid syntax .*broken.py, line 2"),
+        ("import nowhere", "it cannot be imported: No module named 'nowhere'"),
+        ("1 / 0", "it cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_forgotten(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        POLICIES.find(f"{path}:Mine")
+    path.write_text(POLICY)  # mended: the failure is not remembered
+    assert POLICIES.find(f"{path}:Mine").name == "mine"
+
+
+def test_parameters_are_annotated_attributes_with_defaults(file: Path) -> None:
+    found = POLICIES.find(f"{file}:Mine,share=0.25,rounds=7")
+    assert issubclass(found, POLICIES.find(f"{file}:Mine"))
+    assert (vars(found)["rounds"], vars(found)["share"], found.name) == (7, 0.25, "mine")
+    listed = POLICIES.parameters(POLICIES.find(f"{file}:Mine"))
+    assert [(one.name, one.default, one.allowed) for one in listed] == [
+        ("rounds", 3, "a whole number"),
+        ("share", 0.5, "a number"),
+    ]
+    assert POLICIES.parameters(LRU) == []
+
+
+def test_the_first_parameter_may_follow_a_name() -> None:
+    found = ADMISSIONS.find("reuse:3,max_tracker_size=10")
+    rule = found.for_cache(key_bytes=8, capacity_blocks=4)
+    assert isinstance(rule, ReuseAdmission)
+    assert (rule.store_threshold, rule.max_tracker_size) == (3, 10)
+    assert create_admission("reuse:1", 8, 4) is create_admission("all", 8, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "s3fifo,small_share=1",
+            "small_share=1' is not possible; small_share: allowed: a number above 0 and below 1",
+        ),
+        ("s3fifo,patience=1.5", "patience: allowed: a whole number, 0 or more"),
+        (
+            "hazard,write_cost=nan",
+            "write_cost: allowed: a number from -1 to 1000",
+        ),
+        ("s3fifo,shar=1", "'shar' is no parameter, or twice; allowed: small_share=0.1, patience=8192"),
+        ("s3fifo,patience=1,patience=2", "'patience' is no parameter, or twice"),
+        ("s3fifo,patience", "'patience' is no parameter, or twice"),
+        ("lru,a=1", "'a' is no parameter, or twice; allowed: none"),
+        ("lru:5", "lru has no parameters"),
+    ],
+)
+def test_wrong_parameters(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        POLICIES.find(text)
+
+
+def test_a_new_file_is_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file in the room, nothing else: there is no list to add it to."""
+    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
+    assert "toy" not in POLICIES.names()
+    (tmp_path / "toy.py").write_text(POLICY.replace('"mine"', '"toy"'))
+    assert "toy" in POLICIES.names()
+    assert OffloadingManager(4, key_bytes=8, policy="toy,rounds=5").policy.name == "toy"
+    (tmp_path / "toy.py").unlink()
+    monkeypatch.delitem(sys.modules, "kvoffload.policies.toy")
+    assert "toy" not in POLICIES.names()

@@ -1,0 +1,337 @@
+"""An adversary of the disk tier: seeded cases of damage, cuts, kills, wrong clocks, capacities and producers.
+
+Each case is a directory with several lives of several producers. Between two lives something happens to it.
+What must hold: no wrong bytes are served, no exception ends a life, the files stay within the capacity, and
+no acknowledged block is lost except by damage, eviction or a smaller capacity.
+
+Run it with ``python tests/support/disk_adversary.py --seed 1 --cases 100``;
+`tests/tiers/disk/test_adversary.py` runs a few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from kvoffload.errors import ConfigError
+from kvoffload.testing.audit import audit
+from kvoffload.tiers.disk import pause, slab, tier
+from kvoffload.tiers.disk.directory import slabs_in
+from kvoffload.tiers.disk.files import PAGE_BYTES
+from kvoffload.tiers.disk.inspection import opened, verify
+from support.disk_blocks import Disk, capacity_for, keys_of
+from support.recording_files import FailingFiles, raises
+from support.timeouts import HANGS_S
+
+PRODUCERS = ("first", "second", "third")
+CAPACITIES = (12, 40, 60, 61, 90, 150, 400)
+NUM_NUMBERS = 120
+SECONDS_2033 = 2_000_000_000.0
+
+
+@dataclass
+class Counts:
+    """The result of some cases. All but `cases` and `lives` must stay 0.
+
+    Attributes:
+        wrong: blocks that were served with other bytes than were stored under their key.
+        lost: acknowledged blocks that are gone although nothing damaged or evicted them.
+        over_capacity: openings after which the files were longer than the capacity.
+        unsound: blocks that `kvoffload disk verify` complains about though nothing was damaged.
+        exceptions: exceptions that ended a life.
+        problems: the first of them, in words.
+    """
+
+    cases: int = 0
+    lives: int = 0
+    written: int = 0
+    served: int = 0
+    wrong: int = 0
+    lost: int = 0
+    over_capacity: int = 0
+    unsound: int = 0
+    exceptions: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.wrong or self.lost or self.over_capacity or self.unsound or self.exceptions)
+
+    def __str__(self) -> str:
+        names = (
+            "cases",
+            "lives",
+            "written",
+            "served",
+            "wrong",
+            "lost",
+            "over_capacity",
+            "unsound",
+            "exceptions",
+        )
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
+
+
+class Clock:
+    """The time of day as the tier sees it, and a monotonic clock that only advances."""
+
+    def __init__(self) -> None:
+        self.now_s, self.passed_s = SECONDS_2033, 1000.0
+
+    def patched(self) -> contextlib.ExitStack:
+        """Modules of the tier read this clock until the stack is closed."""
+        world = SimpleNamespace(
+            time=lambda: self.now_s,
+            time_ns=lambda: int(self.now_s * 1e9),
+            monotonic=lambda: self.passed_s,
+        )
+        stack = contextlib.ExitStack()
+        for module in (tier, slab, pause):
+            stack.enter_context(mock.patch.object(module, "time", world))
+        return stack
+
+
+class Case:
+    """One directory. `known` has the version of each block of a producer that must be served, if it is here;
+    `owed` are those that may not be lost."""
+
+    def __init__(self, directory: Path, seed: int, counts: Counts) -> None:
+        self.directory, self.seed, self.counts = directory, seed, counts
+        self.chance, self.clock = random.Random(seed), Clock()
+        self.known: dict[str, dict[int, int]] = {producer: {} for producer in PRODUCERS}
+        self.owed: dict[str, set[int]] = {producer: set() for producer in PRODUCERS}
+        self.capacity = self.chance.choice(CAPACITIES)
+        self.version, self.happened = 0, list[str]()
+
+    def run(self, num_lives: int = 8) -> None:
+        with self.clock.patched():
+            for _ in range(num_lives):
+                try:
+                    self._live(self.chance.choice(PRODUCERS[: self.chance.choice([1, 2, 3])]))
+                    self._happen()
+                except Exception as error:
+                    self._problem("exceptions", f"{type(error).__name__}: {error}")
+                    return
+
+    def _problem(self, kind: str, what: str, count: int = 1) -> None:
+        setattr(self.counts, kind, getattr(self.counts, kind) + count)
+        if len(self.counts.problems) < 20:
+            last = ", ".join(self.happened[-6:])
+            self.counts.problems.append(f"seed {self.seed}: {kind}: {what} (after {last})")
+
+    # ---- a life
+
+    def _live(self, producer: str) -> None:
+        chance, files = self.chance, FailingFiles()
+        self.counts.lives += 1
+        self.happened.append(f"{producer} with room for {self.capacity}")
+        disk = Disk(self.directory, self.capacity, fingerprint=producer, files=files)
+        disk.versions = self.known[producer]
+        if sum(path.stat().st_size for path in self.directory.iterdir()) > capacity_for(self.capacity, 4096):
+            self._problem("over_capacity", "at the opening")
+        self._check(disk, producer)
+        for _ in range(chance.randint(0, 12)):
+            self._step(disk, producer, files)
+        files.fail = lambda operation, offset: None
+        self.counts.wrong += disk.wrong
+        if disk.wrong:
+            self._problem("wrong", "bytes were served", 0)
+        audit(disk.tier._manager)
+        self.owed[producer] = set(disk.here(range(NUM_NUMBERS)))
+        if chance.random() < 0.7:
+            assert disk.tier.drain(HANGS_S)
+            disk.tier.close()
+        else:
+            self._kill(disk)
+        self._others_made_way(producer)
+
+    def _others_made_way(self, producer: str) -> None:
+        """Blocks of other producers that left for this one are not lost but evicted."""
+        left: dict[str, set[int]] = {}
+        for path in slabs_in(self.directory):
+            with contextlib.suppress(ConfigError), opened(path) as (found_slab, found):
+                keys = found.contents.keys(found.contents.slots())
+                left[found_slab.identity.text] = {int(key[3:]) for key in keys}
+        for other in PRODUCERS:
+            if other != producer:
+                self.owed[other] &= left.get(other, set())
+
+    def _check(self, disk: Disk, producer: str) -> None:
+        """All that is owed is here and right, as far as it fits."""
+        here = disk.here(range(NUM_NUMBERS))
+        served = set[int]()
+        for start in range(0, len(here), 50):
+            served |= set(disk.read(here[start : start + 50]))
+        self.counts.served += len(served)
+        fits = disk.tier.stats().capacity
+        lost = self.owed[producer] - served
+        if lost and len(served) < fits:
+            # Blocks for which there was no room are not lost.
+            self._problem("lost", f"{len(lost)} of {len(self.owed[producer])} of {producer}", len(lost))
+
+    def _step(self, disk: Disk, producer: str, files: FailingFiles) -> None:
+        chance = self.chance
+        numbers = chance.sample(range(NUM_NUMBERS), chance.randint(1, 20))
+        action = chance.random()
+        self.clock.passed_s += chance.choice([0, 1, 400])
+        if action < 0.55:
+            self.version += 1
+            disk.tier.delete(keys_of(numbers))
+            for number in numbers:
+                self.known[producer].pop(number, None)
+            self.counts.written += len(disk.write(numbers, version=self.version))
+        elif action < 0.7:
+            disk.use(numbers)
+        elif action < 0.85:
+            disk.read(disk.here(numbers))
+        elif action < 0.9:
+            number = chance.choice([errno.ENOMEM, errno.ESTALE])
+            files.fail = raises(number, "read")
+            disk.read(disk.here(numbers))
+            files.fail = lambda operation, offset: None
+        elif action < 0.95:
+            files.fail = raises(errno.ENOSPC, "allocate")
+        elif action < 0.97:
+            disk.tier.clear()
+            for known in self.known.values():
+                known.clear()
+            for owed in self.owed.values():
+                owed.clear()
+            assert disk.tier.drain(HANGS_S)
+        else:
+            disk.tier.delete(keys_of(numbers))
+
+    def _kill(self, disk: Disk) -> None:
+        """End without a word, as after ``kill -9``: what the system was given stays."""
+        self.happened.append("kill")
+        disk.tier._pipeline.close(HANGS_S)
+        disk.tier._slab.close()
+        disk.tier._lock.release()
+
+    # ---- between two lives
+
+    def _happen(self) -> None:
+        what = self.chance.choice(
+            [self._nothing, self._cut, self._damage, self._capacity, self._clock, self._verify, self._leave]
+        )
+        what()
+
+    def _nothing(self) -> None:
+        pass
+
+    def _capacity(self) -> None:
+        before, self.capacity = self.capacity, self.chance.choice(CAPACITIES)
+        if self.capacity < before:
+            self._owe_nothing()
+
+    def _clock(self) -> None:
+        days = self.chance.choice([-4000, -1, 1, 300])
+        self.clock.now_s = SECONDS_2033 + days * 86400
+        self.happened.append(f"clock {days:+} days")
+
+    def _cut(self) -> None:
+        path = self._a_slab()
+        with opened(path) as (found_slab, found):
+            contents, layout = found.contents, found_slab.layout
+            slots = contents.slots()
+            end = self.chance.randint(layout.first_slot, layout.num_slots)
+            gone = {int(key[3:]) for key in contents.keys(slots[slots >= end])}
+            producer = found_slab.identity.text
+        size = layout.slot_offset(end) + self.chance.choice([0, 0, 100])
+        if size < path.stat().st_size:
+            os.truncate(path, size)
+            self.owed[producer] -= gone
+            self.happened.append(f"cut {producer} at slot {end}")
+
+    def _damage(self) -> None:
+        """Flip, empty, exchange or overwrite pages. Nothing is owed then, and nothing may be wrong."""
+        path, chance = self._a_slab(), self.chance
+        with path.open("r+b") as file:
+            pages = max(1, path.stat().st_size // PAGE_BYTES)
+            for _ in range(chance.randint(1, 8)):
+                at = chance.choice([chance.randrange(pages), chance.randrange(min(pages, 40))]) * PAGE_BYTES
+                file.seek(at)
+                page = bytearray(file.read(PAGE_BYTES))
+                kind = chance.choice(["flip", "zero", "other", "noise"])
+                if kind == "flip" and page:
+                    page[chance.randrange(len(page))] ^= 1 << chance.randrange(8)
+                elif kind == "zero":
+                    page = bytearray(len(page))
+                elif kind == "noise":
+                    page = bytearray(chance.randbytes(len(page)))
+                else:
+                    file.seek(chance.randrange(pages) * PAGE_BYTES)
+                    page = bytearray(file.read(len(page)))
+                file.seek(at)
+                file.write(page)
+        self.happened.append("damage")
+        self._owe_nothing()
+        self.was_damaged = True
+
+    was_damaged = False
+
+    def _verify(self) -> None:
+        """What was never damaged has no block that would not be served."""
+        if self.was_damaged:
+            return
+        for path in slabs_in(self.directory):
+            with opened(path) as (found_slab, found):
+                bad = [one for one in verify(found_slab, found) if one.slot < found_slab.num_reserved]
+            if bad or found.damaged:
+                self._problem(
+                    "unsound", f"{len(bad)} blocks, {found.damaged} parts", len(bad) + found.damaged
+                )
+
+    def _leave(self) -> None:
+        """What an interrupted opening leaves behind."""
+        (self.directory / f"kvoffload-{self.seed:016x}.slab.new").write_bytes(b"unfinished")
+
+    def _a_slab(self) -> Path:
+        return self.chance.choice(slabs_in(self.directory))
+
+    def _owe_nothing(self) -> None:
+        for owed in self.owed.values():
+            owed.clear()
+
+
+def run(seed: int, cases: int, report: Callable[[str], None] = lambda line: None) -> Counts:
+    """Run so many cases, whose seeds follow from this one; returns their counts."""
+    counts, root = Counts(), Path(tempfile.mkdtemp(prefix="kvoffload-adversary-"))
+    try:
+        for number in range(cases):
+            directory = root / str(number)
+            Case(directory, seed * 1_000_003 + number, counts).run()
+            counts.cases += 1
+            shutil.rmtree(directory, ignore_errors=True)
+            if number % 50 == 49:
+                report(str(counts))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--cases", type=int, default=100)
+    given = parser.parse_args()
+    print(f"disk adversary: seed {given.seed}, {given.cases} cases", flush=True)
+    counts = run(given.seed, given.cases, lambda line: print(line, flush=True))
+    print("\n".join(counts.problems))
+    print(counts)
+    return 0 if counts.is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Network namespaces for tests that cut a network."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from support.valkey_server import PATIENCE_S
+
+T = TypeVar("T")
+
+
+TIMEOUT_S, PROBE_S, LATE = 2.0, 0.2, 10
+"""A job may take so long; ten times that is far from what a partition takes."""
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, (words, done.stderr)
+
+
+def made(kind: type[T]) -> Iterator[T]:
+    """One of these, closed at the end; the test is skipped where none can be made."""
+    try:
+        found: Any = kind()
+    except (AssertionError, OSError) as error:
+        pytest.skip(f"no {kind.__name__} of network namespaces can be made here: {error}")
+    yield found
+    found.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.0005)

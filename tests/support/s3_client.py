@@ -1,0 +1,81 @@
+"""A client of a bucket, for tests."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from kvoffload.tiers.contract import JobResult, key_digests
+from kvoffload.tiers.kinds.s3 import S3Options
+from kvoffload.tiers.s3.objects import object_name
+from kvoffload.tiers.shared.identity import HEADER_BYTES
+from kvoffload.tiers.spec import TierOwner
+from support.s3_server import BUCKET, PATIENCE_S
+from support.sharing_client import CANARY, SharingClient, end_pauses, some_keys
+
+BLOCK_BYTES, PACK = 24 * 1024, 4
+
+
+STRIDE = HEADER_BYTES + BLOCK_BYTES
+
+
+def digests(*numbers: int) -> Any:
+    return key_digests(some_keys(*numbers))
+
+
+PATH = tuple(range(1, 24))
+"""Five whole groups of four, and three blocks that are in none."""
+
+
+class Client(SharingClient):
+    """A machine: a tier, RAM, and a request whose path is `PATH`."""
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        fingerprint: str = "model",
+        namespace: str = "ns",
+        pack: int = PACK,
+        **options: Any,
+    ) -> None:
+        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
+        described = S3Options(
+            url=f"s3://{BUCKET}/{namespace}",
+            endpoint=f"http://127.0.0.1:{port}",
+            region="us-east-1",
+            pack=pack * BLOCK_BYTES,
+            **(patient | options),
+        )
+        tier = described.open(TierOwner(BLOCK_BYTES, 36, fingerprint))
+        super().__init__(tier, BLOCK_BYTES, tier.begin_request("r"))
+        tier.follow(self.record, some_keys(*PATH))
+
+    def check(self, result: JobResult, *numbers: int) -> list[int]:
+        for row, number in enumerate(numbers):
+            is_right = bool((self.pool[row].view(np.uint16) == number).all())
+            assert is_right or not result.ok[row], "a wrong block was served"
+            assert is_right or (self.pool[row] == CANARY).all(), "what was not verified is in no row"
+        assert (self.pool[len(numbers) :] == CANARY).all()
+        return [number for number, ok in zip(numbers, result.ok, strict=True) if ok]
+
+    def object(self, number: int) -> str:
+        """The name of the object that a block is in."""
+        epoch = self.tier._epoch
+        assert epoch is not None
+        return object_name(epoch, self.tier._places.parts(some_keys(number))[0].name)
+
+    def try_again_now(self) -> None:
+        """The pauses of circuit and greetings are over."""
+        end_pauses(self.tier)
+        self.tier._resume_writes_at = 0.0
+
+    def come_back(self) -> None:
+        """Wait until the tier is open."""
+        until = time.monotonic() + PATIENCE_S
+        while not self.tier._is_open("read"):
+            self.try_again_now()
+            assert time.monotonic() < until
+            time.sleep(0.001)

@@ -1,0 +1,74 @@
+"""Whole machines that share a tier: manager, RAM, and one tier behind it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from kvoffload.core.plans import LookupResult
+from kvoffload.core.request import RequestContext
+from kvoffload.testing.audit import audit
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.spec import TierOptions, TierOwner
+from support.valkey_server import PATIENCE_S
+
+BLOCK_BYTES, CAPACITY = 4096, 32
+
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+
+
+def some_keys(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(36, "big") for number in numbers]
+
+
+class Machine:
+    """RAM, a server behind it, and an engine that computes blocks: a block has the bytes of its number."""
+
+    def __init__(self, described: TierOptions, **more: Any) -> None:
+        self.described = described
+        self.tier: Any = described.open(TierOwner(BLOCK_BYTES, 36, "model"))
+        self.ram = MemoryTier(CAPACITY, BLOCK_BYTES)
+        self.manager = TieredManager(
+            CAPACITY,
+            key_bytes=36,
+            ram=self.ram,
+            tiers=[self.tier],
+            deadline_s=PATIENCE_S,
+            max_in_flight=1.0,
+            **more,
+        )
+
+    def serve(self, *numbers: int) -> int:
+        """A request: how many of its blocks were hits; the others are computed, and stored."""
+        ctx = self.manager.begin_request("r", some_keys(*numbers))
+        num_ready = self.look_up(ctx, *numbers)
+        plan = self.manager.prepare_load(some_keys(*numbers[:num_ready]), ctx)
+        for number, slot in zip(numbers, plan.slots.tolist(), strict=False):
+            assert (self.ram.pool[slot].view(np.uint16) == number).all(), "a wrong block was served"
+        self.manager.complete_load(plan)
+        stored = self.manager.prepare_store(some_keys(*numbers[num_ready:]), ctx)
+        if stored is not None:
+            for key, slot in zip(stored.keys, stored.slots.tolist(), strict=True):
+                self.ram.pool[slot].view(np.uint16)[:] = int.from_bytes(key, "big")
+            self.ram.seal(stored.keys, stored.slots)
+            self.manager.complete_store(stored)
+        self.manager.finish_request(ctx)
+        audit(self.manager)
+        return num_ready
+
+    def look_up(self, ctx: RequestContext, *numbers: int) -> int:
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            found = self.manager.lookup(some_keys(*numbers), ctx)
+            if found.stopped_by is not RETRY:
+                return found.num_ready
+            assert time.monotonic() < until
+            self.manager.poll()
+            time.sleep(0.0005)
+
+    def rest(self) -> None:
+        assert self.manager.settle(PATIENCE_S)

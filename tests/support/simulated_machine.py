@@ -1,0 +1,64 @@
+"""Machines and traces of a few blocks for tests of timed replays: numbers that one can compute by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvoffload.replay.replay import ReplayConfig
+from kvoffload.simulate.config import Timing
+from kvoffload.simulate.machine import Machine, Quantity
+from kvoffload.traces.trace import Trace
+
+BLOCK_TOKENS, BLOCK_BYTES = 10, 1000
+INSTANT = 1e30
+"""Bytes a second."""
+
+SPEEDS = {
+    "prefill_s_per_token": 0.1,
+    "prefill_s_per_token_squared": 0.0,
+    "step_s": 0.0,
+    "decode_tokens_per_s": 1.0,
+    "load_bytes_per_s": 1000.0,
+    "store_bytes_per_s": 1000.0,
+    "copy_latency_s": 0.0,
+    "disk_read_bytes_per_s": 1000.0,
+    "disk_write_bytes_per_s": 1000.0,
+    "disk_read_latency_s": 0.0,
+    "disk_write_latency_s": 0.0,
+}
+"""A block takes a second: to compute, to copy, to read, to write. So does a generated token."""
+
+
+def machine(**changes: float) -> Machine:
+    """Where a block takes a second for everything, but for these changes."""
+    return Machine(
+        name="by hand",
+        **{name: Quantity.assumed(value, "by hand") for name, value in (SPEEDS | changes).items()},
+    )
+
+
+def timing(on: Machine | None = None, **options: Any) -> Timing:
+    """Blocks of 1,000 bytes on that machine; steps of ten blocks."""
+    return Timing(on or machine(), BLOCK_BYTES, **{"step_tokens": 10 * BLOCK_TOKENS, **options})
+
+
+def config(ram: int, device: int, **options: Any) -> ReplayConfig:
+    """So many blocks of RAM behind so many of the device."""
+    return ReplayConfig(ram, device_blocks=device, **options)
+
+
+def trace_of(*requests: tuple[float, str] | tuple[float, str, int]) -> Trace:
+    """Requests as (second, blocks as letters, tokens generated, 1 if not said)."""
+    letters = list(dict.fromkeys("".join(request[1] for request in requests)))
+    refs = [[letters.index(letter) for letter in request[1]] for request in requests]
+    return Trace(
+        name="by hand",
+        block_tokens=BLOCK_TOKENS,
+        block_ids=np.arange(len(letters), dtype=np.int64),
+        refs=np.array([code for codes in refs for code in codes], np.int32),
+        offsets=np.cumsum([0, *map(len, refs)]).astype(np.int64),
+        timestamps_ms=np.array([int(1000 * request[0]) for request in requests], np.int64),
+        output_tokens=np.array([request[2] if len(request) == 3 else 1 for request in requests], np.int64),
+    )

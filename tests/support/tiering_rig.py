@@ -1,0 +1,98 @@
+"""A tiered manager over scripted tiers, with a clock that tests turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, StorePlan
+from kvoffload.core.request import RequestContext
+from kvoffload.testing.audit import audit
+from kvoffload.testing.scripted_tier import ScriptedTier
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.memory import MemoryTier
+from support.letters import keys
+
+RETRY = LookupResult.RETRY
+
+
+BLOCK_BYTES = 8
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """A manager with tiers, its pool, and an engine that computes blocks."""
+
+    def __init__(
+        self,
+        capacity: int = 4,
+        *,
+        tiers: int = 1,
+        immediate: bool = True,
+        shared: bool = False,
+        **options: Any,
+    ) -> None:
+        self.tiers = [ScriptedTier(BLOCK_BYTES, name=f"t{n}", immediate=immediate) for n in range(tiers)]
+        self.tiers += [ScriptedTier(BLOCK_BYTES, name="far", immediate=immediate, shared=True)] * shared
+        self.ram = MemoryTier(capacity, BLOCK_BYTES)
+        self.pool = self.ram.pool
+        self.clock = Clock()
+        self.manager = TieredManager(
+            capacity,
+            ram=self.ram,
+            tiers=self.tiers,
+            key_bytes=1,
+            clock=self.clock,
+            **({"max_in_flight": 1.0, "enable_events": True} | options),
+        )
+
+    @property
+    def tier(self) -> ScriptedTier:
+        return self.tiers[0]
+
+    def begin(self, letters: str = "") -> RequestContext:
+        return self.manager.begin_request("r", keys(letters))
+
+    def compute(self, plan: StorePlan | None) -> StorePlan:
+        """Fill the plan's slots, as an engine would."""
+        assert plan is not None
+        for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
+            self.pool[slot] = key[0]
+        self.ram.seal(plan.keys, plan.slots)
+        return plan
+
+    def store(self, letters: str, ctx: RequestContext | None = None) -> StorePlan:
+        plan = self.compute(self.manager.prepare_store(keys(letters), ctx))
+        self.manager.complete_store(plan)
+        self.manager.poll()
+        return plan
+
+    def below(self, letters: str, tier: int = 0) -> None:
+        """Put blocks into a tier."""
+        for key in keys(letters):
+            self.tiers[tier].blocks[key] = key * BLOCK_BYTES
+
+    def load(self, letters: str, ctx: RequestContext | None = None) -> LoadPlan:
+        plan = self.manager.prepare_load(keys(letters), ctx)
+        assert bytes(self.pool[plan.slots].tobytes()) == b"".join(key * BLOCK_BYTES for key in plan.keys)
+        self.manager.complete_load(plan)
+        return plan
+
+    def ask(self, letters: str, ctx: RequestContext) -> tuple[int, LookupResult]:
+        found: PrefixLookup = self.manager.lookup(keys(letters), ctx)
+        audit(self.manager)
+        return found.num_ready, found.stopped_by
+
+    def end_all(self) -> None:
+        for tier in self.tiers:
+            for job in [*tier.jobs]:
+                tier.end(job)
+        self.manager.poll()

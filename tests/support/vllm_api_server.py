@@ -1,0 +1,171 @@
+"""vLLM's OpenAI server as users start it, for a test: its processes, what can be asked of it, and its end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvoffload.integrations.vllm.shared.pool import SHARED_MEMORY
+from support.valkey_server import free_port
+from support.vllm_traffic import ANSWER_TOKENS, PATIENCE_S
+
+_TYPED = re.compile(r"vllm serve \S+ ")
+
+
+class Server:
+    """A server that runs, and what can be asked of it."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as response:
+            return str(response.read().decode())
+
+    def stream(self, prompt: list[int]) -> list[int]:
+        """What the server says to a prompt, piece by piece, as tokens."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
+        request = urllib.request.Request(
+            self.url + "/v1/completions",
+            json.dumps(body | {"ignore_eos": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        said = ""
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            for line in response:
+                data = line.decode().strip().removeprefix("data: ")
+                if data and data != "[DONE]":
+                    said += json.loads(data)["choices"][0]["text"]
+        return [int(word.removeprefix("t")) for word in said.split()]
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name, labels of vLLM's own left out."""
+        found: dict[str, float] = {}
+        for line in self.get("/metrics").splitlines():
+            match = re.fullmatch(r"(vllm:[a-z_]+)\{(.*)\} (\S+)", line)
+            if match:
+                reason = re.search(r'(?:reason|name)="([^"]*)"', match[2].replace("model_name", ""))
+                name = match[1] + (f":{reason[1]}" if reason else "")
+                found[name] = found.get(name, 0.0) + float(match[3])
+        return found
+
+    def serve_until(self, metric: str, value: float, prompts: list[list[int]]) -> dict[str, float]:
+        """The metrics as soon as this one is so large; they move only while requests are served."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (metrics := self.metrics()).get(metric, 0) < value:
+            assert time.monotonic() < deadline, metrics
+            for prompt in prompts:
+                self.stream(prompt)
+        return metrics
+
+
+def kill(process: Any) -> None:
+    """Kill the server's processes, and wait until all of them are dead: only the first one is our child."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + PATIENCE_S
+    while members := living(process.pid):
+        assert time.monotonic() < deadline, f"processes {members} do not die"
+        time.sleep(0.05)
+
+
+def living(group: int) -> list[str]:
+    """Processes of a group. Those that are dead and that nobody has asked about do not count."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                found.append(stat.parent.name)
+    return found
+
+
+@contextmanager
+def running(
+    model: Path, log: Path, *, workers: int = 1, line: str = "", **options: Any
+) -> Iterator[tuple[Server, Any]]:
+    """A server with our offloading, until the block ends; then everything of it is killed.
+
+    `line` is what a user types instead: ``vllm serve MODEL`` and our flag.
+    """
+    port = free_port()
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "engine_id": str(log.parent),  # the same again for each server of a test
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "KVOffloadSpec",
+            "spec_module_path": "kvoffload.integrations.vllm",
+            "ram": "16MiB",
+            "policy": "arc",
+            **options,
+        },
+    }
+    settings = {
+        "--model": model,
+        "--served-model-name": "m",
+        "--port": port,
+        "--dtype": "float32",
+        "--block-size": 32,
+        "--max-model-len": 512,
+        "--num-gpu-blocks-override": 24,
+        "--max-num-seqs": 4,
+        "--tensor-parallel-size": workers,
+        "--prefix-caching-hash-algo": "sha256_cbor",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [str(part) for pair in settings.items() for part in pair]
+    if line:
+        # The CPU build has no `vllm serve`.
+        assert _TYPED.match(line), line
+        command = ["bash", "-c", f"exec {shlex.join(command)} {_TYPED.sub('', line, count=1)}"]
+    else:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    environment = os.environ | {
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            server, deadline = Server(port), time.monotonic() + PATIENCE_S
+            while True:
+                assert process.poll() is None, log.read_text()[-5000:]
+                assert time.monotonic() < deadline, log.read_text()[-5000:]
+                try:
+                    server.get("/health")
+                    break
+                except OSError:
+                    time.sleep(0.5)
+            yield server, process
+        finally:
+            kill(process)
+
+
+def ours_in_shared_memory(directory: Path) -> list[Path]:
+    """Pools of the servers of this test that still have a name."""
+    digest = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
+    return [*SHARED_MEMORY.glob(f"*{digest}*")]
+
+
+def typed(page: str) -> str:
+    """The first line with ``vllm serve`` of a page of this project, as a shell has it."""
+    text = (Path(__file__).parents[2] / page).read_text().replace("\\\n", "")
+    return next(line for line in text.splitlines() if _TYPED.match(line))

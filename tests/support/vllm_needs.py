@@ -1,0 +1,48 @@
+"""Tests that not every version of vLLM can run: each skip names the version and what it lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+
+from vllm import __version__
+
+from kvoffload.integrations.vllm.shared import versions
+
+VERSION = versions.minor(__version__) or versions.NEWEST
+"""The minor version that is installed, as ``(0, 32)``; a build without a number counts as the newest."""
+
+MAY_RESET = VERSION >= (0, 27)
+"""Whether caches may be reset under running requests. 0.25 then keeps the numbers of their transfers, and
+dies when one of them is preempted (KeyError in build_connector_meta). 0.25 and 0.26 do not tell a manager the
+end of requests that had ended, with transfers still running, when the caches were reset."""
+
+MAY_ABORT = VERSION != (0, 26)
+"""Whether requests may be aborted: 0.26 stores what they have not computed, and dies (an assertion in
+_build_store_jobs), with its own manager as well."""
+
+# What is needed: since when vLLM has it, and what it is.
+CONNECTOR = versions.SINCE_CONNECTOR, "the scheduler's side that KVOffloadConnector builds on"
+DEVICES = versions.SINCE_DEVICES, "the module that pins memory for copies on devices"
+SECONDARY = versions.SINCE_SECONDARY, "tiers as KVOffloadDisk is one"
+SOURCES = (0, 32), "sources of hits"
+RESETS = (0, 27), "resets under running requests"
+POSITIONS = (0, 31), "records of which keys belong to a request"
+ORDER = (0, 31), "policies that hear when a request ends, and an LRU of its own that is one of them"
+NAMED_POLICIES = (0, 27), "policies that are named by a module"
+COUNTS_OF_OFFERS = (0, 29), "a threshold that counts offers, not lookups"
+FENCES = (0, 28), "fences around the blocks that a transfer reads"
+COUNTS_EVERY_STEP = (0, 28), "engines outside servers that count steps without an answer"
+NAMED_TIERS = (0, 28), "tiers that are named by a module"
+FILTERS = (0, 27), "requests that leave out tiers"
+
+
+def lacks(since: tuple[int, int], what: str) -> str:
+    """Why a test of something that vLLM has since that version is skipped; empty if it is not."""
+    return f"vLLM {__version__} lacks {what}: since {since[0]}.{since[1]}" if since > VERSION else ""
+
+
+def needs(since: tuple[int, int], what: str) -> pytest.MarkDecorator:
+    """The mark of such a test."""
+    return pytest.mark.skipif(since > VERSION, reason=lacks(since, what))

@@ -1,0 +1,293 @@
+"""Requests that share prefixes, driven through an engine step by step, with everything that can go wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvoffload.testing.audit import audit
+
+PATIENCE_S = 900.0
+"""Of everything that waits: it ends what hangs, and nothing that is merely slow."""
+
+CERTAIN_MARGIN = 0.01
+ANSWER_TOKENS = 16
+TOKENS_THAT_PREEMPT = 32
+"""Of an answer: a block. Where every request grows by one, the small engine of the tests preempts in every
+run, a dozen times among 60 requests; with 8 tokens it is a matter of timing, and sometimes never."""
+
+
+def note_position(ctx: Any, key: bytes, position: int) -> None:
+    """As vLLM's connector does since 0.31."""
+    if hasattr(ctx, "set_offload_key_position"):
+        ctx.set_offload_key_position(key, position)
+
+
+def touch_path(manager: Any, ctx: Any, keys: list[bytes]) -> None:
+    """As vLLM's connector did before 0.31 after each lookup and store, with all keys of the request."""
+    if not hasattr(ctx, "set_offload_key_position"):
+        manager.touch(keys, ctx)
+
+
+def random_prompts(seed: int, count: int, length: int) -> list[list[int]]:
+    """Prompts without a common prefix."""
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 1024) for _ in range(length)] for _ in range(count)]
+
+
+def conversations(seed: int, documents: int, turns: int) -> list[list[int]]:
+    """Prompts that grow turn by turn from a few documents, as agents and chats do."""
+    rng = random.Random(seed)
+    prompts = []
+    for document in random_prompts(seed, documents, 150):
+        prompt = document
+        for _ in range(turns):
+            prompt = prompt + [rng.randrange(2, 1024) for _ in range(rng.randrange(20, 70))]
+            prompts.append(prompt)
+    return prompts
+
+
+def certain_answers(
+    engine: Any,
+    prompts: list[list[int]],
+    tokens: int,
+    *,
+    margin: float = CERTAIN_MARGIN,
+    shortest: int = 2,
+    least: float = 0.5,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and what the engine answers to each when it is alone and computed, as far as that is certain.
+
+    With random weights two tokens may be equally probable to the last digit, and which of them wins depends
+    on how the prompt was split and on its company, with offloading and without. An answer ends before the
+    first such token; prompts with less than `shortest` certain tokens are left out, and at least the share
+    `least` of them must be left.
+
+    Certain is a token that is ahead by `margin` in log-probability. The engine computes in float32:
+    there another split, another company or another processor moves logits of about 10 by 1e-5 (a step is
+    1e-6, summed up over four layers), a thousandth of it. In bf16 a step is 0.06, and no margin would leave
+    enough tokens.
+    """
+    found = []
+    for prompt in prompts:
+        assert engine.core.reset_prefix_cache()
+        (output,) = engine.generate([prompt], tokens, logprobs=2)
+        answer = []
+        for token, alternatives in zip(output.token_ids, output.logprobs, strict=True):
+            first, second, *_ = sorted((one.logprob for one in alternatives.values()), reverse=True)
+            if first - second < margin:
+                break
+            answer.append(token)
+        if len(answer) >= shortest:
+            found.append((prompt, answer))
+    assert len(found) >= least * len(prompts), f"{len(found)} of {len(prompts)} answers are certain"
+    return [prompt for prompt, _ in found], [answer for _, answer in found]
+
+
+class Expected:
+    """What an engine without offloading answers, one prompt after the other; certain, however it is split.
+
+    Attributes:
+        prompts: nine whole blocks each, none of them in common. answers: to them, all tokens.
+        chats: prompts that grow turn by turn. chat_answers: to them, as far as they are certain.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        candidates, answers = certain_answers(engine, random_prompts(1, 20, 300), ANSWER_TOKENS)
+        whole = [row for row, answer in enumerate(answers) if len(answer) == ANSWER_TOKENS]
+        assert len(whole) >= 9, f"{len(whole)} answers are certain to the end"
+        self.prompts, self.answers = [candidates[row] for row in whole], [answers[row] for row in whole]
+        self.chats, self.chat_answers = certain_answers(engine, conversations(2, documents=8, turns=4), 8)
+
+    def check(self, engine: Any, count: int) -> None:
+        """The first `count` prompts, one after the other, are answered so."""
+        found = [engine.tokens([prompt])[0] for prompt in self.prompts[:count]]
+        assert found == self.answers[:count]
+
+
+def reset_engine(engine: Any, *, connector: bool = True) -> bool:
+    """Preempt all requests and reset the engine's cache, and ours; False if vLLM cannot, under a load."""
+    try:
+        return bool(engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=connector))
+    except RuntimeError as error:
+        if "not supported yet" not in str(error):
+            raise
+        return False
+
+
+def answer_across_a_reset(engine: Any, prompt: list[int], tokens: int) -> list[int]:
+    """The answer to a prompt whose blocks RAM holds, when the device's cache is reset after the first token.
+
+    vLLM preempts the request and schedules it again in the same step, with a load of its blocks.
+    """
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    engine.drain()
+    engine.llm.llm_engine.add_request("reset", {"prompt_token_ids": prompt}, sampling)
+    answer: list[int] = []
+    has_been_reset = False
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for output in engine.llm.llm_engine.step():
+            answer = list(output.outputs[0].token_ids)
+        if answer and not has_been_reset:
+            has_been_reset = engine.core.reset_prefix_cache(reset_running_requests=True)
+            assert has_been_reset
+    engine.drain()
+    return answer
+
+
+@dataclass
+class Outcome:
+    """What a run of requests gave.
+
+    Attributes:
+        wrong: requests whose tokens were others than expected, as ``(number of the prompt, tokens)``.
+    """
+
+    finished: int = 0
+    aborted: int = 0
+    resets: int = 0
+    preempted: int = 0
+    wrong: list[tuple[int, list[int]]] = field(default_factory=list)
+
+
+def drive(
+    engine: Any,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    seed: int,
+    requests: int,
+    *,
+    tokens: int = 8,
+    at_once: int = 6,
+    aborts: float = 0.0,
+    resets: float = 0.0,
+) -> Outcome:
+    """Serve random prompts, `at_once` at a time, and compare each answer as far as it is known.
+
+    Args:
+        tokens: of each answer.
+        aborts: share of the requests that are aborted, at a random time. None where vLLM dies of it.
+        resets: probability of a reset at each step: of the engine's cache, of ours, or of both. None where
+            vLLM dies of it.
+    """
+    from vllm import SamplingParams
+
+    from support.vllm_needs import MAY_ABORT, MAY_RESET
+
+    rng, outcome, llm = random.Random(seed), Outcome(), engine.llm.llm_engine
+    scheduler, running, sent = engine.core.scheduler, {}, 0
+    deadline = time.monotonic() + PATIENCE_S
+    preempt = scheduler._preempt_request
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        outcome.preempted += 1
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+    while sent < requests or running:
+        assert time.monotonic() < deadline, f"seed {seed}: no end in sight: {running}"
+        while sent < requests and len(running) < at_once:
+            number, name = rng.randrange(len(prompts)), f"{seed}-{sent}"
+            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            llm.add_request(name, {"prompt_token_ids": prompts[number]}, sampling)
+            running[name] = number
+            sent += 1
+            if rng.random() < 0.5:
+                break
+        for output in llm.step():
+            if output.finished and output.request_id in running:
+                number, answer = running.pop(output.request_id), list(output.outputs[0].token_ids)
+                outcome.finished += 1
+                if answer[: len(expected[number])] != expected[number]:
+                    outcome.wrong.append((number, answer))
+        if running and rng.random() < aborts / 20 and MAY_ABORT:
+            victim = rng.choice(sorted(running))
+            llm.abort_request([victim])
+            del running[victim]
+            outcome.aborted += 1
+        if rng.random() < resets and MAY_RESET:
+            outcome.resets += 1
+            kind = rng.choice(["device", "ram", "both"])
+            if kind == "device":
+                reset_engine(engine, connector=False)
+            elif kind == "ram" or not reset_engine(engine):
+                assert scheduler.reset_connector_cache()
+    scheduler._preempt_request = preempt
+    engine.drain()
+    return outcome
+
+
+def check_nothing_is_left(engine: Any) -> None:
+    """After all requests: every slot is free or readable, nothing is pinned, no request is remembered."""
+    manager = engine.manager
+    audit(manager.core)
+    stats = manager.core.stats()
+    assert (stats.writing, stats.condemned, stats.ready - stats.evictable) == (0, 0, 0), stats
+    assert not manager.broken
+    assert (len(manager._loads), len(manager._stores)) == (0, 0)
+    assert not manager._requests
+    assert not engine.worker._jobs
+
+
+class Recorder:
+    """Digests of blocks of the engine when they are stored, and after they have been loaded.
+
+    Stands between our worker and its copies; a block is known by its slot, and what a slot holds is checked
+    by the key that the manager has for it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.stored: dict[int, bytes] = {}
+        self.compared = self.different = 0
+        self._engine, self._copies = engine, engine.worker._copies
+        engine.worker._copies = self
+
+    def remove(self) -> None:
+        self._engine.worker._copies = self._copies
+
+    def store(self, job: int, blocks: Any, slots: Any) -> None:
+        self._copies.store(job, blocks, slots)
+        self._copies.wait({job})
+        self.stored |= self._digests(blocks, slots)
+
+    def load(self, job: int, blocks: Any, slots: Any) -> None:
+        self._copies.load(job, blocks, slots)
+        self._copies.wait({job})
+        for place, digest in self._digests(blocks, slots).items():
+            if place in self.stored:
+                self.compared += 1
+                self.different += digest != self.stored[place]
+
+    def _digests(self, blocks: Any, slots: Any) -> dict[Any, bytes]:
+        layout, tensors, found = self._copies._layout, self._copies._tensors, {}
+        for move in layout.moves(blocks, slots.block_ids):
+            for block, slot in zip(move.blocks.tolist(), move.slots.tolist(), strict=True):
+                parts = [
+                    tensors[r.tensor][block, : r.num_bytes].tobytes() for r in layout.regions[move.group]
+                ]
+                found[(self._engine.manager.core.index.key_at(slot), move.inner)] = b"".join(parts)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copies, name)
+
+
+def damage(engine: Any, how: str) -> None:
+    """Put other bytes into every slot of the pool: numbers, because a NaN would stay behind in the engine.
+
+    Its kernels multiply what a block held before with zero, beyond the end of a sequence.
+    """
+    slots = engine.manager._pool._slots
+    if how == "zeros":
+        slots[:] = 0
+    elif how == "noise":
+        noise = np.random.default_rng(3).standard_normal((len(slots), slots.shape[1] // 4), np.float32)
+        slots[:] = noise.view(np.uint8)
+    else:
+        slots[:] = np.roll(slots, 1, axis=0)

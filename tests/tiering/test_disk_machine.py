@@ -1,0 +1,368 @@
+"""Manager, RAM and a real disk together, in any order of requests, crashes, damage and resets: nothing lies.
+
+Every byte that is loaded is compared. Two drivers take the machine's steps: Hypothesis, which shrinks what it
+finds, and a plain seeded one, which is faster. KVOFFLOAD_STEPS makes that one longer (`make soak` takes a
+million), and KVOFFLOAD_SEED repeats a round that failed, as far as threads do not decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvoffload.admission.reuse import ReuseAdmission
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult
+from kvoffload.core.policy import EvictionPolicy
+from kvoffload.policies.arc import ARC
+from kvoffload.policies.lru import LRU
+from kvoffload.policies.s3fifo import S3FIFO
+from kvoffload.replay import content
+from kvoffload.testing.audit import audit
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.files import PAGE_BYTES
+from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Outcomes, Slab
+from kvoffload.tiers.memory import MemoryTier
+from support.disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slab_in, slab_name, slots_in_use
+from support.recording_files import write_image
+from support.small_hazard import SmallHazard
+from support.timeouts import HANGS_S
+
+BLOCK_BYTES, RAM_BLOCKS, DISK_BLOCKS = 4096, 8, 20
+LAYOUT = Layout.holding(BLOCK_BYTES, KEY_BYTES, DISK_BLOCKS)
+# Classes, not names: a name is looked up among all packages that are installed, at every reopening.
+POLICIES, DISK_POLICIES = [LRU, ARC, SmallHazard], [LRU, S3FIFO, SmallHazard]
+STORES = [ON_COMPUTE, ON_DEVICE_EVICTION]
+HAPPENS = (
+    "hits in RAM", "hits on disk", "blocks written", "blocks restored", "blocks found damaged",
+    "resets", "restarts", "crashes",
+)  # fmt: skip
+"""What a machine counts, and what happens in a few thousand steps."""
+runs = st.tuples(st.integers(0, 24), st.integers(1, 10)).map(lambda run: range(run[0], sum(run)))
+
+
+class TieredDiskMachine(RuleBasedStateMachine):
+    """Requests whose blocks are `runs` of numbers; the bytes of a block follow from its key and an era.
+
+    An era ends with a reset: weights have changed, and what an earlier era stored would be wrong now.
+
+    Attributes:
+        parent: where its directory is made; None for the system's choice.
+        seen: how often each thing of `HAPPENS` has happened.
+    """
+
+    parent: str | None = None
+
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        disk_policy=st.sampled_from(DISK_POLICIES),
+        is_gated=st.booleans(),
+        store=st.sampled_from(STORES),
+    )
+    def start(
+        self,
+        policy: type[EvictionPolicy],
+        disk_policy: type[EvictionPolicy],
+        is_gated: bool,
+        store: str,
+    ) -> None:
+        self.directory = Path(tempfile.mkdtemp(dir=self.parent))
+        self.lives, self.era = 0, 0
+        self.seen: Counter[str] = Counter()
+        self.options: dict[str, Any] = {"policy": policy, "store": store}
+        self.disk_policy, self.is_gated = disk_policy, is_gated
+        self.open()
+
+    def open(self) -> None:
+        self.path = self.directory / str(self.lives)
+        self.disk = DiskTier(
+            self.path,
+            capacity_for(DISK_BLOCKS, BLOCK_BYTES),
+            BLOCK_BYTES,
+            key_bytes=KEY_BYTES,
+            fingerprint="model",
+            policy=self.disk_policy,
+            admission=ReuseAdmission(KEY_BYTES, 2, 50) if self.is_gated else "all",
+            num_threads=2,
+        )
+        self.ram = MemoryTier(RAM_BLOCKS, BLOCK_BYTES)
+        self.device = np.zeros((32, BLOCK_BYTES), np.uint8)
+        self.manager = TieredManager(
+            RAM_BLOCKS,
+            key_bytes=KEY_BYTES,
+            ram=self.ram,
+            tiers=[self.disk],
+            max_in_flight=1.0,
+            deadline_s=HANGS_S,
+            **self.options,
+        )
+
+    def close(self) -> None:
+        """The end of a life: nothing is left in flight, and the accounts are in order."""
+        assert self.manager.settle(HANGS_S)
+        self.sound_inside()
+        left = self.manager.stats()
+        assert (left.writing, left.condemned, left.ready) == (0, 0, left.evictable)
+        self.manager.close()
+        stats, (from_ram, from_disk) = self.disk.stats(), self.manager.hit_blocks
+        self.seen.update(
+            {
+                "hits in RAM": from_ram,
+                "hits on disk": from_disk,
+                "blocks written": stats.written,
+                "blocks restored": stats.restored,
+                "blocks found damaged": stats.mismatches,
+            }
+        )
+
+    @rule(run=runs, waits=st.booleans())
+    def serve(self, run: range, waits: bool) -> None:
+        """A request: its prefix is loaded, compared and stored; in a hurry it does not wait for the disk."""
+        keys, rows = keys_of(run), np.arange(len(run))
+        ctx = self.manager.begin_request("r", keys)
+        found = self.manager.lookup(keys, ctx)
+        while waits and found.stopped_by is LookupResult.RETRY:
+            assert self.manager.settle(HANGS_S)
+            found = self.manager.lookup(keys, ctx)
+        plan = self.manager.prepare_load(keys[: found.num_ready], ctx)
+        sound = self.ram.read(plan.keys, plan.slots, self.device, rows[: found.num_ready])
+        self.compare(plan.keys, sound)
+        self.manager.complete_load(plan, np.flatnonzero(~sound))
+        self.compute(keys, rows)
+        stored = self.manager.prepare_store(keys, ctx)
+        if stored is not None:
+            self.ram.write(stored.keys, stored.slots, self.device, rows[stored.rows])
+            self.manager.complete_store(stored)
+        self.manager.finish_request(ctx)
+
+    def compute(self, keys: Any, rows: Any) -> None:
+        content.fill(keys, self.device, rows)
+        self.device[: len(keys)] ^= np.uint8(self.era % 251)
+
+    def compare(self, keys: Any, sound: Any) -> None:
+        self.device[: len(keys)] ^= np.uint8(self.era % 251)
+        right = content.matches(keys, self.device, np.arange(len(keys)))
+        assert not (sound & ~right).any(), "wrong bytes were served"
+
+    @rule()
+    def settle(self) -> None:
+        assert self.manager.settle(HANGS_S)
+
+    @rule()
+    def restart(self) -> None:
+        """An orderly end, and another life on the same slab, which has all that was there."""
+        self.close()
+        ready = self.disk.stats().ready
+        self.open()
+        assert self.disk.stats().restored == ready
+        self.seen["restarts"] += 1
+
+    @rule(bits=st.lists(st.floats(0, 1, exclude_max=True), max_size=12))
+    def crash(self, bits: list[float]) -> None:
+        """Another life on what the file holds at some moments: a copy is made while the disk is written.
+
+        It is no image of one instant, and bits are flipped in it besides: worse than any crash.
+        """
+        copy = self.directory / str(self.lives + 1)
+        shutil.copytree(self.path, copy, ignore=shutil.ignore_patterns("*.lock"))
+        slots_bytes = LAYOUT.num_slots * LAYOUT.slot_bytes
+        with slab_in(copy).open("r+b") as file:
+            for number, bit in enumerate(bits):
+                # One of four in the superblock or the journal; the others in slots.
+                in_slots = LAYOUT.slots_offset + int(bit * slots_bytes)
+                at = int(bit * LAYOUT.slots_offset) if number % 4 == 3 else in_slots
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1]))
+        self.close()
+        shutil.rmtree(self.path)
+        self.lives += 1
+        self.open()
+        self.seen["crashes"] += 1
+
+    @rule()
+    def new_weights(self) -> None:
+        self.manager.reset()
+        self.era += 1
+        # What a copy made before this is settled may bring back is the old era's: such a copy is no crash.
+        assert self.manager.settle(HANGS_S)
+        assert self.disk.drain(HANGS_S)
+        self.seen["resets"] += 1
+
+    @rule(number=st.integers(0, 34))
+    def the_disk_forgets(self, number: int) -> None:
+        self.disk.delete(keys_of([number]))
+
+    @invariant()
+    def sound_inside(self) -> None:
+        audit(self.manager)
+        audit(self.disk._manager)
+        assert slots_in_use(self.disk) == list(range(LAYOUT.num_slots))
+
+    def teardown(self) -> None:
+        if hasattr(self, "directory"):
+            self.close()
+            shutil.rmtree(self.directory)
+
+
+TestTieredDisk = TieredDiskMachine.TestCase
+TestTieredDisk.settings = settings(
+    max_examples=settings().max_examples // 2,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+# ---- without Hypothesis: any number of steps
+
+SHORT_STEPS, ROUND_STEPS = 2500, 500
+AUDIT_STEPS = 25
+"""Between two audits; the end of a life has one besides."""
+WEIGHTS = {"serve": 84, "settle": 6, "the_disk_forgets": 7, "new_weights": 1, "restart": 1, "crash": 1}
+"""Of 100 steps. The last two end a life: threads, copies and files make each as costly as ten others."""
+
+
+def take_step(machine: TieredDiskMachine, chance: random.Random) -> None:
+    """One rule, with arguments from where Hypothesis takes them."""
+    (name,) = chance.choices([*WEIGHTS], [*WEIGHTS.values()])
+    arguments: dict[str, Any] = {}
+    if name == "serve":
+        first = chance.randint(0, 24)
+        arguments = {"run": range(first, first + chance.randint(1, 10)), "waits": chance.random() < 0.5}
+    elif name == "crash":
+        arguments = {"bits": [chance.random() for _ in range(chance.randint(0, 12))]}
+    elif name == "the_disk_forgets":
+        arguments = {"number": chance.randint(0, 34)}
+    getattr(machine, name)(**arguments)
+
+
+def play(seed: int, steps: int) -> Counter[str]:
+    """A machine of so many steps, with options of its own; what it has seen.
+
+    Its slabs are in memory where there is a file system for that. Raises `AssertionError`, which says how
+    to have it again.
+    """
+    chance, machine, step = random.Random(seed), TieredDiskMachine(), 0
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as machine.parent:
+        machine.start(
+            policy=chance.choice(POLICIES),
+            disk_policy=chance.choice(DISK_POLICIES),
+            is_gated=chance.random() < 0.5,
+            store=chance.choice(STORES),
+        )
+        try:
+            for step in range(1, steps + 1):
+                take_step(machine, chance)
+                if step % AUDIT_STEPS == 0:
+                    machine.sound_inside()
+            machine.teardown()
+        except Exception as error:
+            raise AssertionError(f"KVOFFLOAD_SEED={seed}, step {step}: {error!r}") from error
+        finally:
+            machine.disk.close()
+    return machine.seen
+
+
+def play_rounds(first_seed: int, steps: int) -> Counter[str]:
+    """Round after round, each of a seed of its own: one that fails can be had again without those before.
+
+    Prints how far it is twice a minute.
+    """
+    seen: Counter[str] = Counter()
+    began = reported = time.monotonic()
+    for number in range(-(-steps // ROUND_STEPS)):
+        seen.update(play(first_seed + number, ROUND_STEPS))
+        done, now = (number + 1) * ROUND_STEPS, time.monotonic()
+        if now - reported > 30 or done >= steps:
+            reported = now
+            print(f"{done:,} steps, {done / (now - began):.0f}/s: {dict(seen)}", flush=True)
+    return seen
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """What the tier says about damage is not kept: in a million steps that is a lot."""
+    caplog.set_level(logging.CRITICAL, "kvoffload.disk")
+
+
+@pytest.mark.usefixtures("quiet")
+def test_any_number_of_steps() -> None:
+    steps = int(os.environ.get("KVOFFLOAD_STEPS") or SHORT_STEPS)
+    seed = int(os.environ.get("KVOFFLOAD_SEED") or random.SystemRandom().randrange(10**9))
+    print(f"KVOFFLOAD_SEED={seed}", flush=True)
+    seen = play_rounds(seed, steps)
+    if steps >= SHORT_STEPS:
+        assert not [what for what in HAPPENS if not seen[what]], "then it proves nothing"
+
+
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that does not verify what it reads."""
+    honest = Slab.read_blocks
+
+    def read_blocks(self: Slab, *arguments: Any) -> Outcomes:
+        outcomes = honest(self, *arguments)
+        outcomes[outcomes == MISMATCH] = SOUND
+        return outcomes
+
+    monkeypatch.setattr(Slab, "read_blocks", read_blocks)
+
+
+def stubborn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that keeps at a reset what it has."""
+    monkeypatch.setattr(DiskTier, "clear", lambda self: None)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("lie", [blind, stubborn])
+def test_a_disk_that_lies_is_caught(
+    lie: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lie(monkeypatch)
+    with pytest.raises(AssertionError, match=r"KVOFFLOAD_SEED=\d+, step \d+: .*wrong bytes were served"):
+        play_rounds(0, 20 * ROUND_STEPS)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_damage_to_the_journal_brings_back_nothing_that_a_reset_has_forgotten(
+    tmp_path: Path, goes_on: bool
+) -> None:
+    """Each page before the slots in turn; the group of the removals is the log's last one, or is not."""
+    old = list(range(8))
+    disk = Disk(tmp_path / "life", DISK_BLOCKS, BLOCK_BYTES)
+    assert disk.write(old) == old
+    disk.tier.clear()
+    assert disk.tier.drain(HANGS_S)
+    if goes_on:
+        assert disk.write([30]) == [30]
+    disk.tier.close()
+    image = slab_in(tmp_path / "life").read_bytes()
+    came_back = {}
+    for offset in range(0, LAYOUT.slots_offset, PAGE_BYTES):
+        damaged = bytearray(image)
+        damaged[offset + 20] ^= 1
+        write_image(tmp_path / str(offset), slab_name(BLOCK_BYTES), bytes(damaged))
+        disk = Disk(tmp_path / str(offset), DISK_BLOCKS, BLOCK_BYTES)
+        disk.versions = dict.fromkeys(old, 0)
+        if served := disk.read(old):
+            came_back[offset] = served
+        disk.tier.close()
+    assert came_back == {}

@@ -1,0 +1,807 @@
+"""A directory over months: producers come and go, others may write there, the medium is not always there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvoffload.errors import ConfigError, MisuseError, UnavailableError
+from kvoffload.tiers.budgeted import BudgetedTier
+from kvoffload.tiers.disk import directory as directories
+from kvoffload.tiers.disk import lock, tier
+from kvoffload.tiers.disk import slab as slabs
+from kvoffload.tiers.disk.directory import slabs_in
+from kvoffload.tiers.disk.files import PAGE_BYTES
+from kvoffload.tiers.disk.inspection import compact, opened, verify
+from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.lock import LOCK_NAME, DirectoryLock
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from support.disk_blocks import Disk, Driver, capacity_for, keys_of, slab_in
+from support.recording_files import FailingFiles, raises
+from support.timeouts import HANGS_S, killed_if_it_hangs
+
+NUM_BLOCKS = 60
+CAPACITY = capacity_for(NUM_BLOCKS, 4096)
+LAYOUT = Layout.holding(4096, 12, NUM_BLOCKS)
+NUMBERS = list(range(10))
+
+
+def life(directory: Path, producer: str = "model", **options: object) -> Disk:
+    return Disk(directory, NUM_BLOCKS, fingerprint=producer, **options)
+
+
+def used_bytes(directory: Path) -> int:
+    """The lengths of all files; how a file system keeps its own books is not ours to bound."""
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+# ---- one slab for each producer
+
+
+def test_producers_that_take_turns_find_their_blocks_again(tmp_path: Path) -> None:
+    for turn in range(4):
+        for number, producer in enumerate(["llama", "mistral"]):
+            disk = life(tmp_path, producer)
+            mine = list(range(10 * number, 10 * number + 5))
+            disk.versions = dict.fromkeys(mine, 0)
+            assert disk.read(mine) == (mine if turn else [])
+            assert disk.write(mine) == ([] if turn else mine)
+            assert used_bytes(tmp_path) <= CAPACITY
+            disk.tier.close()
+    assert len(slabs_in(tmp_path)) == 2
+
+
+def on_the_medium(directory: Path) -> int:
+    """Bytes that the files of a directory take, also those that have no name any more."""
+    status = os.statvfs(directory)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, that has little more room than a directory may take."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={CAPACITY + 64 * 1024},mode=0700", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_slab_that_nobody_can_use_gives_its_room_back_at_once(small_disk: Path) -> None:
+    disk = life(small_disk)
+    disk.write(NUMBERS)
+    disk.tier.close()
+    with slab_in(small_disk).open("r+b") as file:
+        file.write(bytes(2 * PAGE_BYTES))
+    disk = life(small_disk)
+    assert disk.write(NUMBERS) == NUMBERS
+    assert on_the_medium(small_disk) <= CAPACITY
+    disk.tier.close()
+
+
+def test_a_cache_that_has_turned_over_gives_up_what_is_needed_and_not_all(tmp_path: Path) -> None:
+    """Its blocks are everywhere in the slab: nothing can be cut off behind them."""
+    disk = life(tmp_path)
+    for number in range(3 * NUM_BLOCKS):
+        disk.write([number])
+    here = disk.here(range(3 * NUM_BLOCKS))
+    assert len(here) == NUM_BLOCKS
+    disk.tier.close()
+    life(tmp_path, "a look with another model").tier.close()
+    again = life(tmp_path)
+    again.versions = dict.fromkeys(here, 0)
+    left = again.read(here)
+    assert NUM_BLOCKS // 3 < len(left) < 2 * NUM_BLOCKS // 3
+    assert again.wrong == again.tier.stats().mismatches == 0
+    assert again.write(list(range(1000, 1020))) == list(range(1000, 1020))
+    again.tier.close()
+    with opened(tmp_path / name_of("model")) as (slab, found):
+        assert verify(slab, found) == []
+
+
+def test_a_reset_reaches_the_slabs_of_others(tmp_path: Path) -> None:
+    """An upgrade is reset because of new weights, and rolled back: the old version has the old blocks."""
+    disk = life(tmp_path, "version 1")
+    disk.write(NUMBERS)
+    disk.tier.close()
+    disk = life(tmp_path, "version 2")
+    disk.tier.clear()
+    assert disk.tier.drain(HANGS_S)
+    disk.tier.close()
+    assert life(tmp_path, "version 1").here(NUMBERS) == []
+
+
+def test_a_reset_does_not_delete_a_slab_that_is_just_making_way(tmp_path: Path) -> None:
+    """A thread that writes is taking half of it; the thread that commits would delete it meanwhile."""
+    disk = life(tmp_path, "other")
+    disk.write([1])
+    disk.tier.close()
+    disk = life(tmp_path)
+    with disk.tier._slab._growing:
+        disk.tier.clear()
+        assert not disk.tier.drain(0.2)
+        assert len(slabs_in(tmp_path)) == 2
+    assert disk.tier.drain(HANGS_S)
+    assert len(slabs_in(tmp_path)) == 1
+    disk.tier.close()
+
+
+def test_a_full_disk_costs_no_other_producer_its_blocks(small_disk: Path) -> None:
+    """What is only a wish, the rest of the capacity, is not had; what is there stays, and works."""
+    for producer in ("first", "second"):
+        disk = life(small_disk, producer)
+        disk.write(NUMBERS)
+        disk.tier.close()
+    free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    with (small_disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free - 2 * PAGE_BYTES)
+    for producer in ("first", "second", "first"):
+        disk = life(small_disk, producer)
+        disk.versions = dict.fromkeys(NUMBERS, 0)
+        assert disk.read(NUMBERS) == NUMBERS
+        disk.tier.delete(keys_of([1, 2]))
+        disk.tier.drain(HANGS_S)
+        assert len(disk.write([1, 2])) == 2
+        disk.tier.close()
+
+
+def test_a_producer_whose_slab_cannot_be_read_now_loses_nothing_to_another(tmp_path: Path) -> None:
+    disk = life(tmp_path, "first")
+    disk.write(NUMBERS)
+    disk.tier.close()
+    files = FailingFiles()
+    files.fail = metadata(LOG)
+    with pytest.raises(
+        UnavailableError, match=f"{name_of('first')} cannot be read .* delete it if it stays so"
+    ):
+        life(tmp_path, "second", files=files)
+    assert life(tmp_path, "first").here(NUMBERS) == NUMBERS
+
+
+def test_a_slab_grows_into_the_room_of_the_others_the_oldest_first(tmp_path: Path) -> None:
+    for number, producer in enumerate(["first", "second", "third"]):
+        disk = life(tmp_path, producer)
+        disk.write([number])
+        disk.tier.close()
+    disk = life(tmp_path, "third")
+    names = {path.name for path in slabs_in(tmp_path)}
+    gone = []
+    for number in range(100, 100 + NUM_BLOCKS - 1):
+        assert disk.write([number]) == [number]
+        assert used_bytes(tmp_path) <= CAPACITY
+        left = {path.name for path in slabs_in(tmp_path)}
+        gone += sorted(names - left)
+        names = left
+    assert disk.tier.stats().ready == NUM_BLOCKS, "all of the capacity is its own in the end"
+    assert disk.tier.stats().failed == 0
+    disk.tier.close()
+    assert gone == [name_of("first"), name_of("second")]
+    assert life(tmp_path, "third").tier.stats().restored == NUM_BLOCKS
+
+
+def name_of(producer: str) -> str:
+    return directories.Geometry(LAYOUT, CAPACITY, producer).slab_name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_producers_and_capacities_keeps_the_bound(tmp_path: Path, seed: int) -> None:
+    """What is found again is what was written last; a smaller capacity holds from the opening on."""
+    chance, written, found_again = random.Random(seed), dict[str, dict[int, int]](), 0
+    for step in range(40):
+        producer = chance.choice("abcd")
+        num_blocks = 30 if producer == "d" else NUM_BLOCKS
+        disk = Disk(tmp_path, num_blocks, fingerprint=producer, policy="fifo")
+        disk.versions = written.setdefault(producer, {})
+        known = list(range(20))
+        # Others may have taken half of it, or all.
+        read = disk.read(known)
+        assert len(read) == disk.tier.stats().restored, f"seed {seed}, step {step}"
+        assert set(read) <= set(disk.versions)
+        for lost in set(disk.versions) - set(read):
+            del disk.versions[lost]
+        found_again += len(read)
+        for _ in range(chance.randrange(4)):
+            numbers = chance.sample(known, 4)
+            disk.tier.delete(keys_of(numbers))
+            disk.tier.drain(HANGS_S)
+            assert disk.write(numbers, version=step) == numbers
+        assert (disk.wrong, disk.tier.stats().failed) == (0, 0)
+        assert used_bytes(tmp_path) <= capacity_for(num_blocks, 4096), f"seed {seed}, step {step}"
+        disk.tier.close()
+    assert found_again > 20
+
+
+def test_a_crash_leaves_room_for_others_all_the_same(tmp_path: Path) -> None:
+    """A killed life has reserved all; the next one of another producer takes what no block needs."""
+    disk = life(tmp_path, "killed")
+    assert disk.write(NUMBERS) == NUMBERS
+    disk.tier._pipeline.close(HANGS_S)
+    disk.tier._lock.release()
+    other = life(tmp_path, "other")
+    assert other.write([50]) == [50]
+    assert used_bytes(tmp_path) <= CAPACITY
+    other.tier.close()
+    again = life(tmp_path, "killed")
+    again.versions = dict.fromkeys(NUMBERS, 0)
+    assert again.read(NUMBERS) == NUMBERS
+    again.tier.close()
+
+
+def test_room_that_another_program_has_taken_is_made_by_older_slabs(tmp_path: Path) -> None:
+    disk = life(tmp_path, "older")
+    disk.write([1])
+    disk.tier.close()
+    files, refused = FailingFiles(), []
+
+    def full_while_the_other_is_there(operation: str, offset: int) -> None:
+        if operation == "allocate" and (tmp_path / name_of("older")).exists():
+            refused.append(operation)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files.fail = full_while_the_other_is_there
+    disk = life(tmp_path, "newer", files=files)
+    assert refused
+    assert disk.write([1]) == [1]
+    disk.tier.close()
+    assert [path.name for path in slabs_in(tmp_path)] == [name_of("newer")]
+
+
+def test_a_slab_that_cannot_grow_any_more_reads_on(tmp_path: Path) -> None:
+    for producer in ("other", "model"):
+        disk = life(tmp_path, producer)
+        disk.write([1])
+        disk.tier.close()
+    files = FailingFiles()
+    disk = life(tmp_path, files=files)
+    disk.versions = {1: 0}
+    files.fail = raises(errno.EIO, "allocate")
+    last = -1
+    for number in range(100, 100 + NUM_BLOCKS):
+        if disk.write([number]) != [number]:
+            break
+        last = number
+    assert 100 <= last < 100 + NUM_BLOCKS - 1, "until the room of the other would be needed"
+    assert disk.read([1, last]) == [1, last]
+    assert disk.tier.stats().failed == 1
+    disk.tier.close()
+
+
+def test_a_slab_that_somebody_has_deleted_is_not_missed(tmp_path: Path) -> None:
+    for producer in ("other", "model"):
+        disk = life(tmp_path, producer)
+        disk.write([1])
+        disk.tier.close()
+    disk = life(tmp_path)
+    (tmp_path / name_of("other")).unlink()
+    numbers = list(range(100, 100 + NUM_BLOCKS - 1))
+    for number in numbers:
+        assert disk.write([number]) == [number]
+    assert disk.tier.stats().ready == NUM_BLOCKS
+    disk.tier.close()
+
+
+# ---- a medium that does not answer for a while
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    disk = life(tmp_path)
+    assert disk.write(NUMBERS) == NUMBERS
+    disk.tier.close()
+    return tmp_path
+
+
+def metadata(*regions: tuple[int, int]) -> Callable[[str, int], None]:
+    """Reads that begin in these regions fail."""
+
+    def fail(operation: str, offset: int) -> None:
+        if operation == "read" and any(first <= offset < end for first, end in regions):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    return fail
+
+
+LOG = (LAYOUT.log_offset, LAYOUT.slots_offset)
+CHECKPOINT = (LAYOUT.checkpoint_offset(0), LAYOUT.checkpoint_offset(1))
+
+
+@pytest.mark.parametrize("region", [(0, 2 * PAGE_BYTES), LOG, CHECKPOINT], ids=["superblocks", "log", "head"])
+def test_a_read_error_at_the_opening_changes_nothing(filled: Path, region: tuple[int, int]) -> None:
+    before, files = slab_in(filled).read_bytes(), FailingFiles()
+    files.fail = metadata(region)
+    with pytest.raises(UnavailableError, match="cannot be used now: its slab cannot be opened"):
+        life(filled, files=files)
+    assert slab_in(filled).read_bytes() == before
+    files.fail = lambda operation, offset: None
+    disk = life(filled, files=files)
+    disk.versions = dict.fromkeys(NUMBERS, 0)
+    assert disk.read(NUMBERS) == NUMBERS
+    disk.tier.close()
+
+
+def test_a_damaged_superblock_beside_one_that_cannot_be_read_is_not_the_end(filled: Path) -> None:
+    with slab_in(filled).open("r+b") as file:
+        file.seek(40)
+        file.write(b"damage")
+    files = FailingFiles()
+    files.fail = metadata((PAGE_BYTES, 2 * PAGE_BYTES))
+    with pytest.raises(UnavailableError):
+        life(filled, files=files)
+    assert life(filled).here(NUMBERS) == NUMBERS
+
+
+@pytest.mark.parametrize("page", [3, LAYOUT.log_bytes // PAGE_BYTES - 1], ids=["used", "never used"])
+def test_what_stays_unreadable_is_given_up_by_hand(tmp_path: Path, page: int) -> None:
+    """`kvoffload disk compact` keeps what can be read. A bad sector reads again once it has been written."""
+    disk = life(tmp_path)
+    for number in NUMBERS:
+        disk.write([number])
+    disk.tier.close()
+    files, bad = FailingFiles(), {LAYOUT.log_offset + page * PAGE_BYTES}
+
+    def fail(operation: str, offset: int) -> None:
+        whole_log = offset == LAYOUT.log_offset and bool(bad)
+        if operation == "write":
+            # Pages are written one by one, or the whole log at once.
+            bad.difference_update([*bad] if offset == LAYOUT.log_offset and compacting else [offset])
+        elif operation == "read" and (offset in bad or (whole_log and next(tries) % 2 == 0)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    tries, compacting = itertools.count(), False
+    files.fail = fail
+    with pytest.raises(UnavailableError, match=r"1 pages of its journal cannot be read: .* disk compact"):
+        life(tmp_path, files=files)
+    tries = itertools.count()
+    with opened(tmp_path, files) as (slab, found):
+        compacting = True
+        compact(slab, found)
+    disk = life(tmp_path, files=files)
+    disk.versions = dict.fromkeys(NUMBERS, 0)
+    assert len(disk.read(NUMBERS)) == (9 if page == 3 else 10)
+    assert disk.tier.stats().journal_damage == 0
+    disk.tier.close()
+
+
+def test_a_journal_that_cannot_be_read_when_its_log_is_full_is_not_written_over(tmp_path: Path) -> None:
+    files = FailingFiles()
+    disk = life(tmp_path, files=files)
+    disk.write(NUMBERS)
+    files.fail = metadata(LOG)
+    for number in range(100, 200):
+        if not disk.tier.accepts_writes:
+            break
+        disk.write([number])
+        disk.tier.delete(keys_of([number]))
+    assert not disk.tier.accepts_writes, "writing has ended for this life"
+    disk.versions = dict.fromkeys(NUMBERS, 0)
+    assert disk.read(NUMBERS) == NUMBERS
+    files.fail = lambda operation, offset: None
+    disk.tier.close()
+    again = life(tmp_path)
+    assert again.here(NUMBERS) == NUMBERS
+    again.tier.close()
+
+
+# ---- who may open it
+
+FORKING = """
+import os, sys, time
+from pathlib import Path
+from support.disk_blocks import Disk
+disk = Disk(Path(sys.argv[1]), 60)
+disk.write([1])
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+print(os.getpid(), child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_owner_that_is_killed_leaves_no_lock_with_its_children(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner,
+        killed_if_it_hangs(owner),
+    ):
+        assert owner.stdout is not None
+        _, child = map(int, owner.stdout.readline().split())
+        owner.kill()
+        owner.wait()
+        try:
+            os.kill(child, 0)
+            disk = life(tmp_path)
+            assert disk.here([1]) == [1]
+            disk.tier.close()
+        finally:
+            os.kill(child, 9)
+
+
+def in_a_fork(act: Callable[[], bool]) -> bool:
+    """What `act` answers in a forked process."""
+    child = os.fork()
+    if child == 0:
+        answer = False
+        try:
+            answer = act()
+        finally:
+            os._exit(0 if answer else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@contextlib.contextmanager
+def a_child_that_lives_on() -> Iterator[None]:
+    """A forked process that has begun, and ends when this does."""
+    (read_end, write_end), (told, tells) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write_end)
+        os.write(tells, b"!")
+        os.read(read_end, 1)
+        os._exit(0)
+    os.read(told, 1)
+    yield
+    for end in (write_end, read_end, told, tells):
+        os.close(end)
+    os.waitpid(child, 0)
+
+
+def test_a_process_forked_while_the_lock_is_waited_for_has_no_part_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RateLimitedLog("test")
+    first = DirectoryLock(tmp_path, log)
+    # As if it were another process's: one's own is not waited for.
+    monkeypatch.setattr(lock, "_held", {})
+    with contextlib.ExitStack() as children:
+
+        def fork_and_let_go(seconds: float) -> None:
+            children.enter_context(a_child_that_lives_on())
+            first.release()
+
+        monkeypatch.setattr(lock, "sleep", fork_and_let_go)
+        second = DirectoryLock(tmp_path, log)
+        # The owner dies: nobody unlocks, its files are closed.
+        while second._fds:
+            os.close(second._fds.pop())
+        DirectoryLock(tmp_path, log, wait_s=0.0).release()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_no_part_in_the_tier(tmp_path: Path) -> None:
+    disk = life(tmp_path)
+    disk.write([1])
+
+    def refused() -> bool:
+        try:
+            disk.tier.submit_read(keys_of([1]), disk.pool, np.array([1]))
+        except MisuseError as error:
+            disk.tier.close()
+            return "forked" in str(error)
+        return False
+
+    assert in_a_fork(refused)
+    assert disk.read([1]) == [1], "the parent's still works"
+    with pytest.raises(UnavailableError, match="has it open"):
+        life(tmp_path)
+    with a_child_that_lives_on():
+        disk.tier.close()
+        life(tmp_path).tier.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("call", ["drain", "clear", "delete", "finish_request", "finished"])
+def test_a_forked_process_waits_for_no_lock_that_nobody_in_it_releases(tmp_path: Path, call: str) -> None:
+    disk = life(tmp_path)
+    disk.write([1])
+    request = disk.tier.begin_request("r")
+
+    def refused() -> bool:
+        signal.alarm(round(HANGS_S))
+        calls: dict[str, Callable[[], object]] = {
+            "drain": lambda: disk.tier.drain(HANGS_S),
+            "clear": disk.tier.clear,
+            "delete": lambda: disk.tier.delete(keys_of([1])),
+            "finish_request": lambda: disk.tier.finish_request(request, keys_of([1])),
+            "finished": disk.tier.finished,
+        }
+        try:
+            calls[call]()
+        except MisuseError as error:
+            disk.tier.close()
+            return "forked" in str(error)
+        return False
+
+    with disk.tier._committer.lock:
+        assert in_a_fork(refused)
+    assert disk.read([1]) == [1]
+    disk.tier.finish_request(request, keys_of([1]))
+    assert disk.tier.delete(keys_of([1])) == 1
+    disk.tier.clear()
+    assert disk.tier.drain(HANGS_S)
+    disk.tier.close()
+    assert disk.tier.finished() == [], "after its end too: only a child is refused"
+    assert disk.tier.drain(HANGS_S)
+
+
+def test_the_lock_ends_when_a_hang_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.1)
+    files, answers, asked = FailingFiles(), threading.Event(), threading.Event()
+    disk = life(tmp_path, files=files)
+
+    def hang(operation: str, offset: int) -> None:
+        asked.set()
+        answers.wait(HANGS_S)
+
+    files.fail = hang
+    disk.tier.submit_write(keys_of([1]), disk.pool, np.array([1]))
+    assert asked.wait(HANGS_S)
+    disk.tier.close()
+    with pytest.raises(UnavailableError, match="has it open"):
+        life(tmp_path)
+    answers.set()
+    until = time.monotonic() + HANGS_S
+    while disk.tier._lock.held:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    again = life(tmp_path)
+    assert again.here([1]) == [1]
+    again.tier.close()
+
+
+def open_files(directory: Path) -> list[str]:
+    """What this process has open there."""
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return sorted(name for name in names if name.startswith(str(directory)))
+
+
+@pytest.mark.parametrize("num_started", [0, 1, 3])
+def test_threads_that_cannot_be_started_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_started: int
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == num_started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(UnavailableError, match="num_threads: 6 cannot be used now"):
+        life(tmp_path, num_threads=6)
+    monkeypatch.undo()
+    assert not any(thread.is_alive() for thread in started)
+    assert open_files(tmp_path) == []
+    life(tmp_path).tier.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "nonesuch"},
+        {"admission": "nonesuch"},
+        {"files": "log"},
+        {"files": "superblocks"},
+        {"files": "sync"},
+    ],
+    ids=str,
+)
+def test_an_opening_that_fails_leaves_no_file_open(filled: Path, options: dict[str, object]) -> None:
+    files = FailingFiles()
+    failures = {"log": metadata(LOG), "superblocks": metadata((0, 8192)), "sync": raises(errno.EIO, "sync")}
+    if "files" in options:
+        files.fail = failures[str(options["files"])]
+        options = {"files": files}
+    arguments = {"num_slots": NUM_BLOCKS, **options}
+    for _ in range(3):
+        with pytest.raises(ConfigError):
+            Disk(filled, **arguments)  # type: ignore[arg-type]
+    assert open_files(filled) == []
+    assert life(filled).here(NUMBERS) == NUMBERS
+
+
+# ---- others on the same machine
+
+
+def test_links_are_not_followed(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    precious = elsewhere / "precious"
+    precious.write_text("data")
+    (elsewhere / LOCK_NAME).symlink_to(precious)
+    with pytest.raises(ConfigError, match="is a link: delete it"):
+        life(elsewhere)
+    assert precious.read_text() == "data"
+    (elsewhere / LOCK_NAME).unlink()
+    (elsewhere / name_of("model")).symlink_to(slab_in(filled))
+    with pytest.raises(ConfigError, match="leads out of the directory"):
+        life(elsewhere)
+    (elsewhere / name_of("model")).unlink()
+    (elsewhere / (name_of("model") + ".new")).symlink_to(precious)
+    life(elsewhere).tier.close()
+    assert precious.read_text() == "data"
+
+
+def test_one_slab_under_two_names_has_one_owner(
+    filled: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    os.link(slab_in(filled), elsewhere / name_of("model"))
+    disk = life(filled)
+    with pytest.raises(UnavailableError, match="open under another name"):
+        life(elsewhere)
+    disk.tier.close()
+    assert life(elsewhere).here(NUMBERS) == NUMBERS
+
+
+def test_a_directory_that_everybody_may_write_to_is_refused_with_the_cure(filled: Path) -> None:
+    filled.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"chmod o-w {filled}, or name a directory in it"):
+        life(filled)
+    filled.chmod(0o770)
+    slab_in(filled).chmod(0o666)
+    with pytest.raises(ConfigError, match=f"chmod o-w {slab_in(filled)}"):
+        life(filled)
+    slab_in(filled).chmod(0o600)
+    assert life(filled).here(NUMBERS) == NUMBERS
+
+
+def test_a_directory_of_another_user_is_refused(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory to another user")
+    os.chown(filled, 12345, -1)
+    monkeypatch.setattr(directories, "os", SimpleNamespace(geteuid=lambda: 54321))
+    with pytest.raises(ConfigError, match="belongs to user 12345, and this is user 54321: chown 54321"):
+        directories.check_private(filled)
+    monkeypatch.setattr(directories, "os", SimpleNamespace(geteuid=lambda: 12345))
+    directories.check_private(filled)
+    os.chown(filled, 0, -1)
+    directories.check_private(filled)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(os.mkdir, "a directory"), (os.mkfifo, "a named pipe"), (lambda path: bind(path), "a socket")],
+    ids=["directory", "pipe", "socket"],
+)
+@pytest.mark.parametrize("end", ["", ".new"])
+def test_what_is_no_file_is_named_and_left_alone(
+    tmp_path: Path, make: Callable[[Path], None], what: str, end: str
+) -> None:
+    path = tmp_path / (name_of("model") + end)
+    make(path)
+    before = path.lstat()
+    with pytest.raises(ConfigError, match=f"{path.name}.* it is {what} .*move it away, or delete it"):
+        life(tmp_path)
+    assert path.lstat().st_ino == before.st_ino
+    assert open_files(tmp_path) == []
+    other = life(tmp_path, "another model") if not end else None
+    if other is not None:
+        assert other.write([1]) == [1]
+        other.tier.close()
+
+
+def bind(path: Path) -> None:
+    """A socket, by a short name: that of a test's directory may be too long."""
+    with socket.socket(socket.AF_UNIX) as made:
+        before = os.getcwd()
+        os.chdir(path.parent)
+        made.bind(path.name)
+        os.chdir(before)
+
+
+# ---- clocks
+
+
+def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The clock of the world shows this."""
+    clock = SimpleNamespace(
+        time=lambda: seconds, time_ns=lambda: int(seconds * 1e9), monotonic=time.monotonic
+    )
+    monkeypatch.setattr(tier, "time", clock)
+    monkeypatch.setattr(slabs, "time", clock)
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+def test_a_reset_is_for_good_though_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: int
+) -> None:
+    """Blocks of old weights, deleted before; the group that says so is damaged, or two checkpoints are."""
+    at(monkeypatch, 2e9)
+    disk = life(tmp_path)
+    disk.write(NUMBERS)
+    disk.tier.drain(HANGS_S)
+    disk.tier.delete(keys_of(NUMBERS))
+    disk.tier.close()
+    for _ in range(checkpoints):
+        with opened(tmp_path) as (slab, found):
+            compact(slab, found)
+    at(monkeypatch, 2e9 - 86400)
+    disk = life(tmp_path)
+    disk.tier.clear()
+    assert disk.tier.drain(HANGS_S)
+    floor = disk.tier._slab.void_before
+    assert floor > 2e18, "above all that was ever written here, whatever the clock says"
+    disk.tier.close()
+    whole = slab_in(tmp_path).read_bytes()
+    for offset in range(LAYOUT.checkpoint_offset(0), LAYOUT.slots_offset, PAGE_BYTES):
+        damaged = bytearray(whole)
+        damaged[offset + 20] ^= 1
+        slab_in(tmp_path).write_bytes(bytes(damaged))
+        disk = life(tmp_path)
+        assert disk.here(NUMBERS) == []
+        disk.tier.close()
+
+
+def test_a_clock_before_1970(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at(monkeypatch, -1000.0)
+    disk = life(tmp_path)
+    assert disk.write(NUMBERS) == NUMBERS
+    disk.tier.close()
+    disk = life(tmp_path)
+    disk.versions = dict.fromkeys(NUMBERS, 0)
+    assert disk.read(NUMBERS) == NUMBERS
+    assert disk.write([20]) == [20]
+    disk.tier.close()
+    with opened(tmp_path) as (slab, found):
+        assert verify(slab, found) == []
+
+
+def test_what_was_written_in_hours_to_come_counts_as_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(monkeypatch, 3e9)
+    disk = life(tmp_path)
+    disk.write(NUMBERS)
+    disk.tier.close()
+    now = 2e9
+    for later in range(3):
+        at(monkeypatch, now + later * 3600)
+        disk = life(tmp_path)
+        hour = int(now) // 3600
+        assert disk.tier.written_before == {hour + (later if later == 0 else 0): 10}
+        disk.tier.close()
+        with opened(tmp_path) as (slab, found):
+            compact(slab, found)
+
+
+def test_a_clock_ahead_at_one_start_costs_one_day_of_budgeted_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours ahead of now count as now once, at the opening that finds them, and not at every later one."""
+
+    def written(day: float) -> int:
+        """Blocks that a life on this day may write: starts, writes until its budget is spent, and ends."""
+        at(monkeypatch, 2e9 + day * 86400)
+        disk = life(tmp_path)
+        clock = lambda: 2e9 + day * 86400  # noqa: E731
+        driver = Driver(BudgetedTier(disk.tier, 20 * PAGE_BYTES, clock))
+        count = len(driver.write([int(day) * 100 + n for n in range(25)]))
+        driver.tier.close()
+        return count
+
+    assert written(300) == 20
+    assert written(0) == 0, "they may have been written a moment ago"
+    assert [written(day) for day in (2, 4, 10, 100, 250, 299)] == [20] * 6
+    assert written(299.5) == 0

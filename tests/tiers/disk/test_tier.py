@@ -1,0 +1,386 @@
+"""The disk tier keeps the contract of secondary tiers, its bounds, and the order of its policy."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.structures.keys import Keys
+from kvoffload.testing.audit import audit
+from kvoffload.tiers.contract import NO_JOB, SecondaryTier
+from kvoffload.tiers.disk import DiskTier, committer
+from kvoffload.tiers.disk.files import Files
+from kvoffload.tiers.disk.inspection import compact, opened
+from kvoffload.tiers.disk.layout import Layout
+from support.disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slab_name, slots_in_use
+from support.naive.lru import NaiveLRU
+from support.recording_files import ShortFiles
+from support.timeouts import HANGS_S
+
+NUMBERS = list(range(10))
+
+
+def as_tier(tier: DiskTier) -> SecondaryTier:
+    """mypy holds that it is one."""
+    return tier
+
+
+def order_of(disk: Disk) -> list[bytes]:
+    """Keys in the order of the policy, the coldest first."""
+    manager = disk.tier._manager
+    slots = manager.policy.order()
+    assert slots is not None
+    return list(manager.index.keys_at(np.array(slots, np.int32)))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, 4096, 5000, 65536])
+def test_what_is_written_is_read_also_after_reopening(tmp_path: Path, block_bytes: int) -> None:
+    disk = Disk(tmp_path, 20, block_bytes)
+    assert disk.write(NUMBERS) == NUMBERS
+    assert disk.write(NUMBERS) == [], "it has them"
+    assert disk.read(NUMBERS[::-1]) == NUMBERS[::-1]
+    disk.tier.close()
+    again = Disk(tmp_path, 20, block_bytes)
+    again.versions = disk.versions
+    assert again.read([*NUMBERS, 99]) == NUMBERS
+    stats = again.tier.stats()
+    assert (stats.restored, stats.ready, stats.read, stats.mismatches) == (10, 10, 10, 0)
+    assert stats.bytes_read == 10 * block_bytes
+    assert again.wrong == 0
+    again.tier.close()
+
+
+def test_rows_of_a_pool_that_lie_badly(tmp_path: Path) -> None:
+    """Not aligned, with gaps, and read back into others."""
+    tier = DiskTier(tmp_path, capacity_for(20, 8192), 8192, key_bytes=KEY_BYTES, fingerprint="model")
+    memory = np.random.default_rng(0).integers(0, 256, 20 * 8200 + 7, np.uint8)
+    pool = memory[7 : 7 + 20 * 8200].reshape(20, 8200)[:, :8192]
+    wanted = pool.copy()
+    _, taken = tier.submit_write(keys_of(range(20)), pool, np.arange(20))
+    assert taken.all()
+    assert tier.drain(HANGS_S)
+    tier.finished()
+    job = tier.submit_read(keys_of(range(20)), pool, np.arange(20)[::-1])
+    assert tier.drain(HANGS_S)
+    (result,) = tier.finished()
+    assert result.job == job
+    assert result.ok.all()
+    assert result.seconds > 0
+    np.testing.assert_array_equal(pool, wanted[::-1])
+    tier.close()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 5000])
+def test_a_call_that_moves_fewer_bytes_than_it_was_asked_for_is_not_believed(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    """Blocks, log, checkpoint and superblocks: the rest is moved by further calls."""
+    few = ShortFiles(num_bytes)
+    disk = Disk(tmp_path, 20, 8192, files=few)
+    assert disk.write(NUMBERS) == NUMBERS
+    disk.tier.clear()
+    assert disk.write(NUMBERS[:5], version=1) == NUMBERS[:5]
+    disk.tier.close()
+    with opened(tmp_path, few) as (slab, found):
+        compact(slab, found)
+    for files, anew in ((few, NUMBERS[5:]), (Files(), [])):
+        life = Disk(tmp_path, 20, 8192, files=files)
+        life.versions = disk.versions | dict.fromkeys(NUMBERS, 1)
+        assert life.write(anew, version=1) == anew
+        assert life.read(NUMBERS) == NUMBERS
+        stats = life.tier.stats()
+        assert (life.wrong, stats.mismatches, stats.failed, stats.journal_damage) == (0, 0, 0, 0)
+        life.tier.close()
+
+
+def test_a_call_that_moves_nothing_is_a_failure(tmp_path: Path) -> None:
+    """It is not tried for ever."""
+    files = ShortFiles(4096)
+    disk = Disk(tmp_path, 20, files=files)
+    assert disk.write([1]) == [1]
+    files.num_bytes = 0
+    assert disk.write([2]) == []
+    assert disk.read([1]) == []
+    files.num_bytes = 4096
+    assert disk.tier.stats().failed == 2
+    disk.tier.close()
+
+
+def test_it_takes_no_byte_more_than_it_may(tmp_path: Path) -> None:
+    for capacity in (400_000, 1_000_001, 5_000_000):
+        directory = tmp_path / str(capacity)
+        tier = DiskTier(directory, capacity, 4096, key_bytes=32, fingerprint="model", num_threads=1)
+        keys = Keys.pack([b"%032d" % n for n in range(300)], 32)
+        pool = np.ones((300, 4096), np.uint8)
+        for start in range(0, 300, 30):
+            tier.submit_write(keys[start : start + 30], pool, np.arange(start, start + 30))
+            assert tier.drain(HANGS_S)
+            tier.finished()
+        tier.close()
+        used = sum(path.stat().st_size for path in directory.iterdir())
+        slots = tier.stats().capacity
+        assert used <= capacity
+        assert Layout.holding(4096, 32, slots + 1).file_bytes + 4096 > capacity, "and as many slots as fit"
+
+
+def test_its_files_are_its_owners_alone(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "made", 4)
+    disk.tier.close()
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "made").iterdir()}
+    assert set(modes.values()) == {0o600}
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
+
+
+def test_a_second_owner_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 4)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
+        Disk(tmp_path, 4)
+    disk.tier.close()
+    Disk(tmp_path, 4).tier.close()
+
+
+def test_a_job_is_not_seen_before_it_ended(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 20)
+    _, taken = disk.tier.submit_write(keys_of([1, 2]), disk.pool, np.array([1, 2]))
+    assert taken.all()
+    assert disk.here([1, 2]) == []
+    read = disk.tier.submit_read(keys_of([1, 2]), disk.pool, np.array([3, 4]))
+    again, taken = disk.tier.submit_write(keys_of([1, 2]), disk.pool, np.array([1, 2]))
+    assert (again, taken.any()) == (NO_JOB, False)
+    assert disk.tier.drain(HANGS_S)
+    results = {result.job: result.ok.tolist() for result in disk.tier.finished()}
+    assert results == {0: [True, True], read: [False, False]}
+    assert disk.here([1, 2]) == [1, 2]
+    disk.tier.close()
+
+
+def test_a_block_deleted_while_it_is_read(tmp_path: Path) -> None:
+    """The reader gets what was there; nobody counts damage, also when the key is stored anew meanwhile."""
+    disk = Disk(tmp_path, 20)
+    disk.write([1], version=0)
+    disk.tier.submit_read(keys_of([1]), disk.pool, np.array([9]))
+    assert disk.tier.delete(keys_of([1, 2])) == 1
+    disk.tier.submit_write(keys_of([1]), disk.pool, np.array([5]))
+    assert disk.tier.drain(HANGS_S)
+    disk.tier.finished()
+    assert disk.tier.stats().mismatches == 0
+    assert disk.here([1]) == [1]
+    audit(disk.tier._manager)
+    disk.tier.close()
+
+
+def test_the_head_of_a_batch_is_taken_when_the_queue_is_small(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 40, queue_bytes=5 * 4096)
+    assert disk.write(list(range(12))) == [0, 1, 2, 3, 4]
+    assert disk.tier.stats().dropped == 7
+    assert disk.write(list(range(12))) == [5, 6, 7, 8, 9], "what is here needs no room"
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "slru", "arc", "s3fifo", "2q", "lfu", "gdsf"])
+def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
+    """Contents, and the order exactly where it goes by insertion or by use."""
+    disk, chance = Disk(tmp_path, 30, policy=policy), np.random.default_rng(1)
+    for _ in range(40):
+        numbers = chance.choice(60, 6, replace=False).tolist()
+        request = disk.tier.begin_request("r")
+        disk.write(numbers, request=request)
+        disk.tier.finish_request(request, keys_of(numbers))
+    before = order_of(disk)
+    assert disk.tier.drain(HANGS_S)
+    # No farewell: what counts is what a crash would leave.
+    disk.tier._pipeline.close(5)
+    disk.tier._lock.release()
+    again = Disk(tmp_path, 30, policy=policy)
+    after = order_of(again)
+    assert sorted(after) == sorted(before)
+    if policy in ("lru", "fifo"):
+        assert after == before
+    audit(again.tier._manager)
+    again.tier.close()
+
+
+def test_what_was_used_is_known_after_reopening(tmp_path: Path) -> None:
+    """ARC keeps blocks that were used twice apart: they are what scans do not wash out."""
+    disk = Disk(tmp_path, 20, policy="arc")
+    disk.write(NUMBERS)
+    disk.use(NUMBERS[:4])
+    disk.tier.close()
+    again = Disk(tmp_path, 20, policy="arc")
+    for start in range(100, 200, 5):
+        again.write(list(range(start, start + 5)))
+    assert again.here(NUMBERS) == NUMBERS[:4]
+    again.tier.close()
+
+
+def test_uses_wait_for_a_commit_to_go_along_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit of their own takes a page of the log; `drain` makes one, and none after it."""
+    monkeypatch.setattr(committer, "ACCESS_INTERVAL_S", 1e9)
+    disk = Disk(tmp_path, 20)
+    disk.write(NUMBERS)
+    disk.use(NUMBERS)
+    commits = disk.tier._committer
+    assert disk.tier.drain(HANGS_S)
+    assert not commits._pending.accesses
+    disk.use(NUMBERS)
+    with commits.lock:
+        assert commits._pending.accesses, "they wait"
+        assert not commits._has_work(), "and nobody is about to write them"
+    disk.tier.close()
+
+
+def test_a_request_that_wrote_a_block_has_not_used_it_again(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 20, policy="arc")
+    request = disk.tier.begin_request("r")
+    disk.write(NUMBERS, request=request)
+    disk.tier.finish_request(request, keys_of(NUMBERS))
+    disk.tier.close()
+    again = Disk(tmp_path, 20, policy="arc")
+    assert again.tier._manager.policy.stats()["t2_blocks"] == 0
+    again.tier.close()
+
+
+def test_admission_is_its_own(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 20, admission="reuse:2")
+    assert disk.write(NUMBERS) == []
+    assert disk.tier.stats().refused == 10
+    disk.use(NUMBERS)
+    assert disk.write(NUMBERS) == NUMBERS
+    disk.tier.close()
+
+
+def test_accounting_adds_up_over_a_long_life(tmp_path: Path) -> None:
+    disk, chance = Disk(tmp_path, 25, 512), np.random.default_rng(3)
+    for step in range(150):
+        numbers = chance.choice(80, 7, replace=False).tolist()
+        disk.write(numbers)
+        disk.read(chance.choice(80, 7, replace=False).tolist())
+        if step % 10 == 0:
+            disk.tier.delete(keys_of(chance.choice(80, 3).tolist()))
+    stats = disk.tier.stats()
+    audit(disk.tier._manager)
+    assert stats.written == stats.ready + stats.evicted + disk.tier._manager.stats().discarded
+    assert (disk.wrong, stats.mismatches, stats.failed) == (0, 0, 0)
+    assert (stats.bytes_written, stats.bytes_read) == (stats.written * 512, stats.read * 512)
+    assert min(stats.written, stats.read) > 100
+    assert slots_in_use(disk.tier) == list(range(26))
+    disk.tier.close()
+    again = Disk(tmp_path, 25, 512)
+    assert again.tier.stats().restored == stats.ready
+    again.tier.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"num_slots": 0}, "capacity_bytes"),
+        ({"block_bytes": 0}, "block_bytes"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"queue_bytes": 0}, "queue_bytes"),
+        ({"fingerprint": ""}, "fingerprint"),
+        ({"policy": "nonesuch"}, "policy"),
+    ],
+)
+def test_bad_input_is_one_clear_error(tmp_path: Path, options: dict[str, object], field: str) -> None:
+    arguments = {"path": tmp_path / "x", "num_slots": 4, "block_bytes": 4096, **options}
+    if "block_bytes" in options:
+        with pytest.raises(ConfigError, match=field):
+            DiskTier(tmp_path, 1 << 20, 0, fingerprint="model")
+        return
+    with pytest.raises(ConfigError, match=field):
+        Disk(**arguments)  # type: ignore[arg-type]
+    Disk(tmp_path / "x", 4).tier.close()
+
+
+def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="path"):
+        Disk(tmp_path / "file", 4)
+
+
+def test_another_capacity_loses_nothing_that_fits(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 20)
+    disk.write(NUMBERS)
+    disk.tier.close()
+    for num_slots in (30, 20):
+        again = Disk(tmp_path, num_slots)
+        assert again.here(NUMBERS) == NUMBERS
+        assert again.tier.stats().capacity == num_slots
+        again.tier.close()
+
+
+def test_misuse(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 4)
+    request = disk.tier.begin_request("r")
+    disk.tier.finish_request(request, keys_of([1]))
+    with pytest.raises(MisuseError):
+        disk.tier.finish_request(request, keys_of([1]))
+    other = Disk(tmp_path / "other", 4)
+    with pytest.raises(MisuseError, match="this tier has no such request"):
+        disk.tier.contains(keys_of([1]), other.tier.begin_request("r"))
+    other.tier.close()
+    with pytest.raises(IndexError, match="rows"):
+        disk.tier.submit_read(keys_of([1]), disk.pool, np.array([64]))
+    with pytest.raises(ValueError, match="keys but"):
+        disk.tier.submit_write(keys_of([1]), disk.pool, np.array([1, 2]))
+    with pytest.raises(ValueError, match="blocks of"):
+        disk.tier.submit_read(keys_of([1]), np.zeros((4, 100), np.uint8), np.array([1]))
+    disk.tier.close()
+    with pytest.raises(MisuseError, match="closed"):
+        disk.tier.submit_read(keys_of([1]), disk.pool, np.array([1]))
+
+
+def test_an_unfinished_slab_of_a_crash_at_its_making_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / (slab_name() + ".new")).write_bytes(b"half")
+    (tmp_path / "kvoffload-of-another.slab.new").write_bytes(b"half")
+    disk = Disk(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [slab_name(), "kvoffload.lock"]
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.0005, 0.002, 0.01])
+def test_clear_is_for_good_also_for_what_is_on_its_way(tmp_path: Path, pause_s: float) -> None:
+    """Weights have changed: no block from before may answer, in this life or the next."""
+    disk = Disk(tmp_path, 40)
+    disk.write(NUMBERS)
+    pool = np.ones((20, disk.block_bytes), np.uint8)
+    before = keys_of(range(20, 40))
+    disk.tier.submit_write(before, pool, np.arange(20))
+    time.sleep(pause_s)
+    disk.tier.clear()
+    assert not disk.tier.contains(before).any()
+    assert not disk.tier.contains(keys_of(NUMBERS)).any()
+    disk.tier.submit_write(keys_of([3, 25]), pool + 1, np.array([3, 5]))
+    assert disk.tier.drain(HANGS_S)
+    disk.tier.finished()
+    assert disk.tier.contains(before).tolist() == [number == 25 for number in range(20, 40)]
+    audit(disk.tier._manager)
+    disk.tier.close()
+    again = Disk(tmp_path, 40)
+    assert again.tier.stats().restored == 2
+    job = again.tier.submit_read(keys_of([3, 25, 26]), pool, np.arange(3))
+    assert again.wait(job).tolist() == [True, True, False]
+    assert (pool[:2] == 2).all()
+    again.tier.close()
+
+
+def test_a_policy_that_fails_while_blocks_are_restored_leaves_nothing_locked(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 4)
+    disk.write([0, 1, 2])
+    disk.tier.close()
+
+    class Fails(NaiveLRU):
+        def replace(self, *arguments: object) -> None:
+            raise RuntimeError("a bug of a policy")
+
+    with pytest.raises(RuntimeError, match="a bug of a policy"):
+        Disk(tmp_path, 4, policy=Fails)
+    again = Disk(tmp_path, 4)
+    assert again.tier.stats().restored == 3
+    again.tier.close()

@@ -1,0 +1,242 @@
+"""Batches of a bucket whose requests fail in part, and handshakes that a reset overtakes. No network."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.s3.bucket import Bucket, BucketError, Found, Ledger, Prices
+from kvoffload.tiers.s3.packed import PackedTier
+from kvoffload.tiers.shared.tier import RemoteOptions
+
+PATIENCE_S, BLOCK_BYTES = 60.0, 4096
+FREE = Prices(0, 0, 0)
+KEYS = Keys.pack([bytes([number]) * 36 for number in range(2)], 36)
+
+Before = Callable[[str, str], Awaitable[None]]
+
+
+class Objects:
+    """A bucket in memory. `before` is awaited before each request, with its method and object."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.asked: list[str] = []
+        self.before: Before | None = None
+
+    def one(self, part: str) -> list[str]:
+        return sorted(name for name in self.held if part in name)
+
+    async def ask(self, method: str, name: str) -> None:
+        self.asked.append(method)
+        if self.before is not None:
+            await self.before(method, name)
+
+
+class Unsigned:
+    """Signs nothing: no request leaves the process."""
+
+    def refresh(self, refused: int | None = None) -> bool:
+        return False
+
+
+class MemoryBucket(Bucket):
+    """Our client, whose requests go to `Objects`."""
+
+    def __init__(self, objects: Objects) -> None:
+        super().__init__(Unsigned(), Ledger(FREE))  # type: ignore[arg-type]
+        self.objects = objects
+
+    async def get(self, name: str, span: Any, receiver: Any) -> Found:
+        await self.objects.ask("GET", name)
+        if name not in self.objects.held:
+            return Found.ABSENT
+        data = memoryview(self.objects.held[name])
+        if len(data) != span.size:
+            return Found.OTHER_SIZE
+        data = data[span.begin : span.end]
+        while len(data):
+            room = receiver.room()
+            count = min(len(room), len(data))
+            room[:count] = data[:count]
+            receiver.add(count)
+            data = data[count:]
+        return Found.WHOLE
+
+    async def size(self, name: str) -> int | None:
+        await self.objects.ask("HEAD", name)
+        return len(self.objects.held[name]) if name in self.objects.held else None
+
+    async def put(self, name: str, length: int, pieces: Any, *, only_new: bool = False) -> None:
+        await self.objects.ask("PUT", name)
+        if not (only_new and name in self.objects.held):
+            self.objects.held[name] = b"".join(bytes(piece) for piece in pieces())
+
+    async def delete(self, name: str) -> None:
+        await self.objects.ask("DELETE", name)
+        self.objects.held.pop(name, None)
+
+
+@pytest.fixture
+def objects() -> Objects:
+    return Objects()
+
+
+@pytest.fixture
+def tier(objects: Objects) -> Iterator[PackedTier]:
+    made = PackedTier(
+        "s3",
+        "bucket/p",
+        lambda deadline: MemoryBucket(objects),
+        RemoteOptions(namespace="p", timeout_s=0.3, probe_timeout_s=0.3),
+        ledger=Ledger(FREE),
+        block_bytes=BLOCK_BYTES,
+        fingerprint="producer",
+    )
+    yield made
+    made.close()
+
+
+def result(tier: PackedTier, job: int) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for found in tier.finished():
+            if found.job == job:
+                return found
+        time.sleep(0.001)
+    raise AssertionError("the job does not end")
+
+
+def write(tier: PackedTier) -> None:
+    tier.wait_until_open(PATIENCE_S)
+    job, taken = tier.submit_write(KEYS, np.full((2, BLOCK_BYTES), 7, np.uint8), np.arange(2))
+    assert taken.all()
+    assert result(tier, job).ok.all()
+
+
+@pytest.mark.parametrize("how", ["hangs", "500"])
+def test_a_part_of_a_read_that_a_reset_overtook_does_not_count(
+    objects: Objects, tier: PackedTier, how: str
+) -> None:
+    """One object arrives, the other request fails: the first is still from before a confirmed reset."""
+    write(tier)
+    (epoch,) = objects.one("/epochs/")
+    objects.held[epoch] = b"%016x" % 12345  # the reset of another machine
+    second = objects.one("/blocks/")[1]
+
+    async def fail(method: str, name: str) -> None:
+        if name == second and method == "GET":
+            if how == "hangs":
+                await asyncio.sleep(PATIENCE_S)
+            raise BucketError("InternalError", "500")
+
+    objects.before = fail
+    out = np.zeros((2, BLOCK_BYTES), np.uint8)
+    assert not result(tier, tier.submit_read(KEYS, out, np.arange(2))).ok.any()
+    objects.before = None
+    tier.wait_until_open(PATIENCE_S)
+    assert tier._epoch is not None
+    assert tier._epoch.number == 12345, "and the tier has noticed the reset"
+
+
+def test_a_failed_request_is_not_made_again(objects: Objects, tier: PackedTier) -> None:
+    write(tier)
+
+    async def fail(method: str, name: str) -> None:
+        if method == "HEAD":
+            raise ConnectionResetError("cut")
+
+    objects.before = fail
+    objects.asked.clear()
+    assert not result(tier, tier.submit_probe(KEYS)).ok.any()
+    assert objects.asked.count("HEAD") <= 2, "one for each object"
+
+
+def test_a_handshake_that_reads_the_new_epoch_does_not_end_it(objects: Objects) -> None:
+    """A slow handshake, a reset on another connection, and then the answer to the first."""
+    may_go_on = False
+    has_begun = False
+
+    async def slow(method: str, name: str) -> None:
+        nonlocal has_begun
+        if "/epochs/" in name and method == "GET" and not has_begun:
+            has_begun = True
+            while not may_go_on:
+                await asyncio.sleep(0.001)
+
+    objects.before = slow
+    tier = PackedTier(
+        "s3",
+        "bucket/p",
+        lambda deadline: MemoryBucket(objects),
+        RemoteOptions(namespace="p"),
+        ledger=Ledger(FREE),
+        block_bytes=BLOCK_BYTES,
+        fingerprint="producer",
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not has_begun and time.monotonic() < deadline:
+            time.sleep(0.001)
+        first = tier._greeting
+        assert first is not None
+        tier.clear()
+        assert tier.drain(PATIENCE_S)
+        assert tier._epoch is not None
+        number = tier._epoch.number
+        may_go_on = True
+        while not first.ended and time.monotonic() < deadline:
+            time.sleep(0.001)
+        tier.finished()
+        assert not tier._history.has_ended(number, time.monotonic())
+        assert not tier._history.is_outdated(number, 0.0)
+    finally:
+        may_go_on = True
+        tier.close()
+
+
+def test_a_request_that_swallows_a_cancellation_ends_all_the_same(objects: Objects) -> None:
+    """Before Python 3.12 `asyncio.wait_for` does so when its task has just ended."""
+    num_cancelled = 0
+
+    async def stubborn() -> None:
+        nonlocal num_cancelled
+        while num_cancelled < 3:
+            try:
+                await asyncio.sleep(PATIENCE_S)
+            except asyncio.CancelledError:
+                num_cancelled += 1
+
+    bucket = MemoryBucket(objects)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        bucket.run([stubborn()], begun + 0.01)
+    assert num_cancelled == 3
+    assert time.monotonic() - begun < PATIENCE_S / 2
+    bucket.close()
+
+
+@pytest.mark.parametrize("last", [0.0, PATIENCE_S], ids=["all fail", "one is late"])
+def test_every_failed_request_of_a_batch_is_accounted_for(
+    objects: Objects, caplog: pytest.LogCaptureFixture, last: float
+) -> None:
+    """asyncio logs a traceback for each exception that nobody has read."""
+
+    async def fail(delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        raise BucketError("InternalError", "500")
+
+    bucket = MemoryBucket(objects)
+    with pytest.raises(TimeoutError if last else BucketError):
+        bucket.run([fail(0), fail(0), fail(last)], time.monotonic() + (0.05 if last else PATIENCE_S))
+    bucket.close()
+    del bucket
+    gc.collect()
+    assert not caplog.records

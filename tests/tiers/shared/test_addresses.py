@@ -1,0 +1,304 @@
+"""Finding and reaching a host within one deadline, whatever name servers and addresses do."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.tiers.contract import NO_JOB
+from kvoffload.tiers.kinds.valkey import PASSWORD, Connector, ValkeyOptions
+from kvoffload.tiers.shared import addresses as room
+from kvoffload.tiers.shared.addresses import Addresses, SocketAddress, race
+from kvoffload.tiers.shared.tier import RemoteOptions
+from kvoffload.tiers.spec import TierOwner
+from kvoffload.tiers.valkey.cluster import ClusterTier
+from kvoffload.tiers.valkey.cluster_map import Address
+from kvoffload.tiers.valkey.resp import Connection, Login, ServerError
+from support.hostile_resp import FakeServer, Moment, encoded
+from support.sharing_client import some_keys
+
+
+def soon() -> float:
+    return time.monotonic() + 0.05
+
+
+def later() -> float:
+    return time.monotonic() + 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    server = FakeServer(1)
+    yield server
+    server.stop()
+
+
+class NameServer:
+    """Answers when `answers` is set; counts questions."""
+
+    def __init__(self, *found: SocketAddress) -> None:
+        self.found: list[SocketAddress] = [*found]
+        self.answers = threading.Event()
+        self.num_asked = 0
+
+    def __call__(self, host: str, port: int) -> list[SocketAddress]:
+        self.num_asked += 1
+        assert self.answers.wait(60.0)
+        if not self.found:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self.found
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def there(port: int) -> SocketAddress:
+    return socket.AF_INET, ("127.0.0.1", port)
+
+
+@pytest.fixture
+def silent() -> Iterator[SocketAddress]:
+    """An address that takes no more connections, and refuses none."""
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        found = there(listening.getsockname()[1])
+        for _ in range(64):
+            one = stack.enter_context(socket.socket())
+            one.settimeout(0.2)
+            try:
+                one.connect(found[1])
+            except TimeoutError:
+                yield found
+                return
+        pytest.skip("this system accepts connections for a program that does not")
+
+
+# ---- names
+
+
+def test_a_name_server_that_hangs_is_not_waited_for(server: FakeServer) -> None:
+    """A name server that took 8 s made a probe of 50 ms take 8 s."""
+    names = NameServer(there(server.port))
+    addresses = Addresses(names)
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="no answer from the name server"):
+            Connection("cache", server.port, Login(), soon(), addresses)
+    assert names.num_asked == 1, "one thread, however often it is asked"
+    names.answers.set()
+    for _ in range(3):
+        Connection("cache", server.port, Login(), later(), addresses).close()
+    assert names.num_asked == 1
+
+
+def test_kept_addresses_are_used_while_they_are_renewed(server: FakeServer) -> None:
+    names, clock = NameServer(there(server.port)), Clock()
+    names.answers.set()
+    addresses = Addresses(names, clock)
+    addresses.connected("cache", 1, later()).close()
+    names.answers.clear()
+    clock.now += 31.0
+    for _ in range(3):
+        addresses.connected("cache", 1, later()).close()
+    assert names.num_asked == 2
+    names.found = []
+    names.answers.set()
+    wait_for_lookups(addresses)
+    addresses.connected("cache", 1, later()).close(), "a failed lookup leaves what was known"
+
+
+def wait_for_lookups(addresses: Addresses) -> None:
+    until = later()
+    while addresses._looking_up:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_a_host_that_has_moved_is_looked_up_at_once(server: FakeServer) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = there(free.getsockname()[1])
+    names = NameServer(nobody)
+    names.answers.set()
+    addresses = Addresses(names)
+    with pytest.raises(ConnectionRefusedError):
+        addresses.connected("cache", 1, later())
+    names.found = [there(server.port)]
+    until = later()
+    while True:
+        try:
+            addresses.connected("cache", 1, later()).close()
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+
+
+def test_a_name_that_nobody_knows_is_an_error_each_time() -> None:
+    names = NameServer()
+    names.answers.set()
+    addresses = Addresses(names)
+    for _ in range(2):
+        with pytest.raises(socket.gaierror, match="not known"):
+            addresses.connected("cache", 1, later())
+    assert names.num_asked == 2
+    with pytest.raises(OSError, match="not a name"):
+        Addresses().connected("a..b", 1, later())
+
+
+def test_literal_addresses_are_not_looked_up(server: FakeServer) -> None:
+    names = NameServer()
+    Addresses(names).connected("127.0.0.1", server.port, later()).close()
+    assert names.num_asked == 0
+
+
+def test_the_process_may_have_no_thread_for_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    with pytest.raises(OSError, match="can't start new thread"):
+        Addresses(NameServer()).connected("cache", 1, later())
+
+
+# ---- addresses
+
+
+def test_all_addresses_share_one_deadline(silent: SocketAddress, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight addresses that did not answer took eight deadlines."""
+    tried = []
+    begin = room._begin
+    monkeypatch.setattr(room, "_begin", lambda found, *more: (tried.append(found), begin(found, *more)))
+    deadline = time.monotonic() + 0.4
+    with pytest.raises(TimeoutError):
+        race(8 * [silent], deadline)
+    assert time.monotonic() >= deadline
+    assert len(tried) == 8, "each had its turn before the deadline"
+
+
+def test_a_silent_address_does_not_keep_the_others_from_answering(
+    silent: SocketAddress, server: FakeServer
+) -> None:
+    names = NameServer(silent, there(server.port))
+    names.answers.set()
+    addresses = Addresses(names)
+    Connection("cache", 1, Login(), later(), addresses).close()
+    assert addresses._kept["cache", 1][0][0] == there(server.port), "what has answered is tried first"
+
+
+def test_an_address_that_refuses_is_followed_at_once(server: FakeServer) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = there(free.getsockname()[1])
+    found = race([nobody, nobody, there(server.port)], later())
+    assert found[1] == there(server.port)
+    found[0].close()
+    with pytest.raises(ConnectionRefusedError):
+        race([nobody, nobody], later())
+
+
+# ---- closing
+
+
+def test_closing_a_cluster_waits_once_for_all_its_threads() -> None:
+    """With ten nodes whose connections hang it took 30 s."""
+    server, over, ports = FakeServer(1), threading.Event(), range(1, 11)
+    server.slots = lambda: encoded(
+        [[n * 1600, n * 1600 + 1599, [b"127.0.0.1", port, b"id"]] for n, port in enumerate(ports)]
+    )
+
+    def connect(address: Address, deadline: float) -> Connection:
+        if address[1] in ports:
+            over.wait()
+            raise TimeoutError
+        return Connection(*address, Login(), deadline)
+
+    options = RemoteOptions(namespace="ns")
+    seeds = [("127.0.0.1", server.port)]
+    tier = ClusterTier("valkey", "there", seeds, connect, options, block_bytes=4096, fingerprint="model")
+    until = later()
+    while sum(node.has_begun for node in tier._nodes.values()) < 10:
+        assert time.monotonic() < until
+        tier._look_at = 0.0
+        tier.finished()
+    begun = time.monotonic()
+    tier.close()
+    assert time.monotonic() - begun < 10.0
+    over.set()
+    server.stop()
+
+
+# ---- passwords
+
+
+def test_a_changed_password_file_is_read_for_the_next_connection(server: FakeServer, tmp_path: Path) -> None:
+    """Until the engine was started anew the tier was away."""
+    asked: list[bytes] = []
+    right = [b"old"]
+
+    def attack(moment: Moment) -> Any:
+        if moment.verb == b"AUTH":
+            asked.append(moment.words[1])
+            return [moment.right if moment.words[1] == right[0] else b"-WRONGPASS invalid\r\n"]
+        return [moment.right]
+
+    server.attack = attack
+    path = tmp_path / "password"
+    path.write_text("old\n")
+    url, patient = f"valkey://127.0.0.1:{server.port}/ns", {"timeout": 60.0, "probe_timeout": 60.0}
+    tier = ValkeyOptions(url=url, password_file=str(path), **patient).open(TierOwner(4096, 36, "model"))
+    keys, pool, rows = some_keys(1), np.ones((1, 4096), np.uint8), np.arange(1)
+    assert tier.submit_write(keys, pool, rows)[1].all()
+    right[0] = b"new"
+    for client in server._clients:  # the server was started anew
+        client.shutdown(socket.SHUT_RDWR)
+    path.write_text("")  # it is being replaced
+    until = later()
+    while not isinstance(tier.last_error, ServerError):
+        step(tier, keys)
+        assert time.monotonic() < until
+    assert asked[-1] == b"old"
+    path.write_text("new\n")
+    while asked[-1] != b"new" or not tier._is_open():
+        step(tier, keys)
+        assert time.monotonic() < until
+    tier.close()
+
+
+def step(tier: Any, keys: Any) -> None:
+    if tier._circuit._next_try is not None:
+        tier._circuit._next_try = 0.0
+    tier._greet_at = 0.0
+    tier._hints.clear()
+    job, until = tier.submit_probe(keys), later()
+    while not any(result.job == job for result in tier.finished()) and job != NO_JOB:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_a_connector_without_a_file_keeps_its_password(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(PASSWORD, "from the environment")
+    connector = ValkeyOptions(url="valkey://127.0.0.1:1/ns").connector()
+    assert isinstance(connector, Connector)
+    monkeypatch.setenv(PASSWORD, "other")
+    with pytest.raises(ConnectionRefusedError):
+        connector(("127.0.0.1", 1), later())
+    assert connector.login.password == "from the environment"
+    connector = Connector(Login("", "kept"), str(tmp_path / "missing"))
+    with pytest.raises(ConnectionRefusedError):
+        connector(("127.0.0.1", 1), later())
+    assert connector.login.password == "kept"

@@ -1,0 +1,342 @@
+"""Circuit breakers of a tier that machines share: what ends when one opens, and when it is tried again."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.tiers.contract import NO_JOB, JobResult
+from kvoffload.tiers.shared.batches import SilentError
+from kvoffload.tiers.shared.circuit import PROBE, READ, WRITE, Breakers, Circuit
+from kvoffload.tiers.shared.silence import ImpatientConnection
+from kvoffload.tiers.valkey.resp import Login
+from support.gated_server import ANSWERS, BLOCK_BYTES, FAILS, HANGS, GatedServer
+from support.sharing_client import some_keys
+from support.valkey_server import PATIENCE_S
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def server() -> GatedServer:
+    return GatedServer()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make(server: GatedServer, clock: Clock) -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def one(**options: Any) -> Any:
+        made.append(server.tier(clock, **options))
+        return made[-1]
+
+    yield one
+    server.gate.set()
+    for tier in made:
+        tier.close()
+
+
+POOL = np.zeros((64, BLOCK_BYTES), np.uint8)
+
+
+def write(tier: Any, number: int) -> int:
+    job, taken = tier.submit_write(some_keys(number), POOL, np.zeros(1, np.int64))
+    assert taken.all() or job == NO_JOB
+    return int(job)
+
+
+def read(tier: Any, number: int) -> int:
+    return int(tier.submit_read(some_keys(number), POOL, np.ones(1, np.int64)))
+
+
+def wait(tier: Any, *jobs: int) -> dict[int, JobResult]:
+    """Wait until these jobs have ended."""
+    until, found = time.monotonic() + PATIENCE_S, dict[int, JobResult]()
+    while not found.keys() >= {*jobs}:
+        found |= {result.job: result for result in tier.finished()}
+        assert time.monotonic() < until, "a job does not end"
+        time.sleep(0.0002)
+    assert found.keys() == {*jobs}
+    return found
+
+
+def settle(tier: Any) -> None:
+    """Wait until nothing is under way that does not hang."""
+    until = time.monotonic() + PATIENCE_S
+    while tier._under_way or tier._greeting is not None or tier._ended:
+        tier._take_in_all()
+        assert time.monotonic() < until
+        time.sleep(0.0002)
+
+
+# ---- jobs that have not begun
+
+
+def test_jobs_that_have_not_begun_end_when_the_circuit_opens(
+    server: GatedServer, make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """40 writes before a server that hangs: two have begun, 38 keep no RAM pinned."""
+    tier = make(lines=2)
+    server.modes = {"write": HANGS, "probe": FAILS}
+    jobs = [write(tier, number) for number in range(40)]
+    until = time.monotonic() + PATIENCE_S
+    while server.asked.get("write", 0) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.0002)
+    assert tier.finished() == []
+    for number in range(2):
+        wait(tier, tier.submit_probe(some_keys(100 + number)))
+    ended = wait(tier, *jobs[2:], tier.submit_probe(some_keys(200)))
+    assert tier.stats().circuit_open == 1
+    assert not any(result.ok.any() for result in ended.values())
+    assert tier.stats().in_flight == 2
+    assert tier.stats().timeouts == 3, "what was not sent has not timed out"
+    server.gate.set()
+    assert all(result.ok.all() for result in wait(tier, *jobs[:2]).values())
+
+
+@pytest.mark.parametrize("kind", ["read", "write", "probe"])
+def test_a_job_in_the_queue_ends_at_its_deadline(
+    server: GatedServer, make: Callable[..., Any], kind: str
+) -> None:
+    """Not when the one before it ends: the gate stays shut."""
+    tier = make(timeout_s=0.01, probe_timeout_s=0.01, write_timeout_s=0.01)
+    server.modes = {kind: HANGS}
+    begin = {"read": read, "write": write, "probe": lambda tier, n: tier.submit_probe(some_keys(n))}[kind]
+    jobs = [begin(tier, number) for number in range(5)]
+    until, ended = time.monotonic() + PATIENCE_S, set[int]()
+    while len(ended) < 4:
+        ended |= {result.job for result in tier.finished()}
+        assert time.monotonic() < until, "it waits for its turn"
+        time.sleep(0.0002)
+    server.gate.set()
+    wait(tier, *({*jobs} - ended))
+
+
+def test_the_deadline_of_a_write_begins_when_it_is_submitted(make: Callable[..., Any]) -> None:
+    tier = make(timeout_s=2.0)
+    before = time.monotonic()
+    write(tier, 1)
+    (batch,) = tier._under_way.values()
+    assert before + 10.0 <= batch.deadline <= time.monotonic() + 10.0
+
+
+# ---- a type of operation that fails
+
+
+def test_a_server_that_hangs_on_values_costs_three_requests_their_deadline(
+    server: GatedServer, make: Callable[..., Any], clock: Clock
+) -> None:
+    """25 requests a second for 30 s, each with a probe, which is answered, and a read, which is not."""
+    tier = make()
+    wait(tier, write(tier, 1))
+    server.modes = {"read": FAILS}
+    waited, num_requests, begun = [], 0, clock.now
+    while clock.now < begun + 30.0:
+        num_requests += 1
+        job = tier.submit_probe(some_keys(1))
+        if job != NO_JOB:
+            wait(tier, job)
+        if tier.contains(some_keys(1)).any():
+            assert not wait(tier, read(tier, 1)).popitem()[1].ok.any()
+            waited.append(clock.now - begun)
+            clock.now += 2.0
+        settle(tier)
+        clock.now += 0.04
+    assert len(waited) == 3
+    assert num_requests > 500
+    assert 3 < server.asked["read"] - 3 <= 8, "trials, after 1, 2, 4, 8 s, give or take half"
+    server.modes = {}
+    clock.now += 90.0
+    tier.contains(some_keys(1))
+    settle(tier)
+    assert tier.contains(some_keys(1)).all(), "the first trial that is answered closes the circuit"
+    assert wait(tier, read(tier, 1)).popitem()[1].ok.all()
+
+
+def test_a_trial_is_no_job_of_anybody(server: GatedServer, make: Callable[..., Any], clock: Clock) -> None:
+    tier = make()
+    wait(tier, write(tier, 1))
+    server.modes = {"read": FAILS}
+    for _ in range(3):
+        wait(tier, read(tier, 1))
+    assert not tier.contains(some_keys(1)).any()
+    assert not tier.unknown(some_keys(2)).any(), "what cannot be read is not asked for"
+    assert wait(tier, read(tier, 1)).popitem()[1].ok.tolist() == [False], "at once"
+    assert server.asked["read"] == 3
+    clock.now += 2.0
+    server.modes = {"read": HANGS}
+    tier.contains(some_keys(1))  # three failures without a success have opened the server's circuit as well
+    settle(tier)
+    tier.contains(some_keys(1))
+    assert tier.stats().in_flight == 0
+    assert tier.drain(0.0), "nobody waits for it"
+    assert tier.finished() == []
+    tier.contains(some_keys(1))
+    server.gate.set()
+    settle(tier)
+    assert server.asked["read"] == 4, "one at a time"
+    assert tier.finished() == []
+    assert tier.contains(some_keys(1)).all()
+
+
+def test_writes_go_on_while_reads_fail_and_the_other_way_round(
+    server: GatedServer, make: Callable[..., Any], clock: Clock
+) -> None:
+    tier = make()
+    wait(tier, write(tier, 1))
+    server.modes = {"read": FAILS}
+    for _ in range(3):
+        wait(tier, read(tier, 1))
+        wait(tier, write(tier, next(fresh)))
+    assert wait(tier, write(tier, next(fresh))).popitem()[1].ok.all()
+    server.modes = {}
+    clock.now += 2.0
+    tier.contains(some_keys(1))
+    settle(tier)
+    server.modes = {"write": FAILS}
+    for _ in range(3):
+        wait(tier, write(tier, next(fresh)))
+        wait(tier, read(tier, 1))
+    assert write(tier, next(fresh)) == NO_JOB
+    assert wait(tier, read(tier, 1)).popitem()[1].ok.all()
+    clock.now += 2.0
+    trial = write(tier, next(fresh))
+    assert trial != NO_JOB, "one write is the trial"
+    assert write(tier, next(fresh)) == NO_JOB
+    wait(tier, trial)
+    assert write(tier, next(fresh)) == NO_JOB, "and it has failed"
+    server.modes = {}
+    clock.now += 4.0
+    assert wait(tier, write(tier, next(fresh))).popitem()[1].ok.all()
+    assert wait(tier, write(tier, next(fresh))).popitem()[1].ok.all()
+
+
+fresh = itertools.count(5000)
+
+
+def test_an_answer_without_a_block_closes_the_circuit_but_not_for_long(clock: Clock) -> None:
+    circuit = Circuit(clock, chance=lambda: 0.5)
+    for _ in range(3):
+        circuit.failed()
+    clock.now += 1.1
+    circuit.answered()
+    assert not circuit.is_open
+    circuit.failed()
+    assert circuit.is_open, "the next failure opens it"
+    clock.now += 1.9
+    assert not circuit.may_try, "for longer"
+    clock.now += 0.2
+    assert circuit.may_try
+    circuit.succeeded()
+    circuit.answered()
+    circuit.failed()
+    assert not circuit.is_open
+
+
+# ---- recovery
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.999])
+def test_a_server_that_is_back_is_found_within_five_seconds(
+    server: GatedServer, make: Callable[..., Any], clock: Clock, chance: float
+) -> None:
+    """However long it was away."""
+    tier = make()
+    wait(tier, write(tier, 1))
+    tier._circuit._chance = lambda: chance
+    server.modes = dict.fromkeys(("greeting", "probe", "read", "write"), FAILS)
+    for number in range(3):
+        wait(tier, tier.submit_probe(some_keys(number)))
+    begun = clock.now
+    while clock.now < begun + 120.0:
+        assert not tier.contains(some_keys(1)).any()
+        settle(tier)
+        clock.now += 0.1
+    assert 120 / 4.6 <= server.asked["greeting"] - 1 <= 120, "one small exchange every few seconds"
+    server.modes = dict.fromkeys(("greeting", "probe", "read", "write"), ANSWERS)
+    back = clock.now
+    while not tier._is_open(READ):
+        settle(tier)
+        clock.now += 0.1
+    assert clock.now - back <= 5.0
+
+
+def test_outages_are_counted_with_their_seconds(clock: Clock) -> None:
+    breakers = Breakers(clock)
+    for _ in range(3):
+        breakers.server.failed()
+    breakers.note_outage(5.0)
+    clock.now += 10.0
+    breakers.note_outage(1.0)
+    assert (breakers.num_outages, breakers.outage_s) == (1, 15.0)
+    assert breakers.open_kinds() == [PROBE, READ, WRITE]
+    breakers.server.succeeded()
+    breakers.note_outage(0.0)
+    clock.now += 100.0
+    assert breakers.outage_s == 15.0
+    breakers.operations[READ].open()
+    breakers.note_outage(2.0)
+    clock.now += 1.0
+    assert (breakers.num_outages, breakers.outage_s, breakers.open_kinds()) == (2, 18.0, [READ])
+
+
+def test_a_replay_gives_up_at_the_first_silence(
+    server: GatedServer, make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = make(gives_up_at_once=True)
+    wait(tier, write(tier, 1))
+    server.modes = {"read": FAILS}
+    wait(tier, read(tier, 1))
+    assert not tier.contains(some_keys(1)).any()
+    assert tier.stats().outages == 1
+    assert sum("is silent" in record.getMessage() for record in caplog.records) == 1
+
+
+# ---- silence
+
+
+@pytest.fixture
+def mute() -> Iterator[int]:
+    """The port of a server that takes connections, and neither reads nor answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+@pytest.mark.parametrize("num_bytes", [10, 64 << 20])
+def test_a_silent_server_ends_an_exchange_long_before_its_deadline(mute: int, num_bytes: int) -> None:
+    """Also in the middle of a write that it does not take."""
+    until = time.monotonic() + PATIENCE_S
+    connection = ImpatientConnection("127.0.0.1", mute, Login(), until, silence_s=0.02)
+
+    def exchange() -> None:
+        connection.send([b"x" * num_bytes], until)
+        connection.reply(until)
+
+    with pytest.raises(SilentError, match=r"nothing received for 0\.02 s"):
+        exchange()
+    connection.close()
+
+
+def test_a_deadline_that_comes_before_the_silence_is_over_is_one(mute: int) -> None:
+    connection = ImpatientConnection("127.0.0.1", mute, Login(), time.monotonic() + 60.0, silence_s=60.0)
+    with pytest.raises(TimeoutError) as found:
+        connection.reply(time.monotonic() + 0.01)
+    assert not isinstance(found.value, SilentError)
+    connection.close()

@@ -1,0 +1,293 @@
+"""Machines that share a server, a cluster and a bucket, in any order: nothing lies (`sharing_machine.py`).
+
+KVOFFLOAD_SHARINGS is how many sequences are played with each; `make soak` plays more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from kvoffload.tiers.kinds.s3 import S3Options
+from kvoffload.tiers.kinds.valkey import ValkeyOptions
+from kvoffload.tiers.s3.objects import epoch_name
+from kvoffload.tiers.shared.identity import is_rest, names_of_rests
+from kvoffload.tiers.spec import TierOwner
+from kvoffload.tiers.valkey.cluster_map import MapQuestion
+from kvoffload.tiers.valkey.divisions import slot_of
+from support import s3_server
+from support.fault_proxy import FaultProxy
+from support.s3_server import BUCKET, KEY_ID, SECRET, Rclone
+from support.sharing_client import some_keys
+from support.sharing_machine import EVERY, BehindAProxy, SharingMachine, any_number, machines
+from support.valkey_server import PATIENCE_S, Cluster, Server, clustered, running
+
+PATIENT: dict[str, Any] = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
+QUICK: dict[str, Any] = {"timeout": 0.5, "probe_timeout": 0.5}
+"""Behind a proxy: when it flips the end of a line, the rest of the line never comes."""
+SHARINGS = os.environ.get("KVOFFLOAD_SHARINGS")
+
+
+def sequences(steps: int, one_of: int = 1) -> settings:
+    """So many steps each, and of sequences one of so many that others play."""
+    count = max(1, int(SHARINGS or settings().max_examples) // one_of)
+    return settings(stateful_step_count=steps, deadline=None, max_examples=count)
+
+
+class ServerMachine(BehindAProxy):
+    """With a server, and blocks of one value."""
+
+    server: ClassVar[Server]
+
+    def begin(self) -> list[Any]:
+        self.server.say("FLUSHALL")
+        self.proxy = FaultProxy(self.server.port)
+        described = ValkeyOptions(url=f"valkey://127.0.0.1:{self.proxy.port}/ns", **QUICK)
+        return [described.open(TierOwner(self.block_bytes, 36, "m")) for _ in range(2)]
+
+    def values(self) -> list[bytes]:
+        return self.server.names()
+
+    def get(self, place: bytes) -> bytes:
+        return self.server.value(place)
+
+    def put(self, place: bytes, value: bytes) -> None:
+        assert self.server.say("SET", place, value) == b"OK"
+
+    def remove(self, place: bytes) -> None:
+        self.server.say("DEL", place)
+
+    def remove_epoch(self, place: bytes) -> None:
+        self.server.say("DEL", self.tiers[0]._epoch_name)
+
+    def snapshot(self) -> dict[bytes, bytes]:
+        return {name: self.get(name) for name in [*self.values(), *self.server.epoch_names()]}
+
+    def restore(self, snapshot: dict[bytes, bytes]) -> None:
+        self.server.say("FLUSHALL")
+        for name, value in snapshot.items():
+            self.put(name, value)
+
+    def is_epoch(self, place: bytes) -> bool:
+        return b":epoch" in place
+
+
+class MachineOfTwoValues(ServerMachine):
+    """As above, and each block is two values."""
+
+    block_bytes = 16 << 10
+
+    def whole(self, place: bytes) -> list[bytes]:
+        first = place[:-1] if is_rest(place) else place
+        return [first, *names_of_rests([first])]
+
+
+class ClusterMachine(SharingMachine):
+    """With three masters: slots move, and maps are old. Blocks are one value."""
+
+    cluster: ClassVar[Cluster]
+
+    def begin(self) -> list[Any]:
+        for master in self.cluster.masters:
+            assert master.say("FLUSHALL") == b"OK"
+        described = ValkeyOptions(url=f"{self.cluster.url}/ns", **PATIENT)
+        return [described.open(TierOwner(self.block_bytes, 36, "m")) for _ in range(2)]
+
+    def values(self) -> list[tuple[Server, bytes]]:
+        return [(master, name) for master in self.cluster.masters for name in master.names()]
+
+    def get(self, place: tuple[Server, bytes]) -> bytes:
+        server, name = place
+        return server.value(name)
+
+    def put(self, place: tuple[Server, bytes], value: bytes) -> None:
+        server, name = place
+        assert server.say("SET", name, value) == b"OK"
+
+    def remove(self, place: tuple[Server, bytes]) -> None:
+        server, name = place
+        server.say("DEL", name)
+
+    def remove_epoch(self, place: tuple[Server, bytes]) -> None:
+        server, name = place
+        *begin, _, tag, _ = name.split(b":")
+        server.say("DEL", b":".join([*begin, b"epoch", tag]))
+
+    def snapshot(self) -> dict[bytes, bytes]:
+        return {
+            name: master.value(name)
+            for master in self.cluster.masters
+            for name in [*master.names(), *master.epoch_names()]
+        }
+
+    def restore(self, snapshot: dict[bytes, bytes]) -> None:
+        for master in self.cluster.masters:
+            assert master.say("FLUSHALL") == b"OK"
+        for name, value in snapshot.items():
+            said = [master.say("SET", name, value) for master in self.cluster.masters]
+            assert b"OK" in said, "slots may have moved: it is where they are now"
+
+    def is_epoch(self, place: bytes) -> bool:
+        return b":epoch" in place
+
+    def parts(self, tier: Any) -> list[Any]:
+        return [*tier._nodes.values()]
+
+    def is_well(self, tier: Any) -> bool:
+        tier.contains(some_keys(*range(1, 100)))
+        return bool(tier._is_whole()) and all(node._is_open("read") for node in tier._nodes.values())
+
+    def epochs(self, tier: Any) -> list[int]:
+        known = [node._epoch.numbers for node in tier._nodes.values() if node._epoch is not None]
+        return [number for numbers in known for number in numbers if number is not None]
+
+    @rule()
+    def try_again_now(self) -> None:
+        super().try_again_now()
+        for tier in self.tiers:
+            tier._ask_at = tier._look_at = 0.0
+
+    @rule(number=any_number, to=st.integers(1, 2))
+    def a_slot_moves(self, number: int, to: int) -> None:
+        """With all that is in it, and before the machines hear of it."""
+        if (found := self.some_place(number)) is None:
+            return
+        source, name = found
+        target = self.cluster.masters[(self.cluster.masters.index(source) + to) % 3]
+        slot = str(slot_of(name))
+        identity = self.cluster.identity(target)
+        assert target.say("CLUSTER", "SETSLOT", slot, "IMPORTING", self.cluster.identity(source)) == b"OK"
+        assert source.say("CLUSTER", "SETSLOT", slot, "MIGRATING", identity) == b"OK"
+        for one in source.ask("CLUSTER", "GETKEYSINSLOT", slot, "1000"):
+            assert source.say("MIGRATE", "127.0.0.1", str(target.port), one, "0", "60000") == b"OK"
+        for server in (target, source, *self.cluster.masters):
+            assert server.say("CLUSTER", "SETSLOT", slot, "NODE", identity) == b"OK"
+
+    @rule(machine=machines, number=st.integers(0, 2))
+    def a_master_hangs(self, machine: int, number: int) -> None:
+        """And goes on: what was under way arrives when nobody waits for it any more."""
+        with self.cluster.masters[number].stopped():
+            self.read_in_vain(machine)
+
+    @rule(machine=machines)
+    def a_map_is_old(self, machine: int) -> None:
+        """All divisions are one node further."""
+        tier = self.tiers[machine]
+        known = [*tier._number_of.items()]
+        wrong = MapQuestion(deadline=0.0)
+        wrong.divisions = {
+            address: tier._nodes[known[row - 1][1]].divisions for row, (address, _) in enumerate(known)
+        }
+        wrong.num_replicas = dict.fromkeys(wrong.divisions, 0)
+        tier._follow(wrong)
+
+
+class BucketMachine(BehindAProxy):
+    """With a bucket, and two blocks in an object."""
+
+    rclone: ClassVar[Rclone]
+
+    def begin(self) -> list[Any]:
+        self.rclone.empty()
+        self.proxy = FaultProxy(self.rclone.port)
+        described = S3Options(
+            url=f"s3://{BUCKET}/ns",
+            endpoint=f"http://127.0.0.1:{self.proxy.port}",
+            region="us-east-1",
+            pack=2 * self.block_bytes,
+            **QUICK,
+        )
+        tiers = [described.open(TierOwner(self.block_bytes, 36, "m")) for _ in range(2)]
+        for tier in tiers:
+            assert tier.group_blocks == 2
+            tier.follow(tier.begin_request("r"), some_keys(*EVERY))
+        return tiers
+
+    def values(self) -> list[str]:
+        return self.rclone.names()
+
+    def get(self, place: str) -> bytes:
+        return self.rclone.file(place).read_bytes()
+
+    def put(self, place: str, value: bytes) -> None:
+        self.rclone.put(place, value)
+
+    def remove(self, place: str) -> None:
+        self.rclone.delete(place)
+
+    def remove_epoch(self, place: str) -> None:
+        self.rclone.delete(epoch_name("ns", self.tiers[0]._producer).decode())
+
+    def snapshot(self) -> dict[str, bytes]:
+        place = epoch_name("ns", self.tiers[0]._producer).decode()
+        found = {}
+        for name in [*self.values(), place]:
+            with suppress(FileNotFoundError):  # it is being written
+                found[name] = self.get(name)
+        return found
+
+    def restore(self, snapshot: dict[str, bytes]) -> None:
+        self.rclone.empty()
+        for name, value in snapshot.items():
+            self.rclone.put(name, value)
+
+    def is_epoch(self, place: str) -> bool:
+        return "/epochs/" in place
+
+
+def before(machine: Any, name: str, started: Callable[[Path], Any]) -> Any:
+    """A fixture: an engine of a test's own, as this attribute of the machine."""
+
+    @pytest.fixture(name=name)
+    def engine(tmp_path: Path) -> Iterator[None]:
+        with started(tmp_path) as found:
+            setattr(machine, name, found)
+            yield
+            delattr(machine, name)
+
+    return engine
+
+
+server = before(ServerMachine, "server", running)
+cluster = before(ClusterMachine, "cluster", clustered)
+
+
+@pytest.fixture
+def rclone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    # It answers 500 to one of several `PUT`s that come at once.
+    monkeypatch.setattr("kvoffload.tiers.s3.bucket._SIDE_BY_SIDE", 1)
+    with s3_server.running(Rclone, tmp_path) as server:
+        assert isinstance(server, Rclone)
+        BucketMachine.rclone = server
+        yield
+        del BucketMachine.rclone
+
+
+@pytest.mark.usefixtures("server")
+class TestServer(ServerMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = sequences(40)
+
+
+@pytest.mark.usefixtures("server")
+class TestTwoValues(MachineOfTwoValues.TestCase):  # type: ignore[name-defined, misc]
+    settings = sequences(40, one_of=2)
+
+
+@pytest.mark.usefixtures("cluster")
+class TestCluster(ClusterMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = sequences(30, one_of=4)
+
+
+@pytest.mark.usefixtures("rclone")
+class TestBucket(BucketMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = sequences(30, one_of=2)

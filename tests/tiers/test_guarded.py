@@ -1,0 +1,271 @@
+"""A tier that raises at any call: a miss and a failure, and the tier is used again later."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.testing.scripted_tier import ScriptedTier
+from kvoffload.tiers.contract import NO_JOB, JobResult
+from kvoffload.tiers.guarded import GuardedTier
+from support.letters import HIT, MISS, keys
+from support.tiering_rig import BLOCK_BYTES, RETRY, Clock, Rig
+
+METHODS = [
+    "begin_request", "finish_request", "contains", "unknown", "submit_probe", "submit_read", "submit_write",
+    "finished", "delete", "clear", "drain", "stats", "close", "queue_room", "take_changes", "follow", "cut",
+]  # fmt: skip
+
+
+class Trouble:
+    """Raises at these methods of a tier."""
+
+    def __init__(self, *methods: str) -> None:
+        self.methods, self.num_raised = {*methods}, 0
+
+    def __call__(self, method: str) -> None:
+        if method in self.methods:
+            self.num_raised += 1
+            raise KeyError(method)
+
+
+class Untouched(ScriptedTier):
+    """As `ScriptedTier`, and the methods that it inherits can raise as well."""
+
+    group_blocks = 1
+
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        self.on_call("take_changes")
+        return []
+
+    def follow(self, request: object, path: Any) -> None:
+        self.on_call("follow")
+
+    def cut(self, keys: Any, room: int) -> int:
+        self.on_call("cut")
+        return min(room, len(keys))
+
+
+def rig_with(tier: ScriptedTier, **options: Any) -> Rig:
+    """A manager with this tier in front of one that is well."""
+    rig = Rig(tiers=1, **options)
+    from kvoffload.tiering.manager import TieredManager
+
+    rig.tiers = [tier, *rig.tiers]
+    rig.manager = TieredManager(
+        4, ram=rig.ram, tiers=rig.tiers, key_bytes=1, clock=rig.clock, max_in_flight=1.0, enable_events=True
+    )
+    return rig
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_that_a_tier_raises_escapes(method: str, shared: bool) -> None:
+    tier = Untouched(BLOCK_BYTES, name="bad", immediate=True, shared=shared)
+    trouble = tier.on_call = Trouble(method)
+    rig = rig_with(tier)
+    rig.below("abc", 0)
+    rig.below("ab", 1)
+    for _ in range(3):
+        ctx = rig.begin("abcd")
+        for _ in range(8):
+            num_ready, stopped_by = rig.ask("abcd", ctx)
+            rig.end_all()
+            rig.manager.poll()
+            rig.clock.now += 0.5
+        assert stopped_by is not RETRY
+        rig.load("abcd"[:num_ready], ctx)
+        rig.manager.lookup_key(b"c", ctx)
+        rig.manager.poll()
+        rig.store("xyz", ctx)
+        rig.manager.discard(keys("x"))
+        rig.manager.finish_request(ctx)
+        rig.manager.take_events()
+        rig.manager.tier_stats()
+        rig.clock.now += 100.0
+    rig.manager.flush(0.0)
+    rig.manager.reset(drop_in_flight=True)
+    rig.manager.settle(0.0)
+    tier.on_call = Trouble()
+    rig.clock.now += 200.0
+    rig.manager.poll()
+    stats = rig.manager.stats()
+    assert stats.writing == stats.condemned == 0
+    if method not in ("close", "delete", "cut", "follow"):
+        assert trouble.num_raised > 0 or (not shared and method in ("unknown", "submit_probe"))
+    assert rig.manager.tier_stats()[0].errors == trouble.num_raised
+    rig.ask("q", rig.begin())  # a reset that failed is repeated first
+    rig.below("ab", 0)
+    if method == "finished":
+        assert tier.closed, "its jobs could not be ended otherwise"
+        rig.below("ab", 1)
+    ctx = rig.begin()
+    while rig.ask("ab", ctx)[1] is RETRY:
+        rig.manager.poll()
+    assert rig.ask("ab", ctx) == (2, HIT), "it is used again"
+    tier.on_call = Trouble(method)
+    rig.manager.close(0.0)
+
+
+def guarded(**options: Any) -> tuple[GuardedTier, ScriptedTier, Clock]:
+    tier, clock = ScriptedTier(BLOCK_BYTES, **options), Clock()
+    return GuardedTier(tier, clock), tier, clock
+
+
+def test_it_rests_after_three_failures_in_a_row_for_longer_each_time() -> None:
+    guard, tier, clock = guarded(immediate=True)
+    tier.blocks[b"a"] = b"a" * BLOCK_BYTES
+    trouble = tier.on_call = Trouble("contains")
+    for _ in range(2):
+        guard.contains(keys("a"))
+    tier.on_call = Trouble()
+    assert guard.contains(keys("a")).all(), "two are no reason to rest"
+    tier.on_call = trouble
+    for _ in range(3):
+        guard.contains(keys("a"))
+    for rest_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+        asked = trouble.num_raised
+        clock.now += rest_s - 0.01
+        assert not guard.contains(keys("a")).any()
+        assert guard.submit_read(keys("a"), np.zeros((1, BLOCK_BYTES), np.uint8), [0]) == NO_JOB
+        assert trouble.num_raised == asked, "it rests"
+        clock.now += 0.02
+        guard.contains(keys("a"))
+        assert trouble.num_raised == asked + 1, "one attempt"
+    tier.on_call = Trouble()
+    clock.now += 61.0
+    assert guard.contains(keys("a")).all()
+
+
+def test_a_write_that_comes_while_it_rests_is_dropped() -> None:
+    guard, tier, _ = guarded(immediate=True)
+    tier.on_call = Trouble("contains")
+    for _ in range(3):
+        guard.contains(keys("a"))
+    job, taken = guard.submit_write(keys("ab"), np.zeros((2, BLOCK_BYTES), np.uint8), np.arange(2))
+    assert (job, taken.tolist()) == (NO_JOB, [False, False])
+    assert guard.stats().dropped == 2
+
+
+def test_jobs_whose_results_were_lost_are_ended_by_closing_the_tier() -> None:
+    """And not before 10 s: until it is closed the tier may write to their rows."""
+    guard, tier, clock = guarded()
+    job = guard.submit_read(keys("a"), np.zeros((1, BLOCK_BYTES), np.uint8), np.zeros(1, np.int64))
+    tier.on_call = Trouble("finished")
+    assert guard.finished() == []
+    tier.on_call = Trouble()
+    clock.now += 9.0
+    assert guard.finished() == []
+    assert not tier.closed
+    clock.now += 2.0
+    (result,) = guard.finished()
+    assert (result.job, result.ok.tolist()) == (job, [False])
+    assert tier.closed
+    assert not guard.contains(keys("a")).any()
+    assert not guard.drain(0.0), "a reset cannot be recorded any more"
+    assert guard.finished() == []
+
+
+def test_jobs_that_end_after_all_keep_the_tier() -> None:
+    guard, tier, clock = guarded()
+    job = guard.submit_read(keys("a"), np.zeros((1, BLOCK_BYTES), np.uint8), np.zeros(1, np.int64))
+    tier.on_call = Trouble("finished")
+    guard.finished()
+    tier.on_call = Trouble()
+    tier.end(tier.jobs[0])
+    assert [result.job for result in guard.finished()] == [job]
+    clock.now += 100.0
+    assert guard.finished() == []
+    assert not tier.closed
+
+
+def test_rows_stay_reserved_if_the_tier_cannot_be_closed() -> None:
+    """It may still write to them: to give them away could serve a wrong block."""
+    guard, tier, clock = guarded()
+    guard.submit_read(keys("a"), np.zeros((1, BLOCK_BYTES), np.uint8), np.zeros(1, np.int64))
+    tier.on_call = Trouble("finished", "close")
+    guard.finished()
+    clock.now += 11.0
+    assert guard.finished() == []
+    clock.now += 1000.0
+    assert guard.finished() == []
+
+
+def test_blocks_from_before_a_reset_that_failed_are_not_served() -> None:
+    guard, tier, clock = guarded(immediate=True)
+    tier.blocks[b"a"] = b"a" * BLOCK_BYTES
+    tier.on_call = Trouble("clear")
+    guard.clear()
+    assert not guard.contains(keys("a")).any()
+    assert not guard.drain(0.0)
+    clock.now += 100.0
+    assert not guard.contains(keys("a")).any()
+    tier.on_call = Trouble()
+    clock.now += 100.0
+    assert not guard.contains(keys("a")).any()
+    assert tier.blocks == {}
+    assert guard.drain(0.0)
+    tier.blocks[b"b"] = b"b" * BLOCK_BYTES
+    assert guard.contains(keys("b")).all()
+
+
+@pytest.mark.parametrize("wrong", ["another job", "another length"])
+def test_results_that_cannot_be(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    guard, tier, _ = guarded()
+    job = guard.submit_read(keys("ab"), np.zeros((2, BLOCK_BYTES), np.uint8), np.arange(2))
+    result = JobResult(job + (wrong == "another job"), np.ones(2 + (wrong != "another job"), np.bool_), 0.0)
+    tier._ended.append(result)
+    found = guard.finished()
+    assert [(one.job, one.ok.tolist()) for one in found] == [(job, [False, False])] * (wrong != "another job")
+    assert guard.stats().errors == 1
+    assert "finished failed" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVOFFLOAD_RAISES", "20"))))
+def test_any_calls_may_raise_at_any_time(seed: int) -> None:
+    """Seeded: what is served is right, and when the trouble is over all is as it should be."""
+    chance = random.Random(seed)
+    tier = Untouched(BLOCK_BYTES, name="bad", shared=bool(seed % 2))
+    tries = {"num": 0}
+
+    def perhaps(method: str) -> None:
+        if method != "close" and chance.random() < 0.15:
+            tries["num"] += 1
+            raise RuntimeError(method)
+
+    tier.on_call = perhaps
+    rig = rig_with(tier, immediate=False)
+    for _ in range(150):
+        letters = "abcdefghijkl"[(at := chance.randrange(8)) : at + chance.randrange(1, 5)]
+        if chance.random() < 0.3:
+            rig.below(letters, chance.randrange(2))
+        ctx = rig.begin(letters)
+        for _ in range(chance.randrange(4)):
+            num_ready, stopped_by = rig.ask(letters, ctx)
+            if stopped_by is not RETRY:
+                rig.load(letters[:num_ready], ctx)
+            for one in rig.tiers:
+                for job in [*one.jobs]:
+                    if chance.random() < 0.6:
+                        one.end(job)
+            rig.manager.poll()
+        if rig.manager.stats().evictable + rig.manager.stats().free >= len(letters):
+            rig.store(letters, ctx)
+        rig.manager.finish_request(ctx)
+        rig.clock.now += chance.choice([0.01, 0.5, 3.0])
+        if chance.random() < 0.02:
+            rig.manager.reset()
+    assert tries["num"] > 20
+    tier.on_call = lambda method: None
+    for _ in range(40):
+        rig.clock.now += 20.0
+        rig.end_all()
+    stats = rig.manager.stats()
+    assert stats.writing == stats.condemned == 0
+    assert stats.evictable == stats.ready
+    assert rig.manager.settle(0.0)
+    assert MISS is not HIT

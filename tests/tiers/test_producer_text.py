@@ -1,0 +1,85 @@
+"""A producer's text is kept in a bounded number of bytes, and says how two producers differ."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from kvoffload.tiers.producer_text import ABSENT, MAX_BYTES, differences, fields, pack, summary, unpack
+from support.disk_blocks import Disk
+from support.run_cli import kvoffload
+
+
+def text(salt: str = "", num_fields: int = 150, **changed: object) -> str:
+    """As large as that of a real engine."""
+    known = {f"compilation.pass_config.fuse_{number}": number % 2 == 0 for number in range(num_fields)}
+    known |= {"model": "org/llama", "vllm": "0.32.0", "model.hf_config.rope_parameters.rope_theta": 10000.0}
+    return json.dumps({**known, **changed}, sort_keys=True) + salt
+
+
+def test_a_short_text_stays_as_it_is() -> None:
+    assert pack("llama bf16 tp1") == b"llama bf16 tp1"
+    assert unpack(b"llama bf16 tp1") == "llama bf16 tp1"
+    assert fields("llama") == {"producer": "llama"}
+    assert unpack(pack("ä" * MAX_BYTES)) == "ä" * (MAX_BYTES // 2), "no half sign"
+
+
+def test_a_long_text_is_compressed_and_keeps_its_fields() -> None:
+    long = text(salt="run 7", ignored=[f"model.layers.{number}" for number in range(500)])
+    assert len(long) > 2 * MAX_BYTES
+    assert len(pack(long)) <= MAX_BYTES
+    found = fields(unpack(pack(long)))
+    assert found["model.hf_config.rope_parameters.rope_theta"] == 10000.0
+    assert found["salt"] == "run 7"
+    assert found["ignored"].startswith("sha256 ")
+    assert len(found) == len(fields(long))
+
+
+def test_what_does_not_fit_is_left_out_and_counted() -> None:
+    rng = random.Random(1)
+    noise = {f"field_{number}": rng.randbytes(40).hex() for number in range(300)}
+    packed = pack(json.dumps(noise))
+    assert len(packed) <= MAX_BYTES
+    found = fields(unpack(packed))
+    assert found["(not stored)"] == f"{300 - len(found) + 1} fields"
+
+
+def test_the_difference_is_in_words() -> None:
+    first, second = text(), text(**{"model.hf_config.rope_parameters.rope_theta": 1e6})
+    assert [str(one) for one in differences(first, second)] == ["rope_theta: 10000 / 1000000"]
+    assert [str(one) for one in differences(first, text(salt="b"))] == [f"salt: {ABSENT} / b"]
+    assert differences(first, first) == []
+
+
+def test_fields_that_end_alike_have_their_whole_names() -> None:
+    one, other = '{"model.dtype": "half", "dtype": "fp8"}', '{"model.dtype": "float", "dtype": "auto"}'
+    assert [found.name for found in differences(one, other)] == ["dtype", "model.dtype"]
+
+
+@pytest.mark.parametrize(
+    "packed", [b"\0", b"\0rubbish", b"\xff\xfe", b"", b"\0" + b"x" * 5000, b"{", b"[" * 9999]
+)
+def test_damaged_bytes_raise_nothing(packed: bytes) -> None:
+    assert fields(unpack(packed))
+
+
+def test_a_terminal_gets_no_control_characters() -> None:
+    hostile = json.dumps({"model": "\x1b[2J\x07evil", "\x1b[31m": 1})
+    assert "\x1b" not in summary(hostile)
+    assert not any("\x1b" in str(one) for one in differences(hostile, "{}" + hostile))
+    assert not any("\x1b" in str(one) for one in differences(hostile, '{"a": 1}'))
+
+
+def test_inspect_says_how_the_producers_of_a_directory_differ(tmp_path: Path) -> None:
+    for theta in (1e6, 10000.0):
+        disk = Disk(tmp_path, 100, fingerprint=text(**{"model.hf_config.rope_parameters.rope_theta": theta}))
+        disk.write([1])
+        disk.tier.close()
+    found = kvoffload("disk", "inspect", tmp_path).stdout
+    assert "rope_theta: 10000 / 1000000" in found
+    assert "model org/llama, vllm 0.32.0" in found
+    reports = json.loads(kvoffload("disk", "inspect", tmp_path, "--format", "json").stdout)
+    assert [len(fields(report["fingerprint"])) for report in reports] == [153, 153]

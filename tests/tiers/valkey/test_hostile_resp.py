@@ -1,0 +1,212 @@
+"""Servers and clusters that misbehave: every attack of `hostile_resp`, a few steps each.
+
+A soak run drives the same table for longer: ``python tests/support/hostile_resp.py --seed 1 --rounds 10``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvoffload.tiers.shared.tier import RemoteOptions
+from kvoffload.tiers.valkey.cluster import ClusterTier
+from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
+from kvoffload.tiers.valkey.resp import Connection, Login, ProtocolError
+from support.hostile_resp import MAPS, REPLIES, FakeServer, Outcome, attack_map, attack_replies, encoded
+from support.sharing_client import some_keys
+
+STEPS = 8
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.wrong == 0, outcome
+    assert outcome.escapes == 0, outcome.first
+    assert outcome.leaks == 0, outcome
+    assert outcome.recovered, outcome
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_server_that_misbehaves_costs_misses_and_nothing_else(name: str) -> None:
+    outcome = attack_replies(name, seed=1, steps=STEPS)
+    check(outcome)
+    assert outcome.attacks or isinstance(REPLIES[name], tuple), "the attack did not take place"
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_cluster_whose_map_is_wrong_costs_misses_and_nothing_else(name: str) -> None:
+    check(attack_map(name, seed=1, steps=STEPS))
+
+
+# ---- maps
+
+
+class _Says:
+    """A connection to a node that answers with this map."""
+
+    host = "asked"
+
+    def __init__(self, slots: Any) -> None:
+        self._answers = [b"cluster_state:ok\r\n", slots]
+
+    def send(self, *_: Any) -> None: ...
+
+    def answer(self, *_: Any) -> Any:
+        return self._answers.pop(0)
+
+
+def divisions_in(*ranges: Any) -> dict[Address, tuple[int, ...]]:
+    question = MapQuestion(deadline=0.0)
+    question.run(_Says([*ranges]))  # type: ignore[arg-type]
+    return question.divisions
+
+
+def node(host: Any = b"h", port: Any = 7) -> list[Any]:
+    return [host, port, b"id"]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([[0, 16384, node()]], "outside of slots 0 to 16383"),
+        ([[16384, 16384, node()]], "outside of slots"),
+        ([[0, 10**9, node()]], "outside of slots"),
+        ([[-1, 5, node()]], "outside of slots"),
+        ([[5, 4, node()]], "outside of slots"),
+        ([[b"0", b"5", node()]], "outside of slots"),
+        ([[0]], "outside of slots"),
+        ([[0, 5, node()], [5, 6, node()]], "a slot in two ranges"),
+        (2 * [[0, 16383, node()]], "a slot in two ranges"),
+        ([[0, 5, node(port=0)]], "a port from 1 to 65535"),
+        ([[0, 5, node(port=65536)]], "a port from 1 to 65535"),
+        ([[0, 5, node(port=b"7")]], "a port from 1 to 65535"),
+        ([[0, 5, node(b"h\n2026 forged")]], "neither a name nor an address"),
+        ([[0, 5, node(b"\x1b[31m")]], "neither a name nor an address"),
+        ([[0, 5, node(b"h" * 300)]], "neither a name nor an address"),
+        ([[0, 5, node(b"[/foo]")]], "neither a name nor an address"),
+        ([[0, 5, node(b"a..b")]], "neither a name nor an address"),
+        ([[n * 64, n * 64, node(port=n + 1)] for n in range(MOST_MASTERS + 1)], "more than 128 masters"),
+    ],
+)
+def test_an_impossible_map_is_refused(ranges: list[Any], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        divisions_in(*ranges)
+
+
+@pytest.mark.parametrize("host", [b"10.0.0.7", b"::1", b"fe80::1%eth0", b"cache-1.team_a.svc.", b"c"])
+def test_names_and_addresses_are_hosts(host: bytes) -> None:
+    assert divisions_in([0, 16383, node(host)]) == {(host.decode(), 7): tuple(range(256))}
+
+
+def test_the_largest_map_is_read() -> None:
+    found = divisions_in(*[[slot, slot, node(port=1 + slot // 128)] for slot in range(16384)])
+    assert len(found) == MOST_MASTERS
+    assert found[("h", 1)] == (0, 1)
+
+
+# ---- the tier and its maps
+
+
+@pytest.fixture
+def server() -> Any:
+    server = FakeServer(1)
+    server.slots = lambda: encoded([[0, 16383, [b"127.0.0.1", server.port, b"id"]]])
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def tier(server: FakeServer) -> Any:
+    def connect(address: Address, deadline: float) -> Connection:
+        return Connection(*address, Login(), deadline)
+
+    options = RemoteOptions(namespace="ns", timeout_s=60.0, probe_timeout_s=60.0)
+    seeds = [("127.0.0.1", server.port)]
+    more: dict[str, Any] = {"block_bytes": 4096, "fingerprint": "model"}
+    tier = ClusterTier("valkey", "there", seeds, connect, options, **more)
+    yield tier
+    tier.close()
+
+
+def wait(tier: ClusterTier, until: Callable[[], bool]) -> None:
+    last = time.monotonic() + 60.0
+    while not until():
+        assert time.monotonic() < last
+        tier._look_at = tier._ask_at = 0.0
+        tier.finished()
+        time.sleep(0.001)
+
+
+def a_map(*addresses: Address) -> MapQuestion:
+    found = MapQuestion(deadline=0.0)
+    size = 256 // len(addresses)
+    found.divisions = {
+        address: tuple(range(number * size, (number + 1) * size)) for number, address in enumerate(addresses)
+    }
+    found.num_replicas = dict.fromkeys(addresses, 0)
+    return found
+
+
+def test_a_map_whose_nodes_cannot_be_made_leaves_the_old_one(
+    tier: ClusterTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait(tier, tier._is_whole)
+    nodes, homes, numbers = {**tier._nodes}, tier._homes.copy(), {**tier._number_of}
+    made = []
+
+    class FailsError(Exception):
+        pass
+
+    def new_node(address: Address, divisions: tuple[int, ...]) -> Any:
+        made.append(address)
+        if len(made) == 3:
+            raise FailsError
+        return original(address, divisions)
+
+    original = tier._new_node
+    monkeypatch.setattr(tier, "_new_node", new_node)
+    with pytest.raises(FailsError):
+        tier._follow(a_map(*[("127.0.0.1", port) for port in range(1, 9)]))
+    assert (tier._nodes, tier._number_of) == (nodes, numbers)
+    assert (tier._homes == homes).all()
+    monkeypatch.undo()
+    tier.finished()
+    assert tier._is_whole()
+    assert tier.unknown(some_keys(1, 2)).all(), "it is open"
+
+
+def test_a_large_map_takes_effect_over_several_calls(tier: ClusterTier) -> None:
+    wait(tier, tier._is_whole)
+    old = {*tier._nodes}
+    tier._follow(a_map(*[("127.0.0.1", port) for port in range(1, 65)]))
+    assert {*tier._number_of.values()} == old, "the old map is in use until all nodes have been made"
+    calls = 0
+    while {*tier._number_of.values()} & old:
+        tier._advance()
+        calls += 1
+    assert calls == 64 // 8 - 1
+    assert sum(tier._nodes[number].has_begun for number in tier._number_of.values()) <= 8
+
+
+def test_a_node_without_threads_is_absent_until_it_can_have_them(
+    tier: ClusterTier, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait(tier, tier._is_whole)
+    start = threading.Thread.start
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvoffload-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    tier._follow(a_map(("127.0.0.1", server.port), ("localhost", server.port)))
+    keys = some_keys(*range(50))
+    assert not tier.contains(keys).any()
+    assert not tier.unknown(keys).any()
+    assert tier.submit_probe(keys) == -1 or not tier.finished()
+    monkeypatch.undo()
+    wait(tier, lambda: bool(tier.unknown(keys).all()))

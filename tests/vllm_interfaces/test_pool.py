@@ -1,0 +1,508 @@
+"""The pool that processes share: how they find it, what they refuse, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.core.plans import LookupResult
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
+from kvoffload.integrations.vllm.shared import first_touch
+from kvoffload.integrations.vllm.shared import pool as pool_module
+from kvoffload.integrations.vllm.shared.pool import SHARED_MEMORY, SharedPool, _promised_bytes
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.contract import key_digests
+from support.letters import keys, make, store
+from support.timeouts import HANGS_S
+
+
+@pytest.fixture
+def attach(tmp_path: Path) -> Callable[..., SharedPool]:
+    """A function that attaches one member of an engine of two workers."""
+
+    def one(member: int, engine: str = "e", **changes: Any) -> SharedPool:
+        settings = {
+            "num_members": 3,
+            "num_parts": 2,
+            "part_bytes": 6000,
+            "capacity_bytes": 10 * 12288,
+            "directory": tmp_path,
+        } | changes
+        return SharedPool.attach(engine, member=member, **settings)
+
+    return one
+
+
+def pools_in(directory: Path) -> list[Path]:
+    return list(directory.glob("kvoffload-*"))
+
+
+def test_members_share_slots_and_the_name_goes_with_the_last(
+    attach: Callable[..., SharedPool], tmp_path: Path
+) -> None:
+    first, second = attach(1), attach(2, part_bytes=5000)
+    (file,) = pools_in(tmp_path)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert str(os.getpid()) in file.name
+    scheduler = attach(0, part_bytes=99999)
+    assert not pools_in(tmp_path), "nothing has a name once all are there"
+    assert (scheduler.num_slots, scheduler.part_bytes, scheduler.num_parts) == (10, 6000, 2)
+    first.part(0)[3] = 7
+    second.part(1)[3] = 9
+    assert scheduler.part(0)[3].tolist() == [7] * 6000
+    assert scheduler.part(1)[3].tolist() == [9] * 6000
+    for pool in (first, second, scheduler):
+        pool.close()
+        pool.close()
+
+
+def test_failures_are_taken_once_and_only_those_that_are_told(attach: Callable[..., SharedPool]) -> None:
+    first, second, scheduler = attach(1), attach(2), attach(0)
+    slots = np.array([3, 5, 6], np.int32)
+    assert scheduler.take_failed(slots) is None
+    first.fail(0, slots[:1])
+    second.fail(1, slots[:2])
+
+    class Late:
+        """The ledger, in which a worker marks one more slot as soon as the scheduler has read."""
+
+        def __init__(self, marks: Any) -> None:
+            self.marks = marks
+
+        def __getitem__(self, at: Any) -> Any:
+            found = self.marks[at].copy()
+            first.fail(0, slots[2:])
+            return found
+
+        def __setitem__(self, at: Any, value: int) -> None:
+            self.marks[at] = value
+
+    ledger: Any = Late(scheduler.failed)
+    scheduler.failed, marks = ledger, scheduler.failed
+    assert scheduler.take_failed(slots).tolist() == [True, True, False]
+    scheduler.failed = marks
+    assert scheduler.take_failed(slots).tolist() == [False, False, True]
+    assert scheduler.take_failed(slots).tolist() == [False] * 3
+
+
+def test_checksums_are_of_all_parts_and_of_this_key(attach: Callable[..., SharedPool]) -> None:
+    first, second, scheduler = attach(1), attach(2), attach(0)
+    slots, digests = np.array([2, 5], np.int32), key_digests(Keys.pack([b"a" * 8, b"b" * 8], 8))
+    first.part(0)[:] = 1
+    second.part(1)[:] = 2
+    first.seal(0, slots, digests)
+    assert scheduler.verify(slots, digests).tolist() == [False, False], "one part is missing"
+    second.seal(1, slots, digests)
+    assert scheduler.verify(slots, digests).tolist() == [True, True]
+    assert scheduler.verify(slots[::-1].copy(), digests).tolist() == [False, False], "of other keys"
+    second.part(1)[5, 5999] ^= 1
+    assert scheduler.verify(slots, digests).tolist() == [True, False]
+
+
+def test_two_engines_do_not_share(attach: Callable[..., SharedPool]) -> None:
+    one, other = attach(1, "one"), attach(1, "other")
+    one.part(0)[:] = 1
+    assert not other.part(0).any()
+    with pytest.raises(ConfigError, match="allowed: a name that no other engine has; one is starting"):
+        attach(1, "one")
+    with pytest.raises(ConfigError, match="of another shape"):
+        attach(2, "one", num_parts=1)
+    with pytest.raises(ConfigError, match="pipeline stages"):
+        attach(2, "one", part_bytes=6001)
+
+
+def test_what_cannot_be_had_is_refused_at_once(attach: Callable[..., SharedPool], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which one block takes"):
+        attach(1, capacity_bytes=1)
+    with pytest.raises(ConfigError, match="--shm-size"):
+        attach(1, capacity_bytes=2**60)
+    assert not pools_in(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_what_a_dead_engine_leaves_is_removed(
+    attach: Callable[..., SharedPool], tmp_path: Path, how: str
+) -> None:
+    code = f"""
+        import os, signal, sys
+        from pathlib import Path
+        from kvoffload.integrations.vllm.shared.pool import SharedPool
+        pool = SharedPool.attach("dead", member=1, num_members=2, num_parts=1, part_bytes=100,
+                                 capacity_bytes=10000, directory=Path({str(tmp_path)!r}))
+        if {how!r} == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("up", flush=True)
+        sys.stdin.read()
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    if how == "killed":
+        assert child.wait() == -signal.SIGKILL
+        assert len(pools_in(tmp_path)) == 1, "the test must leave something"
+        pool = attach(1)
+        assert [file.name.split("-")[-1] for file in pools_in(tmp_path)] == [str(os.getpid())]
+    else:
+        assert child.stdout.readline() == b"up\n"
+        pool = attach(1)
+        assert len(pools_in(tmp_path)) == 2, "that of a living engine stays"
+        child.stdin.close()
+        assert child.wait() == 0
+    pool.close()
+    child.stdin.close()
+    child.stdout.close()
+
+
+def test_nobody_else_can_keep_an_engine_from_starting(
+    attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may lock a directory like /dev/shm, which is no harm, or take a name there, which is said."""
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    attach(1).close()
+    os.close(holder)
+    assert list(tmp_path.glob(".kvoffload*")) == [], "no lock is left behind"
+    lock = tmp_path / f".kvoffload-{os.geteuid()}.lock"
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    lock.symlink_to(precious)
+    with pytest.raises(ConfigError, match=f"ram: '{lock}'.*symbolic links"):
+        attach(1)
+    lock.unlink()
+    lock.write_text("")
+    somebody_else = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: somebody_else)
+    lock.rename(tmp_path / f".kvoffload-{os.geteuid()}.lock")
+    with pytest.raises(ConfigError, match=r"another user .* has made it"):
+        attach(1)
+    assert precious.read_text() == "data"
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
+    """Two engines start at once: the second waits for a lock file that the first one removes."""
+    order, waiting = list[str](), threading.Event()
+
+    def second() -> None:
+        waiting.set()
+        with pool_module._locked(tmp_path):
+            order.append("second")
+            (lock,) = tmp_path.iterdir()
+            assert lock.stat().st_nlink == 1
+
+    with pool_module._locked(tmp_path):
+        (path,) = tmp_path.iterdir()
+        waits_for = os.open(path, os.O_RDWR)
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waiting.wait(HANGS_S)
+        order.append("first")
+    # Whoever has the removed file has no lock: its name leads elsewhere, or nowhere.
+    fcntl.flock(waits_for, fcntl.LOCK_EX)
+    assert not pool_module._is_named(waits_for, path)
+    os.close(waits_for)
+    thread.join(HANGS_S)
+    assert order == ["first", "second"]
+    assert list(tmp_path.iterdir()) == []
+
+
+LOCKERS = """
+import sys
+from pathlib import Path
+from kvoffload.integrations.vllm.shared import pool
+directory, inside = Path(sys.argv[1]), Path(sys.argv[2])
+for _ in range(300):
+    with pool._locked(directory):
+        inside.mkdir()
+        inside.rmdir()
+"""
+
+
+def test_only_one_of_many_processes_has_the_lock(tmp_path: Path) -> None:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    command = [sys.executable, "-c", LOCKERS, str(directory), str(tmp_path / "inside")]
+    children = [subprocess.Popen(command) for _ in range(3)]
+    assert [child.wait(HANGS_S) for child in children] == [0, 0, 0]
+    assert list(directory.iterdir()) == []
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A directory of its own in shared memory, where the kernel says which pages of a file there are."""
+    directory = Path(tempfile.mkdtemp(prefix="of-a-test-", dir=SHARED_MEMORY))
+    yield directory
+    shutil.rmtree(directory)
+
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def taken(pool: SharedPool, directory: Path) -> list[list[int]]:
+    """For each page of a slot, the slots that have it: the kernel has taken memory for it."""
+    (file,) = pools_in(directory)
+    fd = os.open(file, os.O_RDONLY)
+
+    def is_there(at: int) -> bool:
+        try:
+            return os.lseek(fd, at, os.SEEK_DATA) == at
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return False
+
+    first = os.fstat(fd).st_size - pool.num_slots * pool.slot_stride
+    assert all(is_there(at) for at in range(0, first, PAGE)), "header and ledger"
+    found = [
+        [slot for slot in range(pool.num_slots) if is_there(first + slot * pool.slot_stride + page)]
+        for page in range(0, pool.slot_stride, PAGE)
+    ]
+    os.close(fd)
+    return found
+
+
+ALL, NONE = [*range(10)], list[int]()
+
+
+def test_each_worker_takes_the_memory_of_its_own_part(
+    attach: Callable[..., SharedPool], shared_memory: Path
+) -> None:
+    """So that it lies on the memory node of that worker."""
+    sizes = {"part_bytes": 2 * PAGE, "capacity_bytes": 40 * PAGE, "directory": shared_memory}
+    scheduler = attach(0, **sizes)
+    assert taken(scheduler, shared_memory) == [NONE] * 4
+    second = attach(2, **sizes)
+    assert taken(second, shared_memory) == [NONE, NONE, ALL, ALL]
+    second.part(1)[:] = 7
+    first = attach(1, **sizes)
+    assert scheduler.part(1).all(), "what has been written is not taken again"
+    for pool in (scheduler, first, second):
+        pool.close()
+
+
+def test_parts_that_end_within_a_page_are_taken_whole(
+    attach: Callable[..., SharedPool], shared_memory: Path
+) -> None:
+    sizes = {"part_bytes": PAGE + PAGE // 2, "capacity_bytes": 30 * PAGE, "directory": shared_memory}
+    second = attach(2, **sizes)
+    assert taken(second, shared_memory) == [NONE, ALL, ALL]
+    first = attach(1, **sizes)
+    assert taken(first, shared_memory) == [ALL] * 3
+    for pool in (first, second):
+        pool.close()
+
+
+def test_workers_that_share_a_part_take_a_share_of_the_slots_each(
+    attach: Callable[..., SharedPool], shared_memory: Path
+) -> None:
+    sizes = {"part_bytes": PAGE, "num_parts": 1, "num_members": 4, "directory": shared_memory}
+    sizes["capacity_bytes"] = 10 * PAGE
+    second = attach(2, **sizes)
+    assert taken(second, shared_memory) == [[3, 4, 5]]
+    third, first = attach(3, **sizes), attach(1, **sizes)
+    assert taken(first, shared_memory) == [ALL]
+    for pool in (first, second, third):
+        pool.close()
+
+
+def test_a_kernel_that_cannot_touch_pages_for_us_reserves_them(
+    attach: Callable[..., SharedPool], shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_touch, "_advise", lambda address, num_bytes, advice: errno.EINVAL)
+    pool = attach(1, num_members=3, num_parts=1, part_bytes=PAGE, directory=shared_memory)
+    (file,) = pools_in(shared_memory)
+    # Half of the slots, and one page each of header and ledger.
+    assert file.stat().st_blocks * 512 == (pool.num_slots // 2 + 2) * PAGE
+    pool.close()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """A thread of the name ``slow`` says that it begins to take memory, and waits until it may."""
+    begun, go_on, take = threading.Event(), threading.Event(), first_touch.take
+
+    def wait_and_take(*args: Any) -> None:
+        if threading.current_thread().name == "slow":
+            begun.set()
+            assert go_on.wait(HANGS_S)
+        take(*args)
+
+    monkeypatch.setattr(first_touch, "take", wait_and_take)
+    yield begun, go_on
+    go_on.set()
+
+
+def test_other_engines_do_not_wait_until_a_large_pool_has_its_memory(
+    attach: Callable[..., SharedPool], slow: tuple[threading.Event, threading.Event]
+) -> None:
+    begun, go_on = slow
+    large = threading.Thread(target=lambda: attach(1, "large").close(), name="slow")
+    large.start()
+    assert begun.wait(HANGS_S)
+    attach(1, "small").close()
+    go_on.set()
+    large.join(HANGS_S)
+
+
+def test_a_pool_keeps_its_name_and_workers_wait_until_all_have_their_memory(
+    attach: Callable[..., SharedPool], tmp_path: Path, slow: tuple[threading.Event, threading.Event]
+) -> None:
+    begun, go_on = slow
+    pools = [attach(1), attach(0)]
+    last = threading.Thread(target=lambda: pools.append(attach(2)), name="slow")
+    last.start()
+    assert begun.wait(HANGS_S)
+    assert pools_in(tmp_path), "if the engine is killed now, the next one has to find it"
+    assert not pools[0].wait_for_workers(0.0)
+    go_on.set()
+    assert pools[0].wait_for_workers(HANGS_S)
+    last.join(HANGS_S)
+    assert not pools_in(tmp_path)
+    for pool in pools:
+        pool.close()
+
+
+def test_memory_that_is_gone_when_it_is_taken_is_said(
+    attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, take = attach(1), first_touch.take
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(first_touch, "take", full)
+    with pytest.raises(ConfigError, match=r"ram: .*No space left"):
+        attach(2)
+    assert not pools_in(tmp_path)
+    with pytest.raises(ConfigError, match="another worker could not have its part"):
+        first.wait_for_workers(HANGS_S)
+    first.close()
+    monkeypatch.setattr(first_touch, "take", take)
+    attach(1).close()
+
+
+def test_memory_that_another_engine_is_about_to_take_is_not_promised_again(
+    attach: Callable[..., SharedPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first engine has room for all of its pool, and half of its workers have taken theirs."""
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 15 * 12288)
+    one = attach(1, "one", part_bytes=4096, capacity_bytes=10 * 8192)
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 15 * 12288 - 5 * 8192)
+    with pytest.raises(ConfigError, match="this machine can give"):
+        attach(1, "other", capacity_bytes=10 * 12288)
+    attach(2, "one", part_bytes=4096)
+    attach(0, "one", part_bytes=4096)
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 10 * 12288 + 8192)
+    attach(1, "other", capacity_bytes=10 * 12288).close()
+    one.close()
+
+
+SMALL_MEMORY = """
+    import sys
+    from pathlib import Path
+    from kvoffload.errors import ConfigError
+    from kvoffload.integrations.vllm.shared import pool as pool_module
+    from kvoffload.integrations.vllm.shared.pool import SharedPool
+
+    directory = Path(sys.argv[1])
+    mib = 2**20
+    def attach(engine, member, capacity_bytes):
+        return SharedPool.attach(engine, member=member, num_members=3, num_parts=2, part_bytes=mib // 2,
+                                 capacity_bytes=capacity_bytes, directory=directory)
+
+    running = [attach("running", member, 4 * mib) for member in (1, 2, 0)]
+    for part in (0, 1):
+        running[1 + part].part(part)[:] = 7
+    # Between this engine's look at what is free and the touch somebody else takes it.
+    first = attach("unlucky", 1, 8 * mib)
+    (directory / "other").write_bytes(bytes(6 * mib))
+    try:
+        attach("unlucky", 2, 8 * mib)
+    except ConfigError as error:
+        print("refused:", error)
+    assert all((pool.slots == 7).all() for pool in running)
+    running[0].part(0)[:] = 9
+    first.part(0)[:] = 1
+    first.close()
+    print("left:", sorted(path.name for path in directory.iterdir() if not path.name.startswith(".")))
+"""
+
+
+def test_shared_memory_that_is_full_is_said_and_harms_nobody(tmp_path: Path) -> None:
+    """On a small file system in memory: a page that is not there would kill the process that touches it."""
+    child = [sys.executable, "-c", textwrap.dedent(SMALL_MEMORY), str(tmp_path)]
+    script = 'mount -t tmpfs -o size=16m none "$0" && exec "$@"'
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    may = subprocess.run([*inside, 'mount -t tmpfs none "$0"', str(tmp_path)], capture_output=True, text=True)
+    if may.returncode:
+        pytest.skip(f"this user may not mount in a namespace of its own: {may.stderr.strip()}")
+    done = subprocess.run(
+        [*inside, script, str(tmp_path), *child],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"refused: ram: .*No space left", done.stdout), done.stdout
+    assert "left: ['other']" in done.stdout
+
+
+def test_shared_memory_is_where_it_should_be() -> None:
+    assert SHARED_MEMORY.is_dir()
+    found = [file.name for file in SHARED_MEMORY.glob("kvoffload-*")]
+    left = [name for name in found if not Path(f"/proc/{name.split('-')[-1]}").exists()]
+    assert not left, "by another test; those of engines that run are theirs"
+
+
+def test_a_verifier_is_closed_when_the_check_under_way_has_ended() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        def verify(self, slots: Any, digests: Any) -> Any:
+            begun.set()
+            may_end.wait(HANGS_S)
+            return np.array([True])
+
+    manager = make("lru", 4)
+    store(manager, "a")
+    pool: Any = Slow()
+    verifier = Verifier(manager, pool, lambda key: None)
+    ctx = manager.begin_request("r", keys("a"))
+    assert verifier.lookup(b"a", Checks(), ctx) is LookupResult.RETRY
+    assert begun.wait(HANGS_S)
+    closing = threading.Thread(target=verifier.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive(), "what it reads is unmapped next"
+    may_end.set()
+    closing.join(HANGS_S)
+    assert not closing.is_alive()
+
+
+def test_a_file_of_another_user_promises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kvoffload-dead-1"
+    with path.open("wb") as file:
+        file.truncate(10 * 2**40)
+    assert _promised_bytes(tmp_path) == 10 * 2**40
+    monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
+    assert _promised_bytes(tmp_path) == 0

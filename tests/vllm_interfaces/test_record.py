@@ -1,0 +1,277 @@
+"""What an engine was asked, recorded: without vLLM, against a stand-in for its requests."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from kvoffload.core.hints import Hints
+from kvoffload.errors import CombinedConfigError, TraceError
+from kvoffload.integrations.vllm.scheduler_side import record
+from kvoffload.integrations.vllm.scheduler_side.record import MOST_WAITING, Ended, Recorder
+from kvoffload.integrations.vllm.scheduler_side.recording import Recording, recording
+from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.traces.format import read_trace
+from support.run_cli import kvoffload
+
+
+class Reason(IntEnum):
+    """As vLLM's: the most frequent one is 0."""
+
+    STOP = 0
+
+    def __str__(self) -> str:
+        return "stop"
+
+
+def request(name: str, tokens: int, *, at: float = 1e9, salt: int = 0, **other: Any) -> Any:
+    """vLLM's request after its end."""
+    return SimpleNamespace(
+        **{
+            "request_id": name,
+            "arrival_time": at,
+            "num_prompt_tokens": tokens,
+            "num_output_tokens": 5,
+            # The generated blocks are behind those of the prompt.
+            "block_hashes": [bytes([salt, number]) * 16 for number in range(tokens // 16 + 3)],
+            "priority": 0,
+            "cache_salt": None,
+            "stop_reason": None,
+            "kv_transfer_params": None,
+            "get_finished_reason": lambda: Reason.STOP,
+            **other,
+        }
+    )
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    made = Recorder(tmp_path / "kv.jsonl", 1 << 20, 16)
+    yield made
+    made.close()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Source(NamedTuple):
+    """As vLLM's."""
+
+    value: str
+
+
+def test_a_recording_is_a_trace(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.integrations.vllm.scheduler_side.recording.time.time", lambda: 1e9 + 7.5)
+    lost: list[int] = []
+    seen = Recording(recorder, 16, lambda: lost.append(1))
+    slow, quick = request("slow", 100), request("quick", 64, at=1e9 + 2)
+    for one, on_gpu, served in ((slow, 0, {}), (quick, 16, {Source("host"): 32, Source("disk"): 16})):
+        seen.asked(one, 0)
+        seen.asked(one, on_gpu)
+        seen.begins(one, lambda served=served: served)
+        seen.begins(one, lambda: {Source("host"): 99})  # after a preemption
+    aborted = request("aborted", 10, at=1e9 + 1, num_output_tokens=0, get_finished_reason=lambda: None)
+    for one in (aborted, quick, slow):
+        seen.ended(one)
+    recorder.close()
+    header, *written = lines(recorder.path)
+    assert header == {"kvoffload_trace": 1, "block_tokens": 16, "source": "vllm", "in_order": False}
+    assert [line["served_tokens"] for line in written] == [{}, {"gpu": 16, "host": 32, "disk": 16}, {}]
+    assert [line["finished"] for line in written] == [1_000_000_007_500] * 3
+    assert [line["input_length"] for line in written] == [10, 64, 100]
+    trace = read_trace(recorder.path)
+    assert trace.block_tokens == 16
+    assert (trace.timestamps_ms - trace.timestamps_ms[0]).tolist() == [0, 1000, 2000]
+    assert np.diff(trace.offsets).tolist() == [6, 0, 4]
+    assert trace.refs[6:].tolist() == trace.refs[:4].tolist(), "equal hashes, equal ids"
+    assert [trace.hints_of(i).finish_reason for i in range(3)] == ["stop", "", "stop"]
+    assert (lost, seen._served, seen._on_gpu) == ([], {}, {})
+    done = kvoffload("replay", recorder.path, "--capacity", "4", "--no-data", "--quiet", "--format", "json")
+    assert json.loads(done.stdout)["prefix_hit_blocks"] == 4
+
+
+def test_nothing_of_the_engines_hashes_is_told(tmp_path: Path) -> None:
+    texts, ids = [], []
+    for _ in range(2):
+        one = Recorder(tmp_path / "kv.jsonl", 1 << 20, 16)
+        seen = Recording(one, 16, lambda: None)
+        seen.ended(request("a", 64, salt=7))
+        one.close()
+        texts.append(one.path.read_text())
+        ids.append(lines(one.path)[1]["hash_ids"])
+    assert not set(ids[0]) & set(ids[1])
+    assert all((bytes([7, 0]) * 16).hex() not in text for text in texts)
+
+
+def test_what_is_known_of_a_request_is_recorded_and_no_text_of_its_user(recorder: Recorder) -> None:
+    seen = Recording(recorder, 16, lambda: None)
+    told = {"kvoffload": {"session_over": True, "time_to_live_s": 60}}
+    seen.ended(request("a", 32, cache_salt="ACME", priority=2, stop_reason=7, kv_transfer_params=told))
+    seen.ended(request("b", 32, cache_salt="ACME", stop_reason="my secret"))
+    seen.ended(request("c", 32, priority=1, kv_transfer_params={"kvoffload": {"prio": 1}}))
+    recorder.close()
+    trace = read_trace(recorder.path)
+    first, second, third = map(trace.hints_of, range(3))
+    assert (first.finish_reason, first.session_over) == ("stop 7", True)
+    assert (first.priority, first.time_to_live_s) == (2, 60)
+    assert first.tenant == second.tenant != ""
+    assert second.finish_reason == "stop"
+    assert (third.priority, third.tenant) == (1, "")
+    assert all(text not in recorder.path.read_text() for text in ("ACME", "secret"))
+
+
+def test_each_life_has_a_file_of_its_own(tmp_path: Path) -> None:
+    made = [Recorder(tmp_path / "kv.jsonl", 1 << 20, 16) for _ in range(3)]
+    for one in made:
+        one.close()
+        one.close()
+    assert [one.path.name for one in made] == ["kv.jsonl", "kv-2.jsonl", "kv-3.jsonl"]
+
+
+def ended(number: int = 0) -> Ended:
+    return Ended(number, number, 16, 1, [bytes(16)], Hints(), {})
+
+
+def test_a_full_file_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm.kvoffload").propagate = True
+    one = Recorder(tmp_path / "kv.jsonl", 1000, 16)
+    for number in range(100):
+        one.add(ended(number))
+    one.close()
+    assert 500 < one.path.stat().st_size <= 1000
+    trace = read_trace(one.path)
+    assert trace.requests < 20
+    assert trace.timestamps_ms.tolist() == [1000 * n for n in range(trace.requests)]
+    assert not one.add(ended())
+    assert [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()] == [
+        f"kvoffload: recording to {one.path} has ended: it has its size of record_max_bytes "
+        f"({one.path.stat().st_size:,} bytes)"
+    ]
+
+
+class Gated:
+    """A file on a disk that does not answer until it is let."""
+
+    def __init__(self, file: Any, gate: threading.Event) -> None:
+        self._file, self._gate = file, gate
+
+    def write(self, data: bytes) -> None:
+        self._gate.wait()
+        self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_disk_that_hangs_costs_requests_and_no_time(tmp_path: Path) -> None:
+    one, gate = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16), threading.Event()
+    one._file = Gated(one._file, gate)  # type: ignore[assignment]
+    lost: list[int] = []
+    seen = Recording(one, 16, lambda: lost.append(1))
+    for number in range(2 * MOST_WAITING):
+        seen.ended(request(str(number), 16, at=1e9 + number))
+    kept = 2 * MOST_WAITING - len(lost)
+    assert MOST_WAITING <= kept <= MOST_WAITING + 1, "what waits, and what the thread holds"
+    gate.set()
+    one.close()
+    assert read_trace(one.path).requests == kept
+
+
+def test_a_disk_that_fails_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm.kvoffload").propagate = True
+    one = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16)
+
+    def fail(data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert one._file is not None
+    one._file.close()
+    one._file = SimpleNamespace(write=fail, flush=lambda: None, close=lambda: None)  # type: ignore[assignment]
+    assert one.add(ended())
+    one.close()
+    assert not one.add(ended())
+    assert "has ended: No space left on device" in caplog.text
+
+
+def test_a_request_that_cannot_be_recorded_is_counted(recorder: Recorder) -> None:
+    lost: list[int] = []
+    seen = Recording(recorder, 16, lambda: lost.append(1))
+
+    def broken() -> dict[Any, int]:
+        raise KeyError("x")
+
+    seen.begins(request("fine", 32), broken)
+    seen.ended(request("fine", 32))
+    seen.ended(request("no hashes", 32, block_hashes=[]))
+    seen.ended(request("a gap", 32, block_hashes=[None, b"x"]))
+    seen.ended(SimpleNamespace(request_id="strange"))
+    recorder.close()
+    assert [line["input_length"] for line in lines(recorder.path)[1:]] == [32]
+    assert len(lost) == 3
+
+
+def test_a_bug_of_the_thread_ends_the_recording_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm.kvoffload").propagate = True
+    one = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16)
+    monkeypatch.setattr(record, "encode_line", lambda line: 1 / 0)
+    one.add(ended())
+    one.close()
+    assert "internal error: ZeroDivisionError" in caplog.text
+    assert read_only_header(one.path)
+
+
+def read_only_header(path: Path) -> bool:
+    with pytest.raises(TraceError, match="no requests in it"):
+        read_trace(path)
+    return True
+
+
+# ---- the option
+
+
+def options(**given: Any) -> Any:
+    return parse_options({"ram": 4096, **given})
+
+
+def test_the_option(tmp_path: Path) -> None:
+    assert options().record is None
+    assert options(record="/a/b.jsonl", record_max_bytes="2MiB").record_max_bytes == 2**21
+    for wrong in ("b.jsonl", "/a/b.jsonl.gz", "/a"):
+        with pytest.raises(CombinedConfigError, match=r"allowed: an absolute path, NAME\.jsonl"):
+            options(record=wrong)
+    assert recording(options(), 16, lambda: None) is None
+    found = recording(options(record=str(tmp_path / "kv.jsonl")), 16, lambda: None)
+    assert found is not None
+    found.recorder.close()
+
+
+def test_a_place_that_cannot_be_written_costs_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm.kvoffload").propagate = True
+    assert recording(options(record=str(tmp_path / "no" / "kv.jsonl")), 16, lambda: None) is None
+    assert "requests are NOT recorded" in caplog.text
+
+
+def test_the_command_makes_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = kvoffload("vllm-config", "--ram", "1GiB", "--record", "/a/b.jsonl", "--format", "json")
+    flag = json.loads(done.stdout)
+    assert flag["kv_connector"] == "KVOffloadConnector", "vLLM's own does not see requests"
+    assert flag["kv_connector_extra_config"]["record"] == "/a/b.jsonl"
+    refused = kvoffload("vllm-config", "--ram", "1GiB", "--record", "b.jsonl")
+    assert "record: 'b.jsonl' is not possible; allowed: an absolute path" in refused.stderr
+    monkeypatch.setenv("KVOFFLOAD_RECORD", "/c/d.jsonl")
+    flag = json.loads(kvoffload("vllm-config", "--ram", "1GiB", "--format", "json").stdout)
+    assert flag["kv_connector"] == "KVOffloadConnector"
