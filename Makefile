@@ -54,7 +54,7 @@ lint: $(VENV)/installed-dev  ## ruff and mypy --strict
 	$(BIN)/mypy
 
 sizes:  ## lines by room, and what is longest
-	@$(PYTHON) bench/sizes.py
+	@$(PYTHON) tools/sizes.py
 
 format: $(VENV)/installed-dev  ## let ruff format and sort
 	$(BIN)/ruff format .
@@ -66,13 +66,13 @@ bench: $(VENV)/installed-dev  ## control plane and copies (beside vLLM's where `
 	$(BIN)/python bench/copies.py
 
 vllm-env:  ## an environment with a CPU build of vLLM 0.32, or of VLLM=0.30.0 (3.4 GB, minutes)
-	PYTHON=$(PYTHON) bash bench/vllm_env.sh $(VLLM_VENV) $(VLLM)
+	PYTHON=$(PYTHON) bash tools/vllm_env.sh $(VLLM_VENV) $(VLLM)
 
 test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 test-vllm-versions:  ## the same on one version of vLLM after the other, an hour (VERSIONS="0.31.0 0.30.0")
-	PYTHON=$(PYTHON) bash bench/vllm_versions.sh .venv-versions $(VERSIONS)
+	PYTHON=$(PYTHON) bash tools/vllm_versions.sh .venv-versions $(VERSIONS)
 
 bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM's manager, ours (needs KVOFFLOAD_TRACES)
 	$(VLLM_VENV)/bin/python bench/vllm_lookup.py
@@ -99,13 +99,13 @@ $(VENV)/installed-%: $(VENV)/installed
 	touch $@
 
 docs: $(VENV)/installed-docs report  ## the documents as a site with a live plan, in build/site; fails on a dead link or a public name without an entry
-	$(BIN)/python bench/docs_site.py
+	$(BIN)/python tools/docs_site.py
 
 dist: $(VENV)/installed-dist  ## wheel and sdist in dist/, tried in empty environments (ARGS="--torch 3.11", --upload)
-	$(BIN)/python bench/packages.py $(ARGS)
+	$(BIN)/python tools/packages.py $(ARGS)
 
 image-check: $(VENV)/installed  ## an image with examples/Containerfile compiles nothing when it starts (after `make dist`; root)
-	$(BIN)/python bench/image_check.py dist/kvoffload-*.whl $(ARGS)
+	$(BIN)/python tools/image_check.py dist/kvoffload-*.whl $(ARGS)
 
 clean:  ## remove environments and caches
 	rm -rf $(VENV) $(VLLM_VENV) .venv-versions .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels

@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--what", choices=("all", "damage", "speed"), default="all")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="made by `make vllm-env`")
-    parser.add_argument("--lmcache-python", default=".venv-lmcache/bin/python", help="bench/lmcache_env.sh")
+    parser.add_argument("--lmcache-python", default=".venv-lmcache/bin/python", help="tools/lmcache_env.sh")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--kills", type=int, default=20, help="writers to kill")
     parser.add_argument("--rounds", type=int, default=5, help="of timing")

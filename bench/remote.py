@@ -10,7 +10,7 @@ connection; bytes are compared after every read. CPU is that of this process, al
 it says more than time does. Ours verifies every block; the others do not. The bucket is rclone's, files in a
 directory; all put and get objects of 16 MiB, each by 16 requests at a time, and copy what they get into rows.
 
-LMCache's compiled client (`resp`) has an environment of its own, that of `bench/lmcache_env.sh`: it and ours
+LMCache's compiled client (`resp`) has an environment of its own, that of `tools/lmcache_env.sh`: it and ours
 run in a process each, with one server, in turns, behind the calls of `bench/peers`: 16 jobs at a time, which
 ask first what is there.
 """
@@ -429,7 +429,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["valkey", "s3"])
-    parser.add_argument("--lmcache", metavar="PYTHON", help="of an environment of bench/lmcache_env.sh")
+    parser.add_argument("--lmcache", metavar="PYTHON", help="of an environment of tools/lmcache_env.sh")
     given = parser.parse_args()
     if given.lmcache:
         for block_bytes, count in BATCHES.items():

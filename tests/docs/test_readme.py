@@ -23,7 +23,7 @@ def test_make_targets_and_files_exist(document: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     text = document.read_text()
     assert set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.M)) <= targets
-    for name in re.findall(r"`((?:bench|tests|docs|src)/[\w/.]+\.\w+)`", text):
+    for name in re.findall(r"`((?:bench|tools|tests|docs|src)/[\w/.]+\.\w+)`", text):
         assert (ROOT / name).exists(), f"{document.name} names {name}"
 
 

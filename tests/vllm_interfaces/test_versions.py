@@ -1,6 +1,6 @@
 """Our classes against the interfaces of every version of vLLM that we claim to know, without vLLM.
 
-tests/vllm_interfaces/signatures.json says what those are, and how it was made: bench/vllm_signatures.py.
+tests/vllm_interfaces/signatures.json says what those are, and how it was made: tools/vllm_signatures.py.
 """
 
 from __future__ import annotations

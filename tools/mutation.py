@@ -1,4 +1,4 @@
-"""Which small mistakes would the tests notice? ``python bench/mutation.py --seed 1 --output /tmp/mutants``.
+"""Which small mistakes would the tests notice? ``python tools/mutation.py --seed 1 --output /tmp/mutants``.
 
 Draws mutants of the control plane, the tiers and the verification, runs each against the tests that can
 notice it, and prints how many were killed, and every one that was not: then a test is missing, or the mutant
@@ -41,7 +41,7 @@ ROOMS = {
 """The first one that a path begins with is its room."""
 IN_VLLM = "kvoffload/integrations"
 WHERE = {
-    False: ("tests", "--ignore=tests/vllm", "--ignore=tests/bench/test_mutation.py"),
+    False: ("tests", "--ignore=tests/vllm", "--ignore=tests/tools/test_mutation.py"),
     True: ("tests/vllm/test_adapter.py",),
 }
 """Tests, by whether they need vLLM; the others of tests/vllm start engines."""

@@ -1,4 +1,4 @@
-"""bench/mutation.py: the same mutants for a seed, only those that can matter, run as what they are."""
+"""tools/mutation.py: the same mutants for a seed, only those that can matter, run as what they are."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def mutants() -> Iterator[SimpleNamespace]:
-    """bench/mutants, which is no part of the package."""
-    sys.path.insert(0, str(ROOT / "bench"))
+    """tools/mutants, which is no part of the package."""
+    sys.path.insert(0, str(ROOT / "tools"))
     try:
         parts = ("make", "names", "reach", "trial")
         yield SimpleNamespace(**{part: importlib.import_module(f"mutants.{part}") for part in parts})
     finally:
-        sys.path.remove(str(ROOT / "bench"))
+        sys.path.remove(str(ROOT / "tools"))
         for name in [name for name in sys.modules if name.split(".")[0] == "mutants"]:
             del sys.modules[name]
 

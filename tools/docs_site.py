@@ -5,7 +5,7 @@ page, the other documents of the root are pages, and a source file that a docume
 script it builds the site, strictly, looks for every public name in it, and puts the page of an example plan
 beside `docs/plan-page.md`, which shows it. Knows nothing of what pages say.
 
-    python bench/docs_site.py        # make docs
+    python tools/docs_site.py        # make docs
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Owns what a release must be: what is in it, what its page on PyPI shows, and wha
 that has nothing else. Knows nothing of how the package works but its commands. `make dist` runs it with the
 group `dist` of pyproject.toml; the files stay in dist/.
 
-    python bench/packages.py [--pythons 3.10,3.13] [--replay 3.10] [--torch 3.11] [--upload]
+    python tools/packages.py [--pythons 3.10,3.13] [--replay 3.10] [--torch 3.11] [--upload]
 """
 
 from __future__ import annotations
