@@ -158,7 +158,7 @@ def test_a_block_that_was_used_again_is_offered_again() -> None:
 def test_the_window_is_followed_whatever_happens_to_the_free_list(data: Any) -> None:
     """What is in the window has been offered, and once as long as it stays there."""
     setting, names = Setting(24), iter(range(10**6))
-    setting.side._largest = data.draw(st.integers(2, 24))
+    setting.side.window.largest = data.draw(st.integers(2, 24))
     running: list[list[Any]] = []
     offered: dict[int, Any] = {}
     window: set[int] = set()
@@ -203,7 +203,7 @@ def test_the_window_is_followed_whatever_happens_to_the_free_list(data: Any) -> 
         offered = {number: key for number, key in offered.items() if in_list.get(number) is key}
         window &= in_list.keys()
         setting.step()
-        in_window = setting.free()[: setting.side.window]
+        in_window = setting.free()[: setting.side.window.size]
         window = {block.block_id for block in in_window}
         if has_room:
             for block in in_window:
@@ -215,7 +215,7 @@ def test_blocks_without_a_hash_and_of_other_groups_are_left_out() -> None:
     setting = Setting(6, groups=2)
     setting.finish(setting.run("a") + setting.pool.get_new_blocks(1))
     setting.finish(setting.run("bc", group=1) + setting.run("d", group=5))
-    setting.side.window = 6
+    setting.side.window.size = 6
     setting.step()
     assert setting.manager.offered == ["a"]
 
@@ -237,7 +237,7 @@ def test_what_left_unseen_is_told() -> None:
     setting.pool.get_new_blocks(4)
     setting.step()
     assert setting.manager.kept == ["ef"], "g and h had been offered"
-    assert setting.side.window == 4
+    assert setting.side.window.size == 4
     assert setting.manager.offered == ["abcd"]
 
 
@@ -246,14 +246,14 @@ def test_the_window_follows_the_largest_step_and_fades() -> None:
     setting.finish(setting.run("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"))
     setting.pool.get_new_blocks(8)
     setting.step()
-    assert setting.side.window == 8
+    assert setting.side.window.size == 8
     for letter in "opqrstuv":
         setting.finish(setting.run(letter))
         setting.step()
-    assert setting.side.window == 7
+    assert setting.side.window.size == 7
     setting.pool.get_new_blocks(26)
     setting.step()
-    assert setting.side.window == 20, "half of the pool"
+    assert setting.side.window.size == 20, "half of the pool"
 
 
 def test_few_free_blocks_fall_back_to_storing_at_once(at_once: list[int]) -> None:

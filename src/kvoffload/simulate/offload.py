@@ -14,6 +14,7 @@ import numpy as np
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
+from kvoffload.core.window import Window
 from kvoffload.errors import ConfigError
 from kvoffload.replay.keys import KEY_BYTES, TraceKeys
 from kvoffload.replay.replay import ReplayConfig, slots_needed
@@ -30,8 +31,6 @@ from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
 """A queue of writes that has more to do than this when the last request ends does not keep up."""
-_FADING = 0.99
-"""Decay of the largest step of a victim tier's window, as in `integrations.vllm.scheduler_side.scheduler`."""
 
 
 class NoOffload:
@@ -113,7 +112,7 @@ class Offload(NoOffload):
         self._loads = Link(events, "load", machine.value("load_bytes_per_s"), latency_s)
         self._stores = Link(events, "store", machine.value("store_bytes_per_s"), latency_s)
         self._links, self._writes = [self._loads, self._stores], list[Link]()
-        self._no_slots = self._num_loaded = self._lost = 0
+        self._num_loaded = self._lost = 0
         num_slots = slots_needed(trace, config.capacity_blocks)
         options: dict[str, Any] = {
             "key_bytes": KEY_BYTES,
@@ -279,15 +278,12 @@ class VictimOffload(Offload):
 
     def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, *rest: Any) -> None:
         super().__init__(trace, config, timing, *rest)
-        self._smallest = -(-timing.step_tokens // trace.block_tokens)
-        self._largest = max(1, config.device_blocks // 2)
-        self._reach = float(self._smallest)
-        self._window = min(self._smallest, self._largest)
+        self._window = Window(-(-timing.step_tokens // trace.block_tokens), max(1, config.device_blocks // 2))
         self._offered = dict[int, None]()
         self._num_gone, self._unseen, self._seen_version = 0, list[int](), -1
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
-        if self._pool.num_available >= self._window:
+        if self._pool.num_available >= self._window.size:
             return False  # they are offered with the others once that is no longer so
         return super().store(request, ctx, first, end)
 
@@ -297,8 +293,7 @@ class VictimOffload(Offload):
 
     def scheduled(self) -> None:
         if self._num_gone:
-            self._reach = max(self._smallest, _FADING * self._reach, self._num_gone)
-            self._window = min(int(self._reach), self._largest)
+            self._window.follow(self._num_gone)
             if self._unseen:
                 self._lost += self.manager.keep(self._of(self._unseen[::-1]))
             self._num_gone = 0
@@ -308,7 +303,7 @@ class VictimOffload(Offload):
             self._offer_window()
 
     def _offer_window(self) -> None:
-        window = self._pool.next_to_leave(self._window)
+        window = self._pool.next_to_leave(self._window.size)
         fresh = [code for code in window if code not in self._offered]
         self._offered = dict.fromkeys(window)
         if not fresh:

@@ -24,12 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffloadingContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffload.core.window import Window
 from kvoffload.integrations.vllm.scheduler_side.hints import known_at_arrival, known_at_end
 from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
 from kvoffload.integrations.vllm.shared.patches import take_over, watch_evictions
-
-_FADING = 0.99
-"""Decay of the largest step: it is halved in 70 steps that evict."""
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
 NO_REQUEST = ""
@@ -127,7 +125,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     in the GPU's cache: then the window is looked through anew.
 
     Attributes:
-        window: blocks at the head of the free list that are offered.
+        window: the blocks at the head of the free list that are offered.
 
     Cost: O(blocks that the step took or freed), and O(window) in a step in which a request begins.
     """
@@ -135,10 +133,8 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     def bind(self, block_pool: Any, step_tokens: int) -> None:
         """Watch this pool; `step_tokens` is the most that one step computes."""
         self._pool, groups = block_pool, self.config.kv_group_configs
-        self._smallest = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
-        self._largest = max(1, block_pool.num_gpu_blocks // 2)
-        self._reach: float = self._smallest
-        self.window = min(self._smallest, self._largest)
+        step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
+        self.window = Window(step_blocks, max(1, block_pool.num_gpu_blocks // 2))
         self._rows = {group.group_idx: row for row, group in enumerate(groups)}
         # The cached blocks in the window when it was last looked at: by number, each with its key then.
         self._line = OrderedDict[int, tuple[Any, Any]]()
@@ -163,7 +159,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
         self._follow_evictions()
         at_once: dict[int, Any] = {}
-        if self._pool.get_num_free_blocks() < self.window:
+        if self._pool.get_num_free_blocks() < self.window.size:
             at_once = super()._build_store_jobs(scheduler_output)
         return at_once | self._store_next_victims()
 
@@ -182,8 +178,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         """Process the blocks that the GPU has dropped since the last step."""
         if not self._num_gone:
             return
-        self._reach = max(self._smallest, _FADING * self._reach, self._num_gone)
-        self.window = min(int(self._reach), self._largest)
+        self.window.follow(self._num_gone)
         if self._unseen:
             self.manager.keep_dropped(list(self._unseen)[::-1])
         self._num_gone = 0
@@ -216,7 +211,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         queue, line = self._pool.free_block_queue, self._line
         # What was never cached, or is no more, is freed to the head of the list.
         num_others, first = 0, None
-        for block in islice(queue.iter_blocks_after(None), self.window):
+        for block in islice(queue.iter_blocks_after(None), self.window.size):
             if block.block_hash is not None:
                 first = block
                 break
@@ -225,12 +220,12 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             return []
         if self._shuffled or first is None or not self._in_line(first.block_id, first.block_hash):
             known, self._line, self._shuffled = line, OrderedDict(), False
-            return self._enter(islice(queue.iter_blocks_after(None), self.window), known)
+            return self._enter(islice(queue.iter_blocks_after(None), self.window.size), known)
         while next(iter(line)) != first.block_id:
             line.popitem(last=False)
         last, _ = line[next(reversed(line))]
         return self._enter(
-            islice(queue.iter_blocks_after(last), max(0, self.window - num_others - len(line)))
+            islice(queue.iter_blocks_after(last), max(0, self.window.size - num_others - len(line)))
         )
 
     def _enter(
