@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.tiers.contract import JobResult, key_digests
+from kvoffload.tiers.contract import JobResult
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.s3.objects import object_name
 from kvoffload.tiers.shared.identity import HEADER_BYTES
@@ -22,7 +22,7 @@ STRIDE = HEADER_BYTES + BLOCK_BYTES
 
 
 def digests(*numbers: int) -> Any:
-    return key_digests(some_keys(*numbers))
+    return some_keys(*numbers).digests
 
 
 PATH = tuple(range(1, 24))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers import memory
-from kvoffload.tiers.contract import key_digests
 from kvoffload.tiers.memory import MemoryTier, available_bytes
 from kvoffload.transfer import HostEngine
 
@@ -126,7 +125,7 @@ def test_a_slot_that_was_never_written_or_erased_is_not_sound():
 def test_the_checksum_is_what_the_docstring_says():
     tier, device, keys = MemoryTier(1, 100), blocks_of(1, 100), keys_of(5)
     tier.write(keys, np.array([0]), device, np.array([0]))
-    assert tier.checksums[0] == xxhash.xxh3_64_intdigest(device.tobytes(), int(key_digests(keys)[0]))
+    assert tier.checksums[0] == xxhash.xxh3_64_intdigest(device.tobytes(), int(keys.digests[0]))
 
 
 def test_without_verification_everything_counts_as_sound():
@@ -266,10 +265,10 @@ def test_use_after_close_says_so():
 
 @given(st.lists(st.binary(min_size=12, max_size=12), unique=True, max_size=20))
 def test_digests_tell_keys_apart_and_depend_on_nothing_else(keys):
-    digests = key_digests(Keys.pack(keys, 12))
+    digests = Keys.pack(keys, 12).digests
     assert len(set(digests.tolist())) == len(keys)
-    assert digests.tolist() == [int(key_digests(Keys.pack([key], 12))[0]) for key in keys]
+    assert digests.tolist() == [int(Keys.pack([key], 12).digests[0]) for key in keys]
 
 
 def test_keys_that_differ_only_in_their_padding_have_different_digests():
-    assert key_digests(Keys.pack([b"a"], 1)) != key_digests(Keys.pack([b"a\0"], 2))
+    assert Keys.pack([b"a"], 1).digests != Keys.pack([b"a\0"], 2).digests

@@ -27,7 +27,6 @@ from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.integrations.vllm.shared import pool as pool_module
 from kvoffload.integrations.vllm.shared.pool import SHARED_MEMORY, SharedPool, _promised_bytes
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import key_digests
 from support.letters import keys, make, store
 from support.timeouts import HANGS_S
 
@@ -103,7 +102,7 @@ def test_failures_are_taken_once_and_only_those_that_are_told(attach: Callable[.
 
 def test_checksums_are_of_all_parts_and_of_this_key(attach: Callable[..., SharedPool]) -> None:
     first, second, scheduler = attach(1), attach(2), attach(0)
-    slots, digests = np.array([2, 5], np.int32), key_digests(Keys.pack([b"a" * 8, b"b" * 8], 8))
+    slots, digests = np.array([2, 5], np.int32), Keys.pack([b"a" * 8, b"b" * 8], 8).digests
     first.part(0)[:] = 1
     second.part(1)[:] = 2
     first.seal(0, slots, digests)

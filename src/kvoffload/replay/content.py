@@ -1,7 +1,7 @@
 """Contents of blocks, made from their keys: what a replay writes to a device and expects to read back.
 
 Word `j` of a block (64 bits, little-endian as every machine that numba knows) is ``mix(digest + j * ODD)``,
-where `digest` is the key's (`tiers.contract.key_digests`) and `mix` splitmix64's finisher. Both steps are
+where `digest` is the key's (`Keys.digests`) and `mix` splitmix64's finisher. Both steps are
 bijections of 64-bit numbers, hence
 
 - a wrong byte is always found: the comparison is exact;
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.structures.digests import ODD, mix
 from kvoffload.structures.jit import (
     BoolArray,
     I64Array,
@@ -28,7 +29,7 @@ from kvoffload.structures.jit import (
     long_kernel,
 )
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import ODD, Checksums, Mask, key_digests, mix
+from kvoffload.tiers.contract import Checksums, Mask
 from kvoffload.transfer import Blocks, Rows, check_rows
 
 Words = npt.NDArray[np.uint64]
@@ -75,7 +76,7 @@ def _prepared(keys: Keys, blocks: Blocks, rows: Rows) -> tuple[Words, Checksums,
     checked = check_rows("rows", rows, len(blocks))
     if len(keys) != len(checked):
         raise ValueError(f"{len(keys)} keys but {len(checked)} rows")
-    return words, key_digests(keys), checked
+    return words, keys.digests, checked
 
 
 @inline

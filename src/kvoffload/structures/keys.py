@@ -19,6 +19,7 @@ OffloadKey: TypeAlias = bytes
 MAX_KEY_BYTES = 1024
 
 KeyWords: TypeAlias = npt.NDArray[np.uint64]
+KeyDigests: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Keys(Sequence[bytes]):
@@ -34,11 +35,12 @@ class Keys(Sequence[bytes]):
         key_bytes: length of one key in bytes.
     """
 
-    __slots__ = ("key_bytes", "words")
+    __slots__ = ("_digests", "key_bytes", "words")
 
-    def __init__(self, words: KeyWords, key_bytes: int) -> None:
+    def __init__(self, words: KeyWords, key_bytes: int, digests: KeyDigests | None = None) -> None:
         self.words = words
         self.key_bytes = key_bytes
+        self._digests = digests
 
     @classmethod
     def pack(cls, keys: Sequence[bytes], key_bytes: int) -> Keys:
@@ -51,6 +53,15 @@ class Keys(Sequence[bytes]):
             raise problem
         return cls(np.ndarray((count, num_words), np.uint64, joined), key_bytes)
 
+    @property
+    def digests(self) -> KeyDigests:
+        """Shape ``(len(keys),)``, uint64: `digests_of` the keys. Computed once for a batch and its parts."""
+        if self._digests is None:
+            from kvoffload.structures.digests import digests_of  # here, because it imports numba
+
+            self._digests = digests_of(self.words, self.key_bytes)
+        return self._digests
+
     def __len__(self) -> int:
         return len(self.words)
 
@@ -60,13 +71,15 @@ class Keys(Sequence[bytes]):
     def __getitem__(self, item: slice) -> Keys: ...
     def __getitem__(self, item: int | slice) -> bytes | Keys:
         if isinstance(item, slice):
-            return Keys(np.ascontiguousarray(self.words[item]), self.key_bytes)
+            digests = None if self._digests is None else self._digests[item]
+            return Keys(np.ascontiguousarray(self.words[item]), self.key_bytes, digests)
         row: bytes = self.words[item].tobytes()
         return row[: self.key_bytes]
 
     def take(self, rows: npt.NDArray[Any]) -> Keys:
         """The keys of `rows`, which are row numbers or a mask."""
-        return Keys(taken(self.words, rows), self.key_bytes)
+        digests = None if self._digests is None else self._digests[rows]
+        return Keys(taken(self.words, rows), self.key_bytes, digests)
 
     def __iter__(self) -> Iterator[bytes]:
         size, stride = self.key_bytes, self.words.shape[1] * 8

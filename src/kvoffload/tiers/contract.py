@@ -8,12 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.structures.jit import ReadU64Matrix, U64Array, inline, kernel
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.checksum import checksums
 from kvoffload.transfer import Blocks, Rows, check_rows
@@ -27,9 +26,6 @@ Checksums: TypeAlias = npt.NDArray[np.uint64]
 NO_CHECKSUM = 0
 
 HOUR_S = 3600
-
-ODD = np.uint64(0x9E3779B97F4A7C15)
-"""splitmix64's step: odd, so that all its multiples differ, and without a pattern in its bits."""
 
 
 class Memory(Protocol):
@@ -266,19 +262,6 @@ def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.
     return checked
 
 
-def key_digests(keys: Keys) -> Checksums:
-    """A 64-bit digest of each key: the seed that binds a checksum to its key.
-
-    Two keys of up to 8 bytes never share a digest, longer ones with probability 2^-64. Tiers may persist
-    digests, so the function never changes; the hash of the index is a different one and may change.
-
-    Cost: 2 ns a word. Thread: any.
-    """
-    digests = np.empty(len(keys), np.uint64)
-    _digest(keys.words, keys.key_bytes, digests)
-    return digests
-
-
 def block_checksums(addresses: npt.NDArray[np.int64], block_bytes: int, digests: Checksums) -> Checksums:
     """xxh3_64 of the block at each of these addresses, seeded with its key's digest; never `NO_CHECKSUM`.
 
@@ -287,22 +270,3 @@ def block_checksums(addresses: npt.NDArray[np.int64], block_bytes: int, digests:
     sums = checksums(addresses, block_bytes, digests)
     sums[sums == NO_CHECKSUM] = 1
     return sums
-
-
-@inline
-def mix(word: Any) -> Any:
-    """splitmix64's finisher (Steele, Lea and Flood, OOPSLA'14): a bijection that spreads every bit."""
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
-
-
-@kernel
-def _digest(words: ReadU64Matrix, key_bytes: int, digests: U64Array) -> int:
-    for row in range(words.shape[0]):
-        digest = np.uint64(key_bytes)
-        # Not `words.shape[1]`: the digest must not depend on the padding of a batch.
-        for word in range((key_bytes + 7) // 8):
-            digest = mix((digest ^ words[row, word]) + ODD)
-        digests[row] = digest
-    return len(words)

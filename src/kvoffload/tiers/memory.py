@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_CHECKSUM, Checksums, Mask, block_checksums, key_digests
+from kvoffload.tiers.contract import NO_CHECKSUM, Checksums, Mask, block_checksums
 from kvoffload.transfer import Blocks, CopyEngine, Rows, check_rows, copy_engine_for
 from kvoffload.transfer.copies import address_of
 from kvoffload.transfer.engine import DeviceArray
@@ -153,7 +153,7 @@ class MemoryTier:
     def _compute(self, keys: Keys, slots: npt.NDArray[np.int64]) -> Checksums:
         held = self._slots  # a reference of this frame: a `close` meanwhile does not unmap the memory
         addresses = address_of(held) + slots * self.slot_stride
-        return block_checksums(addresses, self.block_bytes, key_digests(keys))
+        return block_checksums(addresses, self.block_bytes, keys.digests)
 
     def _checked(self, keys: Keys, slots: Rows) -> npt.NDArray[np.int64]:
         self._check_open()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import SecondaryTier, key_digests
+from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.divided import DividedTier, Share
 
 
@@ -71,7 +71,7 @@ class StripedTier(DividedTier):
 
     def _homes(self, keys: Keys) -> npt.NDArray[np.intp]:
         """The number of each key's tier. It must never change: blocks on disks depend on it."""
-        weights = key_digests(keys)[:, None] ^ self._identities
+        weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)
         weights ^= weights >> np.uint64(32)
         weights *= np.uint64(0xD6E8FEB86659FD93)

@@ -25,7 +25,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import key_digests
 from kvoffload.tiers.shared.batches import Batch
 from kvoffload.tiers.shared.circuit import Circuit
 from kvoffload.tiers.shared.connection import Line
@@ -144,7 +143,7 @@ def test_each_division_has_a_slot_of_its_own() -> None:
 def test_what_is_asked_of_an_epoch_in_parts() -> None:
     """Of 200 blocks in any division only those in the two that are known can be confirmed."""
     keys = some_keys(*range(200))
-    divisions = key_digests(keys) >> np.uint64(56)
+    divisions = keys.digests >> np.uint64(56)
     epoch = DividedEpoch("ns", EPOCH.producer, (int(divisions[0]), int(divisions[1])), (5, None))
     asked = epoch.asked(keys)
     assert len(asked.names) == len({*divisions.tolist()}) == len(asked.numbers)
@@ -200,7 +199,7 @@ def test_zeros_are_not_sound() -> None:
 def test_hints_hold_for_a_while() -> None:
     clock = Clock()
     hints = Hints(clock, 1 << 10, present_s=60.0, absent_s=5.0)
-    digests = key_digests(some_keys(1, 2, 3))
+    digests = some_keys(1, 2, 3).digests
     assert not hints.known(digests).any()
     hints.learn(digests[:2], np.array([True, False]))
     assert hints.present(digests).tolist() == [True, False, False]
@@ -224,13 +223,13 @@ def test_hints_are_bounded_and_never_of_another_block(learnt: list[tuple[int, bo
     """Against a dictionary: what is known of a block is what was last learnt of it."""
     hints, oracle = Hints(Clock(), 8), dict[int, bool]()
     for number, present in learnt:
-        hints.learn(key_digests(some_keys(number)), np.array([present]))
+        hints.learn(some_keys(number).digests, np.array([present]))
         oracle[number] = present
-        known = {n for n in range(41) if hints.known(key_digests(some_keys(n)))[0]}
+        known = {n for n in range(41) if hints.known(some_keys(n).digests)[0]}
         assert number in known
         assert len(known) <= 8
         assert known <= set(oracle)
-        assert all(hints.present(key_digests(some_keys(n)))[0] == oracle[n] for n in known)
+        assert all(hints.present(some_keys(n).digests)[0] == oracle[n] for n in known)
 
 
 @given(st.lists(st.one_of(st.integers(0, 40), st.none()), max_size=60))
@@ -242,14 +241,14 @@ def test_after_all_was_forgotten_nothing_of_before_is_known(learnt: list[int | N
             hints.clear()
             oracle.clear()
         else:
-            hints.learn(key_digests(some_keys(number)), np.ones(1, np.bool_))
+            hints.learn(some_keys(number).digests, np.ones(1, np.bool_))
             oracle.add(number)
-        assert {n for n in range(41) if hints.known(key_digests(some_keys(n)))[0]} <= oracle
+        assert {n for n in range(41) if hints.known(some_keys(n).digests)[0]} <= oracle
 
 
 def test_what_is_forgotten_is_not_its_neighbours() -> None:
     hints = Hints(Clock(), 1)
-    first, second = key_digests(some_keys(1)), key_digests(some_keys(2))
+    first, second = some_keys(1).digests, some_keys(2).digests
     hints.learn(first, np.ones(1, np.bool_))
     hints.forget(second)
     assert hints.present(first)[0]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import Mask, TierStats, key_digests
+from kvoffload.tiers.contract import Mask, TierStats
 from kvoffload.tiers.s3.bucket import Ledger
 from kvoffload.tiers.s3.objects import OBJECTS, ObjectRead
 from kvoffload.tiers.shared.batches import BlockBatch
@@ -86,18 +86,18 @@ class PackedTier(RemoteTier):
         return int(ends[-1]) + 1 if len(ends) else count
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        found: Mask = super().contains(keys, request) & self._places.known(key_digests(keys))
+        found: Mask = super().contains(keys, request) & self._places.known(keys.digests)
         return found
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        found: Mask = super().unknown(keys, request) & self._places.known(key_digests(keys))
+        found: Mask = super().unknown(keys, request) & self._places.known(keys.digests)
         return found
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
         if self.group_blocks > 1 and self._is_open():
-            digests = key_digests(keys)
+            digests = keys.digests
             for part in self._places.whole(keys):
                 if not self._hints.present(digests[part.rows]).all():
                     self._hints.forget(digests[part.rows])  # an object is there as a whole, or not
@@ -125,5 +125,5 @@ class PackedTier(RemoteTier):
     def _take_in(self, batch: BlockBatch) -> None:
         super()._take_in(batch)
         if isinstance(batch, ObjectRead) and batch.deleted.any():
-            gone = key_digests(batch.keys.take(batch.deleted))
+            gone = batch.keys.take(batch.deleted).digests
             self._hints.learn(gone, np.zeros(len(gone), np.bool_))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import Checksums, Mask, block_checksums, key_digests
+from kvoffload.tiers.contract import Checksums, Mask, block_checksums
 
 FORMAT = "kvo1"
 _MAGIC, _VERSION = b"KVOBLOCK", 1
@@ -125,7 +125,7 @@ class Naming(ABC):
 
     def _without_checksums(self, keys: Keys, block_bytes: int) -> tuple[Headers, Checksums]:
         """The headers, and what the checksums are seeded with."""
-        digests = key_digests(keys)
+        digests = keys.digests
         numbers, seeds = self._numbers_and_seeds(digests)
         headers = np.zeros(len(keys), HEADER)
         headers["magic"], headers["version"] = _MAGIC, _VERSION

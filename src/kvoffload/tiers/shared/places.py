@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvoffload.structures.jit import U64Array
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import Mask, key_digests
+from kvoffload.tiers.contract import Mask
 
 _GENERATION = 1 << 17
 _NAME_BYTES = 16
@@ -60,7 +60,7 @@ class Places:
     def add(self, keys: Keys) -> None:
         """These are whole groups, one after the other."""
         size = self.group_blocks
-        digests, joined, width = key_digests(keys).tolist(), b"".join(keys), size * keys.key_bytes
+        digests, joined, width = keys.digests.tolist(), b"".join(keys), size * keys.key_bytes
         for number, start in enumerate(range(0, len(keys), size)):
             name = _name(joined[number * width : (number + 1) * width])
             self._young.update(
@@ -80,7 +80,7 @@ class Places:
     def ends(self, keys: Keys) -> Mask:
         """Which blocks are the last of their group."""
         last, young, old = self.group_blocks - 1, self._young, self._old
-        places = [young.get(digest) or old.get(digest) for digest in key_digests(keys).tolist()]
+        places = [young.get(digest) or old.get(digest) for digest in keys.digests.tolist()]
         return np.array([place is not None and place[1] == last for place in places], np.bool_)
 
     def parts(self, keys: Keys) -> list[Part]:
@@ -89,7 +89,7 @@ class Places:
             zero = np.zeros(1, np.int64)
             return [Part(_name(key), np.array([row]), zero) for row, key in enumerate(keys)]
         rows: dict[str, list[tuple[int, int]]] = {}
-        for row, digest in enumerate(key_digests(keys).tolist()):
+        for row, digest in enumerate(keys.digests.tolist()):
             place = self._young.get(digest) or self._old.get(digest)
             if place is not None:
                 rows.setdefault(place[0], []).append((place[1], row))

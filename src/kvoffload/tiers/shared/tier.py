@@ -28,7 +28,6 @@ from kvoffload.tiers.contract import (
     SecondaryTier,
     TierStats,
     checked_rows,
-    key_digests,
 )
 from kvoffload.tiers.producer_text import pack
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -240,12 +239,12 @@ class RemoteTier(SecondaryTier):
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         if not self._is_open(READ):
             return np.zeros(len(keys), np.bool_)
-        return self._hints.present(key_digests(keys))
+        return self._hints.present(keys.digests)
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
         if not (self._is_open(PROBE) and self._is_open(READ)):
             return np.zeros(len(keys), np.bool_)
-        return ~self._hints.known(key_digests(keys))
+        return ~self._hints.known(keys.digests)
 
     def submit_probe(self, keys: Keys) -> int:
         if not self._is_open(PROBE):
@@ -276,7 +275,7 @@ class RemoteTier(SecondaryTier):
             self._stats.dropped += len(keys)
             return NO_JOB, taken
         new = np.array([key not in self._writing for key in keys], np.bool_)
-        wanted = np.flatnonzero(new & ~self._hints.present(key_digests(keys)))
+        wanted = np.flatnonzero(new & ~self._hints.present(keys.digests))
         if self._admission is not None:
             admitted = wanted[self._admission.admit(keys.take(wanted))]
             self._stats.refused += len(wanted) - len(admitted)
@@ -306,7 +305,7 @@ class RemoteTier(SecondaryTier):
 
     def delete(self, keys: Keys) -> int:
         """Forget that these are there: what is not sound there is deleted when it is read."""
-        digests = key_digests(keys)
+        digests = keys.digests
         count = int(np.count_nonzero(self._hints.present(digests)))
         self._hints.learn(digests, np.zeros(len(keys), np.bool_))
         return count
@@ -641,7 +640,7 @@ class RemoteTier(SecondaryTier):
             if is_current and batch.error is None and batch.refused is None:
                 self._vouching.lost(batch.keys.take(batch.current & ~batch.ok))
         if is_current and not isinstance(batch, Write) and not isinstance(batch.error, WasResetError):
-            self._hints.learn(key_digests(batch.keys), batch.ok)
+            self._hints.learn(batch.keys.digests, batch.ok)
         if batch.refused is not None and batch.refused.code != FULL:
             self._log.warn(
                 "refused", "tier %s: %s refuses: %s", self.name, self.place, printable(batch.refused)
@@ -679,7 +678,7 @@ class RemoteTier(SecondaryTier):
         self._stats.written += num_written
         self._stats.bytes_written += num_written * self.block_bytes
         if is_current and num_ok:
-            self._hints.learn(key_digests(batch.keys.take(batch.ok)), np.ones(num_ok, np.bool_))
+            self._hints.learn(batch.keys.take(batch.ok).digests, np.ones(num_ok, np.bool_))
             self._vouching.stored(batch.keys.take(batch.ok & ~batch.was_there))
         num_lost = len(batch.keys) - num_ok
         if batch.refused is not None and batch.refused.code == FULL:

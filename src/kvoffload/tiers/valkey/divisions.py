@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import Checksums, key_digests
+from kvoffload.tiers.contract import Checksums
 from kvoffload.tiers.shared.identity import Asked, Naming, hexadecimal, place_of, seed_of
 
 NUM_SLOTS, NUM_DIVISIONS = 16384, 256
@@ -56,7 +56,7 @@ def tags() -> list[str]:
 
 def division_of(keys: Keys) -> npt.NDArray[np.intp]:
     """The division of each block: the first eight bits of its key's digest."""
-    found: npt.NDArray[np.intp] = (key_digests(keys) >> np.uint64(56)).astype(np.intp)
+    found: npt.NDArray[np.intp] = (keys.digests >> np.uint64(56)).astype(np.intp)
     return found
 
 

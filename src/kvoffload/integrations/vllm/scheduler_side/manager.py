@@ -47,7 +47,7 @@ from kvoffload.integrations.vllm.shared.tiers import (
 )
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, slots_per_group
 from kvoffload.tiering.manager import TieredManager
-from kvoffload.tiers.contract import SecondaryTier, key_digests
+from kvoffload.tiers.contract import SecondaryTier
 
 USUAL_KEY_BYTES = 36
 """A SHA-256 and the number of the KV group. With another hash the length follows from the first key."""
@@ -359,7 +359,7 @@ class KVOffloadManager(OffloadingManager):
         spec = SlotsSpec(slots)
         if self._sealing or self._blocks_per_chunk > 1:
             keys = self.core.pack(stored)
-            spec.digests = key_digests(keys) if self._sealing else None
+            spec.digests = keys.digests if self._sealing else None
             spec.num_slots = slots_per_group(keys) if self._blocks_per_chunk > 1 else None
         return PrepareStoreOutput(keys_to_store=stored, store_spec=spec, evicted_keys=[*plan.evicted])
 

@@ -16,7 +16,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.shared.pool import SharedPool
-from kvoffload.tiers.contract import Checksums, key_digests
+from kvoffload.tiers.contract import Checksums
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Verifier:
             if self._held >= self._limit:
                 return LookupResult.MISS
             plan = self._manager.prepare_load([key], ctx)
-            check = checks.by_key[key] = _Check(key, plan, key_digests(plan.keys))
+            check = checks.by_key[key] = _Check(key, plan, plan.keys.digests)
             self._held += 1
             self._thread.submit(self._verify, check)
         if check.sound is None:

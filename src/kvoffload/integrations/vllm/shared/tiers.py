@@ -24,7 +24,7 @@ from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, Engin
 from kvoffload.model.weights import FILES_OF_A_MODEL, weights_identity
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
-from kvoffload.tiers.contract import Mask, key_digests
+from kvoffload.tiers.contract import Mask
 from kvoffload.tiers.spec import TierOptions, TierOwner
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
@@ -255,11 +255,11 @@ class PoolMemory:
 
     def seal(self, keys: Keys, slots: npt.NDArray[np.int32]) -> None:
         if self._has_checksums:
-            digests = key_digests(keys)
+            digests = keys.digests
             for part in range(self._pool.num_parts):
                 self._pool.seal(part, slots, digests)
 
     def verify_slots(self, keys: Keys, slots: npt.NDArray[np.int32]) -> Mask:
         if self._has_checksums:
-            return self._pool.verify(slots, key_digests(keys))
+            return self._pool.verify(slots, keys.digests)
         return np.ones(len(slots), np.bool_)

@@ -1,0 +1,45 @@
+"""Digests of keys: 64 bits that bind a checksum to its key, and that name a key in small tables.
+
+Tiers may persist digests, so the function never changes. The hash of the index is another function and may
+change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvoffload.structures.jit import ReadU64Matrix, U64Array, inline, kernel
+
+ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Step of splitmix64: odd, so that all its multiples differ, and without a pattern in its bits."""
+
+
+def digests_of(words: ReadU64Matrix, key_bytes: int) -> U64Array:
+    """Digest packed keys. Two keys of up to 8 bytes never share a digest, longer keys with probability 2^-64.
+
+    Cost: 2 ns a word. Thread: any.
+    """
+    digests = np.empty(len(words), np.uint64)
+    _digest(words, key_bytes, digests)
+    return digests
+
+
+@inline
+def mix(word: Any) -> Any:
+    """Finisher of splitmix64 (Steele, Lea and Flood, OOPSLA'14): a bijection that spreads every bit."""
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+@kernel
+def _digest(words: ReadU64Matrix, key_bytes: int, digests: U64Array) -> int:
+    for row in range(words.shape[0]):
+        digest = np.uint64(key_bytes)
+        # Not `words.shape[1]`: the digest must not depend on the padding of a batch.
+        for word in range((key_bytes + 7) // 8):
+            digest = mix((digest ^ words[row, word]) + ODD)
+        digests[row] = digest
+    return len(words)
