@@ -1,4 +1,4 @@
-"""Calibration: fits by hand, small disks and memory, and a server in this process. No test measures speed."""
+"""Calibration with known fits, small memory and disks, and a server in this process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from kvoffload.calibration.calibrate import Calibration, calibrate
 from kvoffload.calibration.copies import device_copies, memory_copies
 from kvoffload.calibration.disk import disk_speed
 from kvoffload.calibration.fit import fit_prefill
-from kvoffload.calibration.samples import measured, rate_and_latency
+from kvoffload.calibration.samples import quantity_of, rate_and_latency
 from kvoffload.calibration.server import Server, server_speed
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.machine import read_machine
+from kvoffload.tiers.disk.files import Files
 from support.run_cli import kvoffload
 
 PAGE = 4096
@@ -32,7 +33,7 @@ costs = st.sampled_from([0.0, 0.5, 2.0])
 
 
 @given(costs, costs, costs)
-def test_a_fit_finds_what_made_the_times(step: float, linear: float, squared: float) -> None:
+def test_a_fit_recovers_the_costs_behind_the_times(step: float, linear: float, squared: float) -> None:
     tokens = [10, 50, 100, 150, 300, 420]
     seconds = [step * -(-n // 100) + linear * n + squared * n * n for n in tokens]
     if not any((step, linear, squared)):
@@ -40,14 +41,14 @@ def test_a_fit_finds_what_made_the_times(step: float, linear: float, squared: fl
     assert fit_prefill(tokens, seconds, 100) == pytest.approx((step, linear, squared), abs=1e-6)
 
 
-def test_no_cost_is_negative_and_short_prompts_count() -> None:
-    # A curve that bends down: what fits best has a fixed cost, and no attention.
+def test_costs_are_not_negative_and_one_outlier_hardly_moves_short_prompts() -> None:
+    # A curve that bends down: the best fit has a fixed cost and no quadratic cost.
     tokens, seconds = [100, 200, 400, 800], [1.0, 1.5, 2.2, 3.0]
     step, linear, squared = fit_prefill(tokens, seconds, 10**6)
     assert min(step, linear, squared) >= 0
     assert squared == 0
     assert step > 0.5
-    # One outlier among long prompts, ten times as long, hardly moves what short ones cost.
+    # An outlier of ten times the length hardly changes the cost of a short prompt.
     slow = fit_prefill([*tokens, 8000], [0.1, 0.2, 0.4, 0.8, 12.0], 10**6)
     assert slow[0] + slow[1] * 100 + slow[2] * 10**4 == pytest.approx(0.1, rel=0.2)
 
@@ -56,13 +57,13 @@ def test_one_length_gives_one_cost() -> None:
     assert fit_prefill([100, 100], [1.0, 1.0], 50) == pytest.approx((0.0, 0.01, 0.0))
 
 
-def test_a_sample_has_its_median_and_spread() -> None:
-    found = measured([1.0, 2.0, 9.0], "something")
-    assert (found.value, found.source) == (2.0, "measured: something, 3 times")
-    assert 1.0 <= found.p10 <= 2.0 <= found.p90 <= 9.0
+def test_samples_give_median_and_percentiles() -> None:
+    quantity = quantity_of([1.0, 2.0, 9.0], "copies")
+    assert (quantity.value, quantity.source) == (2.0, "measured: copies, 3 times")
+    assert 1.0 <= quantity.p10 <= 2.0 <= quantity.p90 <= 9.0
 
 
-def test_what_one_block_takes_besides_its_bytes_is_latency() -> None:
+def test_latency_is_the_time_of_a_block_less_its_bytes_at_the_rate() -> None:
     rate, latency = rate_and_latency([10.0, 10.0], 1000, [3.0, 5.0, 4.0], 100, "a link")
     assert rate.value == 100.0
     assert latency.value == 3.0
@@ -72,44 +73,45 @@ def test_what_one_block_takes_besides_its_bytes_is_latency() -> None:
 # ---- memory, device, disk
 
 
-def test_memory_and_device_are_measured_where_they_are() -> None:
+def test_memory_is_measured_and_a_gpu_if_there_is_one() -> None:
     assert memory_copies(PAGE, 8, 2)["memory_copy_bytes_per_s"].value > 0
-    found = device_copies(PAGE, 8, 2)
-    assert set(found) in (set(), {"load_bytes_per_s", "store_bytes_per_s", "copy_latency_s"})
+    assert set(device_copies(PAGE, 8, 2)) in (
+        set(),
+        {"load_bytes_per_s", "store_bytes_per_s", "copy_latency_s"},
+    )
 
 
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("stays")
-    found = disk_speed(tmp_path, PAGE, 4, 2)
-    assert set(found) == {
-        f"disk_{what}_{name}" for what in ("read", "write") for name in ("bytes_per_s", "latency_s")
+def test_measuring_a_disk_leaves_its_directory_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    speeds = disk_speed(tmp_path, PAGE, 4, 2)
+    assert set(speeds) == {
+        f"disk_{verb}_{name}" for verb in ("read", "write") for name in ("bytes_per_s", "latency_s")
     }
-    assert all(found[f"disk_{what}_bytes_per_s"].value > 0 for what in ("read", "write"))
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert all(speeds[f"disk_{verb}_bytes_per_s"].value > 0 for verb in ("read", "write"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_disk_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for directory in (tmp_path / "not there", file):
-        with pytest.raises(ConfigError, match=r"disk: .* a directory that can be written"):
+        with pytest.raises(ConfigError, match=r"disk: .* a writable directory"):
             disk_speed(directory, PAGE, 4, 1)
     read_only = tmp_path / "read-only"
     read_only.mkdir(mode=0o500)
     if not os.access(read_only, os.W_OK):  # root may write anywhere
-        with pytest.raises(ConfigError, match=r"disk: .* a directory that can be written"):
+        with pytest.raises(ConfigError, match=r"disk: .* a writable directory"):
             disk_speed(read_only, PAGE, 4, 1)
 
 
-def test_a_disk_without_room_says_so_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
+class _FullDisk(Files):
+    def allocate(self, fd: int, num_bytes: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+
+def test_a_full_disk_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No space left"):
-        disk_speed(tmp_path, PAGE, 4, 1)
+        disk_speed(tmp_path, PAGE, 4, 1, _FullDisk())
     assert not list(tmp_path.iterdir())
 
 
@@ -117,7 +119,7 @@ def test_a_disk_without_room_says_so_and_leaves_nothing(
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """As vLLM answers, at once; what it is asked stands in `server.asked`."""
+    """Stand-in for vLLM: answers at once and records request bodies in `server.bodies`."""
 
     server: Any
 
@@ -130,13 +132,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body)
+        self.server.bodies.append(body)
         if self.server.refuses:
             self._answer({"error": self.server.refuses}, 400)
             return
         self.send_response(200)
         self.end_headers()
-        for _ in range(self.server.pieces):
+        for _ in range(self.server.num_events):
             self.wfile.write(b'data: {"choices": [{"text": "x"}]}\n\n')
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
@@ -151,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[Any]:
     made: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     made.models = [{"id": "tiny", "max_model_len": 4096}, {"id": "other", "max_model_len": 64}]
-    made.asked, made.keys, made.refuses, made.pieces = [], [], "", 5
+    made.bodies, made.keys, made.refuses, made.num_events = [], [], "", 5
     made.url = f"http://127.0.0.1:{made.server_port}"
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
@@ -161,21 +163,21 @@ def server() -> Iterator[Any]:
     thread.join()
 
 
-def test_prompts_are_new_of_all_lengths_and_streamed(server: Any) -> None:
-    found = server_speed(Server(f"{server.url}/v1"), (64, 128, 256, 8192), 3, 8192)
-    assert set(found) == {
+def test_prompts_of_all_usable_lengths_are_new_and_streamed(server: Any) -> None:
+    speeds = server_speed(Server(f"{server.url}/v1"), (64, 128, 256, 8192), 3, 8192)
+    assert set(speeds) == {
         *("step_s", "prefill_s_per_token", "prefill_s_per_token_squared"),
         "decode_tokens_per_s",
     }
-    assert all(quantity.value >= 0 for quantity in found.values())
-    assert all(quantity.source.startswith("measured: tiny") for quantity in found.values())
-    lengths = sorted(len(body["prompt"]) for body in server.asked)
-    assert lengths == sorted([64, *[64, 128, 256] * 3])  # one for warmth; 8,192 is more than the model takes
-    assert all(body["stream"] and body["model"] == "tiny" for body in server.asked)
-    assert len({tuple(body["prompt"][:16]) for body in server.asked}) == len(server.asked)
+    assert all(quantity.value >= 0 for quantity in speeds.values())
+    assert all(quantity.source.startswith("measured: tiny") for quantity in speeds.values())
+    lengths = sorted(len(body["prompt"]) for body in server.bodies)
+    assert lengths == sorted([64, *[64, 128, 256] * 3])  # one to warm up; 8,192 exceeds the model's limit
+    assert all(body["stream"] and body["model"] == "tiny" for body in server.bodies)
+    assert len({tuple(body["prompt"][:16]) for body in server.bodies}) == len(server.bodies)
 
 
-def test_a_key_is_sent_and_not_shown(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_sent_and_never_shown(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
     assert "secret" not in repr(vars(Server(server.url)))
     assert server.keys == ["Bearer sk-very-secret"]
@@ -188,23 +190,23 @@ def test_a_key_is_sent_and_not_shown(server: Any, monkeypatch: pytest.MonkeyPatc
     assert "hidden" not in str(error.value)
 
 
-def test_a_server_that_is_none_is_one_clear_error(server: Any) -> None:
+def test_an_unusable_server_is_refused_with_the_reason(server: Any) -> None:
     with pytest.raises(ConfigError, match="allowed: http://HOST:PORT"):
         Server("localhost:8000")
     with pytest.raises(ConfigError, match="allowed: http://HOST:PORT"):
         Server("http://localhost:port")
     with pytest.raises(ConfigError, match=r"model: 'gpt' is not possible; the server has: tiny, other"):
         Server(server.url, "gpt")
-    with pytest.raises(ConfigError, match="a model that takes 3 of these lengths"):
+    with pytest.raises(ConfigError, match="a model that takes 3 or more of these prompt lengths"):
         server_speed(Server(server.url, "other"), (64, 128, 256), 1, 8192)
     server.refuses = "prompts must be text"
     with pytest.raises(ConfigError, match=r"url: .*/v1/completions answers 400.*prompts must be text"):
         Server(server.url).ask([1])
-    server.refuses, server.pieces = "", 0
+    server.refuses, server.num_events = "", 0
     with pytest.raises(ConfigError, match="had no token"):
         Server(server.url).ask([1])
-    server.pieces = 1
-    with pytest.raises(ConfigError, match="it sent all at once"):
+    server.num_events = 1
+    with pytest.raises(ConfigError, match="it sent all tokens at once"):
         server_speed(Server(server.url), (64, 128, 256), 1, 8192)
     url = server.url
     server.shutdown()
@@ -213,22 +215,22 @@ def test_a_server_that_is_none_is_one_clear_error(server: Any) -> None:
         Server(url)
 
 
-# ---- all of it
+# ---- the command
 
 
 SMALL = ("--block-bytes", "4KiB", "--total-bytes", "64KiB", "--repeats", "2", "--quiet")
 
 
-def test_a_machine_is_measured_written_and_simulated(tmp_path: Path, server: Any) -> None:
+def test_the_command_writes_a_machine_that_simulate_accepts(tmp_path: Path, server: Any) -> None:
     out = tmp_path / "machine.json"
     done = kvoffload(
         *("calibrate", "--out", str(out), "--disk", str(tmp_path), "--url", server.url),
-        *("--rest-from", "l4", "--name", "mine", *SMALL),
+        *("--rest-from", "l4", "--name", "this", *SMALL),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     machine = read_machine(out)
-    assert (machine.name, machine.model) == ("mine", "tiny")
+    assert (machine.name, machine.model) == ("this", "tiny")
     assert machine.disk_read_bytes_per_s is not None
     assert machine.disk_read_bytes_per_s.source.startswith("measured: the disk tier reads blocks of 4,096")
     assert machine.load_bytes_per_s is not None
@@ -238,7 +240,7 @@ def test_a_machine_is_measured_written_and_simulated(tmp_path: Path, server: Any
     machine.check(has_ram=True, has_disk=True)
 
 
-def test_what_was_not_measured_stays_unknown(tmp_path: Path) -> None:
+def test_quantities_without_a_measurement_stay_unknown(tmp_path: Path) -> None:
     out = tmp_path / "machine.json"
     assert kvoffload("calibrate", "--out", str(out), *SMALL).returncode == 0
     assert read_machine(out).prefill_s_per_token is None
@@ -253,22 +255,22 @@ def test_what_was_not_measured_stays_unknown(tmp_path: Path) -> None:
     [
         (("--url", "http://127.0.0.1:1"), "url: 'http://127.0.0.1:1' is not possible"),
         (("--disk", "/not/there"), "disk: '/not/there' is not possible"),
-        (("--model", "x"), "model: 'x' is not possible; it is that of a server"),
+        (("--model", "x"), "model: 'x' is not possible; it names a model of a server"),
         (("--rest-from", "h100"), "machine: 'h100' is not possible"),
         (("--block-bytes", "1000"), "block_bytes: 1000 is not possible"),
         (("--repeats", "0"), "repeats: 0 is not possible"),
         (("--out", "/not/there/machine.json"), "out: '/not/there/machine.json' is not possible"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: tuple[str, ...], words: str) -> None:
-    small = [one for one in SMALL if arguments[0] not in ("--block-bytes", "--repeats") or one == "--quiet"]
+def test_an_impossible_option_gives_one_line(arguments: tuple[str, ...], words: str) -> None:
+    small = SMALL if arguments[0] not in SMALL else ("--quiet",)
     done = kvoffload("calibrate", *small, *arguments)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_without_anything_memory_is_measured() -> None:
+def test_memory_is_measured_without_any_option() -> None:
     machine = calibrate(Calibration(block_bytes=PAGE, total_bytes=4 * PAGE, repeats=1))
     assert machine.memory_copy_bytes_per_s is not None
     assert machine.disk_read_bytes_per_s is None

@@ -1,4 +1,4 @@
-"""A machine, measured: memory, GPU, disk and server, each as far as it is there."""
+"""Measures a machine: RAM, and if they are available a GPU, a disk and a server."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from kvoffload.transfer.device import gpu_name
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is measured, and how much of it.
+    """Options of a calibration.
 
     Attributes:
-        name: of the machine, for reports.
-        disk: a directory on the disk; None for none. url: of a server; None for none.
-        served_model: the name of a model that the server has; None for its first.
-        block_bytes, total_bytes: of a block, and of all blocks of one measurement; repeats: how often.
-        step_tokens: that the server computes in a step. lengths: tokens of the prompts that are tried.
+        name: name of the machine, for reports.
+        disk: directory on the disk to measure; None skips the disk.
+        url: URL of the server to measure; None skips the server.
+        served_model: model name on that server; None takes the first.
+        block_bytes: bytes of one block.
+        total_bytes: bytes that one measurement moves.
+        repeats: measurements of each quantity.
+        step_tokens: most tokens that the server computes in one step.
+        lengths: prompt lengths to measure, in tokens.
     """
 
     name: str = "measured"
@@ -47,40 +51,39 @@ class Calibration:
             raise ConfigError("block_bytes", self.block_bytes, "allowed: a multiple of 4096")
         if self.total_bytes < 2 * self.block_bytes:
             raise ConfigError("total_bytes", self.total_bytes, "allowed: two blocks or more")
-        if self.repeats < 1:
-            raise ConfigError("repeats", self.repeats, "allowed: 1 or more")
-        if self.step_tokens < 1:
-            raise ConfigError("step_tokens", self.step_tokens, "allowed: 1 or more")
+        for field in ("repeats", "step_tokens"):
+            if getattr(self, field) < 1:
+                raise ConfigError(field, getattr(self, field), "allowed: 1 or more")
         if self.served_model is not None and self.url is None:
-            raise ConfigError("model", self.served_model, "it is that of a server: give --url")
+            raise ConfigError("model", self.served_model, "it names a model of a server: add --url")
 
 
-def calibrate(what: Calibration, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """Measure this machine. `say` is told what is being done.
+def calibrate(options: Calibration, report: Callable[[str], None] = lambda line: None) -> Machine:
+    """Measure this machine; `report` receives a line before each step.
 
-    Takes a few seconds for memory and GPU, minutes for a slow disk or server. Raises: `ConfigError` for a
-    disk or server that cannot be used, before anything is measured where that can be known.
+    Cost: seconds for RAM and GPU, minutes for a slow disk or server. Raises: `ConfigError` for an unusable
+    disk or server, before the first measurement if possible.
     """
-    server = Server(what.url, what.served_model) if what.url is not None else None
-    size, num_blocks = what.block_bytes, what.total_bytes // what.block_bytes
-    found: dict[str, Quantity] = {}
-    if what.disk is not None:
-        say(f"disk {what.disk}")
-        found |= disk_speed(what.disk, size, num_blocks, what.repeats)
-    say("memory")
-    found |= memory_copies(size, num_blocks, what.repeats)
-    say("GPU copies")
-    found |= device_copies(size, num_blocks, what.repeats)
+    server = Server(options.url, options.served_model) if options.url is not None else None
+    size, num_blocks = options.block_bytes, options.total_bytes // options.block_bytes
+    quantities: dict[str, Quantity] = {}
+    if options.disk is not None:
+        report(f"disk {options.disk}")
+        quantities |= disk_speed(options.disk, size, num_blocks, options.repeats)
+    report("memory")
+    quantities |= memory_copies(size, num_blocks, options.repeats)
+    report("GPU copies")
+    quantities |= device_copies(size, num_blocks, options.repeats)
     if server is not None:
-        say(f"server {server.model}")
-        found |= server_speed(server, what.lengths, what.repeats, what.step_tokens, say)
+        report(f"server {server.model}")
+        quantities |= server_speed(server, options.lengths, options.repeats, options.step_tokens, report)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    known = Machine(name=what.name, model=server.model if server else "", made=now, facts=machine_facts())
-    return msgspec.structs.replace(known, **found)
+    machine = Machine(name=options.name, model=server.model if server else "", made=now, facts=_facts())
+    return msgspec.structs.replace(machine, **quantities)
 
 
-def machine_facts() -> dict[str, str]:
-    """What this machine is, for people who read its numbers later."""
+def _facts() -> dict[str, str]:
+    """Describe hardware and software, for readers of the measured numbers."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {
         "cpu": _cpu_name() or platform.machine(),

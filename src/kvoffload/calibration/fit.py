@@ -1,4 +1,4 @@
-"""From times of prompts to the cost of a step, of a token, and of attention: least squares."""
+"""Fits the prefill times of prompts to costs of a step, a token and attention, by least squares."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import numpy as np
 def fit_prefill(
     tokens: Sequence[int], seconds: Sequence[float], step_tokens: int
 ) -> tuple[float, float, float]:
-    """Seconds of a step, of a token and of a squared length: what `Machine` calls `step_s`,
-    `prefill_s_per_token` and `prefill_s_per_token_squared`.
+    """Fit ``seconds = step_s * steps + linear * n + squared * n * n`` for prompts of `n` tokens.
 
-    ``seconds = step_s * steps + linear * n + squared * n * n``, where a prompt of `n` tokens takes a step for
-    each `step_tokens` of them. Relative errors count, so that short prompts do. None of the three is
-    negative: of all choices of them the one with the smallest error is taken.
+    Returns `step_s`, `prefill_s_per_token` and `prefill_s_per_token_squared` of `Machine`. A step computes at
+    most `step_tokens` tokens. The fit minimizes relative errors, so that short prompts have equal weight. No
+    coefficient is negative.
     """
     lengths, times = np.array(tokens, float), np.array(seconds, float)
     columns = np.stack([np.ceil(lengths / step_tokens), lengths, lengths * lengths])
-    best, least = np.zeros(3), np.inf
+    best, least_error = np.zeros(3), np.inf
     for count in range(1, min(3, len(set(tokens))) + 1):
         for chosen in combinations((1, 2, 0), count):
             weighted = (columns[list(chosen)] / times).T
-            found, *_ = np.linalg.lstsq(weighted, np.ones(len(times)), rcond=None)
-            error = float(np.square(weighted @ found - 1.0).sum())
-            if (found >= 0).all() and error < least - 1e-12:
-                best, least = np.zeros(3), error
-                best[list(chosen)] = found
+            coefficients, *_ = np.linalg.lstsq(weighted, np.ones(len(times)), rcond=None)
+            error = float(np.square(weighted @ coefficients - 1.0).sum())
+            if (coefficients >= 0).all() and error < least_error - 1e-12:
+                best, least_error = np.zeros(3), error
+                best[list(chosen)] = coefficients
     return float(best[0]), float(best[1]), float(best[2])

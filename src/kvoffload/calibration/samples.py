@@ -1,4 +1,4 @@
-"""Repeated measurements, and what is said of them. Knows nothing of what is measured."""
+"""Repeated time measurements and their statistics."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from kvoffload.simulate.machine import Quantity
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> list[float]:
-    """How long some work took, so many times, after once for warmth."""
+    """Time `work` `repeats` times, after one run to warm up."""
     work()
-    found = []
+    samples = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
-        found.append(time.perf_counter() - began)
-    return found
+        samples.append(time.perf_counter() - start)
+    return samples
 
 
-def measured(samples: Sequence[float], what: str, value: float | None = None) -> Quantity:
-    """The median of some samples, or a value that was derived from all of them, and how much they vary."""
+def quantity_of(samples: Sequence[float], label: str, value: float | None = None) -> Quantity:
+    """Summarize samples: median, p10 and p90. `value` replaces the median if it was derived otherwise."""
     p10, median, p90 = np.percentile(samples, (10, 50, 90)).tolist()
-    source = f"measured: {what}, {len(samples)} times"
+    source = f"measured: {label}, {len(samples)} times"
     return Quantity(median if value is None else value, p10, p90, source)
 
 
 def rate_and_latency(
-    many_s: Sequence[float], many_bytes: int, one_s: Sequence[float], one_bytes: int, what: str
+    batch_s: Sequence[float], batch_bytes: int, block_s: Sequence[float], block_bytes: int, label: str
 ) -> tuple[Quantity, Quantity]:
-    """Bytes a second, from jobs of many blocks; and what a job of one block takes besides its bytes."""
-    rate = measured([many_bytes / seconds for seconds in many_s], what)
-    besides = [max(0.0, seconds - one_bytes / rate.value) for seconds in one_s]
-    return rate, measured(besides, f"{what}, one block")
+    """Return the bytes/s of batches, and the latency of one block: its time less its bytes at that rate."""
+    rate = quantity_of([batch_bytes / seconds for seconds in batch_s], label)
+    latencies = [max(0.0, seconds - block_bytes / rate.value) for seconds in block_s]
+    return rate, quantity_of(latencies, f"{label}, one block")

@@ -1,7 +1,6 @@
-"""How fast a running server computes prompts and generates: the OpenAI-compatible API of vLLM and its like.
+"""Measures prefill and decode speed of a running server with an OpenAI-compatible API, such as vLLM.
 
-Sends random prompts of several lengths, alone, streamed, and takes the time to the first token. Knows HTTP;
-what the times mean is for `fit`.
+Sends random prompts of several lengths one at a time and times the streamed tokens.
 """
 
 from __future__ import annotations
@@ -19,61 +18,68 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvoffload.calibration.fit import fit_prefill
-from kvoffload.calibration.samples import measured
+from kvoffload.calibration.samples import quantity_of
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.machine import Quantity
 from kvoffload.tiers.spec import redacted
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Tokens of the prompts that are tried, as far as the model takes them."""
+"""Prompt lengths in tokens; lengths above the model's maximum are skipped."""
 
 _ANSWER_TOKENS = 32
 _TIMEOUT_S = 300.0
 _TOKEN_IDS = (100, 1000)
-"""Ids that every vocabulary has."""
+"""Range of token ids that exist in every vocabulary."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer: seconds to its first token, and for each further one; 0 if there was none."""
+    """Times of one streamed answer.
+
+    Attributes:
+        first_s: seconds to the first token.
+        further_s: mean seconds for each further token; 0 if there was only one token.
+    """
 
     first_s: float
     further_s: float
 
 
 class Server:
-    """An OpenAI-compatible server.
+    """Client of an OpenAI-compatible server.
 
     Args:
         url: ``http://HOST:PORT``, with or without ``/v1``.
-        model: the name that it serves; None asks, and takes the first.
+        model: name of a served model; None takes the first one.
 
-    A key for it is read from ``OPENAI_API_KEY``, and never shown. Raises: `ConfigError` for the field ``url``
-    if it does not answer, or not as such a server does.
+    The API key is read from ``OPENAI_API_KEY`` and never shown.
+
+    Raises:
+        ConfigError: ``url`` does not answer, or answers in another format; ``model`` is not served.
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
-        self._shown = redacted(url)
+        self._shown_url = redacted(url)
         parts = urlsplit(url)
         try:
             host, port = parts.hostname, parts.port
         except ValueError:
             host, port = None, None
         if parts.scheme not in ("http", "https") or not host:
-            raise ConfigError("url", self._shown, "allowed: http://HOST:PORT, https://HOST")
+            raise ConfigError("url", self._shown_url, "allowed: http://HOST:PORT, https://HOST")
         self._secure, self._host, self._port = parts.scheme == "https", host, port
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        listed = self._json("GET", "/v1/models").get("data") or [{}]
-        served = next((one for one in listed if model in (None, one.get("id"))), None)
+        models = self._json("GET", "/v1/models").get("data") or [{}]
+        served = next((entry for entry in models if model in (None, entry.get("id"))), None)
         if served is None:
-            names = ", ".join(str(one.get("id")) for one in listed)
+            names = ", ".join(str(entry.get("id")) for entry in models)
             raise ConfigError("model", model, f"the server has: {names}")
         self.model = str(served.get("id"))
-        longest = served.get("max_model_len")
-        self.max_tokens: int | None = longest if isinstance(longest, int) else None
+        max_tokens = served.get("max_model_len")
+        self.max_tokens: int | None = max_tokens if isinstance(max_tokens, int) else None
 
     def ask(self, tokens: Sequence[int]) -> Answer:
-        """Send a prompt of these ids; how long its answer took."""
+        """Send a prompt of token ids and time its answer."""
         body = {
             "model": self.model,
             "prompt": list(tokens),
@@ -82,23 +88,24 @@ class Server:
             "ignore_eos": True,
             "stream": True,
         }
-        began = time.perf_counter()
-        times = [time.perf_counter() for _ in self._events(body)]
+        start = time.perf_counter()
+        times = [time.perf_counter() for _ in self._token_events(body)]
         if not times:
-            raise ConfigError("url", self._shown, "allowed: a server that streams; its answer had no token")
-        further = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-        return Answer(times[0] - began, further)
+            allowed = "allowed: a server that streams; its answer had no token"
+            raise ConfigError("url", self._shown_url, allowed)
+        further_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+        return Answer(times[0] - start, further_s)
 
-    def _events(self, body: dict[str, Any]) -> Iterator[None]:
-        """One for each piece of a streamed answer that has text, or ends it."""
+    def _token_events(self, body: dict[str, Any]) -> Iterator[None]:
+        """Yield once for each event of the answer stream that has ``choices``."""
         with closing(self._connect()) as connection:
             response = self._request(connection, "POST", "/v1/completions", msgspec.json.encode(body))
             try:
                 for line in response:
                     data = line.strip().removeprefix(b"data:").strip()
                     if data and data != b"[DONE]" and line.startswith(b"data:"):
-                        piece = msgspec.json.decode(data)
-                        if isinstance(piece, dict) and piece.get("choices"):
+                        event = msgspec.json.decode(data)
+                        if isinstance(event, dict) and event.get("choices"):
                             yield None
             except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
                 raise self._unusable(error) from None
@@ -125,15 +132,16 @@ class Server:
             connection.request(method, self._path + path, body, headers)
             response = connection.getresponse()
             if response.status != http.client.OK:
-                said = response.read(300).decode(errors="replace").replace("\n", " ")
-                raise ConfigError("url", self._shown, f"{path} answers {response.status}: {said}")
+                text = response.read(300).decode(errors="replace").replace("\n", " ")
+                raise ConfigError("url", self._shown_url, f"{path} answers {response.status}: {text}")
         except (OSError, http.client.HTTPException) as error:
             raise self._unusable(error) from None
         return response
 
     def _unusable(self, error: Exception) -> ConfigError:
-        what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        return ConfigError("url", self._shown, f"allowed: an OpenAI-compatible server that answers ({what})")
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        allowed = f"allowed: an OpenAI-compatible server that answers ({reason})"
+        return ConfigError("url", self._shown_url, allowed)
 
 
 def server_speed(
@@ -141,37 +149,39 @@ def server_speed(
     lengths: Sequence[int],
     repeats: int,
     step_tokens: int,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Quantity]:
-    """`prefill_s_per_token` and its like, and `decode_tokens_per_s`, of one request alone.
+    """Measure prefill costs (`prefill_s_per_token` and the like) and `decode_tokens_per_s`.
 
-    Each round has all lengths, in an order of its own; each prompt is new, so that no cache has it. Of the
-    rounds the spread is said, the values are fitted to all of them.
+    Requests run one at a time. Each round sends every length once, in random order. Every prompt is new, so
+    that no cache has it. Values are fitted to all rounds; p10 and p90 come from the fits of single rounds.
     """
-    most = server.max_tokens
-    wanted = [length for length in lengths if most is None or length + _ANSWER_TOKENS <= most]
-    if len(wanted) < 3:
-        raise ConfigError("url", server.model, f"a model that takes 3 of these lengths: {[*lengths]}")
+    limit = server.max_tokens
+    usable = [length for length in lengths if limit is None or length + _ANSWER_TOKENS <= limit]
+    if len(usable) < 3:
+        allowed = f"allowed: a model that takes 3 or more of these prompt lengths: {[*lengths]}"
+        raise ConfigError("url", server.model, allowed)
     rng = random.Random()
-    server.ask(_prompt(rng, wanted[0]))
+    server.ask(_prompt(rng, usable[0]))
     rounds = list[tuple[list[int], list[float]]]()
-    decode = list[float]()
+    decode_rates = list[float]()
     for number in range(repeats):
-        order = rng.sample(wanted, len(wanted))
+        order = rng.sample(usable, len(usable))
         answers = [server.ask(_prompt(rng, length)) for length in order]
         rounds.append((order, [answer.first_s for answer in answers]))
-        decode += [1.0 / answer.further_s for answer in answers if answer.further_s > 0]
-        say(f"prompts of {wanted[0]} to {wanted[-1]} tokens: round {number + 1} of {repeats}")
-    if not decode:
-        raise ConfigError("url", server.model, "a server that streams token by token: it sent all at once")
+        decode_rates += [1.0 / answer.further_s for answer in answers if answer.further_s > 0]
+        report(f"prompts of {usable[0]} to {usable[-1]} tokens: round {number + 1} of {repeats}")
+    if not decode_rates:
+        allowed = "allowed: a server that streams token by token; it sent all tokens at once"
+        raise ConfigError("url", server.model, allowed)
     tokens = [length for order, _ in rounds for length in order]
-    seconds = [one for _, firsts in rounds for one in firsts]
+    seconds = [first_s for _, times in rounds for first_s in times]
     values = fit_prefill(tokens, seconds, step_tokens)
-    spread = list(zip(*(fit_prefill(*one, step_tokens) for one in rounds), strict=True))
-    what = f"{server.model}, time to first token of {len(tokens)} prompts, one at a time"
+    fits = list(zip(*(fit_prefill(*times, step_tokens) for times in rounds), strict=True))
+    label = f"{server.model}, time to first token of {len(tokens)} prompts, one at a time"
     names = ("step_s", "prefill_s_per_token", "prefill_s_per_token_squared")
-    found = {name: measured(spread[row], what, values[row]) for row, name in enumerate(names)}
-    return found | {"decode_tokens_per_s": measured(decode, f"{server.model}, one at a time")}
+    quantities = {name: quantity_of(fits[row], label, values[row]) for row, name in enumerate(names)}
+    return quantities | {"decode_tokens_per_s": quantity_of(decode_rates, f"{server.model}, one at a time")}
 
 
 def _prompt(rng: random.Random, length: int) -> list[int]:

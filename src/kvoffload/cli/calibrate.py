@@ -57,7 +57,7 @@ def command(
     with problems:
         rest = parse_class(rest_from) if rest_from is not None else None
     with problems:
-        what = Calibration(
+        options = Calibration(
             name=name,
             disk=disk,
             url=url,
@@ -72,7 +72,7 @@ def command(
         # A file that cannot be written is known before the work is done, and none is left if that fails.
         write_output("out", out, b"")
         out.unlink()
-    machine = calibrate(what, lambda line: None if quiet else click.echo(f"kvoffload: {line}", err=True))
+    machine = calibrate(options, lambda line: None if quiet else click.echo(f"kvoffload: {line}", err=True))
     if rest is not None:
         machine = machine.filled_from(rest)
     if out is not None:
