@@ -1,7 +1,7 @@
-"""Prints the tables of docs/policies.md from the rows of a sweep, and puts them there with `--write`.
+"""Tables of a sweep in Markdown. `--write` puts a selection of them into docs/policies.md.
 
-Reads docs/data/sweep.csv (columns: docs/sweep.md) or the file that is named. Owns the choice of numbers;
-`targets` judges the flagship. Knows nothing of policies but their names.
+Reads docs/data/sweep.csv (columns: docs/sweep.md) or the named file. Chooses the numbers; `targets` judges
+`hazard`. Knows only the names of policies.
 
     python bench/tables.py [SWEEP.csv] [--write]
 """
@@ -21,8 +21,10 @@ SWEEP = ROOT / "docs" / "data" / "sweep.csv"
 DOCUMENT = ROOT / "docs" / "policies.md"
 CAPACITIES = ("1%", "2%", "5%", "10%", "20%")
 DEVICES = ("0", "0.25x", "0.5x", "1x")
-GATED = ("lru", "hazard")
-"""Policies whose other admission rules have a row, too: all of them would be a wall."""
+SHOWN_CAPACITIES = ("1%", "5%", "20%")
+"""Columns of the tables in the document, without a device. Printed tables have every capacity and device."""
+GATED = ("lru",)
+"""Policies whose other admission rules have a row, too; with all policies the table would be too long."""
 
 
 def read_rows(path: Path) -> Rows:
@@ -52,11 +54,9 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def table_of_hits(rows: Rows, trace: str, device: str, store: str) -> str:
+def table_of_hits(rows: Rows, trace: str, device: str, store: str, shown: Sequence[str] = CAPACITIES) -> str:
     """Policies down, capacities across: hits, writes, gap closed. Empty if not swept."""
-    capacities = [
-        capacity for capacity in CAPACITIES if rows.optimum(trace, device, store, capacity) is not None
-    ]
+    capacities = [capacity for capacity in shown if rows.optimum(trace, device, store, capacity) is not None]
     if not capacities:
         return ""
     lines = []
@@ -76,17 +76,17 @@ def _cell(rows: Rows, row: Row | None) -> str:
     if row is None:
         return ""
     gap = rows.gap_closed(row)
-    share = "" if gap is None or (row.policy, row.admission) == ("lru", "all") else f" · {_percent(gap)}"
-    return f"{row.hits:.3f} · {row.writes:.2f}{share}"
+    share = "" if gap is None or (row.policy, row.admission) == ("lru", "all") else f", {_percent(gap)}"
+    return f"{row.hits:.3f}, {row.writes:.2f}{share}"
 
 
 def _percent(share: float) -> str:
-    return f"{round(100 * share):+d} %".replace("+0 %", "0 %")
+    return f"{round(100 * share):+d}%".replace("+0%", "0%")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One piece of advice, and the two rows of each trace that it rests on."""
+    """A recommendation, and the two rows of each trace that support it."""
 
     situation: str
     choose: str
@@ -102,7 +102,7 @@ CHOICES = (
         "device and RAM of like size", "victim tier", "1x", "5%", _LRU, ("lru", "all", "on-device-eviction")
     ),
     Choice(
-        "the same, and RAM small beside what is live",
+        "the same, RAM smaller than the live working set",
         "victim tier with `hazard`",
         "1x",
         "1%",
@@ -114,21 +114,22 @@ CHOICES = (
     ),
     Choice(
         "RAM much larger than it",
-        "`lru` (shown: what `hazard` would change)",
+        "`lru` (numbers: `hazard`)",
         "0",
         "20%",
         _LRU,
         ("hazard", "all", "on-compute"),
     ),
-    Choice("writes dear", "`hazard`", "0", "2%", _LRU, ("hazard", "all", "on-compute")),
-    Choice("writes dear, chat", "`lru` with `tinylfu`", "0", "2%", _LRU, ("lru", "tinylfu", "on-compute")),
-    Choice("no victim tier to be had", "`hazard`", "1x", "5%", _LRU, ("hazard", "all", "on-compute")),
+    Choice(
+        "chat, expensive writes", "`lru` with `tinylfu`", "0", "2%", _LRU, ("lru", "tinylfu", "on-compute")
+    ),
+    Choice("like size, no victim tier", "`hazard`", "1x", "5%", _LRU, ("hazard", "all", "on-compute")),
     Choice("the same, chat", "`lru` with `tinylfu`", "1x", "5%", _LRU, ("lru", "tinylfu", "on-compute")),
 )
 
 
 def table_of_choices(rows: Rows) -> str:
-    """What to choose when: hits and writes per reference before and after, on every trace."""
+    """Recommended choices: hits and writes per reference before and after, on every trace."""
     lines = []
     for choice in CHOICES:
         cells = []
@@ -154,27 +155,34 @@ def _name(contestant: tuple[str, str, str]) -> str:
 
 
 def advice(rows: Rows) -> str:
-    """What stands between the markers ``advice``."""
+    """Text between the markers ``advice``."""
     return table_of_choices(rows)
 
 
 def tables(rows: Rows) -> str:
-    """What stands between the markers ``tables``."""
-    parts = ["### Targets of the flagship", table_of_targets(rows, CAPACITIES, DEVICES)]
-    parts += ["Largest shortfalls of `hazard` below LRU (in points):", largest_shortfalls(rows, CAPACITIES)]
+    """Text between the markers ``tables``: the targets, and each trace without a device."""
+    parts = [_targets(rows)]
     for trace in rows.traces:
-        parts.append(f"### {trace}")
-        for device in DEVICES:
-            found = [
-                table_of_hits(rows, trace, device, store) for store in ("on-compute", "on-device-eviction")
-            ]
-            body = "\n\n".join(table for table in found if table)
-            if device == "0":
-                parts.append(body)
-            elif body:
-                title = f"behind a device cache of {device} the tier's size"
-                parts.append(f"<details><summary>{title}</summary>\n\n{body}\n\n</details>")
+        parts += [f"### {trace}", table_of_hits(rows, trace, "0", "on-compute", SHOWN_CAPACITIES)]
     return "\n\n".join(part for part in parts if part)
+
+
+def all_tables(rows: Rows) -> str:
+    """The targets, and each trace with every device and store mode."""
+    parts = [_targets(rows)]
+    for trace in rows.traces:
+        for device in DEVICES:
+            title = f"### {trace}, device {device}" if device != "0" else f"### {trace}"
+            stores = ("on-compute", "on-device-eviction")
+            parts += [title, *(table_of_hits(rows, trace, device, store) for store in stores)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _targets(rows: Rows) -> str:
+    targets = table_of_targets(rows, CAPACITIES, DEVICES)
+    shortfalls = largest_shortfalls(rows, CAPACITIES)
+    title = "Largest shortfalls of `hazard` below LRU (in points):"
+    return f"### Targets of `hazard`\n\n{targets}\n\n{title}\n\n{shortfalls}"
 
 
 def put(document: str, name: str, text: str) -> str:
@@ -198,7 +206,7 @@ def main(arguments: list[str]) -> None:
     if "--write" in arguments:
         DOCUMENT.write_text(put_all(DOCUMENT.read_text(encoding="utf-8"), rows), encoding="utf-8")
     else:
-        print(advice(rows), tables(rows), sep="\n\n")
+        print(advice(rows), all_tables(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

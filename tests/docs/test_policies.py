@@ -92,8 +92,8 @@ def test_a_cell_says_hits_writes_and_the_share_of_the_gap(bench: ModuleType, tmp
     assert bench.table_of_hits(rows, "t", "0", "on-compute").splitlines() == [
         "| on-compute | 1% | 5% |",
         "| --- | --- | --- |",
-        "| `lru` | 0.100 · 0.90 | 0.200 · 0.90 |",
-        "| `hazard` | 0.150 · 0.25 · +25 % |  |",
+        "| `lru` | 0.100, 0.90 | 0.200, 0.90 |",
+        "| `hazard` | 0.150, 0.25, +25% |  |",
         "| *optimum* | *0.300* | *0.200* |",
     ]
 
