@@ -19,12 +19,12 @@ help:  ## this list
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --group dev --group mutation
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --group mutation
 	touch $@
 
 install: $(VENV)/installed  ## the environment and the package
@@ -95,7 +95,7 @@ soak-adversaries: $(VENV)/installed-dev  ## hostile servers and buckets, damaged
 	KVOFFLOAD_RAISES=2000 $(BIN)/python -m pytest tests/tiers/test_guarded.py
 
 $(VENV)/installed-%: $(VENV)/installed
-	$(BIN)/pip install --quiet --group $*
+	$(BIN)/pip install --quiet $(if $(filter docs,$*),--constraint constraints.txt) --group $*
 	touch $@
 
 docs: $(VENV)/installed-docs report  ## the documents as a site with a live plan, in build/site; fails on a dead link or a public name without an entry
