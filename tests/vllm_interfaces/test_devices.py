@@ -72,8 +72,8 @@ class World:
         )
         self._stand_in = ExitStack()
         self._stand_in.enter_context(standing_in(self.device, version))
-        self.ours: Any = importlib.import_module(f"{OURS}.cuda")
-        self.slots_spec: Any = importlib.import_module(f"{OURS}.slots_spec").SlotsSpec
+        self.ours: Any = importlib.import_module(f"{OURS}.worker_side.cuda")
+        self.slots_spec: Any = importlib.import_module(f"{OURS}.worker_side.slots_spec").SlotsSpec
 
     def make(self) -> Any:
         return self.ours.DeviceCopies(self.caches, self.layout, self.pool, 1)
@@ -82,7 +82,9 @@ class World:
         return self.slots_spec(np.array(slots, np.int32))
 
     def host_copies(self, caches: Any) -> Any:
-        return importlib.import_module(f"{OURS}.copies").HostCopies(caches, self.layout, self.pool.part(1))
+        return importlib.import_module(f"{OURS}.worker_side.copies").HostCopies(
+            caches, self.layout, self.pool.part(1)
+        )
 
     def close(self) -> None:
         self._stand_in.close()
@@ -359,7 +361,7 @@ def test_an_engine_with_a_gpu_is_refused_before_vllm_has_what_it_needs(version: 
     """In one line when the engine starts, not by an error of an import in its workers."""
     with standing_in(Device(), version):
         with pytest.raises(ImportError):
-            importlib.import_module(f"{OURS}.cuda")
+            importlib.import_module(f"{OURS}.worker_side.cuda")
         spec = importlib.import_module(f"{OURS}.spec")
         with pytest.raises(ConfigError) as refused:
             spec.KVOffloadSpec()

@@ -44,7 +44,7 @@ OURS = {
 def our_classes() -> dict[str, dict[str, ast.arguments]]:
     """Every class of our room, with the parameters of its methods; from the text, for vLLM is not here."""
     found = {}
-    for path in OUR_ROOM.glob("*.py"):
+    for path in OUR_ROOM.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 found[node.name] = {
@@ -119,7 +119,7 @@ OF_A_HANDLER = ("transfer_async", "get_finished", "wait", "shutdown")
 def calls_of_devices() -> list[tuple[str, ast.Call]]:
     """Calls of vLLM in `cuda`: what is called, of which its own methods of the same name are no part."""
     found = []
-    for node in ast.walk(ast.parse((OUR_ROOM / "cuda.py").read_text())):
+    for node in ast.walk(ast.parse((OUR_ROOM / "worker_side" / "cuda.py").read_text())):
         if isinstance(node, ast.Call):
             called = node.func
             if isinstance(called, ast.Name) and called.id in (HANDLER, "host_register", "host_unregister"):
