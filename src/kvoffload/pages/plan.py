@@ -8,7 +8,8 @@ from kvoffload.pages.page import Chart, Data, Part, Table, Text, page
 from kvoffload.plan.clock import InTime
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.rows import PlanRow
-from kvoffload.plan.words import PLACEHOLDERS, goods, money, percent, ram_size, shares, ssd_size, ttft
+from kvoffload.plan.words import PLACEHOLDERS, goods, money, shares, ttft
+from kvoffload.text import interval, percent, size
 
 _GIB = 2**30
 
@@ -208,15 +209,12 @@ def _purchases(found: PlanAnswer) -> Table:
                 "drive writes a day#", "used so; or why not")  # fmt: skip
     rows, marks = [], []
     for row in found.purchases:
-        interval = "" if row.saved_low is None or row.saved_high is None else (
-            f"{100 * row.saved_low:.1f} to {100 * row.saved_high:.1f}"
-        )  # fmt: skip
         rows.append((
-            ram_size(row.ram_bytes) if row.ram_bytes else "-",
-            ssd_size(row.ssd_bytes) if row.ssd_bytes else "-",
+            size(row.ram_bytes) if row.ram_bytes else "-",
+            size(row.ssd_bytes, 1000) if row.ssd_bytes else "-",
             *((str(row.servers) if row.servers else "-",) if shared else ()),
-            f"{row.price:,.0f}", percent(row.saved), interval,
-            "" if row.of_ceiling is None else f"{row.of_ceiling:.0%}",
+            f"{row.price:,.0f}", percent(row.saved), interval(row.saved_low, row.saved_high),
+            "" if row.of_ceiling is None else percent(row.of_ceiling, 0),
             "" if row.drive_writes_a_day is None else f"{row.drive_writes_a_day:,.2f}",
             str(row.setup) if row.feasible else row.why_not,
         ))  # fmt: skip
