@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "kvoffload"
 MAY_IMPORT = {
     "errors": set(),
     "_version": set(),
+    "text": set(),
     "settings": {"errors"},
     "model": {"settings", "errors"},
     "structures": {"errors"},
@@ -24,42 +25,38 @@ MAY_IMPORT = {
     "policies": {"core", "structures", "errors"},
     "admission": {"core", "structures", "errors"},
     "transfer": {"structures", "errors"},
-    "tiers": {"transfer", "core", "structures", "settings", "errors"},
+    "tiers": {"transfer", "core", "structures", "settings", "text", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},
     "traces": {"core", "settings", "structures", "errors"},
     "replay": {
-        *("traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "errors"),
+        *("traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "text", "errors"),
         "_version",
     },
     "simulate": {
         *("replay", "traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "errors"),
-        "_version",
+        *("text", "_version"),
     },
     "calibration": {"simulate", "replay", "tiers", "transfer", "structures", "errors", "_version"},
     "sweep": {
-        "simulate",
-        "replay",
-        "traces",
-        "tiers",
-        "core",
-        "structures",
-        "settings",
-        "errors",
+        *("simulate", "replay", "traces", "tiers", "core", "structures", "settings", "text", "errors"),
         "_version",
     },
-    "plan": {"sweep", "simulate", "replay", "traces", "tiers", "core", "settings", "errors", "_version"},
-    "pages": {"plan", "sweep", "settings", "errors", "_version"},
+    "plan": {
+        *("sweep", "simulate", "replay", "traces", "tiers", "core", "settings", "text", "errors"),
+        "_version",
+    },
+    "pages": {"plan", "sweep", "settings", "text", "errors", "_version"},
     "testing": {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
     "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
         *("tiering", "tiers", "traces", "transfer", "model", "core", "structures", "settings", "errors"),
-        "_version",
+        *("text", "_version"),
     },
     "cli": {
         *("integrations", "calibration", "model", "pages", "plan", "sweep", "simulate", "replay", "traces"),
-        *("tiers", "core", "structures", "settings", "errors", "_version"),
+        *("tiers", "core", "structures", "settings", "text", "errors", "_version"),
     },
 }
 """Room -> rooms that it may import, besides itself: from the ground to the roof, so that no arrow goes up."""

@@ -147,7 +147,7 @@ def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
     cells = [text for tag, text in page.texts if tag == "td"]
     assert {link["name"] for link in runs[0]["links"]} <= set(cells)
     for row in found["purchases"]:
-        assert f"{100 * row['saved']:.1f} %" in cells
+        assert f"{100 * row['saved']:.1f}%" in cells
 
 
 def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tuple[Path, str]) -> None:
@@ -298,7 +298,7 @@ def test_a_point_says_what_it_is(browser: Any, plan: tuple[Path, str]) -> None:
     view.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     label = view.locator("#frontier .hoverlayer .hovertext").first
     label.wait_for()
-    assert f"{100 * found['chosen']['saved']:.1f} %" in label.text_content()
+    assert f"{100 * found['chosen']['saved']:.1f}%" in label.text_content()
     assert complaints == []
     view.close()
 

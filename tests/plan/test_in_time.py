@@ -75,14 +75,14 @@ def test_waits_by_hand(turns: str) -> None:
     assert (other.mean, other.p50, other.p90, other.p99) == pytest.approx((4, 4, 4, 4))
     assert (one.p50, one.p90, one.p99) == pytest.approx((1.85, 1.85, 4))
     assert one.mean == pytest.approx((25 * 4 + 475 * 1.85) / 500)
-    said = "Time to first token: p90 4.00 s -> 1.85 s, mean 4.00 s -> 1.96 s, p50 4.00 s -> 1.85 s, p99"
-    assert f"{said} 4.00 s -> 4.00 s." in answer.words
+    said = "Time to first token: p90 4 s -> 1.85 s, mean 4 s -> 1.96 s, p50 4 s -> 1.85 s, p99"
+    assert f"{said} 4 s -> 4 s." in answer.words
     loading = round(100 * 0.85 * 475 / 500 / one.mean)
-    assert f"Of the mean, 0 % is waiting in the queue and {loading} % loading; without what is bought, " \
-           "0 % is waiting." in answer.words  # fmt: skip
+    assert f"Of the mean, 0% is waiting in the queue and {loading}% loading; without what is bought, " \
+           "0% is waiting." in answer.words  # fmt: skip
     assert "RAM keeps up with its writes." in answer.words
     # 475 of 500 requests load three of four blocks; counted were all four.
-    said = "In time 71.2 % is saved, not 95.0 %: the last block of each prompt is computed, and requests"
+    said = "In time 71.2% is saved, not 95.0%: the last block of each prompt is computed, and requests"
     assert f"{said} come side by side." in answer.words
     # What a load costs more, 0.1 s, it gains by 0.75 / 512 s a token.
     assert answer.in_time.ram_break_even_tokens == pytest.approx(0.1 * A_BLOCK / 0.75)
@@ -122,7 +122,7 @@ def test_nothing_bought_is_the_gpus_alone(turns: str) -> None:
     assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
     assert answer.in_time is not None
     assert answer.in_time.with_offload == answer.in_time.without
-    said = "Time to first token: p90 1.00 s, mean 1.15 s, p50 1.00 s, p99 4.00 s."
+    said = "Time to first token: p90 1 s, mean 1.15 s, p50 1 s, p99 4 s."
     assert [one for one in answer.words if one.startswith(said)]
 
 
@@ -191,7 +191,7 @@ def test_the_busiest_engine_is_timed_as_it_is_routed(turns: str, tmp_path: Path)
     assert found.with_offload == run_in_time(busiest, timing, 8, config)
     assert found.without == run_in_time(busiest, timing, 8)
     assert "on the busiest of 2 engines." in words(answer)
-    assert f"In time {100 * found.with_offload.hit_ratio:.1f} % is saved on that engine, not" in words(answer)
+    assert f"In time {100 * found.with_offload.hit_ratio:.1f}% is saved on that engine, not" in words(answer)
     assert [one.source for one in answer.assumptions if one.name == "timed engine"]
 
 
@@ -315,8 +315,8 @@ def test_the_cheapest_that_waits_no_longer_is_found(turns: str) -> None:
     # Less than 100 blocks of LRU have nothing of a loop of 100.
     assert (answer.outcome, answer.chosen.purchase) == ("BUY", Purchase(20, 0))
     assert answer.chosen.ttft_p90_s == pytest.approx(1.85)
-    said = "Buy 100 MiB of RAM for 2,000 USD: p90 of time to first token is 1.85 s, and 2.00 s were asked"
-    assert answer.words[0].startswith(f"{said} for. It saves 95.0 % of the prefill")
+    said = "Buy 100 MiB of RAM for 2,000 USD: p90 of time to first token is 1.85 s, and 2 s were asked"
+    assert answer.words[0].startswith(f"{said} for. It saves 95.0% of the prefill")
     assert answer.smaller is not None
     assert answer.smaller.ttft_p90_s == pytest.approx(4), "the one below was timed, and does not reach it"
     assert answer.smaller.purchase == Purchase(19, 0), "single modules"
@@ -329,7 +329,7 @@ def test_the_cheapest_that_waits_no_longer_is_found(turns: str) -> None:
 def test_what_the_gpus_reach_alone_buys_nothing(turns: str) -> None:
     answer = timed(turns, target={"ttft_p90_s": 4.1})
     assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
-    said = "Buy nothing: with the GPUs' own memory p90 of time to first token is 4.00 s, and 4.10 s were"
+    said = "Buy nothing: with the GPUs' own memory p90 of time to first token is 4 s, and 4.1 s were"
     assert answer.words[0] == f"{said} asked for."
     assert [row.purchase for row in answer.rows if row.ttft_p90_s is not None] == [NOTHING]
 
@@ -341,7 +341,7 @@ def test_what_no_purchase_reaches_is_said_with_the_nearest(
     answer = timed(turns, target={"ttft_p90_s": 1.0, "budget": budget})
     assert answer.outcome == "NOT_REACHED"
     assert answer.chosen.ttft_p90_s == pytest.approx(nearest)
-    said = "Nothing that can be had{} and was timed brings p90 of time to first token down to 1.00 s."
+    said = "Nothing that can be had{} and was timed brings p90 of time to first token down to 1 s."
     assert answer.words[0].startswith(said.format("" if budget is None else " for 1,999 USD"))
     assert f"What comes nearest is {nearest:.2f} s, with " in answer.words[0]
     assert budget is None or answer.chosen.price <= budget

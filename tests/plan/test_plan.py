@@ -68,7 +68,7 @@ def test_the_smallest_purchase_that_reaches_a_target_is_found_between_coarse_ste
     assert (answer.chosen.ram_modules, answer.chosen.price, answer.chosen.ssd_drives) == (20, 2000, 0)
     assert answer.chosen.saved == pytest.approx(0.45)
     assert answer.ceiling == answer.chosen.saved
-    assert answer.words[0].startswith("Buy 100 MiB of RAM for 2,000 USD: it saves 45.0 % of the prefill")
+    assert answer.words[0].startswith("Buy 100 MiB of RAM for 2,000 USD: it saves 45.0% of the prefill")
     assert answer.smaller is not None
     assert answer.smaller.saved == 0
     assert len(answer.rows) < 20, "not every number of modules is tried"
@@ -100,7 +100,7 @@ def test_a_budget_is_kept_to_the_cent(loop: str, budget: float, modules: int) ->
 def test_a_target_that_the_budget_does_not_reach_is_not_reached(loop: str) -> None:
     answer = planned(loop, budget=1000, saved=0.4)
     assert answer.outcome == "NOT_REACHED"
-    assert answer.words[0].startswith("Nothing that can be had for 1,000 USD saves 40.0 % of the prefill.")
+    assert answer.words[0].startswith("Nothing that can be had for 1,000 USD saves 40.0% of the prefill.")
     assert all(row.price <= 1000 for row in (answer.chosen, answer.most))
 
 
@@ -138,7 +138,7 @@ def test_what_is_no_target_is_refused() -> None:
 def test_where_the_gpus_have_it_all_nothing_is_bought(loop: str) -> None:
     answer = planned(loop, fleet(kv_bytes=300 * MIB), saved=0.4)
     assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
-    assert answer.words[0].startswith("Buy nothing: the GPUs' own memory saves 45.0 %")
+    assert answer.words[0].startswith("Buy nothing: the GPUs' own memory saves 45.0%")
     assert answer.by_gpus == answer.ceiling
 
 
@@ -184,7 +184,7 @@ def test_a_better_row_that_cannot_be_is_named(loop: str) -> None:
     few = prices(Ram(module="5MiB", price=100, slots=4), ssd)
     answer = planned(loop, fleet(few))
     assert answer.outcome == "BUY_NOTHING"
-    assert "would save 45.0 %" in words(answer)
+    assert "would save 45.0%" in words(answer)
     assert "and cannot be: " in words(answer)
 
 
@@ -677,7 +677,7 @@ def test_the_command_says_what_its_json_says(loop: str, tmp_path: Path) -> None:
     for sentence in (*found.words, *found.cannot_tell, found.vllm):
         assert " ".join(sentence.split()) in text
     for row in found.frontier:
-        assert f"{100 * row.saved:.1f} %" in text
+        assert f"{100 * row.saved:.1f}%" in text
     flag, value = shlex.split(found.vllm)
     assert flag == "--kv-transfer-config"
     options = parse_options(json.loads(value)["kv_connector_extra_config"])
@@ -697,7 +697,7 @@ def test_a_disk_stands_in_the_line_for_vllm(loop: str, tmp_path: Path) -> None:
 def test_what_is_not_reached_is_exit_code_1(loop: str, tmp_path: Path) -> None:
     done = kvoffload(*command(loop, tmp_path, "--target-saved", "0.4", "--budget", "500"))
     assert done.returncode == 1
-    assert "Nothing that can be had for 500 USD saves 40.0 %" in done.stdout
+    assert "Nothing that can be had for 500 USD saves 40.0%" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -85,18 +85,18 @@ def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) ->
     assert row.server_read_bytes_per_s == pytest.approx(2 * again * MIB / duration_s)
     assert row.server_write_bytes_per_s == pytest.approx(2 * (REQUESTS - again) * MIB / duration_s)
     assert row.ssd_write_bytes_per_s is row.drive_writes_a_day is None
-    share = f"{100 * again / REQUESTS:.1f} %"
+    share = f"{100 * again / REQUESTS:.1f}%"
     begin = f"Buy 10 MiB of RAM and a cache server of 1 GiB for 150 USD: it saves {share} of the prefill"
     assert answer.words[0].startswith(begin)
-    assert answer.words[0].endswith(f"0.0 % by RAM, {share} by servers.")
+    assert answer.words[0].endswith(f"0.0% by RAM, {share} by servers.")
     use = "That is 1 module of 10MiB in the host, and a cache server of 1 GiB that all 2 engines share."
     assert use in words(answer)
     (sharing,) = [one for one in answer.words if one.startswith("Without servers: ")]
-    less = f"10 MiB of RAM for 100 USD would save 0.0 %, {100 * again / REQUESTS:.1f} points less "
+    less = f"10 MiB of RAM for 100 USD would save 0.0%, {100 * again / REQUESTS:.1f} points less "
     assert sharing.startswith(f"Without servers: {less}")
     assert sharing.endswith(("(sure).", "slowly)."))
     most = (
-        f"No cache saves more than {share}, and none of engines that share nothing more than 0.0 %: the rest"
+        f"No cache saves more than {share}, and none of engines that share nothing more than 0.0%: the rest"
     )
     assert most in words(answer)
 
@@ -111,7 +111,7 @@ def test_what_servers_would_bring_is_said_where_they_are_too_dear(twice: str) ->
     assert dear.chosen.servers == 0
     assert dear.chosen.ram_modules
     (said,) = [one for one in dear.words if one.startswith("The cheapest with servers: ")]
-    assert "10 MiB of RAM and a cache server of 1 GiB for 3,100 USD would save 90.0 %, " in said
+    assert "10 MiB of RAM and a cache server of 1 GiB for 3,100 USD would save 90.0%, " in said
     assert " points more (" in said
 
 

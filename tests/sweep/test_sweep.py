@@ -40,6 +40,7 @@ from kvoffload.sweep.outputs import RowsFile
 from kvoffload.sweep.sweep import Sweep
 from kvoffload.sweep.table import Row, _baselines
 from kvoffload.sweep.task import Failure, Measurement, Task
+from kvoffload.text import size
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
@@ -691,7 +692,7 @@ def test_what_was_written_is_in_bytes_where_they_are_known(chat: str) -> None:
     assert "\nprefix-hit ratio, bytes written, share of the gap" in done.stdout
     for row in rows:
         assert row.bytes_written == row.blocks_written * 2**26
-        assert f"{row.prefix_hit_ratio:.4f}* {row.bytes_written / 2**30:.1f} GiB" in done.stdout
+        assert f"{row.prefix_hit_ratio:.4f}* {size(row.bytes_written)}" in done.stdout
 
 
 def test_without_lru_no_gap_is_shown(chat: str) -> None:
@@ -784,7 +785,7 @@ def test_without_a_terminal_there_is_a_line_for_each_tenth() -> None:
         f"kvoffload: {rows} of 20 rows, {5 * rows}%, about {left} left"
         for rows, left in zip(
             range(2, 20, 2),
-            ["12 min", "11 min", "9 min", "8 min", "7 min", "5 min", "4 min", "3 min", "80 s"],
+            ["12 min", "10.7 min", "9.33 min", "8 min", "6.67 min", "5.33 min", "4 min", "2.67 min", "80 s"],
             strict=True,
         )
     ]
@@ -799,7 +800,7 @@ def test_lines_are_half_a_minute_apart() -> None:
 def test_lines_tell_of_references_not_of_rows() -> None:
     done_at = [(0, 0), (60, 20), (100, 500), (9000, 1000)]
     uneven = [(seconds, Progress(rows, 3, refs, 1000)) for rows, (seconds, refs) in enumerate(done_at)]
-    assert said(uneven) == ["kvoffload: 2 of 3 rows, 50%, about 2 min left"]
+    assert said(uneven) == ["kvoffload: 2 of 3 rows, 50%, about 104 s left"]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -393,7 +393,7 @@ def test_memory_that_is_gone_when_it_is_taken_is_said(
     with pytest.raises(ConfigError, match=r"ram: .*No space left"):
         attach(2)
     assert not pools_in(tmp_path)
-    with pytest.raises(ConfigError, match="another worker could not have its part"):
+    with pytest.raises(ConfigError, match="another worker has no memory"):
         first.wait_for_workers(HANGS_S)
     first.close()
     monkeypatch.setattr(first_touch, "take", take)

@@ -18,8 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvoffload.cli.options import in_form
-from kvoffload.cli.text import difference_lines, size_text
+from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.text import duration, percent, size
 from kvoffload.tiers.disk.inspection import Problem, SlabReport, find_slabs, opened
 from kvoffload.tiers.disk.inspection import compact as compact_slab
 from kvoffload.tiers.disk.inspection import delete as delete_slabs
@@ -111,8 +112,8 @@ def rm(path: Path, yes: bool) -> None:
     Not while a process has PATH open.
     """
     slabs = find_slabs(path)
-    size = size_text(sum(slab.stat().st_size for slab in slabs))
-    what = f"{len(slabs):,} slab{'s' * (len(slabs) > 1)} of {size} in {slabs[0].parent}"
+    file_bytes = size(sum(slab.stat().st_size for slab in slabs))
+    what = f"{len(slabs):,} slab{'s' * (len(slabs) > 1)} of {file_bytes} in {slabs[0].parent}"
     if not yes:
         click.confirm(f"Delete {what}?", abort=True)
     delete_slabs(slabs)
@@ -193,19 +194,19 @@ def _table(report: SlabReport, newest: SlabReport) -> Table:
 
 def _rows(report: SlabReport) -> list[tuple[str, Any]]:
     if report.problem:
-        return [("cannot be used", report.problem), ("size", size_text(report.file_bytes))]
+        return [("cannot be used", report.problem), ("size", size(report.file_bytes))]
     held = report.num_blocks * report.block_bytes
-    each = size_text(report.block_bytes)
+    each = size(report.block_bytes)
     rows = [
         ("model", summary(report.fingerprint)),
         ("made", _ago(report.created_at_s)),
         ("blocks", f"{report.num_blocks:,} of {report.capacity_blocks:,}, {each} each"),
-        ("bytes", f"{size_text(held)} in a slab of {size_text(report.file_bytes)}"),
+        ("bytes", f"{size(held)} in a slab of {size(report.file_bytes)}"),
     ]
     if report.written_at_s:
         oldest, median, newest = map(_ago, report.written_at_s)
         rows.append(("written", f"oldest {oldest}, median {median}, newest {newest}"))
-    rows.append(("journal", f"epoch {report.epoch}, log {report.log_used:.0%} full"))
+    rows.append(("journal", f"epoch {report.epoch}, log {percent(report.log_used, 0)} full"))
     if report.journal_damage:
         rows.append(("journal damage", f"{report.journal_damage} parts cannot be read"))
     if report.owner:
@@ -214,8 +215,4 @@ def _rows(report: SlabReport) -> list[tuple[str, Any]]:
 
 
 def _ago(moment_s: int) -> str:
-    seconds = max(0, int(time.time()) - moment_s)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"
+    return f"{duration(max(0, int(time.time()) - moment_s))} ago"

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.rows import PlanRow
-from kvoffload.plan.words import money, percent, ram_size, ssd_size
-from kvoffload.simulate.report import seconds
+from kvoffload.plan.words import money
+from kvoffload.text import duration, interval, percent, size
 
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
@@ -70,18 +70,17 @@ def _cells(row: PlanRow, found: PlanAnswer) -> list[str]:
     mark = "*" if row == found.chosen else "" if row.feasible else "x"
     cells = [
         mark,
-        ram_size(row.ram_bytes) if row.ram_bytes else "-",
-        ssd_size(row.ssd_bytes) if row.ssd_bytes else "-",
+        size(row.ram_bytes) if row.ram_bytes else "-",
+        size(row.ssd_bytes, 1000) if row.ssd_bytes else "-",
         money(row.price, "").strip(),
         percent(row.saved),
         "" if row.drive_writes_a_day is None else f"{row.drive_writes_a_day:,.2f}",
-        "" if row.saved_low is None or row.saved_high is None
-        else f"{100 * row.saved_low:.1f} to {100 * row.saved_high:.1f}",
-        "" if row.of_ceiling is None else f"{row.of_ceiling:.0%}",
+        interval(row.saved_low, row.saved_high),
+        "" if row.of_ceiling is None else percent(row.of_ceiling, 0),
         str(row.setup) if row.feasible else row.why_not,
     ]  # fmt: skip
     if found.needed_ttft_p90_s is not None:
-        cells.insert(_PLACE_OF_WAITS, "" if row.ttft_p90_s is None else seconds(row.ttft_p90_s))
+        cells.insert(_PLACE_OF_WAITS, "" if row.ttft_p90_s is None else duration(row.ttft_p90_s))
     if found.has_servers:
         cells.insert(_PLACE_OF_SERVERS, str(row.servers) if row.servers else "-")
     return cells

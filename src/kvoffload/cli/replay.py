@@ -21,7 +21,6 @@ from kvoffload.cli.options import (
     sized,
     skipping_bad_lines,
 )
-from kvoffload.cli.replay_table import size as format_size
 from kvoffload.cli.replay_table import table
 from kvoffload.core.admission import create_admission
 from kvoffload.core.plans import ON_COMPUTE, STORES
@@ -37,6 +36,7 @@ from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.settings.read import parse_capacity, parse_size
 from kvoffload.sweep.grid import ANY_TRACE
 from kvoffload.sweep.grid import device_blocks as device_cache
+from kvoffload.text import size as format_size
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.spec import TierOptions, parse_tiers
 from kvoffload.traces.sources import block_tokens_of, load_trace

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload.replay.report import ReplayReport
+from kvoffload.text import duration, percent, size
 
 _ENOUGH_TO_MEASURE = 10_000
 """References: below it a time for each says more about the start than about the cache."""
@@ -63,7 +64,7 @@ def _work(report: ReplayReport) -> Table:
             table.add_row(f"mismatches caught by {tier.name}", f"{tier.mismatches_caught:,}", "")
             if tier.outages:
                 what = f"{tier.name} was unavailable, {tier.outages:,} times; not answered"
-                table.add_row(what, f"{tier.unanswered_blocks:,}", f"{tier.outage_s:,.0f} s")
+                table.add_row(what, f"{tier.unanswered_blocks:,}", duration(tier.outage_s))
             if tier.requests:
                 table.add_row(f"requests to {tier.name}, cost", f"{tier.requests:,}", f"{tier.cost:.2g}")
         style = "bold red" if report.mismatches_served else "bold green"
@@ -76,19 +77,19 @@ def _verdict(report: ReplayReport) -> Text:
     text = Text(no_wrap=True, overflow="ignore")
     text.append(f"  {saved} of the prefill work is saved: ")
     text.append(f"{report.tokens_saved:,} of {report.tokens:,} tokens.\n")
-    text.append(f"  A cache without limit would save {report.infinite_hit_ratio:.1%}")
-    text.append(f", an optimal policy of this size {report.optimum_hit_ratio:.1%}.\n")
+    text.append(f"  A cache without limit would save {percent(report.infinite_hit_ratio)}")
+    text.append(f", an optimal policy of this size {percent(report.optimum_hit_ratio)}.\n")
     if report.decode_tokens_per_s:
         text.append(f"  {assumption(report.decode_tokens_per_s)}.\n")
     if report.queue_requests:
         text.append(f"  {assumed_queue(report.queue_requests)}.\n")
     if report.skipped_lines:
         text.append(f"  {report.skipped_lines:,} bad lines of the trace were left out.\n")
-    text.append(f"  CPU time for deciding: {report.control_plane_s:.2f} s")
+    text.append(f"  CPU time for deciding: {duration(report.control_plane_s)}")
     if report.block_refs >= _ENOUGH_TO_MEASURE:
-        text.append(f" ({report.control_plane_s * 1e6 / report.block_refs:.2f} us a reference)")
+        text.append(f" ({duration(report.control_plane_s / report.block_refs)} a reference)")
     if report.block_bytes:
-        text.append(f"; for bytes: {report.data_plane_s:.2f} s")
+        text.append(f"; for bytes: {duration(report.data_plane_s)}")
     text.append(f".\n  Decisions: sha256 {report.decisions_sha256[:16]}\n")
     return text
 
@@ -103,15 +104,5 @@ def assumed_queue(num_requests: int) -> str:
     return f"The next {num_requests:,} requests wait, and are expected: assumed"
 
 
-def size(num_bytes: int) -> str:
-    """Bytes for people: ``3.2 GiB``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 def _percent(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
+    return percent(part / whole) if whole else "-"

@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload.cli.replay_table import size
 from kvoffload.simulate.machine import QUANTITIES, Quantity
-from kvoffload.simulate.report import Distribution, TimedOutcome, TimedReport, seconds
+from kvoffload.simulate.report import Distribution, TimedOutcome, TimedReport
+from kvoffload.text import duration, percent, size
 
 
 def table(report: TimedReport) -> RenderableType:
@@ -30,7 +30,7 @@ def _waits(report: TimedReport) -> Table:
     table.add_column("with offloading", justify="right")
     table.add_column("without", justify="right")
     for name, what in (("mean", "TTFT, mean"), ("p50", "p50"), ("p90", "p90"), ("p99", "p99")):
-        table.add_row(what, *(seconds(getattr(run.ttft_s, name)) for run in (one, other)))
+        table.add_row(what, *(duration(getattr(run.ttft_s, name)) for run in (one, other)))
     cells: tuple[tuple[str, Callable[[TimedOutcome], str]], ...] = (
         ("of that waiting, mean / p90", lambda run: _pair(run.waiting_s)),
         ("loading, mean / p90", lambda run: _pair(run.loading_s)),
@@ -38,7 +38,7 @@ def _waits(report: TimedReport) -> Table:
         ("hit ratio", lambda run: f"{run.hit_ratio:.3f}"),
         ("of that from the device", lambda run: _share(run.device_hit_blocks, run)),
         ("GPU computes prompts", lambda run: duration(run.prefill_s)),
-        ("GPU is busy", lambda run: f"{run.device_busy_share:.1%}"),
+        ("GPU is busy", lambda run: percent(run.device_busy_share)),
         ("all is done after", lambda run: duration(run.seconds)),
     )
     for what, cell in cells:
@@ -55,7 +55,7 @@ def _links(report: TimedReport) -> Table:
             link.name,
             f"{link.jobs:,}",
             size(link.bytes_moved),
-            f"{link.busy_share:.1%}",
+            percent(link.busy_share),
             size(link.most_bytes_waiting),
             size(link.bytes_left),
         )
@@ -78,10 +78,10 @@ def _words(report: TimedReport) -> Text:
     text = Text(no_wrap=True, overflow="ignore")
     share = report.gpu_seconds_saved / other.prefill_s if other.prefill_s else 0.0
     text.append(
-        f"  {report.gpu_seconds_saved / 3600:,.2f} GPU-hours of prompts saved, {share:.1%} of them.\n"
+        f"  {report.gpu_seconds_saved / 3600:,.2f} GPU-hours of prompts saved, {percent(share)} of them.\n"
     )
-    text.append(f"  TTFT p50 {seconds(other.ttft_s.p50)} -> {seconds(one.ttft_s.p50)}, ")
-    text.append(f"p90 {seconds(other.ttft_s.p90)} -> {seconds(one.ttft_s.p90)}.\n")
+    text.append(f"  TTFT p50 {duration(other.ttft_s.p50)} -> {duration(one.ttft_s.p50)}, ")
+    text.append(f"p90 {duration(other.ttft_s.p90)} -> {duration(one.ttft_s.p90)}.\n")
     if report.at_once:
         text.append(
             f"  With {report.at_once} requests at once: {report.speed_up:.2f} times the throughput.\n"
@@ -121,17 +121,8 @@ def _assumptions(report: TimedReport) -> Table:
     return table
 
 
-def duration(value: float) -> str:
-    """A time for people: ``3.2 min``."""
-    for unit, one in (("s", 60.0), ("min", 60.0), ("h", 24.0)):
-        if value < 2 * one:
-            return f"{value:,.1f} {unit}"
-        value /= one
-    return f"{value:,.1f} d"
-
-
 def _pair(found: Distribution) -> str:
-    return f"{seconds(found.mean)} / {seconds(found.p90)}"
+    return f"{duration(found.mean)} / {duration(found.p90)}"
 
 
 def _share(blocks: int, run: TimedOutcome) -> str:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from kvoffload.sweep.measuring import Progress
+from kvoffload.text import duration, percent
 
 _REMEMBERED_S = 600
 _SECONDS_BETWEEN_LINES = 30
@@ -57,9 +58,12 @@ class Lines:
         if time_s < self._last_s + _SECONDS_BETWEEN_LINES or tenth == self._last_tenth:
             return
         self._last_s, self._last_tenth = time_s, tenth
-        share, done = now.refs_done / now.refs, now.refs_done - self._begun_with
-        left = _span((time_s - self._began_s) * (now.refs - now.refs_done) / done)
-        _say(self._console, f"{now.rows_done:,} of {now.rows:,} {now.of}, {share:.0%}, about {left} left")
+        share, done = percent(now.refs_done / now.refs, 0), now.refs_done - self._begun_with
+        left = duration((time_s - self._began_s) * (now.refs - now.refs_done) / done)
+        _say(
+            self._console,
+            f"{now.rows_done:,} of {now.rows:,} {now.of}, {share}, about {left} left",
+        )
 
 
 def _resuming_first(console: Console, update: Callable[[Progress], None]) -> Callable[[Progress], None]:
@@ -101,10 +105,3 @@ def how_to_go_on(done: Progress, journal: Path | None) -> str:
 
 def _say(console: Console, text: str) -> None:
     console.print(f"kvoffload: {text}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _span(seconds: float) -> str:
-    """A time as people say it: ``40 s``, ``12 min``, ``3.5 h``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

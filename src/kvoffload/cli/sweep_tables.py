@@ -12,10 +12,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload.cli.replay_table import assumed_queue, assumption, size
+from kvoffload.cli.replay_table import assumed_queue, assumption
 from kvoffload.sweep.bootstrap import CORRELATED
 from kvoffload.sweep.table import Row
 from kvoffload.sweep.verdict import Verdict
+from kvoffload.text import percent, size
 
 _WIDEST = 100
 """Columns of text: a table that would be wider goes on below itself."""
@@ -142,7 +143,7 @@ def _note(rows: list[Row]) -> Text:
 
 
 def _range(shares: list[float]) -> str:
-    low, high = f"{min(shares):.1%}", f"{max(shares):.1%}"
+    low, high = percent(min(shares)), percent(max(shares))
     return low if low == high else f"{low} to {high}"
 
 

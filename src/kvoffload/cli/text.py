@@ -7,14 +7,6 @@ from kvoffload.tiers.producer_text import differences
 _MOST_LINES = 20
 
 
-def size_text(num_bytes: int) -> str:
-    """``1.5 GiB``."""
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.4g} {units[0]}"
-
-
 def difference_lines(first: str, second: str) -> list[str]:
     """The fields in which the texts of two producers differ, a line for each; none if one is not known."""
     found = differences(first, second) if first and second else []

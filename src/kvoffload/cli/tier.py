@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload.cli.options import in_form, sized
-from kvoffload.cli.text import difference_lines, size_text
+from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
 from kvoffload.model import kv_bytes as models
 from kvoffload.settings.read import parse_size
+from kvoffload.text import duration, percent, size
 from kvoffload.tiers.kinds.valkey import Place, ValkeyOptions, place_of
 from kvoffload.tiers.producer_text import summary
 from kvoffload.tiers.shared.inspection import (
@@ -130,9 +131,9 @@ def bench(
     if block_bytes is None and token_bytes is not None:
         sizes = [token_bytes * block_tokens]
     else:
-        sizes = [parse_size("block-bytes", size) for size in (block_bytes or _SIZES).split(",")]
+        sizes = [parse_size("block-bytes", text) for text in (block_bytes or _SIZES).split(",")]
     options = _shared(url)
-    found = [_speeds(options, size, rounds) for size in sizes]
+    found = [_speeds(options, num_bytes, rounds) for num_bytes in sizes]
     verdict = None
     if token_bytes is not None and prefill_tokens_per_s is not None:
         verdict = _verdict(found[-1], token_bytes, prefill_tokens_per_s)
@@ -227,9 +228,9 @@ def _print_speeds(found: list[Speeds], verdict: dict[str, Any] | None) -> None:
         table.add_column(column, justify="right")
     for one in found:
         table.add_row(
-            size_text(one.block_bytes),
-            f"{one.probe_s * 1e3:.2f} ms",
-            f"{one.first_s * 1e3:.2f} ms",
+            size(one.block_bytes),
+            duration(one.probe_s),
+            duration(one.first_s),
             f"{one.get_bytes_per_s / 1e9:.2f} GB/s",
             f"{one.put_bytes_per_s / 1e9:.2f} GB/s",
         )
@@ -243,19 +244,19 @@ def _print_speeds(found: list[Speeds], verdict: dict[str, Any] | None) -> None:
 def _print_server(report: ServerReport) -> None:
     memory = None
     if report.used_bytes is not None and report.limit_bytes is not None:
-        limit = size_text(report.limit_bytes) if report.limit_bytes else "any"
-        memory = f"{size_text(report.used_bytes)} of {limit}"
+        limit = size(report.limit_bytes) if report.limit_bytes else "any"
+        memory = f"{size(report.used_bytes)} of {limit}"
     looked_up = (report.hits or 0) + (report.misses or 0)
     rows = {
         "server": report.version,
         "role": report.role and f"{report.role}, {report.num_replicas or 0} replicas",
-        "round trip": f"{report.round_trip_s * 1e3:.2f} ms",
+        "round trip": duration(report.round_trip_s),
         "memory": memory,
         "when it is full": report.eviction_policy,
         "saves to a disk": report.persistence,
         "names": report.num_names is not None and f"{report.num_names:,}",
         "evicted": report.evicted is not None and f"{report.evicted:,}",
-        "hits": looked_up and f"{(report.hits or 0) / looked_up:.1%} of {looked_up:,}",
+        "hits": looked_up and f"{percent((report.hits or 0) / looked_up)} of {looked_up:,}",
     }
     _print_rows(report.address, rows)
     for line in report.refused:
@@ -270,11 +271,11 @@ def _print_namespace(report: NamespaceReport) -> None:
     if report.refused:
         click.echo(f"  REFUSED  {report.refused}")
     for producer in report.producers:
-        size, first = producer.block_bytes, report.producers[0]
+        block_bytes, first = producer.block_bytes, report.producers[0]
         differs = difference_lines(first.about, producer.about)
         rows = {
             "model": producer.about and summary(producer.about),
-            "blocks": f"{producer.in_epoch:,}" + (f", {size_text(size)} each" if size else ""),
+            "blocks": f"{producer.in_epoch:,}" + (f", {size(block_bytes)} each" if block_bytes else ""),
             "from before a reset": producer.older and f"{producer.older:,}",
             "forgotten by time": producer.with_end is not None and ("yes" if producer.with_end else "no"),
             f"differs from {first.producer[:8]}": "\n".join(differs),

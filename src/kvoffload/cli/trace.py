@@ -20,6 +20,7 @@ from kvoffload.cli.options import in_blocks, in_form, skipping_bad_lines
 from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit
 from kvoffload.errors import ConfigError
+from kvoffload.text import percent
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.likeness import features, resemblance
 from kvoffload.traces.sessions import generate as generate_trace
@@ -163,9 +164,9 @@ def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[s
     gap = widest["prefix_hit_ratio"] - widest["lru_prefix_hit_ratio"]
     (nearest, factor), *others = like.items()
     said = [
-        f"No cache saves more than {statistics.ceiling:.1%} of the prefill: "
-        f"{statistics.repeated_in_session:.1%} is repeated within a session, "
-        f"{statistics.shared_by_sessions:.1%} comes from other sessions.",
+        f"No cache saves more than {percent(statistics.ceiling)} of the prefill: "
+        f"{percent(statistics.repeated_in_session)} is repeated within a session, "
+        f"{percent(statistics.shared_by_sessions)} comes from other sessions.",
         f"LRU is {100 * gap:.1f} points below the optimum where it is furthest, at "
         f"{widest['capacity_percent']} % of the blocks."
         if gap > 0

@@ -17,6 +17,7 @@ from kvoffload.replay.routing import SESSION
 from kvoffload.sweep.bootstrap import Interval, Sums
 from kvoffload.sweep.grid import Point
 from kvoffload.sweep.task import Measurement
+from kvoffload.text import duration
 from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
 
 _A_DAY_S = 86_400
@@ -304,10 +305,8 @@ def difference(evidence: Evidence, one: Measured, other: Measured) -> Interval |
 
 
 def age(years: float | None) -> str:
-    """How long something lasts, as people say it: ``5.2 years``, ``12 days``."""
-    if years is None or years >= 100:
-        return "100 years or more"
-    return f"{years:.1f} years" if years >= 0.95 else f"{365.25 * years:.0f} days"
+    """Format a life in years; None is without end."""
+    return "100 years or more" if years is None or years >= 100 else duration(365.25 * 86_400 * years)
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -12,9 +12,10 @@ from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.rows import Measured, PlanRow, age
 from kvoffload.plan.targets import ABOUT, ENOUGH, Choice, Difference, Outcome, Target, beside
-from kvoffload.simulate.report import TimedOutcome, TimedTierReport, seconds
+from kvoffload.simulate.report import TimedOutcome, TimedTierReport
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.verdict import Certainty, certainty_of
+from kvoffload.text import duration, interval, percent, size
 
 _A_DAY_S = 86_400
 PLACEHOLDERS = "SSDs and servers where yours are"
@@ -48,7 +49,7 @@ def answer(
     said += _more_ssds(row, rows)
     said += _cannot_be(choice, rows, currency)
     if not target.is_given and choice.chosen is not choice.most:
-        said.append(f"No target was given: {ENOUGH:.0%} of the most that can be added is taken for enough.")
+        said.append(f"No target was given: {percent(ENOUGH, 0)} of the most that can be added is enough.")
     most = percent(evidence.ceiling)
     if evidence.whole is not None:
         most += f", and none of engines that share nothing more than {percent(evidence.ceiling_apart)}"
@@ -68,15 +69,15 @@ def searched_on(one_in: int, rows: int) -> list[str]:
 
 def goods(row: PlanRow) -> str:
     """What is bought: ``512 GiB of RAM and 3.84 TB of SSD``, or ``... and 2 cache servers of 460 GiB``."""
-    parts = [f"{ram_size(row.ram_bytes)} of RAM"] if row.ram_bytes else []
-    parts += [f"{ssd_size(row.ssd_bytes)} of SSD"] if row.ssd_bytes else []
+    parts = [f"{size(row.ram_bytes)} of RAM"] if row.ram_bytes else []
+    parts += [f"{size(row.ssd_bytes, 1000)} of SSD"] if row.ssd_bytes else []
     parts += [servers(row)] if row.servers else []
     return " and ".join(parts) or "nothing"
 
 
 def servers(row: PlanRow) -> str:
     """Those of a row that has some: ``2 cache servers of 460 GiB``."""
-    one = ram_size(row.server_bytes // row.servers)
+    one = size(row.server_bytes // row.servers)
     return f"{row.servers} cache servers of {one}" if row.servers > 1 else f"a cache server of {one}"
 
 
@@ -84,24 +85,9 @@ def _several(count: int, what: str) -> str:
     return f"{count} {what}" + "s" * (count != 1)
 
 
-def ram_size(num_bytes: int) -> str:
-    """As RAM is sold: ``512 GiB``, ``1.5 TiB``."""
-    return _size(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-
-
-def ssd_size(num_bytes: int) -> str:
-    """As SSDs are sold: ``3.84 TB``."""
-    return _size(num_bytes, 1000, ("B", "KB", "MB", "GB", "TB"))
-
-
 def money(price: float, currency: str) -> str:
     """``3,100 USD``."""
     return f"{price:,.0f} {currency}"
-
-
-def percent(share: float) -> str:
-    """``31.4 %``."""
-    return f"{100 * share:.1f} %"
 
 
 def certainty(lead: Interval | None) -> str:
@@ -116,26 +102,13 @@ def certainty(lead: Interval | None) -> str:
     return f"not sure: {100 * lead.low:+.1f} to {100 * lead.high:+.1f} points"
 
 
-def _size(num_bytes: int, base: int, units: Sequence[str]) -> str:
-    value, *rest = float(num_bytes), *units
-    while value >= base and len(rest) > 1:
-        value /= base
-        rest.pop(0)
-    return f"{value:.4g} {rest[0]}"
-
-
-def _interval(row: PlanRow) -> str:
-    if row.saved_low is None or row.saved_high is None:
-        return ""
-    return f" ({100 * row.saved_low:.1f} to {100 * row.saved_high:.1f} %)"
-
-
 def _saving(row: PlanRow) -> str:
     """``saves 31.4 % of the prefill (28.0 to 34.2 %): 12.0 % by the GPUs alone, 19.4 % by RAM``."""
     parts = [f"{percent(row.by_gpus)} by the GPUs' own memory", f"{percent(row.by_ram)} by RAM"]
     parts += [f"{percent(row.by_ssds)} by SSDs"] if row.ssd_drives else []
     parts += [f"{percent(row.by_servers)} by servers"] if row.servers else []
-    said = f"saves {percent(row.saved)} of the prefill{_interval(row)}: {', '.join(parts)}"
+    chance = interval(row.saved_low, row.saved_high)
+    said = f"saves {percent(row.saved)} of the prefill{chance and f' ({chance})'}: {', '.join(parts)}"
     if row.gpus_worth is not None:
         said += f". What is bought does the work of {row.gpus_worth:,.2f} GPUs"
     return said
@@ -161,7 +134,7 @@ def _begin(choice: Choice, currency: str, target: Target) -> str:
 def _begin_by_wait(choice: Choice, currency: str, asked_s: float, within: str) -> str:
     row = choice.chosen.row
     assert row.ttft_p90_s is not None
-    asked, found = seconds(asked_s), seconds(row.ttft_p90_s)
+    asked, found = duration(asked_s), duration(row.ttft_p90_s)
     bought = f"{goods(row)} for {money(row.price, currency)}" if row.ram_modules else "the GPUs' own memory"
     if choice.outcome is Outcome.NOT_REACHED:
         return (
@@ -213,11 +186,11 @@ def _waits(found: InTime, row: PlanRow) -> list[str]:
     queue = "in the queue or for SSDs" if row.ssd_drives else "in the queue"
     parts = f"Of the mean, {waiting} is waiting {queue} and {loading} loading"
     if not row.ram_modules:
-        numbers = ", ".join(f"{name} {seconds(value)}" for name, value in ttft(one))
+        numbers = ", ".join(f"{name} {duration(value)}" for name, value in ttft(one))
         said = [f"Time to first token: {numbers}{where}. {parts}."]
     else:
         pairs = zip(ttft(one), ttft(other), strict=True)
-        numbers = ", ".join(f"{name} {seconds(old)} -> {seconds(new)}" for (name, new), (_, old) in pairs)
+        numbers = ", ".join(f"{name} {duration(old)} -> {duration(new)}" for (name, new), (_, old) in pairs)
         said = [f"Time to first token: {numbers}{where}."]
         said.append(f"{parts}; without what is bought, {shares(other)[0]} is waiting.")
         said += _hits(found, row)
@@ -251,7 +224,7 @@ def ttft(run: TimedOutcome) -> list[tuple[str, float]]:
 def shares(run: TimedOutcome) -> tuple[str, str]:
     """Of the mean time to first token: waiting in the queue, and loading."""
     mean = run.ttft_s.mean or 1.0
-    return f"{100 * run.waiting_s.mean / mean:.0f} %", f"{100 * run.loading_s.mean / mean:.0f} %"
+    return percent(run.waiting_s.mean / mean, 0), percent(run.loading_s.mean / mean, 0)
 
 
 def _cannot_keep_up(tier: TimedTierReport) -> str:
@@ -340,7 +313,7 @@ def _offer(row: PlanRow, currency: str) -> str:
     """``256 GiB of RAM for 1,400 USD would save 26.0 %``."""
     if not row.ram_modules:
         return f"The GPUs' own memory saves {percent(row.saved)}"
-    timed = "" if row.ttft_p90_s is None else f", with p90 {seconds(row.ttft_p90_s)},"
+    timed = "" if row.ttft_p90_s is None else f", with p90 {duration(row.ttft_p90_s)},"
     return f"{goods(row)} for {money(row.price, currency)}{timed} would save {percent(row.saved)}"
 
 

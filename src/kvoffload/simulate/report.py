@@ -12,11 +12,6 @@ _OVERLOADED = 3.0
 """Times as long as they are served requests wait, on average, where more comes than can be served."""
 
 
-def seconds(value: float) -> str:
-    """A wait for people: ``320 ms``, ``2.40 s``."""
-    return f"{1e3 * value:,.0f} ms" if value < 1 else f"{value:,.2f} s" if value < 100 else f"{value:,.0f} s"
-
-
 class Distribution(msgspec.Struct, frozen=True):
     """Seconds of all requests, summed up. All 0 for no requests."""
 

@@ -12,6 +12,7 @@ from enum import Enum
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.grid import Point
 from kvoffload.sweep.table import Row, place
+from kvoffload.text import percent
 
 _NAMED = 3
 """Configurations that a sentence names before it counts the rest."""
@@ -178,4 +179,4 @@ def _points(share: float, digits: int) -> str:
 
 
 def _percent(share: float) -> str:
-    return "less than 1%" if 0 < share < 0.005 else f"{share:.0%}"
+    return "less than 1%" if 0 < share < 0.005 else percent(share, 0)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import Keys
+from kvoffload.text import size
 from kvoffload.tiers.contract import NO_CHECKSUM, Checksums, Mask, block_checksums
 from kvoffload.transfer import Blocks, CopyEngine, Rows, check_rows, copy_engine_for
 from kvoffload.transfer.copies import address_of
@@ -183,16 +184,16 @@ class MemoryTier:
             raise MisuseError(f"this memory tier of {self.num_slots} slots is closed")
 
     def _chunks(self, slots: Rows) -> Iterator[slice]:
-        size = max(1, _CHUNK_BYTES // self.block_bytes)
-        return (slice(start, start + size) for start in range(0, len(slots), size))
+        step = max(1, _CHUNK_BYTES // self.block_bytes)
+        return (slice(start, start + step) for start in range(0, len(slots), step))
 
 
 def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:
     available = available_bytes()
     problem = ConfigError(
         "num_slots * block_bytes",
-        f"{num_slots} * {block_bytes} = {num_bytes / 2**30:.1f} GiB",
-        f"this machine can give {available / 2**30:.1f} GiB",
+        f"{num_slots} * {block_bytes} = {size(num_bytes)}",
+        f"this machine can give {size(available)}",
     )
     if num_bytes > available:
         raise problem

@@ -34,6 +34,7 @@ from kvoffload.integrations.vllm.shared.versions import (
 from kvoffload.integrations.vllm.worker_side.copies import Copies, HostCopies
 from kvoffload.integrations.vllm.worker_side.layout import Layout
 from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
+from kvoffload.text import size
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.spec import open_tiers
 
@@ -173,7 +174,7 @@ class KVOffloadSpec(OffloadingSpec):
         tokens = pool.num_slots * tokens_per_block // groups
         return (
             f"kvoffload: {pool.num_slots:,} blocks of {tokens_per_block} tokens, room for {tokens:,} tokens "
-            f"in {pool.num_slots * pool.slot_stride / 2**30:.2f} GiB; policy {options.policy}, admission "
+            f"in {size(pool.num_slots * pool.slot_stride)}; policy {options.policy}, admission "
             f"{options.admission}, store {options.store}, verification {options.verify}"
             + (f", {groups} KV groups" if groups > 1 else "")
             + "".join(f", behind it {tier}" for tier in options.tiers)

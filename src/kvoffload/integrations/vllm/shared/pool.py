@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.structures.index import MAX_POSITIONS
+from kvoffload.text import size
 from kvoffload.tiers.contract import Checksums, Mask, block_checksums
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.transfer import Blocks
@@ -152,7 +153,7 @@ class SharedPool:
             self._members[member] |= _HAS_NO_MEMORY
             self.path.unlink(missing_ok=True)
             self.close()
-            raise ConfigError("ram", f"{self._num_bytes / 2**30:.2f} GiB", str(error)) from error
+            raise ConfigError("ram", size(self._num_bytes), str(error)) from error
 
     def wait_for_workers(self, timeout_s: float) -> bool:
         """Wait until every worker has its memory; False on time-out.
@@ -165,8 +166,7 @@ class SharedPool:
         workers = self._members[1:]
         while not (workers & _IS_READY).all():
             if (workers & _HAS_NO_MEMORY).any():
-                gib = self._num_bytes / 2**30
-                raise ConfigError("ram", f"{gib:.2f} GiB", "another worker could not have its part of it")
+                raise ConfigError("ram", size(self._num_bytes), "another worker has no memory for its part")
             if time.monotonic() > until:
                 return False
             time.sleep(_LOOK_AGAIN_S)
@@ -292,13 +292,9 @@ def _check_memory(directory: Path, num_bytes: int) -> None:
     here, everywhere = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
     if num_bytes > here:
         more = "; in a container it is set by --shm-size, or shared with the host by --ipc=host"
-        raise ConfigError(
-            "ram", f"{num_bytes / 2**30:.2f} GiB", f"{directory} has {here / 2**30:.2f} GiB{more}"
-        )
+        raise ConfigError("ram", size(num_bytes), f"{directory} has {size(here)}{more}")
     if num_bytes > everywhere:
-        raise ConfigError(
-            "ram", f"{num_bytes / 2**30:.2f} GiB", f"this machine can give {everywhere / 2**30:.2f} GiB"
-        )
+        raise ConfigError("ram", size(num_bytes), f"this machine can give {size(everywhere)}")
 
 
 def _promised_bytes(directory: Path) -> int:

@@ -20,6 +20,7 @@ from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.integrations.vllm.worker_side.copies import Copied
 from kvoffload.integrations.vllm.worker_side.layout import Layout
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec
+from kvoffload.text import duration, size
 from kvoffload.transfer.cuda import tensor_over
 from kvoffload.transfer.pinned import on_device, synchronized
 
@@ -139,6 +140,6 @@ def _pin(pool: SharedPool) -> list[int]:
                 host_unregister(done)
             return []
         pinned.append(address + start)
-    gib, seconds = num_bytes / 2**30, time.monotonic() - began
-    logger.info("kvoffload: %.2f GiB of RAM pinned by this worker in %.1f s", gib, seconds)
+    took = duration(time.monotonic() - began)
+    logger.info("kvoffload: %s of RAM pinned by this worker in %s", size(num_bytes), took)
     return pinned

@@ -1,0 +1,39 @@
+"""Formatted bytes, shares and durations: one form for every table, page and message."""
+
+from __future__ import annotations
+
+_DURATIONS = ((1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7_200.0, 60.0, "min"),
+              (172_800.0, 3_600.0, "h"), (730 * 86_400.0, 86_400.0, "days"))  # fmt: skip
+"""Durations below the first number are shown in the unit, whose seconds stand second."""
+_YEAR_S = 365.25 * 86_400
+
+
+def size(num_bytes: float, base: int = 1024) -> str:
+    """Format bytes: ``1.5 GiB``; with a `base` of 1000, as SSDs are sold: ``3.84 TB``."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= base and len(units) > 1:
+        value, units = value / base, units[1:]
+    return f"{value:.4g} {units[0] if base == 1024 else units[0].replace('i', '')}"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Format a share of 1: ``31.4%``."""
+    return f"{100 * share:.{digits}f}%"
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """Format an interval of two shares: ``27.3% to 35.2%``; empty if it is unknown."""
+    return "" if low is None or high is None else f"{percent(low)} to {percent(high)}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration with three digits: ``320 ms``, ``2.4 s``, ``12 min``, ``5.2 years``."""
+    for below, unit_s, name in _DURATIONS:
+        if seconds < below:
+            return f"{_three_digits(seconds / unit_s)} {name}" if seconds else "0 s"
+    return f"{_three_digits(seconds / _YEAR_S)} years"
+
+
+def _three_digits(value: float) -> str:
+    text = f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

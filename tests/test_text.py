@@ -1,0 +1,26 @@
+"""One form for bytes, shares and durations."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.text import duration, interval, percent, size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (2.26e-6, "2.26 us"), (0.00034, "340 us"), (1.5, "1.5 s"), (600, "10 min"),
+     (8000, "2.22 h"), (3 * 86_400, "3 days"), (1000 * 86_400, "2.74 years")],
+)  # fmt: skip
+def test_durations_have_three_digits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_sizes_are_binary_or_as_drives_are_sold() -> None:
+    assert [size(100), size(1536), size(2**50)] == ["100 B", "1.5 KiB", "1024 TiB"]
+    assert size(3_840 * 10**9, 1000) == "3.84 TB"
+
+
+def test_shares() -> None:
+    assert [percent(0.3141), percent(0.3141, 0)] == ["31.4%", "31%"]
+    assert [interval(0.1, 0.25), interval(None, 0.25)] == ["10.0% to 25.0%", ""]
