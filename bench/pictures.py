@@ -5,11 +5,13 @@ come from the future, which no policy knows and a finished trace does. Equal inp
 one version of matplotlib (`pip install --group pictures`).
 
     python bench/pictures.py                    one picture for each policy, and one for the optimum
+    python bench/pictures.py --readme           hits-over-ram.svg, from docs/data/sweep.csv
     python bench/pictures.py TRACE CAPACITY     the above, and hits-and-writes.svg of a recording (2%)
 """
 
 from __future__ import annotations
 
+import csv
 import heapq
 import io
 import itertools
@@ -35,7 +37,9 @@ from kvoffload.settings.read import parse_capacity
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+IMAGES, SWEEP = DOCS / "images", DOCS / "data" / "sweep.csv"
+README_POLICIES = (("lru", "#8b949e"), ("arc", "#54aeff"), ("hazard", "#2da44e"))
 WORKLOAD, SHARE = "chat", 0.03
 SOON_MINUTES = 3.0
 WINDOW_REQUESTS = 200
@@ -250,6 +254,42 @@ def draw_hits_and_writes(trace: Trace, capacity_blocks: int) -> Figure:
     return figure
 
 
+def draw_hits_over_ram() -> Figure:
+    """Prefix hits of recorded chat over the size of RAM, for three policies and the optimum.
+
+    The rows are those of docs/data/sweep.csv: recording conversation_first60, nothing on the device, every
+    block admitted. A block is 512 tokens of Llama-3.1-8B, 64 MiB.
+    """
+    with SWEEP.open(newline="") as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if (row["trace"], row["device"], row["admission"], row["store"], row["tiers"])
+            == ("conversation_first60", "0", "all", "on-compute", "none")
+        ]
+    figure = Figure(figsize=(7.2, 3.0), layout="constrained")
+    axes = figure.subplots()
+    lines = [(policy, "prefix_hit_ratio", policy, color) for policy, color in README_POLICIES]
+    for policy, column, label, color in [*lines, ("lru", "optimum_hit_ratio", "optimum", OPTIMUM)]:
+        points = sorted(
+            (int(row["capacity_blocks"]), float(row[column])) for row in rows if row["policy"] == policy
+        )
+        blocks, hits = zip(*points, strict=True)
+        is_ours = label in ("hazard", "optimum")
+        (line,) = axes.plot(blocks, [100 * hit for hit in hits], marker="o", ms=3.5, color=color, label=label)
+        line.set_linewidth(2 if is_ours else 1.4)
+        line.set_linestyle("--" if label == "optimum" else "-")
+    axes.set_xscale("log")
+    axes.set_xticks(blocks, [f"{count * 64 / 1024:,.0f} GiB" for count in blocks])
+    axes.minorticks_off()
+    axes.set_ylim(0)
+    axes.set_xlabel("RAM for KV blocks (Llama-3.1-8B, 128 KiB a token)")
+    axes.set_ylabel("% of prompt tokens not computed again")
+    plain(axes)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right", reverse=True)
+    return figure
+
+
 def spread(heights: npt.NDArray[np.float64], least: float) -> Any:
     """The heights, moved up where two would be closer than `least`."""
     order = np.argsort(heights, kind="stable")
@@ -288,6 +328,9 @@ def main(arguments: list[str], say: Callable[[str], None] = print) -> None:
     mpl.rcParams.update({"svg.hashsalt": "kvoffload", "svg.fonttype": "none", "font.family": "sans-serif"})
     mpl.rcParams["font.sans-serif"] = ["DejaVu Sans", "Helvetica", "Arial"]
     IMAGES.mkdir(parents=True, exist_ok=True)
+    if arguments == ["--readme"]:
+        save(draw_hits_over_ram(), "hits-over-ram.svg")
+        return
     trace = load_trace(WORKLOAD)
     capacity_blocks = int(trace.unique_blocks * SHARE)
     say(f"{WORKLOAD}, {capacity_blocks} blocks")
