@@ -12,7 +12,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.instances import SharedReplay, replay_of
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.routing import RANDOM, ROUTINGS, SESSION, route
-from kvoffload.sweep.grid import Grid
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.statistics import turns
@@ -122,4 +121,4 @@ def test_the_command() -> None:
 @pytest.mark.parametrize(("field", "value"), [("instances", 0), ("instances", 5000), ("routing", "nearest")])
 def test_what_cannot_be_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{field}: .* is not possible; allowed: "):
-        Grid(("lru",), **{field: value})  # type: ignore[arg-type]
+        ReplayConfig(1, **{field: value})  # type: ignore[arg-type]

@@ -7,8 +7,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.structures.draws import whole_numbers
-from kvoffload.sweep import bootstrap
-from kvoffload.sweep.bootstrap import Resamples, window_sums
+from kvoffload.sweep.bootstrap import FEWEST_WINDOWS, Resamples, window_sums
 
 
 def test_windows_are_equal_runs_and_lose_nothing() -> None:
@@ -21,15 +20,13 @@ def test_windows_are_equal_runs_and_lose_nothing() -> None:
     assert sums.sum() == 1000 * 2**30, "sums do not overflow"
 
 
-def test_two_windows_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Window A hits nothing of 1, B hits 3 of 3: AA, AB, BA and BB have ratios 0, 3/4, 3/4 and 1."""
-    monkeypatch.setattr(bootstrap, "FEWEST_WINDOWS", 2)
-    draws = Resamples(np.array([1, 3]))
+@pytest.mark.parametrize(("confidence", "ends"), [(0.95, (0.0, 1.0)), (0.2, (0.75, 0.75))])
+def test_two_windows_by_hand(confidence: float, ends: tuple[float, float]) -> None:
+    """Window A hits 0 of 1, B hits 3 of 3: the draws AA, AB, BA and BB have the ratios 0, 3/4, 3/4 and 1."""
+    draws = Resamples(np.array([1, 3]), fewest_windows=2, confidence=confidence)
     interval = draws.ratio(np.array([0, 3]))
     assert interval is not None
-    assert interval[:2] == (0.0, 1.0)
-    monkeypatch.setattr(bootstrap, "CONFIDENCE", 0.2)
-    assert draws.ratio(np.array([0, 3]))[:2] == (0.75, 0.75)  # type: ignore[index]
+    assert interval[:2] == ends
 
 
 def test_as_the_plain_twin_says() -> None:
@@ -69,7 +66,7 @@ def test_a_run_does_not_differ_from_itself() -> None:
 
 
 def test_too_few_windows_say_nothing() -> None:
-    refs = np.full(bootstrap.FEWEST_WINDOWS - 1, 5)
+    refs = np.full(FEWEST_WINDOWS - 1, 5)
     assert Resamples(refs).ratio(refs) is None
     assert Resamples(np.zeros(20, np.int64)).ratio(np.zeros(20, np.int64)) is None, "no references at all"
     sparse = np.array([0] * 19 + [7])

@@ -30,9 +30,10 @@ from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.policies.lru import LRU
 from kvoffload.replay.optimum import optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.sweep import cluster, grid, workers
+from kvoffload.sweep import grid, workers
 from kvoffload.sweep import task as tasks
 from kvoffload.sweep.bootstrap import Resamples, window_sums
+from kvoffload.sweep.cluster import ClusterWorkers
 from kvoffload.sweep.grid import Grid
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Progress
@@ -149,15 +150,15 @@ def test_hits_of_each_request_sum_up(chat: str) -> None:
 def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
     axes = Grid(("lru", "arc"), devices=("0", "4"), stores=("on-compute", "on-device-eviction"))
     result = Sweep([chat], axes, jobs=1).run()
-    assert result.left_out == {"to store on device eviction takes a device cache": 2}
+    assert result.left_out == {"on-device-eviction needs a device cache": 2}
     assert {(row.store, row.device) for row in result.rows} == {
         ("on-compute", "0"), ("on-compute", "4"), ("on-device-eviction", "4"),
     }  # fmt: skip
     points, _ = axes.points(0, 1000)
     for place, number in _baselines(points).items():
         found = points[number]
-        assert (found.policy, found.store, found.tiers) == ("lru", *place[-2:]), "each beside its own"
-    with pytest.raises(ConfigError, match="to store on device eviction takes a device cache"):
+        assert (found.config.policy, found.config.store, found.tiers) == ("lru", *place[-2:])
+    with pytest.raises(ConfigError, match="on-device-eviction needs a device cache"):
         Sweep([chat], Grid(("lru",), stores=("on-device-eviction",)), jobs=1).run()
 
 
@@ -166,7 +167,7 @@ def test_a_rule_and_a_policy_that_do_not_go_together_are_left_out(
 ) -> None:
     reason = ConfigError("admission", "reuse:2", "not with arc")
     together = {("arc", "reuse:2"): reason}
-    monkeypatch.setattr(grid, "why_not", lambda policy, admission: together.get((policy, admission)))
+    monkeypatch.setattr(grid, "incompatible", lambda policy, admission: together.get((policy, admission)))
     arguments = ("--policies", "lru,arc", "--admissions", "all,reuse:2", "--capacities", "5%,10%")
     done = kvoffload("sweep", chat, *arguments, "--jobs", "1")
     assert (done.returncode, done.stderr) == (
@@ -367,14 +368,14 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     larger_blocks = dataclasses.replace(trace, block_tokens=1024)
     write_trace(larger_blocks, changed)
     assert finished_rows(str(changed), block_tokens=1024) == 0
-    monkeypatch.setattr("kvoffload.sweep.measuring.code_digest", lambda policy: f"other code of {policy}")
+    monkeypatch.setattr("kvoffload.sweep.task.code_digest", lambda policy: f"other code of {policy}")
     assert finished_rows(chat) == 0
 
 
 def test_rows_of_another_speed_do_not_mix(chat: str, tmp_path: Path, replays: list[Task]) -> None:
     output = tmp_path / "out.csv"
     interrupted(chat, output, 6)
-    late = dataclasses.replace(SMALL, decode_tokens_per_s=50)
+    late = dataclasses.replace(SMALL, common=ReplayConfig(1, decode_tokens_per_s=50))
     replays.clear()
     result = Sweep([chat], late, jobs=1, output=output).run()
     assert (result.from_journal, len(replays)) == (0, 16)
@@ -390,7 +391,7 @@ def test_rows_of_another_speed_do_not_mix(chat: str, tmp_path: Path, replays: li
 def test_rows_of_another_queue_do_not_mix(chat: str, tmp_path: Path, replays: list[Task]) -> None:
     output = tmp_path / "out.csv"
     interrupted(chat, output, 6)
-    queued = dataclasses.replace(SMALL, queue_requests=8)
+    queued = dataclasses.replace(SMALL, common=ReplayConfig(1, queue_requests=8))
     replays.clear()
     result = Sweep([chat], queued, jobs=1, output=output).run()
     assert (result.from_journal, len(replays)) == (0, 16)
@@ -402,7 +403,7 @@ def test_a_row_with_a_queue_is_that_replay(tmp_path: Path) -> None:
     write_trace(generate(builtin("agent", sessions=5)), path)
     decided = []
     for queue in (0, 8):
-        axes = Grid(("lru",), ("all",), ("5%",), ("0",), queue_requests=queue)
+        axes = Grid(("lru",), common=ReplayConfig(1, queue_requests=queue))
         (row,) = Sweep([str(path)], axes, jobs=1).run().rows
         config = ReplayConfig(row.capacity_blocks, row.policy, row.admission, queue_requests=queue)
         assert row.decisions_sha256 == Replay(load_trace(str(path)), config).run().decisions_sha256
@@ -436,7 +437,7 @@ def test_the_code_of_a_policy_is_part_of_it(tmp_path: Path, monkeypatch: pytest.
 
 def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:
     journal = SweepJournal(tmp_path / "out.csv")
-    with pytest.raises(ConfigError, match="another sweep is writing it now"):
+    with pytest.raises(ConfigError, match="another sweep or plan is writing it now"):
         Sweep([chat], SMALL, jobs=1, output=tmp_path / "out.csv").run()
     journal.close()
 
@@ -444,7 +445,7 @@ def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:
 def test_an_output_is_replaced_only_when_asked_to(chat: str, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     output.write_text("precious")
-    with pytest.raises(ConfigError, match="or --force"):
+    with pytest.raises(ConfigError, match="or use --force"):
         Sweep([chat], SMALL, jobs=1, output=output)
     assert output.read_text() == "precious"
     Sweep([chat], SMALL, jobs=1, output=output, force=True).run()
@@ -453,7 +454,7 @@ def test_an_output_is_replaced_only_when_asked_to(chat: str, tmp_path: Path) -> 
 
 def test_a_trace_that_changes_meanwhile_is_noticed(chat: str) -> None:
     source = tasks.identified(tasks.TraceSource(chat, 512, False))
-    with pytest.raises(TraceError, match="it has changed since the sweep began"):
+    with pytest.raises(TraceError, match="the trace has changed since the sweep began"):
         tasks.load(dataclasses.replace(source, digest="0" * 64))
 
 
@@ -572,7 +573,7 @@ def test_a_worker_that_is_killed_ends_the_sweep(
         "    def replace(self, *arguments):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SweepError, match="a worker process ended unexpectedly; was there too little memory"):
+    with pytest.raises(SweepError, match="a worker process ended unexpectedly; is there enough memory"):
         Sweep([chat], Grid(("lru", "killer:Killer"), capacities=("5",)), jobs=2).run()
     deadline = time.monotonic() + HANGS_S
     while multiprocessing.active_children():  # the pool has told the other workers to end
@@ -588,9 +589,9 @@ def test_a_worker_that_is_killed_ends_the_sweep(
     [
         (["--policies", "lru,lruu"], "policy: 'lruu' is not possible; allowed: "),
         (["--policies", "kvoffload:BlockwisePolicy"], "policy: 'kvoffload:BlockwisePolicy' "
-                                                      "is not possible; it cannot be used: "),
-        (["--policies", "lru,,arc"], "policies: 'lru,,arc' is not possible; values with commas between them, "
-                                     "none of them empty"),
+                                                      "is not possible; its constructor fails: "),
+        (["--policies", "lru,,arc"], "policies: 'lru,,arc' is not possible; allowed: values separated by "
+                                     "commas, none of them empty"),
         (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is not possible; store_threshold: allowed: a "
                                           "whole number, 1 or more"),
         (["--stores", "sometimes"], "stores: 'sometimes' is not possible; allowed: "),
@@ -600,24 +601,24 @@ def test_a_worker_that_is_killed_ends_the_sweep(
         (["--capacities", "0.01%"], "capacities: '0.01%' is not possible; it is less than one of the "),
         (["--device-blocks", "2y"], "device-blocks: '2y' is not possible; allowed: 0 (none), a number of "
                                     "blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
-                                    "part of the tier's capacity (0.5x)"),
+                                    "multiple of the tier's capacity (0.5x)"),
         (["--capacities", "3", "--device-blocks", "0.25x"],
-         "device-blocks: '0.25x' is not possible; it is no block of a tier of 3; allowed: 0 (none)"),
+         "device-blocks: '0.25x' is not possible; it is less than one block of a tier of 3; allowed: 0"),
         (["--decode-tokens-per-s", "nan"], "decode-tokens-per-s: nan is not possible; allowed: tokens per"),
-        (["--jobs", "0"], "jobs: 0 is not possible; at least 1"),
-        (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is not possible; with a scheduler"),
-        (["--resamples", "0"], "resamples: 0 is not possible; at least 1"),
-        (["--seed", "-1"], "seed: -1 is not possible; 0 to 2**64 - 1"),
+        (["--jobs", "0"], "jobs: 0 is not possible; allowed: 1 or more"),
+        (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is not possible; the scheduler's"),
+        (["--resamples", "0"], "resamples: 0 is not possible; allowed: 1 or more"),
+        (["--seed", "-1"], "seed: -1 is not possible; allowed: 0 to 2**64 - 1"),
         (["chat", "agent", "chat"], "traces: 'chat' is not possible; it is given twice"),
         (["-"], "traces: '-' is not possible; allowed: files and names"),
         (["--bytes-per-token", "0"], "bytes-per-token: '0' is not possible; allowed: at least one byte"),
         (["--capacities", "5%,4GiB"],
          "capacities: '4GiB' is not possible; a size needs the bytes of a token"),
-        (["--output", "rows.txt"], "output: 'rows.txt' is not possible; a file that ends in .csv, .json, "
-                                   ".parquet"),
-        (["--output", "/no/such/dir/x.csv"], "output: '/no/such/dir/x.csv' is not possible; a file that can "
-                                             "be written, with its journal (No such file or directory)"),
-        (["--output", "/dev/null.csv/x.json"], "output: '/dev/null.csv/x.json' is not possible; a file that"),
+        (["--output", "rows.txt"], "output: 'rows.txt' is not possible; allowed: a file that ends in .csv, "
+                                   ".json, .parquet"),
+        (["--output", "/no/such/dir/x.csv"], "output: '/no/such/dir/x.csv' is not possible; its journal "
+                                             "cannot be written (No such file or directory)"),
+        (["--output", "/dev/null.csv/x.json"], "output: '/dev/null.csv/x.json' is not possible; its journal"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_clear_line(
@@ -645,8 +646,8 @@ def test_a_trace_that_is_not_there_leaves_nothing(
         ("pyarrow", ["--output", "x.parquet"], "output: 'x.parquet' is not possible; Parquet needs pyarrow: "
                                                "pip install 'kvoffload[parquet]'"),
         ("distributed", ["--scheduler", "tcp://127.0.0.1:1"],
-         "scheduler: 'tcp://127.0.0.1:1' is not possible; it needs the package distributed: pip install "
-         "'kvoffload[dask]'"),
+         "scheduler: 'tcp://127.0.0.1:1' is not possible; the package distributed is missing: pip "
+         "install 'kvoffload[dask]'"),
     ],
 )  # fmt: skip
 def test_an_extra_that_is_not_installed(
@@ -885,11 +886,10 @@ def test_a_cluster_needs_no_file_of_this_machine(
 
 @pytest.mark.slow
 def test_a_cluster_with_other_code_is_refused(
-    chat: str, scheduler: str, monkeypatch: pytest.MonkeyPatch
+    scheduler: str,
 ) -> None:
-    monkeypatch.setattr(cluster, "code_digest", lambda: str(os.getpid()))
     with pytest.raises(ConfigError, match=r"its workers need kvoffload .*: other code"):
-        Sweep([chat], SMALL, scheduler=scheduler).run()
+        ClusterWorkers(scheduler, digest="of other code")
 
 
 @pytest.mark.slow
@@ -900,14 +900,10 @@ def test_a_cluster_on_which_a_policy_fails(chat: str, scheduler: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense", "http://127.0.0.1:1"])
-def test_a_scheduler_that_does_not_answer(
-    chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
+def test_a_scheduler_that_does_not_answer(address: str) -> None:
     pytest.importorskip("distributed", reason="Dask (distributed) is not installed")
-    monkeypatch.setattr(cluster, "TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError, match=f"scheduler: '{address}' is not possible; a Dask scheduler that"):
-        Sweep([chat], SMALL, scheduler=address, output=tmp_path / "out.csv").run()
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=f"scheduler: '{address}' is not possible; no Dask scheduler"):
+        ClusterWorkers(address, timeout_s=0.5)
 
 
 def test_every_column_is_explained() -> None:

@@ -31,10 +31,7 @@ def report(point: Point, hits: list[int], optimum: float, written: int) -> Repla
     ram = TierReport(name="ram", hit_blocks=sum(hits), blocks_written=written, blocks_evicted=0,
                      bytes_written=0, bytes_read=0, mismatches_caught=0)  # fmt: skip
     return ReplayReport(
-        trace="planted", policy=point.policy, admission=point.admission, store=point.store,
-        capacity_blocks=point.capacity_blocks, device_blocks=point.device_blocks, decode_tokens_per_s=0.0,
-        queue_requests=0,
-        requests=len(hits),
+        trace="planted", policy=str(point.config.policy), **point.config.columns(), requests=len(hits),
         block_refs=refs, unique_blocks=1000, skipped_lines=0, prefix_hit_blocks=sum(hits),
         prefix_hit_ratio=sum(hits) / refs, device_hit_blocks=0, offload_hit_blocks=sum(hits),
         block_hit_ratio=sum(hits) / refs, infinite_hit_ratio=1.0, optimum_hit_ratio=optimum, tokens=refs,

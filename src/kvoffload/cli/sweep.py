@@ -29,6 +29,7 @@ from kvoffload.errors import ConfigError, SweepError
 from kvoffload.model.kv_bytes import block_bytes
 from kvoffload.pages.page import check_report, write_report
 from kvoffload.pages.sweep import sweep_page
+from kvoffload.replay.replay import ReplayConfig
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.outputs import as_json
@@ -114,10 +115,13 @@ def sweep(
         axis("stores", stores),
         _block_bytes(traces, block_tokens, model, bytes_per_token, kv_cache_dtype),
         axis("tiers", tiers),
-        decode_tokens_per_s,
-        queue_requests,
-        instances,
-        routing,
+        ReplayConfig(
+            1,
+            decode_tokens_per_s=decode_tokens_per_s,
+            queue_requests=queue_requests,
+            instances=instances,
+            routing=routing,
+        ),
     )
     run = Sweep(
         traces, grid, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, output=output, force=force,

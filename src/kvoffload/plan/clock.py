@@ -24,7 +24,7 @@ from kvoffload.simulate.report import TimedOutcome
 from kvoffload.simulate.timed import run_in_time
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import OnProgress, Progress
-from kvoffload.sweep.task import code_digest, load
+from kvoffload.sweep.task import code_digests, load
 
 _FORMAT = 1
 """Of a timed replay in the journal."""
@@ -157,12 +157,12 @@ class Clock:
         cell = Cell(row.purchase, row.setup)
         if cell.purchase == NOTHING:
             return None
-        return cell.points(self._whole, self._evidence)[self._busiest].config()
+        return cell.points(self._whole, self._evidence)[self._busiest].config
 
     def _key(self, row: PlanRow) -> str:
         """What a timed replay is known by: all that it depends on."""
         config, source = self._config(row), self._evidence.traces[self._busiest].source
-        code = [code_digest(row.policy), code_digest(row.ssd_policy)]
+        code = [] if config is None else code_digests(config)
         parts = ["timed", _FORMAT, source.digest, code, self._timing(row), self._whole.device_blocks, config]
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 

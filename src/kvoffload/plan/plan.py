@@ -29,7 +29,7 @@ from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontie
 from kvoffload.plan.waits import choose_by_wait
 from kvoffload.plan.words import answer, cannot_tell, searched_on
 from kvoffload.sweep.bootstrap import RESAMPLES
-from kvoffload.sweep.grid import Grid, why_not
+from kvoffload.sweep.grid import Grid, incompatible
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work
 from kvoffload.sweep.task import TraceSource
@@ -147,21 +147,21 @@ class Setups:
     def of_ram(self) -> list[Setup]:
         """Those of RAM alone."""
         every = itertools.product(self.stores, self.policies, self.admissions)
-        return [Setup(*one) for one in every if why_not(*one[1:]) is None]
+        return [Setup(*one) for one in every if incompatible(*one[1:]) is None]
 
     @property
     def with_ssds(self) -> list[Setup]:
         """Those with SSDs."""
         every = itertools.product(self.of_ram, self.ssd_policies, self.ssd_admissions)
         return [replace(ram, ssd_policy=policy, ssd_admission=rule) for ram, policy, rule in every
-                if why_not(policy, rule) is None]  # fmt: skip
+                if incompatible(policy, rule) is None]  # fmt: skip
 
     @property
     def with_servers(self) -> list[Setup]:
         """Those with servers."""
         every = itertools.product(self.of_ram, self.server_admissions)
         return [replace(ram, server_admission=rule) for ram, rule in every
-                if why_not(SERVER_POLICY, rule) is None]  # fmt: skip
+                if incompatible(SERVER_POLICY, rule) is None]  # fmt: skip
 
 
 class Plan:

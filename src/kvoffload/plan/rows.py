@@ -13,12 +13,13 @@ import numpy as np
 
 from kvoffload.plan.evidence import Evidence, together
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
+from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.routing import SESSION
 from kvoffload.sweep.bootstrap import Interval, Sums
 from kvoffload.sweep.grid import Point
 from kvoffload.sweep.task import Measurement
 from kvoffload.text import duration
-from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
+from kvoffload.tiers.kinds.simulated import SimulatedOptions
 
 _A_DAY_S = 86_400
 SERVER_POLICY = "lru"
@@ -151,25 +152,35 @@ class Cell:
         if self.purchase.servers:
             assert evidence.whole is not None, "servers are looked at where they are shared"
             blocks = min(fleet.server_blocks(self.purchase), evidence.whole.unique_blocks)
-            tiers = f"{blocks},policy={SERVER_POLICY},admission={setup.server_admission}"
-            return [self._point(fleet, len(evidence.traces), tiers, fleet.replicas)]
+            tier = SimulatedOptions(
+                capacity=str(blocks), policy=SERVER_POLICY, admission=setup.server_admission
+            )
+            return [self._point(fleet, len(evidence.traces), tier, fleet.replicas)]
         if not self.purchase.drives:
-            return [self._point(fleet, number, NO_TIERS) for number in range(len(evidence.traces))]
+            return [self._point(fleet, number) for number in range(len(evidence.traces))]
         ssd = fleet.blocks(fleet.ssd_bytes(self.purchase))
-        rules = f"policy={setup.ssd_policy},admission={setup.ssd_admission}"
-        return [
-            self._point(fleet, number, f"{min(ssd, trace.unique_blocks)},{rules}")
-            for number, trace in enumerate(evidence.traces)
-        ]
+        points = []
+        for number, trace in enumerate(evidence.traces):
+            capacity = str(min(ssd, trace.unique_blocks))
+            tier = SimulatedOptions(capacity=capacity, policy=setup.ssd_policy, admission=setup.ssd_admission)
+            points.append(self._point(fleet, number, tier))
+        return points
 
-    def _point(self, fleet: Fleet, trace: int, tiers: str, instances: int = 1) -> Point:
-        ram, device, setup = fleet.blocks(fleet.ram_bytes(self.purchase)), fleet.device_blocks, self.setup
-        options = tuple(one for one in parse_tiers("tiers", tiers) if isinstance(one, SizedTierOptions))
-        routing = fleet.routing if instances > 1 else SESSION
-        return Point(
-            trace, setup.policy, setup.admission, setup.store, str(ram), ram, str(device), device, tiers,
-            options, instances=instances, routing=routing,
-        )  # fmt: skip
+    def _point(
+        self, fleet: Fleet, trace: int, tier: SimulatedOptions | None = None, instances: int = 1
+    ) -> Point:
+        setup = self.setup
+        config = ReplayConfig(
+            capacity_blocks=fleet.blocks(fleet.ram_bytes(self.purchase)),
+            policy=setup.policy,
+            admission=setup.admission,
+            device_blocks=fleet.device_blocks,
+            store=setup.store,
+            tiers=() if tier is None else (tier,),
+            instances=instances,
+            routing=fleet.routing if instances > 1 else SESSION,
+        )
+        return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
     def window_hits(self, found: Sequence[Measurement]) -> Sums:
         """Of all replicas, each in windows of its own requests, from the measurements of `points`."""

@@ -1,12 +1,12 @@
-"""Contents of blocks, made from their keys: what a replay writes to a device and expects to read back.
+"""Block contents derived from keys: a replay writes them to a device and expects to read them back.
 
-Word `j` of a block (64 bits, little-endian as every machine that numba knows) is ``mix(digest + j * ODD)``,
-where `digest` is the key's (`Keys.digests`) and `mix` splitmix64's finisher. Both steps are
-bijections of 64-bit numbers, hence
+Word `j` of a block (64 bits, little-endian) is ``mix(digest + j * ODD)``, where `digest` is the key's digest
+(`Keys.digests`) and `mix` is splitmix64's finisher. Both steps are bijections of 64-bit
+numbers, hence
 
-- a wrong byte is always found: the comparison is exact;
-- no two words of a block are equal: a shift within it changes all of them;
-- another key's block differs in every word, unless both keys have one digest (2^-64 a pair).
+- every wrong byte is detected: the comparison is exact;
+- no two words of a block are equal: a shift within the block changes all of them;
+- blocks of two keys differ in every word, unless the keys have equal digests (probability 2^-64).
 
 Knows keys and arrays; no tiers, devices or traces.
 """
@@ -39,12 +39,12 @@ def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
     """Write the content of ``keys[i]`` to ``out[rows[i]]``.
 
     Args:
-        out: ``(num_blocks, block_bytes)`` uint8, C-contiguous, writeable, starting at a multiple of 8;
-            `block_bytes` is one as well.
+        out: ``(num_blocks, block_bytes)`` uint8, C-contiguous, writeable. Its address and `block_bytes` are
+            multiples of 8.
         rows: ``(len(keys),)``.
 
     Cost: memory speed. Thread: any; releases the GIL. Raises: `IndexError` that names the first row out
-    of range, `ValueError` for an array of another form; then nothing has been written.
+    of range, `ValueError` for an unsuitable array. After an error nothing has been written.
     """
     if not out.flags.writeable:
         raise ValueError("out is read-only")
@@ -53,9 +53,9 @@ def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
 
 
 def matches(keys: Keys, data: Blocks, rows: Rows) -> Mask:
-    """Whether ``data[rows[i]]`` is the content of ``keys[i]``, ``(len(keys),)`` bool.
+    """Compare ``data[rows[i]]`` with the content of ``keys[i]``; returns ``(len(keys),)`` bool.
 
-    Arguments, cost, thread and errors as for `fill`; no copy is made.
+    Arguments, cost, thread and errors as for `fill`; makes no copy.
     """
     words, digests, checked = _prepared(keys, data, rows)
     equal = np.empty(len(checked), np.bool_)

@@ -1,7 +1,7 @@
-"""The data plane of a replay: real bytes, from a device through the RAM tier and back, all of them checked.
+"""Data plane of a replay: moves real bytes between a device and the RAM tier, and checks all of them.
 
-Owns a piece of device memory, the tier and the injection of damage. What a block contains follows from
-its key (`replay.content`), so a wrong byte is always found, whatever the tier believes.
+Owns a piece of device memory, the RAM tier and the injection of damage. Contents follow from keys
+(`replay.content`), so every wrong byte is detected independently of the tier's checksums.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.memory import MemoryTier
 
 _DEVICE_BYTES = 32 << 20
+"""Size of the device memory; larger plans are carried out in pieces."""
 
 
 class DataPlane:
-    """Executes the manager's plans on a `MemoryTier` of `num_slots` blocks.
-
-    The device holds 32 MiB (at least one block) of a request at a time: a plan is carried out in pieces
-    of that size.
+    """Executor of the manager's plans on a `MemoryTier` of `num_slots` blocks.
 
     Attributes:
         ram: the RAM tier.
         cpu_s: CPU time spent in transfers and checks.
-        blocks_verified: blocks read whose checksum was compared.
-        mismatches_served: blocks that the tier called sound and whose bytes were not the key's.
-        damage_injected: blocks damaged on purpose.
+        blocks_verified: blocks whose checksum was compared after a read.
+        mismatches_served: blocks with wrong bytes that the tier reported as sound.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, injection: Injection | None = None) -> None:
@@ -46,20 +43,20 @@ class DataPlane:
 
     @property
     def damage_injected(self) -> int:
-        """Blocks damaged on purpose so far."""
+        """Number of blocks damaged on purpose so far."""
         return self._injection.injected if self._injection else 0
 
     def load(self, plan: LoadPlan) -> npt.NDArray[np.bool_]:
-        """Copy a plan's blocks to the device and verify them; which of them are sound."""
+        """Copy a plan's blocks to the device and verify them; returns a mask of the sound blocks."""
         start = time.thread_time()
         sound = np.empty(len(plan.slots), np.bool_)
         for piece, rows in self._pieces(len(plan.slots)):
             keys = plan.keys[piece]
-            # What an earlier request left on the device must not pass for what this read brought.
+            # Bytes that an earlier request left on the device must not pass for the result of this read.
             self._device[rows] = 0
             sound[piece] = self.ram.read(keys, plan.slots[piece], self._device, rows)
-            right = content.matches(keys, self._device, rows)
-            self.mismatches_served += int((sound[piece] & ~right).sum())
+            equal = content.matches(keys, self._device, rows)
+            self.mismatches_served += int((sound[piece] & ~equal).sum())
         self.blocks_verified += len(sound)
         self.bytes_loaded += int(sound.sum()) * self.block_bytes
         self.cpu_s += time.thread_time() - start

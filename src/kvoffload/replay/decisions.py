@@ -1,20 +1,20 @@
-"""The decision log: what the manager decided, in order, as text that `diff` and `sha256sum` understand.
+"""Decision log of a replay: the manager's decisions, in order, as text for `diff` and `sha256sum`.
 
-One line for each kind of decision of each request, in the order in which they were taken::
+One line for each kind of decision of each request, in the order of the decisions::
 
     17 hit 3 12          request 17: 3 blocks from the device, 12 more from the tier
-    17 evict 12 13       these left RAM for blocks that a tier behind it has
-    17 promote 871 872   and these came up from there
-    17 damaged 881       block 881 was not what had been stored, and is forgotten
-    17 admit 5           the admission rule let 5 of the missing blocks in
-    17 refuse 904 905    and these not
-    17 evict 12 13       these left
-    17 store 899 900     these came, in prefix order
-    17 drop 901          there was no room for these
-    17 full 3            there was no room for any of the 3 missing blocks
+    17 evict 12 13       evicted from RAM, to make room for a promotion
+    17 promote 871 872   promoted to RAM from a lower tier
+    17 damaged 881       block 881 failed its checksum and was removed
+    17 admit 5           5 of the missing blocks passed the admission rule
+    17 refuse 904 905    these did not
+    17 evict 12 13       evicted, to make room for the store
+    17 store 899 900     stored, in prefix order
+    17 drop 901          not stored, because there was no room
+    17 full 3            none of the 3 missing blocks was stored: there was no room
 
-A request is named by its number in the trace, a block by its id in the trace. A kind without blocks has
-no line. The log is a pure function of trace and configuration: equal on every run, machine and Python.
+The first number is the request's position in the trace; blocks are ids of the trace. Kinds without blocks
+have no line. The log is a pure function of trace and configuration: equal on every run, machine and Python.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _FULL = -1
 
 
 class _Lines(Struct):
-    """Lines that are not yet hashed: the first `used` bytes of a buffer."""
+    """Buffer of lines that are not yet hashed; its first `used` bytes are filled."""
 
     buffer: U8Array
     used: int
 
 
 class DecisionLog:
-    """Hashes every line, and writes it to `file` at once if there is one. Cost: about 10 ns a block named.
+    """Writer and hash of the log. With a `file`, each line is written at once. Cost: about 10 ns per block.
 
-    Kernels and not `str`: a replay of millions of references spends a third of its time here otherwise.
+    Kernels format the numbers: `str` would take a third of a replay of millions of references.
     """
 
     def __init__(self, file: BinaryIO | None = None) -> None:
@@ -53,14 +53,14 @@ class DecisionLog:
         self._lines = _Lines(buffer=np.empty(_BUFFER_BYTES, np.uint8))
 
     def numbers(self, request: int, kind: str, first: int, second: int = -1) -> None:
-        """A line that ends in one number, or in two; they are not negative."""
+        """Append a line that ends in one or two numbers, 0 or more."""
         while _numbers(self._lines.memory, request, kind.encode(), first, second) == _FULL:
             self._make_room(_SHORT_LINE_BYTES)
         if self._file is not None:
             self._flush()
 
     def blocks(self, request: int, kind: str, ids: npt.NDArray[np.int64]) -> None:
-        """A line that ends in block ids; nothing if there are none."""
+        """Append a line that ends in block ids; no line without ids."""
         if len(ids) == 0:
             return
         while _blocks(self._lines.memory, request, kind.encode(), ids) == _FULL:
@@ -69,7 +69,7 @@ class DecisionLog:
             self._flush()
 
     def hexdigest(self) -> str:
-        """SHA-256 of the log so far: what ``sha256sum`` says of the file."""
+        """SHA-256 of the log so far, equal to ``sha256sum`` of the file."""
         self._flush()
         return self._sha256.hexdigest()
 
@@ -88,7 +88,7 @@ class DecisionLog:
 
 @inline
 def _put(out: npt.NDArray[np.uint8], at: int, number: int) -> int:
-    """Write a number; returns where it ends."""
+    """Write a number; returns the position behind it."""
     if number < 0:
         out[at] = 45
         at += 1

@@ -1,8 +1,8 @@
-"""What an LRU device cache does with a trace: what it serves, and what it drops when.
+"""LRU device cache in front of a replay: the blocks that it serves and drops.
 
-The device sees every request, and ends with its blocks, wherever they came from. So what it does follows
-from the trace alone, and can be known before any tier is chosen: the decisions of an `OffloadingManager` with
-``lru``, without a manager, in a fraction of the time.
+Every request passes through the device, which then holds the request's blocks, wherever they came from. So
+hits and drops depend on the trace alone and are computed before any tier is chosen. The result equals a run
+of an `OffloadingManager` with ``lru``, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DeviceRun:
-    """What a device cache did, request by request. References are positions in `Trace.refs`.
+    """Hits and drops of a device cache. References are positions in `Trace.refs`.
 
     Attributes:
-        served: shape ``(requests,)``; length of the head of each request that the device held.
-        dropped: the block that was used at this reference left, or never entered for want of room; in
-            the order in which the device drops.
-        offsets: shape ``(requests + 1,)``; request `i` made it drop
+        served: shape ``(requests,)``; length of each request's head that was on the device.
+        dropped: last reference of each dropped block, in the order of the drops. A block for which there was
+            no room counts as dropped.
+        offsets: shape ``(requests + 1,)``; request `i` caused the drops
             ``dropped[offsets[i]:offsets[i + 1]]``.
     """
 
@@ -39,10 +39,9 @@ class DeviceRun:
 def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
     """Run an LRU device cache of `device_blocks` blocks, 0 or more.
 
-    A request is served its leading run of resident blocks; what it misses then enters in prefix order,
-    of a request that is longer than the device as much of its head as fits; then its whole path is the
-    most recent, the head foremost. A block is thus never more recent than its parent, and what the
-    device holds of a chain is always its head.
+    A request hits its leading run of resident blocks. Its missing blocks then enter in prefix order; of a
+    request longer than the device, only the head enters. Then all its blocks become the most recent, the head
+    first. So a block is never more recent than its parent, and the device always holds the head of a chain.
 
     Cost: O(1) per reference. Memory: 12 bytes per unique block, 8 per reference and per drop.
     """
@@ -57,11 +56,7 @@ def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
 
 
 class Device:
-    """The same cache in front of a replay: a request at a time, in the order of the trace.
-
-    Args:
-        trace, device_blocks: as of `run_device`.
-    """
+    """Device cache of a replay, advanced one request at a time. Arguments as for `run_device`."""
 
     def __init__(self, trace: Trace, device_blocks: int) -> None:
         run = run_device(trace, device_blocks)
@@ -72,16 +67,18 @@ class Device:
         self._holds = np.zeros(trace.unique_blocks, np.bool_)
 
     def contains(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Which of these blocks it holds, as of the last request that was served."""
+        """Mask of the blocks that are on the device after the last served request."""
         return self._holds.take(codes)
 
     def served(self, request: int) -> int:
-        """Length of the head of this request that it holds when the request comes."""
+        """Length of the request's head that is on the device when the request arrives."""
         return self._served[request]
 
     def serve(self, request: int) -> npt.NDArray[np.int32]:
-        """It takes in the blocks of this request, the next one. The blocks that leave it, warmest first;
-        not those that never enter for want of room."""
+        """Advance by the next request. Returns the evicted blocks, warmest first.
+
+        Blocks that never entered, because there was no room, are not among them.
+        """
         begin, end = self._begins[request : request + 2]
         places = self._dropped[self._offsets[request] : self._offsets[request + 1]]
         self._holds[self._refs[begin:end]] = True
@@ -109,7 +106,7 @@ def _run(
         while found < end and links[refs[found], LIST] != UNLISTED:
             found += 1
         served[request] = found - begin
-        # What the request's own blocks leave free of the device is for others.
+        # Other blocks may use the room that the request's own blocks leave free.
         for position in range(begin, end):
             if links[refs[position], LIST] != UNLISTED:
                 unlink(links, refs[position])

@@ -1,7 +1,7 @@
-"""When the requests of a replay end: as soon as they are served, or when they have generated their answers.
+"""End times of requests in a replay: at once, or after an assumed time for each generated token.
 
-A trace says when a request came and how many tokens it generated, not when it ended: the time for a token is
-assumed. Knows times and order; what an end means is for the replay.
+A trace records arrivals and the number of generated tokens, but no end times. Knows times and order; the
+replay handles the end itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvoffload.errors import ConfigError
 from kvoffload.traces.trace import Trace
 
 End = tuple[int, RequestContext]
-"""A request that ends: its number and its record."""
+"""An ended request: its number and its context."""
 
 
 def check_decode_speed(tokens_per_s: object) -> float:
-    """`tokens_per_s` as a number, 0 for "at once". Raises `ConfigError` for what is no speed."""
+    """Check a decode speed; 0 means that requests end when served. Raises `ConfigError`."""
     if isinstance(tokens_per_s, (int, float)) and 0 <= tokens_per_s < math.inf:
         return float(tokens_per_s)
     raise ConfigError(
@@ -32,44 +32,44 @@ class EndsAtOnce:
     """Requests end as soon as they are served.
 
     Attributes:
-        are_late: whether other requests may come between.
+        are_late: whether other requests may be served before a request ends.
     """
 
     are_late: ClassVar[bool] = False
 
     def due(self, request: int) -> Iterable[End]:
-        """Those that end before this one comes, in the order in which they end."""
+        """Requests that end before this request arrives, in the order of their ends."""
         return ()
 
     def served(self, request: int, ctx: RequestContext) -> Iterable[End]:
-        """This one is served; those that end now."""
+        """Record that a request was served; returns the requests that end now."""
         return ((request, ctx),)
 
     def rest(self) -> Iterable[End]:
-        """Those that have not ended yet."""
+        """Requests that have not ended yet."""
         return ()
 
 
 class EndsWhenGenerated(EndsAtOnce):
-    """Requests end when they have generated their answers, each at the same speed, from when they came.
+    """Requests end when they have generated their answers, at one speed, starting at their arrival.
 
-    An end is told before the first request that comes at its time or later; ends of one time in the order of
-    the requests.
+    An end precedes the first request that arrives at the same time or later. Simultaneous ends follow the
+    order of the requests.
     """
 
     are_late = True
 
     def __init__(self, trace: Trace, tokens_per_s: float) -> None:
-        self._comes_ms: list[int] = trace.timestamps_ms.tolist()
-        self._takes_ms: list[float] = (trace.output_tokens * (1000.0 / tokens_per_s)).tolist()
-        # No two requests have one number, so records are never compared.
+        self._arrivals_ms: list[int] = trace.timestamps_ms.tolist()
+        self._durations_ms: list[float] = (trace.output_tokens * (1000.0 / tokens_per_s)).tolist()
+        # Request numbers are unique, so the heap never compares contexts.
         self._ends: list[tuple[float, int, RequestContext]] = []
 
     def due(self, request: int) -> Iterator[End]:
-        return self._until(self._comes_ms[request])
+        return self._until(self._arrivals_ms[request])
 
     def served(self, request: int, ctx: RequestContext) -> Iterable[End]:
-        heapq.heappush(self._ends, (self._comes_ms[request] + self._takes_ms[request], request, ctx))
+        heapq.heappush(self._ends, (self._arrivals_ms[request] + self._durations_ms[request], request, ctx))
         return ()
 
     def rest(self) -> Iterator[End]:

@@ -1,7 +1,7 @@
-"""Damage on purpose: what hardware, bugs and power cuts do to a tier's bytes, at a rate and from a seed.
+"""Injection of damage into a RAM tier, as hardware, bugs and power cuts cause it.
 
-Owns the kinds of damage. Works on a `MemoryTier` from outside, through what the tier exposes: the tier
-has no switch for it. The caller decides what must follow: damage is caught, never served.
+Owns the kinds of damage. Changes the public arrays of a `MemoryTier`; the tier has no switch for this. The
+caller checks that damage is detected and never served.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from kvoffload.transfer import Rows
 
 
 class Injection:
-    """Damages each block that is written with one probability, in one way.
+    """Damages each written block with a fixed probability.
 
-    The random numbers come from `random.Random.random` alone, whose sequence Python promises for a seed:
-    the same writes are damaged in the same way on every version and machine.
+    All random numbers come from `random.Random.random`, whose sequence Python guarantees for a seed: the
+    same writes are damaged in the same way on every version and machine.
 
     Attributes:
-        kind: a key of `KINDS`. probability: of each block written. seed: says it all again.
+        kind: a key of `KINDS`.
+        probability: probability that a written block is damaged.
         injected: slots damaged so far.
     """
 
@@ -35,11 +36,10 @@ class Injection:
         self._damage = KINDS[kind]
 
     def apply(self, tier: MemoryTier, slots: Rows) -> npt.NDArray[np.int64]:
-        """Damage some of `slots`, which have just been written; answer the slots that were, ascending.
+        """Damage some of `slots`, which have just been written; returns the damaged slots, ascending.
 
-        The answer is exact: each of them now holds other bytes than before the call, and no other slot
-        does. A swap or a tear takes its other half from the same batch or, for a batch of one, from
-        any slot of the tier; a swap damages both.
+        Exactly the returned slots hold other bytes than before the call. A swap or a torn write uses a second
+        slot of the same batch or, for a batch of one, any slot of the tier. A swap damages both slots.
         """
         batch = [int(slot) for slot in slots]
         before: dict[int, npt.NDArray[np.uint8]] = {}
@@ -50,7 +50,7 @@ class Injection:
                 for touched in (slot, other):
                     before.setdefault(touched, tier.pool[touched].copy())
                 self._damage(tier, slot, other, self._below)
-        # A swap may be swapped back, a block of zeros may be zeroed: that is no damage.
+        # A second swap may undo the first, and a block of zeros may be zeroed: neither is damage.
         damaged = sorted(slot for slot, old in before.items() if not np.array_equal(old, tier.pool[slot]))
         self.injected += len(damaged)
         return np.array(damaged, np.int64)
@@ -63,7 +63,7 @@ class Injection:
 
 
 def parse_injection(spec: str, seed: int = 0) -> Injection:
-    """Read ``KIND:PROBABILITY``, such as ``bitflip:1e-4``. Raises `ConfigError` that says what is allowed."""
+    """Parse ``KIND:PROBABILITY``, such as ``bitflip:1e-4``. Raises `ConfigError`."""
     kind, _, probability = spec.partition(":")
     try:
         rate = float(probability)
@@ -71,7 +71,7 @@ def parse_injection(spec: str, seed: int = 0) -> Injection:
         rate = -1.0
     if kind not in KINDS or not 0.0 <= rate <= 1.0:
         raise ConfigError(
-            "inject", spec, f"expected KIND:PROBABILITY, KIND one of {', '.join(KINDS)}, PROBABILITY in 0..1"
+            "inject", spec, f"allowed: KIND:PROBABILITY with KIND {', '.join(KINDS)} and PROBABILITY 0 to 1"
         )
     return Injection(kind, rate, seed)
 
@@ -80,25 +80,25 @@ Below = Callable[[int], int]
 
 
 def _bitflip(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """One bit is wrong."""
+    """Flip one bit."""
     bit = below(tier.block_bytes * 8)
     tier.pool[slot, bit // 8] ^= 1 << bit % 8
 
 
 def _swap(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """Two slots have changed places, checksums and all: each is right in itself."""
+    """Exchange two slots with their checksums: each block is intact, but in the wrong slot."""
     tier.pool[[slot, other]] = tier.pool[[other, slot]]
     if tier.checksums is not None:
         tier.checksums[[slot, other]] = tier.checksums[[other, slot]]
 
 
 def _zero(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """The bytes never arrived."""
+    """Zero the block, as if its bytes had never arrived."""
     tier.pool[slot] = 0
 
 
 def _torn(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """The write stopped half-way: the second half is another block's."""
+    """Replace the second half by another block's, as if the write had stopped half-way."""
     half = tier.block_bytes // 2
     tier.pool[slot, half:] = tier.pool[other, half:]
 

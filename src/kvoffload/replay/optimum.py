@@ -1,6 +1,6 @@
-"""The best that any policy could do: what a replay's hit ratio is measured against.
+"""Offline optimum: the upper bound for the hit ratio of any policy on a trace.
 
-Works on a whole trace, offline. Knows nothing of managers, slots or policies.
+Knows the whole trace; no managers, slots or policies.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NEVER = -1
 
 @dataclass(frozen=True)
 class OptimumResult:
-    """What the optimum reaches on one trace.
+    """Hits and writes of the optimum on one trace.
 
     Attributes:
-        prefix_hit_blocks: block references served, by device and tier together; no policy serves more.
-        blocks_written: blocks stored in the tier, of which none is useless: a later request has it. That
-            many are enough; whether fewer would do is not said.
-        device_hit_blocks: those of the hits that the device served.
+        prefix_hit_blocks: block references served by device and tier together; no policy serves more.
+        blocks_written: blocks written to the tier, each of which a later request uses. This number suffices,
+            but may not be the minimum.
+        device_hit_blocks: hits that the device served.
     """
 
     prefix_hit_blocks: int
@@ -41,33 +41,32 @@ class OptimumResult:
 def optimum(
     trace: Trace, capacity_blocks: int, device_blocks: int = 0, store: str = ON_COMPUTE
 ) -> OptimumResult:
-    """Run MIN with bypass: of the resident blocks and those on offer, keep those that are needed soonest.
+    """Run MIN with bypass: keep the resident and offered blocks whose next use comes first.
 
-    An exact bound: no policy and no admission rule gets more prefix hits out of this capacity, and one
-    that knew the future would get these. Why:
+    The bound is exact: no policy and no admission rule reaches more prefix hits with this capacity, and a
+    policy that knows the future reaches them. Proof:
 
-    - What an LRU device in front serves and drops depends on the trace alone (`replay.device`). A use
-      that it does not serve can be a hit only if the tier has held the block *all the time since the
-      block was last on offer*: that is one span of time, worth one hit. Before that it is not needed.
-    - No policy serves more such uses than there are spans of which at most `capacity_blocks` overlap.
-      Keeping the spans that end soonest finds the most of them: Belady's rule is the classic greedy
-      choice of intervals. Between spans that end in the same request the deeper block's ends later.
-    - Ids are chained: a request that has a block has its parent, and a device drops a block before its
-      parent. So of two spans that end in one request the deeper block's holds the other one, MIN gives
-      it up first, what the tier holds of what a request needs is always a leading run, and all of these
-      uses are prefix hits.
+    - Hits and drops of the LRU device depend on the trace alone (`replay.device`). A use that the device does
+      not serve is a hit only if the tier has held the block since the block's last offer. This interval of
+      time is worth one hit; before it the block is not needed.
+    - Hits are therefore intervals of which at most `capacity_blocks` overlap. Belady's rule is the greedy
+      choice that maximises their number: keep the intervals that end first. Of two intervals that end in one
+      request, the deeper block's interval ends later.
+    - Ids are chained: a request with a block has the block's parent, and a device drops a block before its
+      parent. So the deeper block's interval contains its parent's, and MIN evicts the deeper block first. The
+      tier always holds a leading run of the blocks that a request needs: every such use is a prefix hit.
 
-    The one thing that surprises: with `on-compute`, a block that the device will serve the next time
-    need not be held until then, for that request offers it again. Belady's rule by the next use *of the
-    tier*, which is the obvious thing to write and is what other simulators call OPT behind a device,
-    holds it. It is up to 0.01 of the references below this bound on the recorded traces: not a bound.
+    With `on-compute`, a block whose next use the device serves need not be kept until then, because this
+    request offers the block again. Other simulators call Belady's rule by the next use *of the tier* OPT
+    behind a device; that rule keeps the block. On recorded traces it stays up to 0.01 of the references below
+    this bound, so it is no bound.
 
     Args:
-        capacity_blocks: blocks that fit into the tier; `ConfigError` if negative.
-        device_blocks: blocks of an LRU device cache in front, 0 for none; `ConfigError` if negative.
-        store: one of `STORES`. ``on-compute``: each request offers all of its blocks, also those that
-            the device has. ``on-device-eviction``: a block is offered when the device drops it, or has
-            no room for it; what the tier delivers is on the device again. The same without a device.
+        capacity_blocks: capacity of the tier; `ConfigError` if negative.
+        device_blocks: capacity of an LRU device cache in front, 0 for none; `ConfigError` if negative.
+        store: one of `STORES`. ``on-compute``: each request offers all its blocks, also the blocks on the
+            device. ``on-device-eviction``: a block is offered when the device drops it or has no room for it,
+            and blocks loaded from the tier are on the device again. Both are equal without a device.
 
     Cost: O(1) per reference; 0.15 s and 50 MB per million references. Source: Belady, IBM Systems
     Journal 5(2), 1966. Differs: decides once per request, and may refuse a block.
@@ -103,13 +102,13 @@ def optimum(
 
 
 def infinite(trace: Trace) -> OptimumResult:
-    """The optimum of a cache that everything fits into: each block misses once."""
+    """Compute the optimum of an unlimited cache: each block misses once."""
     uses = np.bincount(trace.refs, minlength=trace.unique_blocks)
     return OptimumResult(trace.block_refs - trace.unique_blocks, int(np.count_nonzero(uses > 1)))
 
 
 def _next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
-    """For each position in `refs`, the next position of the same block, or `_NEVER`."""
+    """Find the next position of the same block for each position in `refs`, or `_NEVER`."""
     by_block = np.argsort(refs, kind="stable")
     same = refs[by_block[1:]] == refs[by_block[:-1]]
     next_use = np.full(len(refs), _NEVER, np.int64)
@@ -118,16 +117,16 @@ def _next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 
 
 def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
-    """Where the device serves the next use, move that place behind all others (see below)."""
+    """Move the place of each block whose next use the device serves behind all other places (see below)."""
     num_refs = len(next_place)
     by_device = np.zeros(num_refs + 1, np.bool_)
     by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))
-    # The place that stands for never, -1, finds the last entry, which is False.
+    # `_NEVER`, -1, indexes the last entry, which is False.
     next_place[by_device[next_place]] += num_refs
 
 
 def _tree_starts(positions: int) -> _Int64s:
-    """Where each level of a tree over `positions` bits begins, the leaves first, and where the last ends."""
+    """Compute the first word of each level of a tree over `positions` bits, leaves first, and the end."""
     starts, words = [0], max(positions, 1)
     while len(starts) == 1 or words > 1:
         words = (words + 63) // 64
@@ -135,17 +134,16 @@ def _tree_starts(positions: int) -> _Int64s:
     return np.array(starts, np.int64)
 
 
-# A block in the cache is a bit at its *place*: the position in the trace where it is used next. Places
-# order blocks by next use and, within a request, by depth: the victim of MIN is simply the highest bit.
-# Nothing is ever re-sorted, and no entry goes stale as it would in a heap.
+# A resident block is a bit at its *place*: the position in the trace of its next use. Places order blocks by
+# next use and, within a request, by depth, so the victim of MIN is the highest bit. Unlike a heap, the bits
+# need no sorting and have no stale entries.
 #
-# A block whose next use the device serves is idle: it is worth nothing to the tier until it is offered
-# again by that use. If it is here it may stay for as long as no other block needs the room, which saves
-# writing it again; its place is its next use plus the length of the trace, behind all that are worth
-# something.
+# A block whose next use the device serves is idle: the tier does not need it, because that use offers it
+# again. A resident idle block may stay while no other block needs its room, which saves a write. Its place
+# is its next use plus the length of the trace, behind all blocks that are needed.
 #
-# The bits form a tree of 64-bit words: a word of level `n + 1` says which words of level `n` are not
-# zero, so that the highest bit is found, set or cleared in one step per level.
+# The bits form a tree of 64-bit words: a word of level `n + 1` marks the words of level `n` that are not
+# zero. The highest bit is found, set or cleared in one step per level.
 
 
 @inline

@@ -1,7 +1,7 @@
-"""Which requests wait in the engine's queue while another one is served.
+"""Requests that are assumed to wait in the engine's queue while another request is served.
 
-A trace says when requests came, not how long they waited: so many of the next ones are assumed to wait. Knows
-order; what waiting means is the manager's (`OffloadingManager.expect`).
+A trace records arrivals but no waiting times, so a fixed number of the next requests is assumed to wait. The
+manager expects their blocks (`OffloadingManager.expect`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MOST_REQUESTS = 1 << 16
 
 
 def check_queue(num_requests: object) -> int:
-    """`num_requests` as an int; 0: nobody waits. Raises `ConfigError` for what is no length of a queue."""
+    """Check the length of a queue; 0 for none. Raises `ConfigError`."""
     if isinstance(num_requests, int) and 0 <= num_requests <= MOST_REQUESTS:
         return num_requests
     raise ConfigError("queue", num_requests, f"allowed: 0 to {MOST_REQUESTS} requests")
 
 
 class EngineQueue:
-    """Begins the requests of a trace; the next `num_requests` wait, and their manager expects them."""
+    """Queue of the next `num_requests` requests; the manager expects their blocks."""
 
     def __init__(self, manager: OffloadingManager, trace: Trace, keys: TraceKeys, num_requests: int) -> None:
         self._manager, self._trace, self._keys, self._num_requests = manager, trace, keys, num_requests
@@ -33,7 +33,7 @@ class EngineQueue:
         self._waiting: deque[RequestContext] = deque()
 
     def serve(self, request: int) -> RequestContext:
-        """It is the turn of this request, the next one: it leaves the queue, and others join."""
+        """Take the next request out of the queue and fill the queue up; returns the request's context."""
         ctx = self._waiting.popleft() if self._waiting else self._begin(request)
         self._manager.withdraw(ctx)
         last = min(request + self._num_requests, self._trace.requests - 1)

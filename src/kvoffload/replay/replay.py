@@ -1,10 +1,13 @@
-"""The replay: a trace runs through the manager, policy and admission objects that serve in production.
+"""Replay of a trace through the manager, policy and admission objects that serve in production.
 
-One request at a time, in file order. The counting rules are those of the golden numbers: a request hits
-the leading run of its blocks that the device holds, then the run that follows in the tier; then what it
-misses is stored, in prefix order; then its whole path becomes the most recent, the head first: at once, or
-when it has generated its answer (`replay.ends`). What the trace knows of a request (`Hints`) is told with its
-begin and its end.
+Requests are replayed one at a time, in file order. Counting follows the golden numbers:
+
+1. A request hits the leading run of its blocks on the device, then the run that follows in the tier.
+2. The missing blocks are stored, in prefix order.
+3. All blocks of the request become the most recent, the head first: at once, or when the request has
+   generated its answer (`replay.ends`).
+
+The manager receives the trace's hints (`Hints`) when a request begins and when it ends.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import ConfigError, TierError
+from kvoffload.errors import ConfigError, Problems, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.device import Device
@@ -32,7 +35,7 @@ from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import EngineQueue, check_queue
 from kvoffload.replay.report import ReplayReport, TierReport
-from kvoffload.replay.routing import SESSION
+from kvoffload.replay.routing import SESSION, check_instances, check_routing
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.contract import SecondaryTier
@@ -41,24 +44,28 @@ from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers
 from kvoffload.traces.trace import Trace
 
 _SETTLE_S = 600.0
+"""Seconds after which a tier that does not answer ends the replay."""
 
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """What a trace is replayed through. Values are checked where they are used.
+    """Caches and assumptions of a replay; points, tasks and rows of a sweep contain or repeat it.
 
     Attributes:
         capacity_blocks: slots of the RAM tier.
-        policy, admission: as `OffloadingManager` takes them.
-        device_blocks: blocks of an LRU device cache in front of it; 0 for none.
-        store: when a block is offered to the tier: ``on-compute`` or ``on-device-eviction``.
-        tiers: behind RAM, from the fastest to the slowest; their capacities are numbers of blocks
-            (`TierOptions.in_blocks`).
-        decode_tokens_per_s: at which speed each request generates its answer, and so when it ends: assumed,
-            as no trace says it. 0: it ends as soon as it is served. On the device all requests end at once.
-        queue_requests: how many requests wait in the engine's queue, and so are expected: assumed, too.
-        instances: of the engine, each with all of this but the last tier, which they share; more than one are
-            for `replay.instances`. routing: which of them serves what (`replay.routing`).
+        policy, admission: arguments of `OffloadingManager`.
+        device_blocks: blocks of an LRU device cache in front of RAM; 0 for none.
+        store: when blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
+        tiers: tiers behind RAM, fastest first; capacities are numbers of blocks (`TierOptions.in_blocks`).
+        decode_tokens_per_s: assumed speed at which each request generates its answer, which determines when
+            the request ends. 0: a request ends as soon as it is served. Device blocks are free at once.
+        queue_requests: assumed number of requests in the engine's queue; the manager expects them.
+        instances: number of engines. Each has its own device, RAM and tiers; the last tier is shared.
+            `SharedReplay` replays more than one.
+        routing: rule that assigns requests to instances (`replay.routing`).
+
+    Raises: `ConfigError` for assumptions (the last four fields) that are not allowed. The caches are checked
+    when they are created.
     """
 
     capacity_blocks: int
@@ -72,32 +79,67 @@ class ReplayConfig:
     instances: int = 1
     routing: str = SESSION
 
+    def __post_init__(self) -> None:
+        problems = Problems("replay")
+        for check, value in (
+            (check_decode_speed, self.decode_tokens_per_s),
+            (check_queue, self.queue_requests),
+            (check_instances, self.instances),
+            (check_routing, self.routing),
+        ):
+            with problems:
+                check(value)
+        problems.check()
+
+    @property
+    def tier_blocks(self) -> int:
+        """Capacity of all tiers behind RAM."""
+        return sum(tier.num_blocks for tier in self.tiers)
+
     @property
     def offload_blocks(self) -> int:
-        """Blocks that RAM and the tiers behind it hold together."""
-        return self.capacity_blocks + sum(tier.num_blocks for tier in self.tiers)
+        """Capacity of RAM and all tiers behind it."""
+        return self.capacity_blocks + self.tier_blocks
+
+    @property
+    def manager_options(self) -> dict[str, Any]:
+        """Keyword arguments of `OffloadingManager`, without the number of slots."""
+        return {
+            "key_bytes": KEY_BYTES,
+            "policy": self.policy,
+            "admission": self.admission,
+            "store": self.store,
+        }
+
+    def columns(self) -> dict[str, Any]:
+        """The fields that reports of a replay and rows of a sweep repeat under the same names."""
+        return {
+            "admission": self.admission,
+            "store": self.store,
+            "capacity_blocks": self.capacity_blocks,
+            "device_blocks": self.device_blocks,
+            "decode_tokens_per_s": float(self.decode_tokens_per_s),
+            "queue_requests": self.queue_requests,
+        }
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
-    """Slots that a cache of this capacity can ever use: one that holds every block evicts none.
-
-    One at least: of several instances some may be asked for nothing.
-    """
+    """Slots that a cache of this capacity can use: at most one per unique block, at least one."""
     return max(1, min(capacity_blocks, trace.unique_blocks))
 
 
 class Replay:
-    """One run of a trace. Use once: construct, `run`, read the report.
+    """A single run of a trace through one engine's caches. Use once: construct, then `run`.
 
     Args:
-        trace: what is replayed.
-        config: through what.
-        data: the data plane; None replays the decisions alone.
-        decisions: where the decision log is written; it is hashed in any case.
-        shared: stands in for the last tier, which is not opened then: others use it, too.
+        trace: the requests.
+        config: caches and assumptions.
+        data: the data plane; None replays decisions without bytes.
+        decisions: file for the decision log, which is hashed in any case.
+        shared: a tier of several instances; it replaces the last tier of `config`.
 
     Attributes:
-        hits_per_request: prefix hits of device and tier together, shape ``(requests,)``, int32.
+        hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
     """
 
     def __init__(
@@ -111,37 +153,37 @@ class Replay:
     ) -> None:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
-        tokens_per_s = check_decode_speed(config.decode_tokens_per_s)
+        tokens_per_s = config.decode_tokens_per_s
         self._ends = EndsWhenGenerated(trace, tokens_per_s) if tokens_per_s else EndsAtOnce()
         self._keys = TraceKeys(trace)
         self._offsets: list[int] = trace.offsets.tolist()
         self._is_victim_tier = config.store == ON_DEVICE_EVICTION
         if self._is_victim_tier and not config.device_blocks:
-            raise ConfigError("store", config.store, "it needs a device cache: device_blocks of 1 or more")
+            raise ConfigError(
+                "store", config.store, "it needs a device cache: set device_blocks to 1 or more"
+            )
         num_slots = slots_needed(trace, config.capacity_blocks)
-        options: dict[str, Any] = {
-            "key_bytes": KEY_BYTES,
-            "policy": config.policy,
-            "admission": config.admission,
-            "store": config.store,
-        }
         self._tiered: TieredManager | None = None
         self.manager: OffloadingManager
         if config.tiers:
             ram = data.ram if data is not None else NoMemory(num_slots)
             owner = TierOwner(ram.pool.shape[1], KEY_BYTES, FINGERPRINT, counts_blocks=True)
-            own = config.tiers if shared is None else config.tiers[:-1]
-            tiers = [*open_tiers(own, owner), *([] if shared is None else [shared])]
-            # A replay has time: no request gives up, and promotions may use all of RAM.
-            patience: dict[str, Any] = {"deadline_s": _SETTLE_S, "max_in_flight": 1.0, "enable_events": True}
+            tiers = open_tiers(config.tiers if shared is None else config.tiers[:-1], owner)
             self.manager = self._tiered = TieredManager(
-                num_slots, ram=ram, tiers=tiers, **patience, **options
+                num_slots,
+                ram=ram,
+                tiers=tiers if shared is None else [*tiers, shared],
+                # Time does not matter in a replay: no request gives up, and promotions may use all of RAM.
+                deadline_s=_SETTLE_S,
+                max_in_flight=1.0,
+                enable_events=True,
+                **config.manager_options,
             )
         else:
-            self.manager = OffloadingManager(num_slots, **options)
-        self._queue = EngineQueue(self.manager, trace, self._keys, check_queue(config.queue_requests))
+            self.manager = OffloadingManager(num_slots, **config.manager_options)
+        self._queue = EngineQueue(self.manager, trace, self._keys, config.queue_requests)
         self._device = Device(trace, config.device_blocks) if config.device_blocks else None
-        # Code of the block in each slot, to name what leaves.
+        # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
         self._device_hits = self._tier_hits = self._block_hits = 0
@@ -149,7 +191,7 @@ class Replay:
         self._control_s = self._tiers_s = self._tiers_cpu_s = 0.0
 
     def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
-        """Replay every request. `progress` is told how many requests are done, about 200 times."""
+        """Replay every request. `progress` receives the number of requests done, about 200 times."""
         step = max(1, self._trace.requests // 200)
         with contextlib.ExitStack() as stack:
             if self._tiered is not None:
@@ -162,12 +204,12 @@ class Replay:
             return self.finish()
 
     def finish(self) -> ReplayReport:
-        """All requests have been served: what was found."""
+        """End the remaining requests and return the report. Call it after the last `serve`."""
         self._end(self._ends.rest())
         return self._report()
 
     def serve(self, request: int) -> None:
-        """Replay this request, the next one. `run` does, for all."""
+        """Replay one request; requests must be served in order. `run` serves all of them."""
         self._end(self._ends.due(request))
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)
@@ -176,10 +218,10 @@ class Replay:
         device = self._device
         on_device = device.served(request) if device is not None else 0
         if device is not None and self._is_victim_tier:
-            here = device.contains(codes) | self.manager.contains(keys, ctx)
-            self._block_hits += int(np.count_nonzero(here))
-        behind = (codes[on_device:], keys[on_device:]) if on_device else (codes, keys)
-        from_tier = self._load(request, *behind, ctx)
+            resident = device.contains(codes) | self.manager.contains(keys, ctx)
+            self._block_hits += int(np.count_nonzero(resident))
+        wanted = (codes[on_device:], keys[on_device:]) if on_device else (codes, keys)
+        from_tier = self._load(request, *wanted, ctx)
         self._log.numbers(request, "hit", on_device, from_tier)
         if device is not None and self._is_victim_tier:
             dropped = device.serve(request)
@@ -188,7 +230,7 @@ class Replay:
         else:
             self._store(request, codes, keys, ctx)
         if self._ends.are_late:
-            # As engines do: what a running request uses must not wait for its end to be recent.
+            # As engines do: blocks of a running request are recent before the request ends.
             self.manager.touch(keys, ctx)
         self._device_hits += on_device
         self._tier_hits += from_tier
@@ -197,13 +239,13 @@ class Replay:
         self._end(self._ends.served(request, ctx))
 
     def _end(self, ends: Iterable[End]) -> None:
-        """Requests end, in this order."""
+        """Finish requests, in this order."""
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
         for request, ctx in ends:
             self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
             if self._ends.are_late and self._is_victim_tier and self._device is not None:
-                # The manager takes it that the device has what the request used. That of the replay may have
-                # dropped some of it meanwhile, which an engine's does not do before the end.
+                # The manager assumes that the device still holds the request's blocks. An engine keeps them
+                # until the request ends; the device of the replay may have dropped some of them.
                 codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
                 self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(codes)]))
         if self._tiered is not None:
@@ -211,7 +253,7 @@ class Replay:
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
-        """Leading blocks that the tier delivers: all that it holds, up to the first damaged one."""
+        """Load the leading resident blocks; returns how many are sound before the first damaged one."""
         if self._tiered is not None:
             hits = self._promote(self._tiered, request, keys, ctx)
         else:
@@ -219,7 +261,7 @@ class Replay:
         if hits == 0 and not self._is_victim_tier:
             return 0
         if self._data is None or hits == 0:
-            # Without bytes a load is its bookkeeping; in a victim tier the policy hears of the request.
+            # Without bytes a load is bookkeeping only. A victim tier notifies its policy even of 0 blocks.
             self.manager.complete_load(self.manager.prepare_load(keys[:hits], ctx))
             return hits
         plan = self.manager.prepare_load(keys[:hits], ctx)
@@ -233,28 +275,30 @@ class Replay:
         return int(damaged[0])
 
     def _promote(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
-        """Wait for what tiers have of this prefix; how many of its blocks are then in RAM."""
+        """Promote the prefix from lower tiers and wait; returns how many of its blocks are then in RAM."""
         manager.take_events()
-        found = manager.lookup(keys, ctx)
-        while found.stopped_by is LookupResult.RETRY:
+        lookup = manager.lookup(keys, ctx)
+        while lookup.stopped_by is LookupResult.RETRY:
             self._settle(manager)
-            found = manager.lookup(keys, ctx)
+            lookup = manager.lookup(keys, ctx)
         for event in manager.take_events():
             kind = "evict" if event.removed else "promote"
             self._log.blocks(request, kind, self._keys.ids(event.keys))
-        return found.num_ready
+        return lookup.num_ready
 
     def _settle(self, manager: TieredManager) -> None:
         start, start_cpu = time.perf_counter(), time.thread_time()
         if not manager.settle(_SETTLE_S):
-            raise TierError(f"a tier has not answered for {_SETTLE_S:.0f} s")
+            raise TierError(
+                f"a tier has not answered for {_SETTLE_S:.0f} s; is it overloaded or unreachable?"
+            )
         self._tiers_s += time.perf_counter() - start
         self._tiers_cpu_s += time.thread_time() - start_cpu
 
     def _store(
         self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
     ) -> None:
-        """Offer blocks to the tier: those of the request, or, without one, those that the device drops."""
+        """Offer blocks to RAM: a request's blocks, or blocks that the device drops if `ctx` is None."""
         plan = self.manager.prepare_store(keys, ctx)
         if plan is None:
             dropped = self.manager.stats().dropped
@@ -292,19 +336,19 @@ class Replay:
             self._log.blocks(request, "drop", self._ids(missing[len(stored) : admitted]))
         num_evicted = plan.num_evicted
         if num_evicted:
-            left = (
+            evicted = (
                 self._keys.ids(plan.evicted)
                 if self._tiered is not None
                 else self._ids(self._held[slots[-num_evicted:]])
             )
-            self._log.blocks(request, "evict", left)
+            self._log.blocks(request, "evict", evicted)
         self._log.blocks(request, "store", self._ids(stored))
 
     def _ids(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         return self._trace.block_ids.take(codes)
 
     def _bytes_cpu_s(self) -> float:
-        """CPU time of this thread that was not spent deciding."""
+        """CPU time that this thread has spent on bytes and tiers instead of decisions."""
         return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:
@@ -315,10 +359,7 @@ class Replay:
         return ReplayReport(
             trace=trace.name,
             policy=self.manager.policy.name,
-            admission=config.admission,
-            capacity_blocks=config.capacity_blocks,
-            device_blocks=config.device_blocks,
-            store=config.store,
+            **config.columns(),
             requests=trace.requests,
             block_refs=trace.block_refs,
             unique_blocks=trace.unique_blocks,
@@ -349,13 +390,11 @@ class Replay:
             decisions_sha256=self._log.hexdigest(),
             version=__version__,
             policy_state=stats.policy,
-            decode_tokens_per_s=float(config.decode_tokens_per_s),
-            queue_requests=config.queue_requests,
             tiers=self._tier_reports(),
         )
 
     def _tier_reports(self) -> list[TierReport]:
-        """RAM, then what is behind it."""
+        """Reports of RAM, then of the tiers behind it."""
         stats, data = self.manager.stats(), self._data
         hits = self._tiered.hit_blocks if self._tiered is not None else [self._tier_hits]
         ram = TierReport(

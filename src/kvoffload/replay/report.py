@@ -1,4 +1,4 @@
-"""What a replay found."""
+"""Report of a replay."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import msgspec
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tier did.
+    """Counters of one tier.
 
     Attributes:
         name: ``ram``, ``disk``, ``simulated``.
-        hit_blocks: references that were served from here, not from a tier above.
-        blocks_written, blocks_evicted: of RAM also what came up from below.
+        hit_blocks: references served from this tier, and not from a tier above.
+        blocks_written, blocks_evicted: for RAM, promotions from lower tiers count as well.
         bytes_written, bytes_read: 0 without data.
-        mismatches_caught: blocks that were not what had been stored, and became misses.
-        unanswered_blocks: blocks of probes, reads and writes that were not answered in time.
-        outages: how often the tier was given up because it did not answer; outage_s: for how many seconds it
-            was unavailable. All its blocks were misses then.
-        requests: to a bucket; cost: what they and the bytes received come to, at the tier's prices.
+        mismatches_caught: blocks that failed their checksum and became misses.
+        unanswered_blocks: blocks of probes, reads and writes that exceeded their deadline.
+        outages, outage_s: number and seconds of outages, during which all blocks of the tier were misses.
+        requests: requests to a bucket.
+        cost: price of these requests and of the bytes received, at the tier's prices.
     """
 
     name: str
@@ -35,45 +35,41 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one replay; the fields are the keys of its JSON object.
+    """Outcome of one replay; the fields are the keys of its JSON object.
 
     A *block reference* is one block of one request. Hits are counted along the prefix: a request hits its
-    leading run of blocks that the device, and then the tier, hold.
+    leading run of blocks on the device, then in the tiers. Ratios are shares of all block references.
 
     Attributes:
-        trace, policy, admission: what was replayed through what.
-        capacity_blocks, device_blocks: sizes of the RAM tier, and of the device cache in front of it.
-        store: when a block is offered to the tier.
-        requests, block_refs, unique_blocks: size of the trace.
-        skipped_lines: bad lines of the trace that were left out.
-        prefix_hit_blocks: references served by device and tier together; prefix_hit_ratio: their share.
-        device_hit_blocks, offload_hit_blocks: the same by place.
-        block_hit_ratio: share of references whose block the tier held, at any depth; of a victim tier,
-            device and tier together.
-        infinite_hit_ratio: prefix-hit ratio of a cache that never evicts.
-        optimum_hit_ratio: the most that any policy could reach from empty with the capacity of all tiers
-            together, behind this device; what a disk holds from an earlier run may lift it above that.
-        tokens, tokens_saved: prompt tokens in full blocks, and those that need not be computed.
-        blocks_written, blocks_evicted, blocks_refused, blocks_dropped: what the tier did; refused by the
-            admission rule or the policy, dropped for want of room.
+        capacity_blocks, device_blocks: sizes of the RAM tier and of the device cache.
+        store: when blocks are offered to RAM.
+        skipped_lines: malformed lines of the trace, left out.
+        prefix_hit_blocks, prefix_hit_ratio: references served by the device and all tiers.
+        device_hit_blocks, offload_hit_blocks: the same, by place.
+        block_hit_ratio: references to resident blocks, at any depth: in RAM; for a victim tier, on the
+            device or in RAM.
+        infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
+        optimum_hit_ratio: upper bound for any policy that starts empty, with the capacity of all tiers
+            together, behind this device. Blocks that a disk holds from an earlier run may lift hits above it.
+        tokens, tokens_saved: prompt tokens in full blocks, and how many of them were hits.
+        blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. Refused: by the
+            admission rule or the policy. Dropped: because there was no room.
         writes_per_ref: blocks written per block reference.
         block_bytes, bytes_stored, bytes_loaded: 0 without data.
-        blocks_verified: blocks compared with their checksum when they were read.
-        mismatches_caught: blocks found damaged by that, and turned into misses.
-        mismatches_served: blocks handed out although their bytes were wrong. Anything but 0 is a bug.
-        damage_injected: blocks damaged on purpose; those that were evicted first are never read.
-        control_plane_s: CPU time spent deciding. data_plane_s: CPU time spent moving and checking bytes, and
-            the time for which tiers behind RAM were waited for.
+        blocks_verified: blocks whose checksum was compared when they were read.
+        mismatches_caught: damaged blocks that became misses.
+        mismatches_served: blocks served with wrong bytes. Anything but 0 is a bug.
+        damage_injected: blocks damaged on purpose; some are evicted before they are read.
+        control_plane_s: CPU time of decisions.
+        data_plane_s: CPU time of moving and checking bytes, and time spent waiting for lower tiers.
         decisions_sha256: digest of the decision log.
-        version: of kvoffload.
-        decode_tokens_per_s: the speed at which requests were assumed to generate their answers; 0: they ended
-            as soon as they were served.
-        queue_requests: how many requests were assumed to wait in the engine's queue.
-        policy_state: what the policy says of itself at the end.
-        instances: of the engine; routing: which of them served what. Sizes are of each; all else is of all
-            together.
+        version: version of kvoffload.
+        decode_tokens_per_s, queue_requests: assumptions, as in `ReplayConfig`.
+        policy_state: statistics of the policy at the end.
+        instances, routing: number of engines and how requests were assigned; empty routing for one engine.
+            Sizes are per instance, all other numbers are sums or means of all instances.
         hit_blocks_of_others: references served from blocks that another instance wrote to the shared tier.
-        tiers: RAM and what is behind it, top to bottom; their `hit_blocks` add up to `offload_hit_blocks`.
+        tiers: RAM and the tiers behind it, top to bottom; their `hit_blocks` add up to `offload_hit_blocks`.
     """
 
     trace: str
@@ -120,5 +116,5 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     hit_blocks_of_others: int = 0
 
     def to_json(self) -> bytes:
-        """One JSON object, indented."""
+        """Encode as one indented JSON object."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"

@@ -1,6 +1,6 @@
-"""A Dask cluster that does the replays of a sweep: the only importer of `distributed`.
+"""Dask cluster as workers of a sweep; the only importer of `distributed`.
 
-A trace is sent to the workers once; they need this package, and no file of this machine.
+Each trace is sent to the workers once. Workers need this package, but no files of this machine.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from kvoffload.errors import ConfigError, SweepError
 from kvoffload.sweep.task import Task, TraceSource, attempt_with, code_digest, load
 from kvoffload.sweep.workers import Results
 
-TIMEOUT_S = 5
+_TIMEOUT_S = 5
+"""Seconds to wait for the scheduler, and for its first worker."""
 
 
 class ClusterWorkers:
-    """The workers behind a scheduler that is already running.
+    """Workers of a running scheduler.
 
-    Construction connects and checks that the workers run the same code: their results are to be those of
-    this machine. Raises `ConfigError` if the scheduler does not answer within `TIMEOUT_S`, has no workers,
-    or has other ones.
+    Construction connects and checks that all workers run the code of this process. Raises `ConfigError` if
+    the scheduler does not answer within `timeout_s`, has no workers, or its workers run other code.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, timeout_s: float = _TIMEOUT_S, digest: str | None = None) -> None:
+        self._timeout_s, self._digest = timeout_s, digest or code_digest()
         try:
             import distributed
         except ImportError:
             raise ConfigError(
-                "scheduler", address, "it needs the package distributed: pip install 'kvoffload[dask]'"
+                "scheduler", address, "the package distributed is missing: pip install 'kvoffload[dask]'"
             ) from None
         self._distributed: Any = distributed
         try:
-            # A client that fails in its constructor cannot be closed; and what answers at this port may be
-            # anything.
-            asyncio.run(_knock(address))
-            self._client: Any = self._distributed.Client(address, timeout=TIMEOUT_S, set_as_default=False)
+            # Another service may listen at this port, and a client whose constructor fails cannot be closed.
+            asyncio.run(_check_connection(address, timeout_s))
+            self._client: Any = self._distributed.Client(address, timeout=timeout_s, set_as_default=False)
         except Exception as error:
-            # A web server's first bytes as a length are more than any machine has.
-            memory = isinstance(error, MemoryError)
-            reason = "what answers there is none" if memory else " ".join(str(error).split())
+            # The first bytes of a web server, read as a length, exceed any memory.
+            is_other = isinstance(error, MemoryError)
+            reason = "another service answers there" if is_other else " ".join(str(error).split())
             raise ConfigError(
-                "scheduler", address, f"a Dask scheduler that answers within {TIMEOUT_S} s ({reason})"
+                "scheduler", address, f"no Dask scheduler answers within {timeout_s} s ({reason})"
             ) from None
         try:
             self._check(address)
@@ -53,14 +53,14 @@ class ClusterWorkers:
             raise
 
     def results(self, tasks: Sequence[Task]) -> Results:
-        """As `Workers.results`."""
+        """See `Workers.results`."""
         sent: dict[TraceSource, Any] = {}
         futures = {}
         try:
             for task in tasks:
                 if task.source not in sent:
                     sent[task.source] = self._client.scatter(load(task.source), broadcast=True)
-                # Not pure: Dask must not answer from what it remembers.
+                # Not pure: Dask must not reuse an earlier result.
                 future = self._client.submit(attempt_with, sent[task.source], task, pure=False)
                 futures[future] = task
             for future in self._distributed.as_completed(list(futures), loop=self._client.loop):
@@ -73,24 +73,24 @@ class ClusterWorkers:
             self._client.cancel(list(futures))
 
     def close(self) -> None:
-        """Disconnect. The cluster keeps running."""
+        """Disconnect; the cluster keeps running."""
         self._client.close()
 
     def _check(self, address: str) -> None:
         if not self._client.scheduler_info()["workers"]:
             try:
-                self._client.wait_for_workers(1, timeout=TIMEOUT_S)
+                self._client.wait_for_workers(1, timeout=self._timeout_s)
             except (TimeoutError, asyncio.TimeoutError):  # Two classes before Python 3.11.
-                raise ConfigError("scheduler", address, "a Dask scheduler that has workers") from None
+                raise ConfigError("scheduler", address, "the scheduler has no workers") from None
         for worker, answer in self._client.run(code_digest, on_error="return").items():
-            if answer != code_digest():
-                found = f"{answer}" if isinstance(answer, Exception) else "other code"
+            if answer != self._digest:
+                code = f"{answer}" if isinstance(answer, Exception) else "other code"
                 raise ConfigError(
-                    "scheduler", address, f"its workers need kvoffload {__version__}; {worker}: {found}"
+                    "scheduler", address, f"its workers need kvoffload {__version__}; {worker}: {code}"
                 )
 
 
-async def _knock(address: str) -> None:
-    """Connect, shake hands and leave. Raises whatever goes wrong."""
+async def _check_connection(address: str, timeout_s: float) -> None:
+    """Connect, complete the handshake and disconnect. Raises any error of the connection."""
     comm: Any = importlib.import_module("distributed.comm")
-    (await comm.connect(address, timeout=TIMEOUT_S)).abort()
+    (await comm.connect(address, timeout=timeout_s)).abort()

@@ -1,4 +1,4 @@
-"""What a sweep replays: every combination of policies, admission rules, moments to store and sizes.
+"""Grid of a sweep: all combinations of policies, admission rules, store modes and sizes.
 
 Owns the grammar of the axes and the order of the combinations. Replays nothing.
 """
@@ -9,7 +9,7 @@ import functools
 import hashlib
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,91 +18,65 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
-from kvoffload.replay.ends import check_decode_speed
 from kvoffload.replay.keys import KEY_BYTES
-from kvoffload.replay.queue import check_queue
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.replay.routing import SESSION, check_instances, check_routing
 from kvoffload.settings.read import parse_capacity
 from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
 
-NEEDS_DEVICE = {ON_DEVICE_EVICTION: "to store on device eviction takes a device cache"}
-"""Of these, what makes no sense without a device cache, and why."""
-
+_WITHOUT_DEVICE = f"{ON_DEVICE_EVICTION} needs a device cache"
 _TIMES = re.compile(r"(\d+)(?:\.(\d+))?x")
 _DEVICE_ALLOWED = (
     "allowed: 0 (none), a number of blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
-    "part of the tier's capacity (0.5x)"
+    "multiple of the tier's capacity (0.5x)"
 )
 ANY_TRACE = 2**30
-"""Unique blocks to check sizes with while the trace is not known."""
+"""Number of unique blocks for checks of sizes before the trace is read."""
 _A_FEW_BLOCKS = 64
+_DEFAULTS = ReplayConfig(1)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One combination on one trace: one row of a sweep.
+    """A replay of a sweep, and its sizes as the user typed them.
 
     Attributes:
-        trace: position among the traces of the sweep.
-        capacity, device: sizes as the user typed them; the same in blocks beside them.
-        tiers: what is behind RAM, as typed; tier_options: the same, in blocks.
-        decode_tokens_per_s, queue_requests, instances, routing: as in `ReplayConfig`.
+        trace: index of the trace among the traces of the sweep.
+        config: caches and assumptions of the replay.
+        capacity, device, tiers: sizes of RAM, device and tiers as typed.
     """
 
     trace: int
-    policy: str
-    admission: str
-    store: str
+    config: ReplayConfig
     capacity: str
-    capacity_blocks: int
     device: str
-    device_blocks: int
     tiers: str = NO_TIERS
-    tier_options: tuple[SizedTierOptions, ...] = ()
-    decode_tokens_per_s: float = 0.0
-    queue_requests: int = 0
-    instances: int = 1
-    routing: str = SESSION
-
-    def config(self) -> ReplayConfig:
-        """What is replayed."""
-        return ReplayConfig(
-            self.capacity_blocks,
-            self.policy,
-            self.admission,
-            self.device_blocks,
-            self.store,
-            self.tier_options,
-            self.decode_tokens_per_s,
-            self.queue_requests,
-            self.instances,
-            self.routing,
-        )
 
     def __str__(self) -> str:
-        device = f", device {self.device}" if self.device_blocks else ""
-        behind = f", tiers {self.tiers}" if self.tier_options else ""
-        return f"{self.policy}, {self.admission}, {self.store}, capacity {self.capacity}{device}{behind}"
+        config = self.config
+        device = f", device {self.device}" if config.device_blocks else ""
+        tiers = f", tiers {self.tiers}" if config.tiers else ""
+        sizes = f"capacity {self.capacity}{device}{tiers}"
+        return f"{config.policy}, {config.admission}, {config.store}, {sizes}"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes of a sweep, as the user typed them. What cannot be is a `ConfigError` at construction.
+    """Axes of a sweep, as typed.
 
     Attributes:
         policies: names, or ``module:Class``.
         admissions: ``all``, ``reuse:2``, ...
-        capacities: of the tier: ``5000``, ``5%`` (of a trace's unique blocks), ``4GiB``.
-        devices: of the LRU device cache in front: as capacities, or ``0`` for none, or ``0.5x``: a part of
-            the tier's capacity.
-        stores: when to store; of `STORES`.
-        tiers: what is behind RAM: ``none``, ``10%``, ``10%,policy=hazard``; several behind one another with
-            a ``+``. Tiers keep account of blocks, as in production, and keep none.
-        block_bytes: what a size is divided by; None if there are none among the capacities.
-        decode_tokens_per_s, queue_requests, instances, routing: no axes: those of all replays
-            (`ReplayConfig`).
+        capacities: of RAM: ``5000``, ``5%`` (of a trace's unique blocks), ``4GiB``.
+        devices: of the LRU device cache: a capacity, ``0`` for none, or a multiple of RAM's, ``0.5x``.
+        stores: store modes (`STORES`).
+        tiers: tiers behind RAM: ``none``, ``10%``, ``10%,policy=hazard``; several levels with a ``+``. All
+            are simulated: they track blocks and keep no bytes.
+        block_bytes: bytes of a block, for sizes such as ``4GiB``; None if unknown.
+        common: assumptions of all replays (decode speed, queue, instances, routing). The axes replace its
+            other fields.
+
+    Raises: `ConfigError`, all problems at once.
     """
 
     policies: tuple[str, ...]
@@ -112,19 +86,16 @@ class Grid:
     stores: tuple[str, ...] = (ON_COMPUTE,)
     block_bytes: int | None = None
     tiers: tuple[str, ...] = (NO_TIERS,)
-    decode_tokens_per_s: float = 0.0
-    queue_requests: int = 0
-    instances: int = 1
-    routing: str = SESSION
+    common: ReplayConfig = _DEFAULTS
 
     def __post_init__(self) -> None:
         for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers"):
             if not getattr(self, axis):
-                raise ConfigError(axis, "", "at least one")
+                raise ConfigError(axis, "", "allowed: one value or more")
         problems = Problems("sweep")
         for policy in self.policies:
             with problems:
-                POLICIES.find(policy)
+                policy_class(policy)
         for admission in self.admissions:
             with problems:
                 create_admission(admission, KEY_BYTES, 1)
@@ -132,76 +103,58 @@ class Grid:
             with problems:
                 if store not in STORES:
                     raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
-        with problems:
-            check_decode_speed(self.decode_tokens_per_s)
-        with problems:
-            check_queue(self.queue_requests)
-        with problems:
-            check_instances(self.instances)
-        with problems:
-            check_routing(self.routing)
-        # Whether it can be understood is known before a trace is read.
+        # Sizes are parsed here for errors only: their grammar is known before a trace is read.
         with problems:
             self._sizes(ANY_TRACE)
         problems.check()
         for policy in self.policies:
-            self._needs_one([why_not(policy, admission) for admission in self.admissions])
+            _require_one([incompatible(policy, admission) for admission in self.admissions])
         for admission in self.admissions:
-            self._needs_one([why_not(policy, admission) for policy in self.policies])
+            _require_one([incompatible(policy, admission) for policy in self.policies])
         for tiers in self.tiers:
-            for typed in parse_tiers("tiers", tiers):
-                if typed.keeps_blocks:
-                    capacity = typed.capacity if isinstance(typed, SizedTierOptions) else "CAPACITY"
-                    allowed = f"a sweep has no blocks to keep; allowed: simulated:{capacity}"
-                    raise ConfigError("tiers", tiers, allowed)
-            for tier in _tier_options(tiers, self.block_bytes, ANY_TRACE):
-                if reason := why_not(tier.policy, tier.admission):
-                    raise ConfigError("tiers", tiers, reason.args[0])
+            self._check_tiers(tiers)
 
     def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
-        """Every combination on one trace that makes sense, and for each that makes none the reason.
+        """Create the points of one trace, and list the reason for each combination that is left out.
 
-        In the order of the axes: device, capacity, tiers, store, policy, rule. Raises `ConfigError` for a
-        size that is no block of this trace.
+        The axes vary in the order device, capacity, tiers, store, policy, rule. Raises `ConfigError`
+        for a size below one block of this trace.
         """
         points, left_out = [], []
         for device, capacity, capacity_blocks, device_blocks in self._sizes(unique_blocks):
             for tiers, store, policy, admission in itertools.product(
                 self.tiers, self.stores, self.policies, self.admissions
             ):
-                impossible = why_not(policy, admission)
-                if store in NEEDS_DEVICE and device_blocks == 0:
-                    left_out.append(NEEDS_DEVICE[store])
-                elif impossible is not None:
-                    left_out.append(str(impossible))
+                reason = incompatible(policy, admission)
+                if store == ON_DEVICE_EVICTION and device_blocks == 0:
+                    left_out.append(_WITHOUT_DEVICE)
+                elif reason is not None:
+                    left_out.append(str(reason))
                 else:
-                    points.append(
-                        Point(
-                            trace,
-                            policy,
-                            admission,
-                            store,
-                            capacity,
-                            capacity_blocks,
-                            device,
-                            device_blocks,
-                            tiers,
-                            _tier_options(tiers, self.block_bytes, unique_blocks),
-                            float(self.decode_tokens_per_s),
-                            self.queue_requests,
-                            self.instances,
-                            self.routing,
-                        )
+                    config = replace(
+                        self.common,
+                        capacity_blocks=capacity_blocks,
+                        policy=policy,
+                        admission=admission,
+                        device_blocks=device_blocks,
+                        store=store,
+                        tiers=_tier_options(tiers, self.block_bytes, unique_blocks),
                     )
+                    points.append(Point(trace, config, capacity, device, tiers))
         return points, left_out
 
-    def _needs_one(self, reasons: list[ConfigError | None]) -> None:
-        """Refuse what goes together with nothing in this grid."""
-        if reasons[0] is not None and all(reasons):
-            raise reasons[0]
+    def _check_tiers(self, tiers: str) -> None:
+        for typed in parse_tiers("tiers", tiers):
+            if typed.keeps_blocks:
+                capacity = typed.capacity if isinstance(typed, SizedTierOptions) else "CAPACITY"
+                allowed = f"a sweep replays without bytes; allowed: simulated:{capacity}"
+                raise ConfigError("tiers", tiers, allowed)
+        for tier in _tier_options(tiers, self.block_bytes, ANY_TRACE):
+            if reason := incompatible(tier.policy, tier.admission):
+                raise ConfigError("tiers", tiers, reason.args[0])
 
     def _sizes(self, unique_blocks: int) -> list[tuple[str, str, int, int]]:
-        """Device and capacity as typed, capacity and device in blocks."""
+        """Parse all pairs of sizes: device and capacity as typed, then capacity and device in blocks."""
         sizes = []
         for device in self.devices:
             for capacity in self.capacities:
@@ -212,22 +165,35 @@ class Grid:
 
 
 @functools.cache
-def why_not(policy: str | type[EvictionPolicy], admission: str) -> ConfigError | None:
-    """Why a policy and an admission rule do not go together; None if they do."""
+def policy_class(policy: str) -> type[EvictionPolicy]:
+    """Find the class of a policy, once per process. Raises `ConfigError`."""
+    return POLICIES.find(policy)
+
+
+@functools.cache
+def incompatible(policy: str, admission: str) -> ConfigError | None:
+    """Explain why a policy and an admission rule exclude each other; None if they do not."""
     try:
-        OffloadingManager(_A_FEW_BLOCKS, key_bytes=KEY_BYTES, policy=policy, admission=admission)
+        found = policy_class(policy)
+        OffloadingManager(_A_FEW_BLOCKS, key_bytes=KEY_BYTES, policy=found, admission=admission)
     except ConfigError as error:
         return error
     except Exception as error:
         # A third party's class that cannot be constructed.
-        return ConfigError("policy", policy, f"it cannot be used: {type(error).__name__}: {error}")
+        return ConfigError("policy", policy, f"its constructor fails: {type(error).__name__}: {error}")
     return None
 
 
-def axis(field: str, text: str) -> tuple[str, ...]:
-    """What a list like ``lru,arc`` names, each once, in its order. Raises `ConfigError`.
+def _require_one(reasons: list[ConfigError | None]) -> None:
+    """Reject a value that is incompatible with every value of the other axis."""
+    if reasons[0] is not None and all(reasons):
+        raise reasons[0]
 
-    What has a ``=`` is a parameter of what stands before it: ``lru,s3fifo,small_share=0.2`` are two.
+
+def axis(field: str, text: str) -> tuple[str, ...]:
+    """Parse a list such as ``lru,arc``, without duplicates, in its order. Raises `ConfigError`.
+
+    An item with a ``=`` is a parameter of the item before: ``lru,s3fifo,small_share=0.2`` has two values.
     """
     values: list[str] = []
     for value in text.split(","):
@@ -236,12 +202,12 @@ def axis(field: str, text: str) -> tuple[str, ...]:
         else:
             values.append(value.strip())
     if "" in values:
-        raise ConfigError(field, text, "values with commas between them, none of them empty")
+        raise ConfigError(field, text, "allowed: values separated by commas, none of them empty")
     return tuple(dict.fromkeys(values))
 
 
 def content_digest(trace: Trace) -> str:
-    """SHA-256 of everything in a trace that a replay can see; its name is not in it."""
+    """Compute the SHA-256 of everything in a trace that affects a replay; the name does not."""
     digest = hashlib.sha256(f"{trace.block_tokens} {trace.skipped_lines}".encode())
     arrays = (trace.block_ids, trace.refs, trace.offsets, trace.timestamps_ms, trace.output_tokens)
     for array in arrays:
@@ -254,22 +220,24 @@ def content_digest(trace: Trace) -> str:
 
 
 def _tier_options(text: str, block_bytes: int | None, unique_blocks: int) -> tuple[SizedTierOptions, ...]:
-    """What ``none``, ``10%``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%`` mean."""
+    """Parse tiers such as ``none``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%``, in blocks."""
     sized = (tier for tier in parse_tiers("tiers", text) if isinstance(tier, SizedTierOptions))
     return tuple(tier.in_blocks(block_bytes, unique_blocks) for tier in sized)
 
 
 def device_blocks(text: str, capacity_blocks: int, block_bytes: int | None, unique_blocks: int) -> int:
-    """Blocks of the device cache in front. Raises `ConfigError`."""
+    """Parse the size of the device cache, in blocks. Raises `ConfigError`."""
     if text == "0":
         return 0
     if times := _TIMES.fullmatch(text):
-        # In exact arithmetic, as `parse_capacity`.
+        # Exact arithmetic, as in `parse_capacity`.
         fraction = times[2] or ""
         blocks: int = int(times[1] + fraction) * capacity_blocks // 10 ** len(fraction)
         if blocks < 1:
             raise ConfigError(
-                "device-blocks", text, f"it is no block of a tier of {capacity_blocks:,}; {_DEVICE_ALLOWED}"
+                "device-blocks",
+                text,
+                f"it is less than one block of a tier of {capacity_blocks:,}; {_DEVICE_ALLOWED}",
             )
         return blocks
     try:

@@ -1,7 +1,6 @@
-"""What a sweep or a plan has finished so far, in a file that survives every way to be interrupted.
+"""Journal of finished replays, so that an interrupted sweep or plan can continue.
 
-One line of JSON for each measurement or timed replay, appended when it is there. Knows nothing of grids and
-rows.
+One line of JSON for each measurement or timed replay, appended when it is finished. Knows no grids or rows.
 """
 
 from __future__ import annotations
@@ -25,28 +24,26 @@ class _Line(msgspec.Struct, omit_defaults=True):
 
 
 def journal_path(output: Path) -> Path:
-    """Where the journal of an output is."""
+    """Path of the journal of an output."""
     return output.with_name(output.name + ".journal")
 
 
 class SweepJournal:
-    """Measurements and timed replays by key, in the file ``OUTPUT.journal``, which one process at a time may
-    have open.
+    """Measurements and timed replays by key, in the file ``OUTPUT.journal``. One process may open it.
 
-    Whatever does not read as a line of ours counts as not there: the half line at the end after a
-    ``kill -9``, a line of another version. What was written is in the hands of the operating system:
-    it survives the end of the process at any point, not that of the machine.
+    Lines that cannot be decoded are ignored: a half line at the end after a ``kill -9``, or a line of another
+    version. Appended lines survive the end of the process at any point, but not a crash of the machine.
 
     Attributes:
-        found, timed: measurements and timed replays that were there when it was opened.
+        measurements, timed: measurements and timed replays that the file had when it was opened.
 
-    Raises: `ConfigError` that names the output, here and where it is added to, if the file cannot be written
-    or another process has it.
+    Raises: `ConfigError` with the output, on opening and appending, if the file cannot be written or another
+    process has it open.
     """
 
     def __init__(self, output: Path) -> None:
         self._output, self.path = output, journal_path(output)
-        self.found: dict[str, Measurement] = {}
+        self.measurements: dict[str, Measurement] = {}
         self.timed: dict[str, TimedOutcome] = {}
         try:
             self._file = self.path.open("a+b", buffering=0)
@@ -56,7 +53,7 @@ class SweepJournal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise ConfigError("output", str(output), "another sweep is writing it now") from None
+            raise ConfigError("output", str(output), "another sweep or plan is writing it now") from None
         self._read()
 
     def add(self, key: str, measurement: Measurement) -> None:
@@ -67,21 +64,21 @@ class SweepJournal:
         """Append one timed replay."""
         self._append(_Line(key, timed=outcome))
 
-    def _append(self, found: _Line) -> None:
-        line = msgspec.json.encode(found) + b"\n"
+    def _append(self, line: _Line) -> None:
+        encoded = msgspec.json.encode(line) + b"\n"
         try:
-            written = self._file.write(line)
-            if written != len(line):  # The last bytes of a full disk.
-                self._file.write(line[written:])
+            written = self._file.write(encoded)
+            if written != len(encoded):  # The last bytes of a full disk.
+                self._file.write(encoded[written:])
         except OSError as error:
             raise self._refused(error) from None
 
     def remove(self) -> None:
-        """Delete the file: what it was for is done."""
+        """Delete the file."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file, and delete it if there is nothing in it."""
+        """Close the file, and delete it if it is empty."""
         with contextlib.suppress(OSError):
             if os.fstat(self._file.fileno()).st_size == 0:
                 self.path.unlink(missing_ok=True)
@@ -95,13 +92,11 @@ class SweepJournal:
             with contextlib.suppress(msgspec.MsgspecError):
                 line = msgspec.json.decode(text, type=_Line)
                 if line.measurement is not None:
-                    self.found[line.key] = line.measurement
+                    self.measurements[line.key] = line.measurement
                 if line.timed is not None:
                     self.timed[line.key] = line.timed
-        # The next line must not continue a half one.
+        # The next line must not continue a half line.
         self._file.truncate(end)
 
     def _refused(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            "output", str(self._output), f"a file that can be written, with its journal ({error.strerror})"
-        )
+        return ConfigError("output", str(self._output), f"its journal cannot be written ({error.strerror})")

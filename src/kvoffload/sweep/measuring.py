@@ -1,6 +1,6 @@
-"""Does the replays of points, each once: those that a journal has are not done again.
+"""Runs the replays of points, each once; results in the journal are reused.
 
-Owns what a measurement is known by, and how far the work is. Knows points and traces; not why these.
+Owns the keys of measurements and the progress. Knows points and traces; not their purpose.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import msgspec
 import numpy as np
 
 from kvoffload.errors import ConfigError, SweepError
-from kvoffload.sweep.bootstrap import WINDOWS, Resamples, window_sums
+from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Resamples, window_sums
 from kvoffload.sweep.grid import Point
 from kvoffload.sweep.journal import SweepJournal, journal_path
 from kvoffload.sweep.outputs import RowsFile
 from kvoffload.sweep.table import SweptTrace
-from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_digest, identified, load
+from kvoffload.sweep.task import Failure, Measurement, Task, TraceSource, code_digests, identified, load
 from kvoffload.sweep.workers import LocalWorkers, Workers
 
-_FORMAT = 1
-"""Of a line in the journal."""
+_FORMAT = 2
+"""Format of a measurement in the journal."""
 _TIER_WORK = 2
-"""What a tier behind RAM costs a replay, over RAM's own."""
+"""Time that a tier behind RAM adds to a replay, as a multiple of RAM's."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a sweep is.
+    """Progress of a sweep or a plan.
 
     Attributes:
-        rows_done, rows: combinations with a result, and all of them.
-        refs_done, refs: block references replayed by this run, and those it has to replay.
-        of: what the rows are: in a plan also timed replays.
+        rows_done, rows: combinations with a result, and all combinations.
+        refs_done, refs: block references replayed by this run, and all that it replays.
+        of: noun for the rows: ``rows``, or ``timed replays``.
     """
 
-    rows_done: int
-    rows: int
-    refs_done: int
-    refs: int
+    rows_done: int = 0
+    rows: int = 0
+    refs_done: int = 0
+    refs: int = 0
     of: str = "rows"
 
 
@@ -52,7 +52,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def swept(source: TraceSource) -> SweptTrace:
-    """What is to be known of a trace before it is replayed. Raises as `load`, and `ConfigError`."""
+    """Read a trace and summarise it. Raises the errors of `load`, and `ConfigError` for an empty trace."""
     trace = load(source)
     if trace.block_refs == 0:
         raise ConfigError(
@@ -65,78 +65,83 @@ def swept(source: TraceSource) -> SweptTrace:
     )
 
 
+@dataclass(frozen=True)
 class Work:
-    """How replays are done: by whom, and what is kept. What is impossible is a `ConfigError` at construction.
+    """Options of the work: workers, output and confidence intervals.
 
-    Args:
+    Attributes:
         output: ``.csv``, ``.json`` or ``.parquet``; None keeps nothing.
-        force: replace an output that exists.
+        force: replace an existing output.
         jobs: processes; None for one per CPU.
-        scheduler: address of a Dask scheduler that does the work instead.
-        seed, resamples: of the confidence intervals.
+        scheduler: address of a Dask scheduler that runs the replays instead.
+        seed, resamples: for confidence intervals.
+
+    Raises: `ConfigError`.
     """
 
-    def __init__(
-        self,
-        output: Path | None,
-        force: bool,
-        jobs: int | None,
-        scheduler: str | None,
-        seed: int,
-        resamples: int,
-    ) -> None:
-        if jobs is not None and jobs < 1:
-            raise ConfigError("jobs", jobs, "at least 1")
-        if jobs is not None and scheduler is not None:
-            raise ConfigError("jobs", jobs, "with a scheduler, the cluster decides")
-        Resamples(np.zeros(1, np.int64), resamples, seed)
-        self._jobs, self._scheduler = jobs, scheduler
-        self.seed, self.resamples = seed, resamples
-        self._output = RowsFile(output) if output is not None else None
-        if output is not None and output.exists() and not force and not journal_path(output).exists():
-            raise ConfigError("output", str(output), "a file that does not exist yet, or --force")
+    output: Path | None = None
+    force: bool = False
+    jobs: int | None = None
+    scheduler: str | None = None
+    seed: int = 0
+    resamples: int = RESAMPLES
+
+    def __post_init__(self) -> None:
+        if self.jobs is not None and self.jobs < 1:
+            raise ConfigError("jobs", self.jobs, "allowed: 1 or more")
+        if self.jobs is not None and self.scheduler is not None:
+            raise ConfigError("jobs", self.jobs, "the scheduler's cluster sets the number: leave out jobs")
+        Resamples(np.zeros(1, np.int64), self.resamples, self.seed)
+        if self.output is not None:
+            RowsFile(self.output)
+            if self.output.exists() and not self.force and not journal_path(self.output).exists():
+                raise ConfigError(
+                    "output", str(self.output), "the file exists: choose another, or use --force"
+                )
 
     @property
     def journal_path(self) -> Path | None:
-        """Where finished replays are kept."""
-        return journal_path(self._output.path) if self._output else None
+        """Path of the journal; None without an output."""
+        return journal_path(self.output) if self.output else None
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[tuple[Workers, SweepJournal | None]]:
-        """The workers, and the journal if something is kept. Raises `ConfigError` for an output that cannot
-        be written, a scheduler that does not answer."""
+        """Start the workers, and open the journal if there is an output; close both at the end.
+
+        Raises: `ConfigError` for an output that cannot be written, or a scheduler that does not answer.
+        """
         with contextlib.ExitStack() as stack:
             journal = None
-            if self._output is not None:
-                journal = SweepJournal(self._output.path)
+            if self.output is not None:
+                journal = SweepJournal(self.output)
                 stack.callback(journal.close)
             workers = self._workers()
             stack.callback(workers.close)
             yield workers, journal
 
     def write(self, rows: Sequence[msgspec.Struct]) -> None:
-        """Write the output, if there is to be one."""
-        if self._output is not None:
-            self._output.write(rows)
+        """Write the output, if there is one."""
+        if self.output is not None:
+            RowsFile(self.output).write(rows)
 
     def _workers(self) -> Workers:
-        if self._scheduler is None:
-            return LocalWorkers(self._jobs or _available_cpus())
+        if self.scheduler is None:
+            return LocalWorkers(self.jobs or _available_cpus())
         from kvoffload.sweep.cluster import ClusterWorkers
 
-        return ClusterWorkers(self._scheduler)
+        return ClusterWorkers(self.scheduler)
 
 
 class Measuring:
-    """Measures points of some traces; what was measured once is remembered, and kept in the journal.
+    """Measurements of points, cached in memory and in the journal.
 
     Args:
-        traces: what the points' numbers mean.
+        traces: traces, indexed by `Point.trace`.
         journal: None keeps nothing.
 
     Attributes:
-        progress: of the last call of `measure`; also when it was interrupted.
-        from_journal: points whose replay the journal had.
+        progress: progress of the last call of `measure`, also after an interruption.
+        from_journal: number of points whose measurement the journal already had.
     """
 
     def __init__(
@@ -144,30 +149,25 @@ class Measuring:
     ) -> None:
         self._traces, self._workers, self._journal = traces, workers, journal
         self._known: dict[str, Measurement] = {}
-        self.progress = Progress(0, 0, 0, 0)
+        self.progress = Progress()
         self.from_journal = 0
 
     def measure(
         self, points: Sequence[Point], on_progress: OnProgress = lambda progress: None
     ) -> list[Measurement]:
-        """A measurement for each point. Raises `SweepError` if a replay fails."""
+        """Measure each point. Raises `SweepError` if a replay fails."""
         traces, known, keys = self._traces, self._known, [self._key(point) for point in points]
         if self._journal is not None:
-            found = self._journal.found
-            self.from_journal += sum(key in found and key not in known for key in keys)
-            known |= {key: found[key] for key in keys if key in found}
-        # Two sizes that are typed differently may be the same number of blocks: one replay.
+            kept = self._journal.measurements
+            self.from_journal += sum(key in kept and key not in known for key in keys)
+            known |= {key: kept[key] for key in keys if key in kept}
+        # Sizes typed differently may be equal in blocks: they share one replay.
         todo = {key: number for number, key in reversed(list(enumerate(keys))) if key not in known}
-        tasks = [
-            Task(
-                number, traces[points[number].trace].source, points[number].config(),
-                traces[points[number].trace].block_refs,
-            )
-            for number in sorted(todo.values(), key=lambda number: (-self._work(points[number]), number))
-        ]  # fmt: skip
+        order = sorted(todo.values(), key=lambda number: (-self._estimated_work(points[number]), number))
+        tasks = [self._task(number, points[number]) for number in order]
         rows_of_key = Counter(keys)
         done = sum(key in known for key in keys)
-        self._tell(Progress(done, len(points), 0, sum(task.block_refs for task in tasks)), on_progress)
+        self._report(Progress(done, len(points), 0, sum(task.block_refs for task in tasks)), on_progress)
         with contextlib.closing(self._workers.results(tasks)) as results:
             for task, outcome in results:
                 key = keys[task.number]
@@ -178,7 +178,7 @@ class Measuring:
                 if self._journal is not None:
                     self._journal.add(key, outcome)
                 before = self.progress
-                self._tell(
+                self._report(
                     replace(
                         before,
                         rows_done=before.rows_done + rows_of_key[key],
@@ -188,24 +188,25 @@ class Measuring:
                 )
         return [known[key] for key in keys]
 
-    def _work(self, point: Point) -> int:
-        """What comes first, so that no worker is left with much at the end: in references, roughly."""
-        return self._traces[point.trace].block_refs * (1 + _TIER_WORK * len(point.tier_options))
+    def _task(self, number: int, point: Point) -> Task:
+        trace = self._traces[point.trace]
+        return Task(number, trace.source, point.config, trace.block_refs)
+
+    def _estimated_work(self, point: Point) -> int:
+        """Estimate the work in references. Longest replays start first, so that workers end together."""
+        return self._traces[point.trace].block_refs * (1 + _TIER_WORK * len(point.config.tiers))
 
     def _key(self, point: Point) -> str:
-        """What a measurement is known by: all that it depends on."""
-        parts = [_FORMAT, WINDOWS, self._traces[point.trace].source.digest, code_digest(point.policy),
-                 point.policy, point.admission, point.store, point.capacity_blocks, point.device_blocks,
-                 point.decode_tokens_per_s, point.queue_requests, point.instances, point.routing,
-                 [(tier.num_blocks, tier.policy, tier.admission, code_digest(tier.policy))
-                  for tier in point.tier_options]]  # fmt: skip
+        """Cache key: a hash of everything that the measurement depends on."""
+        source, config = self._traces[point.trace].source, point.config
+        parts = [_FORMAT, WINDOWS, source.digest, code_digests(config), config]
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
-    def _tell(self, progress: Progress, on_progress: OnProgress) -> None:
+    def _report(self, progress: Progress, on_progress: OnProgress) -> None:
         self.progress = progress
         on_progress(progress)
 
 
 def _available_cpus() -> int:
-    """CPUs that this process may use."""
+    """Count the CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""Rows as a file: CSV, JSON or Parquet, by suffix. Equal rows give equal bytes.
+"""Files of rows: CSV, JSON or Parquet, by suffix. Equal rows give equal bytes.
 
-Does not know what the rows mean.
+A row is a struct; the fields of structs within it become columns of their own. Knows no meaning of rows.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from kvoffload.errors import ConfigError
 
 
 class RowsFile:
-    """The file `path`, written at once when there is something to write.
+    """Output file, written atomically.
 
-    Raises: `ConfigError` that names the output, for a suffix that is none of ours, for a path that is no
-    regular file, for Parquet without pyarrow.
+    Raises: `ConfigError` for an unknown suffix, a path that is no regular file, or Parquet without pyarrow.
     """
 
     def __init__(self, path: Path) -> None:
         writers = {".csv": _csv, ".json": as_json, ".parquet": _parquet}
         if path.suffix not in writers:
-            raise ConfigError("output", str(path), f"a file that ends in {', '.join(writers)}")
+            raise ConfigError("output", str(path), f"allowed: a file that ends in {', '.join(writers)}")
         if path.exists() and not path.is_file():
-            raise ConfigError("output", str(path), "a regular file, or one that does not exist yet")
+            raise ConfigError("output", str(path), "allowed: a regular file, or a new one")
         if path.suffix == ".parquet":
             try:
                 import pyarrow  # noqa: F401
@@ -40,12 +39,9 @@ class RowsFile:
         self.path, self._encode = path, writers[path.suffix]
 
     def write(self, rows: Sequence[msgspec.Struct]) -> None:
-        """Replace the file by these rows, all of one class; until then the old one is whole.
-
-        Raises `ConfigError` if it cannot be written.
-        """
+        """Replace the file atomically by these rows, all of one class. Raises `ConfigError`."""
         content = self._encode(rows)
-        # Its name ends in nothing that anybody would take for a result.
+        # The suffix shows that the file is no result.
         unfinished = self.path.with_name(self.path.name + ".part")
         try:
             unfinished.write_bytes(content)
@@ -53,18 +49,37 @@ class RowsFile:
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             raise ConfigError(
-                "output", str(self.path), f"a file that can be written ({error.strerror})"
+                "output", str(self.path), f"the file cannot be written ({error.strerror})"
             ) from None
 
 
+def flat(row: msgspec.Struct) -> dict[str, Any]:
+    """Columns and values of a row, with structs inlined in the order of their fields."""
+    columns: dict[str, Any] = {}
+    for name in row.__struct_fields__:
+        value = getattr(row, name)
+        columns |= flat(value) if isinstance(value, msgspec.Struct) else {name: value}
+    return columns
+
+
+def _types(row: type[msgspec.Struct]) -> dict[str, Any]:
+    """Types of the columns, for a class of rows."""
+    types: dict[str, Any] = {}
+    for field in msgspec.structs.fields(row):
+        is_struct = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+        types |= _types(field.type) if is_struct else {field.name: field.type}
+    return types
+
+
 def _csv(rows: Sequence[msgspec.Struct]) -> bytes:
-    """A heading, then one line a row; null is empty, numbers stand in full precision."""
+    """Encode as CSV with a heading; null is empty, numbers have full precision."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for number, row in enumerate(rows):
+        columns = flat(row)
         if number == 0:
-            writer.writerow(row.__struct_fields__)
-        writer.writerow([_in_csv(value) for value in msgspec.structs.astuple(row)])
+            writer.writerow(columns)
+        writer.writerow([_in_csv(value) for value in columns.values()])
     return text.getvalue().encode()
 
 
@@ -73,12 +88,12 @@ def _in_csv(value: object) -> object:
 
 
 def as_json(rows: Sequence[msgspec.Struct]) -> bytes:
-    """One array of objects, one line a row."""
-    return b"[\n" + b",\n".join(msgspec.json.encode(row) for row in rows) + b"\n]\n"
+    """Encode as one JSON array of objects, a line for each row."""
+    return b"[\n" + b",\n".join(msgspec.json.encode(flat(row)) for row in rows) + b"\n]\n"
 
 
 def _parquet(rows: Sequence[msgspec.Struct]) -> bytes:
-    """One row group; the columns' types follow from the row's class, so that a column of nulls has one."""
+    """Encode as one row group. Column types follow from the row's class, so columns of nulls have a type."""
     import pyarrow
     import pyarrow.parquet
 
@@ -89,12 +104,10 @@ def _parquet(rows: Sequence[msgspec.Struct]) -> bytes:
         bool: pyarrow.bool_(),
     }
     columns = []
-    for field in msgspec.structs.fields(type(rows[0])):
-        kinds = [kind for kind in getattr(field.type, "__args__", (field.type,)) if kind is not type(None)]
-        columns.append(pyarrow.field(field.name, types[kinds[0]]))
-    table = pyarrow.Table.from_pylist(
-        [msgspec.structs.asdict(row) for row in rows], schema=pyarrow.schema(columns)
-    )
+    for name, kind in _types(type(rows[0])).items():
+        kinds = [one for one in getattr(kind, "__args__", (kind,)) if one is not type(None)]
+        columns.append(pyarrow.field(name, types[kinds[0]]))
+    table = pyarrow.Table.from_pylist([flat(row) for row in rows], schema=pyarrow.schema(columns))
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, sink)
     content: bytes = sink.getvalue().to_pybytes()

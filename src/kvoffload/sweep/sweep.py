@@ -1,8 +1,7 @@
-"""Many replays at once: every combination of a grid on some traces, in parallel, resumable.
+"""Sweep: all combinations of a grid on some traces, in parallel and resumable.
 
-Owns the order of things: what is checked before any work, what is kept when the work is interrupted, and
-that the result depends on neither the number of workers nor the interruptions. The grid is `sweep.grid`,
-the replays `sweep.measuring`, the columns `sweep.table`, the workers `sweep.workers`.
+Owns the sequence of steps. The result depends neither on the number of workers nor on interruptions. The grid
+is in `sweep.grid`, the replays in `sweep.measuring`, the columns in `sweep.table`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from kvoffload.sweep.verdict import Verdict, verdicts_of
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What came of a sweep.
+    """Result of a sweep.
 
     Attributes:
-        rows: one for each combination, in the order of the traces and axes.
-        verdicts: what is to be said in words, one for each trace, sizes, store mode and tiers.
-        left_out: for each combination that makes no sense, why; each reason with how often it was given.
+        rows: a row for each combination, in the order of the traces and axes.
+        verdicts: a verdict for each trace with each choice of sizes, store mode and tiers.
+        left_out: reasons why combinations were left out, with their counts.
         from_journal: combinations whose replay an earlier run had finished.
-        violations: one line for each row above the optimum; anything but none is a bug.
+        violations: a line for each row above the optimum; each is a bug.
     """
 
     rows: list[Row]
@@ -43,26 +42,21 @@ class SweepResult:
 
 
 class Sweep:
-    """One sweep. Use once: construct, `run`. What is impossible is a `ConfigError` before any work.
+    """A sweep. Use once: construct, then `run`. Impossible options are a `ConfigError` before any work.
 
-    With an output, each finished replay is kept in a journal beside it, ``OUTPUT.journal``: a sweep with
-    the same output that was interrupted, for any reason, continues where it stopped. A replay is known by
-    everything that determines it: the trace's content, the configuration, version and code of this package,
-    code of the policy. When the output is written, the journal is removed.
+    With an output, finished replays are kept in ``OUTPUT.journal``: an interrupted sweep with the same output
+    continues. The key of a replay covers the trace's content, the configuration, the version and code
+    of this package and the code of the policies. The journal is removed when the output is written.
 
     Args:
         traces: files, or names of built-in workloads.
         grid: the axes.
-        block_tokens, skip_bad_lines: as `load_trace` takes them.
-        output: ``.csv``, ``.json`` or ``.parquet``; None keeps nothing.
-        force: replace an output that exists.
-        jobs: processes; None for one per CPU.
-        scheduler: address of a Dask scheduler that does the work instead.
-        seed, resamples: of the confidence intervals.
-        timings: a column of seconds, which differ from run to run.
+        block_tokens, skip_bad_lines: arguments of `load_trace`.
+        output, force, jobs, scheduler, seed, resamples: see `measuring.Work`.
+        timings: add a column of seconds, which differ from run to run.
 
     Attributes:
-        progress: how far it is; also when it was interrupted.
+        progress: progress of the run, also after an interruption.
     """
 
     def __init__(
@@ -81,46 +75,47 @@ class Sweep:
         timings: bool = False,
     ) -> None:
         if not traces:
-            raise ConfigError("trace", "", "at least one")
+            raise ConfigError("trace", "", "allowed: one trace or more")
         self._work = Work(output, force, jobs, scheduler, seed, resamples)
         self._sources = [TraceSource(trace, block_tokens, skip_bad_lines) for trace in dict.fromkeys(traces)]
         self._grid, self._timings = grid, timings
-        self.progress = Progress(0, 0, 0, 0)
+        self.progress = Progress()
 
     @property
     def journal_path(self) -> Path | None:
-        """Where finished replays are kept meanwhile."""
+        """Path of the journal; None without an output."""
         return self._work.journal_path
 
     def run(self, on_progress: OnProgress = lambda progress: None) -> SweepResult:
-        """Do what is not done yet, write the output, and say what came of it.
+        """Run the replays that the journal does not have, and write the output.
 
-        Raises: `ConfigError` for an output that cannot be written, a size that is no block of a trace, a
-        scheduler that does not answer; `TraceError`; `SweepError` if a replay failed. What had been
-        finished until then is kept.
+        Raises: `ConfigError` for an output that cannot be written, a size below one block of a trace, or a
+        scheduler that does not answer; `TraceError`; `SweepError` if a replay fails. The journal keeps the
+        replays finished until then.
         """
         work = self._work
         with work.begun() as (workers, journal):
             traces = [swept(source) for source in self._sources]
             points, left_out = [], Counter[str]()
             for number, trace in enumerate(traces):
-                of_trace, reasons = self._grid.points(number, trace.unique_blocks)
-                points += of_trace
+                own, reasons = self._grid.points(number, trace.unique_blocks)
+                points += own
                 left_out.update(reasons)
             if not points:
                 raise ConfigError("stores", ",".join(self._grid.stores), "; ".join(left_out))
 
-            def told(progress: Progress) -> None:
+            def report(progress: Progress) -> None:
                 self.progress = progress
                 on_progress(progress)
 
             measuring = Measuring(traces, workers, journal)
-            measured = measuring.measure(points, told)
+            measured = measuring.measure(points, report)
             runs = Runs(traces, points, measured, seed=work.seed, resamples=work.resamples)
             rows = rows_of(runs, block_bytes=self._grid.block_bytes, timings=self._timings)
             verdicts = verdicts_of(points, rows, runs.difference)
-            for one in verdicts:
-                rows[one.number] = msgspec.structs.replace(rows[one.number], verdict=one.line)
+            for verdict in verdicts:
+                best = rows[verdict.number]
+                rows[verdict.number] = msgspec.structs.replace(best, verdict=verdict.line)
             work.write(rows)
             if journal is not None:
                 journal.remove()

@@ -1,6 +1,6 @@
-"""What a sweep says of each combination: a measurement beside LRU's, the optimum's, and its own chance.
+"""Rows of a sweep: each measurement beside LRU's, the optimum's and its confidence interval.
 
-Owns the columns. Depends on measurements alone, so it is computed anew whenever a sweep is finished.
+Owns the columns. Rows depend on measurements alone and are computed anew whenever a sweep ends.
 """
 
 from __future__ import annotations
@@ -16,50 +16,43 @@ from kvoffload.sweep.grid import Point
 from kvoffload.sweep.task import Measurement, TraceSource
 
 YARDSTICK = "lru"
+"""Policy that all others are compared with."""
 
 _SMALLEST_GAP = 0.001
-"""A share of a gap smaller than this is noise."""
+"""Gap to the optimum below which `gap_closed` is null: shares of a smaller gap are noise."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One combination on one trace. All ratios are shares of the trace's block references.
+    """Output line of one combination on one trace. All ratios are shares of the trace's block references.
 
     Attributes:
-        trace, trace_sha256: its name, and what is in it.
-        requests, block_refs, unique_blocks: its size.
-        policy, admission, store: what was replayed.
-        capacity, capacity_blocks: of the RAM tier, as typed and in blocks.
-        device, device_blocks: of the device cache in front of it, as typed and in blocks.
-        tiers, tier_blocks: what is behind RAM, as typed, and how many blocks that holds.
-        decode_tokens_per_s: the speed at which requests were assumed to generate their answers; 0: they ended
-            as soon as they were served.
-        queue_requests: how many requests were assumed to wait in the engine's queue.
-        instances: of the engine, each with RAM and device of these sizes, which share the last tier; routing:
-            which of them served what.
-        prefix_hit_ratio: references served by device and tier together, along the prefix.
-        ci_low, ci_high, ci_correlation: its confidence interval, and whether that holds
-            (`bootstrap.Interval`); null for fewer requests than `FEWEST_WINDOWS`.
-        offload_hit_ratio: what RAM and the tiers behind it add to the device; tier_hit_ratio: the part of
-            it that comes from behind RAM.
-        others_hit_ratio: the part of that which another instance had written: what sharing brings.
-        block_hit_ratio: share of references whose block the tier held, at any depth.
-        blocks_written, writes_per_ref: what was stored in RAM, and per reference; bytes_written: the same in
-            bytes, null where nobody has said what a token takes.
-        tier_writes_per_ref: what was written to the tiers behind RAM, per reference.
-        optimum_hit_ratio: of the best policy at this point; null where it is not known.
-        infinite_hit_ratio: of a cache that never evicts.
-        baseline: the row that the next columns compare with: LRU at the same sizes and moment to store,
-            with admission ``all`` if that is in the sweep, else with the first rule; null without LRU.
+        trace, trace_sha256: name and content digest of the trace.
+        capacity, device, tiers: sizes of RAM, the device cache and the tiers behind RAM, as typed.
+        capacity_blocks, device_blocks, tier_blocks: the same in blocks.
+        decode_tokens_per_s, queue_requests, instances, routing: assumptions, as in `ReplayConfig`.
+        prefix_hit_ratio: references served by device and tiers, along the prefix.
+        ci_low, ci_high, ci_correlation: confidence interval of the prefix-hit ratio (`bootstrap.Interval`);
+            null for fewer requests than `FEWEST_WINDOWS`.
+        offload_hit_ratio: references served by RAM and the tiers behind it.
+        tier_hit_ratio: references served by the tiers behind RAM.
+        others_hit_ratio: references served from blocks that another instance wrote to the shared tier.
+        block_hit_ratio: references to resident blocks, at any depth.
+        blocks_written, writes_per_ref, bytes_written: writes to RAM; bytes are null if the block size is
+            unknown.
+        tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
+        optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
+        infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
+        baseline: configuration that the next columns compare with: LRU with the same sizes and store mode,
+            with admission ``all`` if the sweep has it, otherwise with the first rule; null without LRU.
         diff_vs_lru, diff_low, diff_high, diff_correlation: prefix-hit ratio minus the baseline's, and the
-            confidence interval of this paired difference: no difference is shown if it contains 0.
-        gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's)``; null if that gap is below 0.001.
-        writes_vs_lru: blocks written over the baseline's.
-        among_best: no other row of this trace, device and capacity is better beyond chance.
-        verdict: of the best row at its sizes, store mode and tiers: what is to be said there in words
-            (`verdict.Verdict.line`); null in the others.
-        decisions_sha256: digest of the decision log: equal digests, equal decisions.
-        seed, resamples: of the confidence intervals.
-        version: of kvoffload.
+            paired confidence interval of the difference. An interval that contains 0 shows no difference.
+        gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null if that gap is below 0.001.
+        writes_vs_lru: blocks written, divided by the baseline's.
+        among_best: no other row with these sizes on this trace is better beyond chance.
+        verdict: sentence about the best row of a place (`verdict.Verdict.line`); null in other rows.
+        decisions_sha256: digest of the decision log: equal digests mean equal decisions.
+        seed, resamples: parameters of the confidence intervals.
+        version: version of kvoffload.
     """
 
     trace: str
@@ -110,10 +103,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedRow(Row, frozen=True, kw_only=True):
-    """A row with what no two runs have in common.
+    """Row with a timing, which differs from run to run.
 
     Attributes:
-        control_plane_s: seconds spent deciding, on a machine that did other replays meanwhile.
+        control_plane_s: seconds of decisions, on a machine that ran other replays at the same time.
     """
 
     control_plane_s: float
@@ -121,7 +114,7 @@ class TimedRow(Row, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class SweptTrace:
-    """What rows need to know of a trace.
+    """Summary of a trace.
 
     Attributes:
         refs: references in each window (`bootstrap.window_sums`).
@@ -136,12 +129,12 @@ class SweptTrace:
 
 
 class Runs:
-    """The measurements of a sweep beside each other: each point's, and what chance says of any two.
+    """Measurements of a sweep, with confidence intervals of each and of any two.
 
     Attributes:
-        traces, points: of the sweep; what each measurement is of.
-        measured: one for each point, in their order.
-        seed, resamples: of the intervals.
+        traces, points: traces and points of the sweep.
+        measured: a measurement for each point, in their order.
+        seed, resamples: parameters of the intervals.
     """
 
     def __init__(
@@ -159,29 +152,30 @@ class Runs:
         self._hits = [np.array(measurement.window_hits, np.int64) for measurement in measured]
 
     def ratio(self, number: int) -> Interval | None:
-        """The interval of one point's prefix-hit ratio."""
+        """Compute the interval of one point's prefix-hit ratio."""
         return self._draws[self.points[number].trace].ratio(self._hits[number])
 
     def difference(self, number: int, other: int) -> Interval | None:
-        """The paired interval of one point's ratio minus another's; both are of one trace."""
+        """Compute the paired interval of one point's ratio minus another's, on the same trace."""
         return self._draws[self.points[number].trace].difference(self._hits[number], self._hits[other])
 
 
 def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False) -> list[Row]:
-    """A row for each point, in their order; what is said in words is not in them yet.
+    """Create a row for each point, in their order, without verdicts.
 
     Args:
-        block_bytes: of a block; None if nobody has said what a token takes.
+        block_bytes: bytes of a block; None if unknown.
+        timings: add the column of seconds.
     """
     points, measured = runs.points, runs.measured
     baselines, best = _baselines(points), _best(points, measured)
     rows = []
     for number, point in enumerate(points):
-        rival = best[_group(point)]
-        versus = runs.difference(number, rival)
-        row = _measured(runs, number, block_bytes)
-        # Where nothing is known of chance, only equals are equal.
-        among_best = versus.high >= 0 if versus else _hits(measured[number]) == _hits(measured[rival])
+        rival = best[_sizes(point)]
+        lead = runs.difference(number, rival)
+        row = _row(runs, number, block_bytes)
+        # Without an interval, only equal hits are among the best.
+        among_best = lead.high >= 0 if lead else _hits(measured[number]) == _hits(measured[rival])
         row = msgspec.structs.replace(row, among_best=among_best)
         baseline = baselines.get(place(point))
         if baseline is not None:
@@ -194,85 +188,80 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
 
 
 def violations(rows: Sequence[Row]) -> list[str]:
-    """One line for each row that is better than the best there can be: an error of ours, not a success."""
-    found = []
+    """Describe each row above a bound: it shows a bug of kvoffload."""
+    lines = []
     for row in rows:
         bounds = {"an optimal policy": row.optimum_hit_ratio, "a cache without limit": row.infinite_hit_ratio}
         for name, bound in bounds.items():
             if bound is not None and row.prefix_hit_ratio > bound:
                 device = f", device {row.device}" if row.device_blocks else ""
                 device += f", tiers {row.tiers}" if row.tier_blocks else ""
-                found.append(
+                lines.append(
                     f"{row.trace}: {row.policy}, {row.admission}, {row.store}, capacity {row.capacity}"
                     f"{device}: prefix-hit ratio {row.prefix_hit_ratio!r}, but {name} reaches {bound!r}"
                 )
-    return found
+    return lines
 
 
-def _group(point: Point) -> tuple[object, ...]:
-    """What is compared with each other: everything at the same sizes on one trace."""
-    behind = sum(tier.num_blocks for tier in point.tier_options)
-    return point.trace, point.device, point.capacity, behind
+def _sizes(point: Point) -> tuple[object, ...]:
+    """Group whose best rows are marked: all rows with the same sizes on one trace."""
+    return point.trace, point.device, point.capacity, point.config.tier_blocks
 
 
 def place(point: Point) -> tuple[object, ...]:
-    """What has one baseline, one optimum and one verdict: a trace and sizes, a moment to store, tiers."""
-    return *_group(point), point.store, point.tiers
+    """Group with one baseline, optimum and verdict: a trace, sizes, a store mode and tiers."""
+    return *_sizes(point), point.config.store, point.tiers
 
 
 def _baselines(points: Sequence[Point]) -> dict[tuple[object, ...], int]:
-    found: dict[tuple[object, ...], int] = {}
+    baselines: dict[tuple[object, ...], int] = {}
     for number, point in enumerate(points):
-        if point.policy == YARDSTICK and (place(point) not in found or point.admission == "all"):
-            found[place(point)] = number
-    return found
+        is_first = place(point) not in baselines
+        if point.config.policy == YARDSTICK and (is_first or point.config.admission == "all"):
+            baselines[place(point)] = number
+    return baselines
 
 
 def _best(points: Sequence[Point], measured: Sequence[Measurement]) -> dict[tuple[object, ...], int]:
-    found: dict[tuple[object, ...], int] = {}
+    best: dict[tuple[object, ...], int] = {}
     for number, point in enumerate(points):
-        rival = found.get(_group(point))
+        rival = best.get(_sizes(point))
         if rival is None or _hits(measured[number]) > _hits(measured[rival]):
-            found[_group(point)] = number
-    return found
+            best[_sizes(point)] = number
+    return best
 
 
-def _measured(runs: Runs, number: int, block_bytes: int | None) -> Row:
-    """The row of one point, compared with none."""
+def _row(runs: Runs, number: int, block_bytes: int | None) -> Row:
+    """Create the row of one point, without comparisons."""
     point, report = runs.points[number], runs.measured[number].report
-    trace, interval = runs.traces[point.trace], runs.ratio(number)
-    behind = report.tiers[1:]
+    trace, config, interval = runs.traces[point.trace], point.config, runs.ratio(number)
+    tiers = report.tiers[1:]
     return Row(
         trace=trace.name,
         trace_sha256=trace.source.digest,
         requests=trace.requests,
         block_refs=trace.block_refs,
         unique_blocks=trace.unique_blocks,
-        policy=point.policy,
-        admission=point.admission,
-        store=point.store,
+        policy=str(config.policy),
+        **config.columns(),
         capacity=point.capacity,
-        capacity_blocks=point.capacity_blocks,
         device=point.device,
-        device_blocks=point.device_blocks,
         tiers=point.tiers,
-        tier_blocks=sum(tier.num_blocks for tier in point.tier_options),
-        decode_tokens_per_s=report.decode_tokens_per_s,
-        queue_requests=report.queue_requests,
-        instances=point.instances,
-        routing=point.routing,
+        tier_blocks=config.tier_blocks,
+        instances=config.instances,
+        routing=config.routing,
         prefix_hit_ratio=report.prefix_hit_ratio,
         ci_low=interval.low if interval else None,
         ci_high=interval.high if interval else None,
         ci_correlation=interval.correlation if interval else None,
         offload_hit_ratio=report.offload_hit_blocks / trace.block_refs,
-        tier_hit_ratio=sum(tier.hit_blocks for tier in behind) / trace.block_refs,
+        tier_hit_ratio=sum(tier.hit_blocks for tier in tiers) / trace.block_refs,
         others_hit_ratio=report.hit_blocks_of_others / trace.block_refs,
         block_hit_ratio=report.block_hit_ratio,
         blocks_written=report.blocks_written,
         writes_per_ref=report.writes_per_ref,
         bytes_written=None if block_bytes is None else report.blocks_written * block_bytes,
-        tier_writes_per_ref=sum(tier.blocks_written for tier in behind) / trace.block_refs,
+        tier_writes_per_ref=sum(tier.blocks_written for tier in tiers) / trace.block_refs,
         optimum_hit_ratio=report.optimum_hit_ratio,
         infinite_hit_ratio=report.infinite_hit_ratio,
         decisions_sha256=report.decisions_sha256,
@@ -283,14 +272,14 @@ def _measured(runs: Runs, number: int, block_bytes: int | None) -> Row:
 
 
 def _compared(row: Row, runs: Runs, number: int, baseline: int) -> Row:
-    """The row beside its baseline's."""
+    """Add the comparison with the baseline to a row."""
     point, lru = runs.points[baseline], runs.measured[baseline].report
     gap = None if row.optimum_hit_ratio is None else row.optimum_hit_ratio - lru.prefix_hit_ratio
     difference = row.prefix_hit_ratio - lru.prefix_hit_ratio
     interval = runs.difference(number, baseline)
     return msgspec.structs.replace(
         row,
-        baseline=f"{point.policy}, {point.admission}",
+        baseline=f"{point.config.policy}, {point.config.admission}",
         diff_vs_lru=difference,
         diff_low=interval.low if interval else None,
         diff_high=interval.high if interval else None,

@@ -1,7 +1,7 @@
-"""One row of a sweep, replayed: what every kind of worker runs, and what it brings back.
+"""Tasks of a sweep: one replay, run by any kind of worker.
 
-Runs in the process of the sweep, in one beside it, or on another machine, so it takes and gives plain
-values, failures included. Does not know which.
+A task runs in the process of the sweep, in a worker process or on another machine, so tasks and results are
+plain values; a failure is a result as well.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import msgspec
 import numpy as np
 
 from kvoffload._version import __version__
-from kvoffload.core.policy import POLICIES
 from kvoffload.errors import TraceError
 from kvoffload.replay.instances import SharedReplay, replay_of
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import SESSION, route
 from kvoffload.sweep.bootstrap import window_sums
-from kvoffload.sweep.grid import content_digest
+from kvoffload.sweep.grid import content_digest, policy_class
+from kvoffload.tiers.spec import SizedTierOptions
 from kvoffload.traces.load import at_load, one_session_in
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_NO_PART_OF_A_RESULT = {"cli", "plan", "report", "testing"}
+_WITHOUT_INFLUENCE = {"cli", "plan", "pages", "testing"}
+"""Rooms whose code does not affect the result of a replay."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """What a replay found.
+    """Result of a replay.
 
     Attributes:
-        report: its report.
         window_hits: prefix hits in each window (`bootstrap.window_sums`).
-        instance_window_hits: of several instances, for each that is asked for a block the prefix hits in each
-            window of its own requests, as if it were replayed alone.
+        instance_window_hits: for several instances, the prefix hits in each window of an instance's own
+            requests. Instances without block references are left out.
     """
 
     report: ReplayReport
@@ -49,20 +49,20 @@ class Measurement(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no measurement."""
+    """Result of a replay that raised an exception."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several replicas gets of a trace; the defaults are all of it.
+    """Part of a trace that one replica serves; the defaults mean the whole trace.
 
     Attributes:
-        one_in: of so many sessions only each first (`traces.load.one_session_in`).
-        load: sessions at a time, over those of the recording (`traces.load`).
-        routing, replicas: how requests are divided, and among how many (`replay.routing`).
-        replica: which of them this is, 0 to `replicas` - 1.
+        load: concurrent sessions, as a multiple of the recording's (`traces.load`).
+        routing, replicas: rule that assigns requests, and number of replicas (`replay.routing`).
+        replica: number of this replica, 0 to `replicas` - 1.
+        one_in: keep one session in this many (`traces.load.one_session_in`).
     """
 
     load: float = 1.0
@@ -77,12 +77,12 @@ ALL = Share()
 
 @dataclass(frozen=True)
 class TraceSource:
-    """Where a worker finds a trace, and how it knows that it is the right one.
+    """Location and identity of a trace, for workers.
 
     Attributes:
-        name_or_path, block_tokens, skip_bad_lines: as `load_trace` takes them.
-        share: the part of it that is meant.
-        digest: the `content_digest` of that part; empty before it is read.
+        name_or_path, block_tokens, skip_bad_lines: arguments of `load_trace`.
+        share: part of the trace.
+        digest: `content_digest` of that part; empty before the trace is read.
     """
 
     name_or_path: str
@@ -94,11 +94,11 @@ class TraceSource:
 
 @dataclass(frozen=True)
 class Task:
-    """A replay to be done.
+    """A replay to run.
 
     Attributes:
-        number: what the result is filed under.
-        block_refs: how much work it is.
+        number: identifies the result.
+        block_refs: references of the trace, a measure of the work.
     """
 
     number: int
@@ -108,25 +108,27 @@ class Task:
 
 
 def load(source: TraceSource) -> Trace:
-    """The trace; the last two are kept, because the next task is mostly of the same one.
+    """Read a trace. A worker keeps the last two in memory: consecutive tasks mostly use the same trace.
 
-    Raises as `load_trace` does, and `TraceError` if it is not the one that was expected.
+    Raises: errors of `load_trace`, and `TraceError` if the content does not match `source.digest`.
     """
     trace, digest = _read(source)
     if source.digest not in ("", digest):
-        raise TraceError(f"{source.name_or_path}: it has changed since the sweep began")
+        raise TraceError(
+            f"{source.name_or_path}: the trace has changed since the sweep began; start it again"
+        )
     return trace
 
 
 def identified(source: TraceSource) -> TraceSource:
-    """`source` with the digest of the trace that is there now."""
+    """Return `source` with the digest of the trace's present content."""
     return replace(source, digest=_read(source)[1])
 
 
 def _read(source: TraceSource) -> tuple[Trace, str]:
     read = _whole if source.share == ALL else _shares
-    found = read(replace(source, share=replace(source.share, replica=0), digest=""))
-    return found[source.share.replica]
+    shares = read(replace(source, share=replace(source.share, replica=0), digest=""))
+    return shares[source.share.replica]
 
 
 @functools.lru_cache(maxsize=2)
@@ -139,35 +141,32 @@ def _whole(source: TraceSource) -> tuple[tuple[Trace, str]]:
 
 @functools.lru_cache(maxsize=2)
 def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
-    """What each replica gets. Kept together: they are as large as the trace, and were read with it.
-
-    Two: a plan replays replicas by themselves, and all of them in front of what they share.
-    """
+    """Read the parts of all replicas. The cache holds two divisions: a plan replays replicas separately, and
+    all of them in front of shared servers."""
     share = source.share
     ((trace, _),) = _whole(replace(source, share=ALL))
     trace = at_load(one_session_in(trace, share.one_in), share.load)
     replica_of = route(trace, share.replicas, share.routing)
-    parts = [trace.of_requests(np.flatnonzero(replica_of == one)) for one in range(share.replicas)]
-    return tuple((part, content_digest(part)) for part in parts)
+    shares = [trace.of_requests(np.flatnonzero(replica_of == number)) for number in range(share.replicas)]
+    return tuple((own, content_digest(own)) for own in shares)
 
 
 def attempt(task: Task) -> Measurement | Failure:
-    """Do a task with a trace that is read here."""
+    """Run a task; reads the trace."""
     return attempt_with(None, task)
 
 
 def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
-    """Do a task with a trace that was sent, if it was.
+    """Run a task with this trace; None: read the trace.
 
-    Raises nothing: exceptions of other people's policies need not survive the way back, and must not end
-    a worker.
+    Raises nothing: exceptions of third parties' policies may not be picklable, and must not end a worker.
     """
     try:
         run = replay_of(trace or load(task.source), task.config)
         report = run.run()
     except Exception as error:
         return Failure(f"{type(error).__name__}: {error}")
-    # What a policy says of itself is in no row.
+    # Rows do not contain the policy's statistics.
     report = msgspec.structs.replace(report, policy_state={})
     of_instances = run.hits_of_instances if isinstance(run, SharedReplay) else []
     return Measurement(
@@ -179,20 +178,26 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
 
 @functools.cache
 def code_digest(policy: str = "") -> str:
-    """SHA-256 of the code that a result depends on: this package, and the file of a policy not in it.
+    """Compute the SHA-256 of the code that affects a result: this package and the file of the policy.
 
-    While a policy is being written the version stays and the results change.
+    The version is not enough: results change while a policy is being developed.
     """
     digest = hashlib.sha256(__version__.encode())
     files = [
         path
         for path in sorted(_PACKAGE.rglob("*.py"))
-        if path.relative_to(_PACKAGE).parts[0] not in _NO_PART_OF_A_RESULT
+        if path.relative_to(_PACKAGE).parts[0] not in _WITHOUT_INFLUENCE
     ]
     if policy:
         # A class typed into an interpreter has no file.
-        source = inspect.getsourcefile(POLICIES.find(policy))
+        source = inspect.getsourcefile(policy_class(policy))
         files += [Path(source)] if source else []
     for path in files:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def code_digests(config: ReplayConfig) -> list[str]:
+    """Compute `code_digest` for each policy of a configuration; policies are given by name."""
+    tiers = [tier.policy for tier in config.tiers if isinstance(tier, SizedTierOptions)]
+    return [code_digest(str(policy)) for policy in (config.policy, *tiers)]

@@ -1,6 +1,6 @@
-"""What a sweep says in words: at one size, which configuration is best, by how much, and how sure that is.
+"""Verdicts of a sweep: the best configuration at each place, its lead, and the certainty of the lead.
 
-Owns the sentences and what may be claimed in them. Knows rows and intervals of differences; replays nothing.
+Owns the sentences. Knows rows and intervals of differences; replays nothing.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ from kvoffload.sweep.table import Row, place
 from kvoffload.text import percent
 
 _NAMED = 3
-"""Configurations that a sentence names before it counts the rest."""
+"""Number of configurations that a sentence names; it counts the others."""
 
 
 class Certainty(Enum):
-    """What chance leaves of the difference to LRU."""
+    """Certainty of a difference, from its confidence interval."""
 
-    SURE = "its interval is above 0"
-    LIKELY = "its interval is above 0, and too narrow: neighbouring windows are alike"
-    NOT_SURE = "its interval contains 0"
+    SURE = "the interval is above 0"
+    LIKELY = "the interval is above 0, but too narrow: neighbouring windows are correlated"
+    NOT_SURE = "the interval contains 0"
     UNKNOWN = "too few requests for an interval"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The best configuration at one place: a trace, a device, a capacity, a store mode, tiers behind RAM.
+    """Best configuration at one place: a trace, a device, a capacity, a store mode and tiers.
 
     Attributes:
-        number: of the best row, among all rows of the sweep.
-        best: the row of most prefix hits, before it is told its verdict; LRU of several with equally many,
-            else the first.
-        baseline: LRU at this place, which is `best` itself where nothing beats it; None without LRU.
+        number: index of the best row among all rows of the sweep.
+        best: the row with most prefix hits; of equal rows LRU, or else the first.
+        baseline: LRU at this place, `best` itself if no row beats LRU; None without LRU.
         where: the place in words, without trace and device: ``at 5%, on-compute``.
-        certainty: of the difference between `best` and `baseline`; UNKNOWN without one.
-        alike: rows that `best` is not better than beyond chance, most hits first. Not the baseline, of which
-            `certainty` speaks. Where there are no intervals, only equals.
-        rivals: how many other rows there are at this place.
+        certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
+        alike: rows, without the baseline, that `best` does not beat beyond chance, most hits first. Without
+            intervals, rows with equally many hits.
+        rivals: number of other rows at this place.
     """
 
     number: int
@@ -53,20 +52,20 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """What is to be said, in one sentence: ``hazard, +4.3 points over lru (sure), ...``."""
-        parts = [self._of_best()]
+        """The verdict in one sentence: ``hazard, +4.3 points over lru (sure), ...``."""
+        clauses = [self._about_best()]
         if self.alike:
-            parts.append(f"{_listed(self.alike)} cannot be told apart from it")
+            clauses.append(f"{_listed(self.alike)} cannot be told apart from it")
         if self.rivals and self.best.ci_low is None:
-            parts.append("too few requests to be sure")
-        return "; ".join(parts)
+            clauses.append("too few requests to be sure")
+        return "; ".join(clauses)
 
     @property
     def line(self) -> str:
-        """Where, and what: ``at 5%: hazard, +4.3 points over lru (sure), ...``."""
+        """The place and the verdict: ``at 5%: hazard, +4.3 points over lru (sure), ...``."""
         return f"{self.where}: {self.words}"
 
-    def _of_best(self) -> str:
+    def _about_best(self) -> str:
         name = _name(self.best)
         if not self.rivals:
             return f"{name}; nothing else was measured"
@@ -74,30 +73,30 @@ class Verdict:
             return f"{name}, prefix-hit ratio {self.best.prefix_hit_ratio:.4f}; no lru to compare with"
         if self.baseline is self.best:
             return f"{name}; nothing beats it"
-        said = f"{name}, {self._lead(self.baseline)}"
+        text = f"{name}, {self._lead(self.baseline)}"
         if self.best.writes_vs_lru is not None:
-            said += f", {_percent(self.best.writes_vs_lru)} of its writes"
+            text += f", {_percent(self.best.writes_vs_lru)} of its writes"
         if self.best.gap_closed is not None:
-            said += f", {_percent(self.best.gap_closed)} of the gap"
-        return said
+            text += f", {_percent(self.best.gap_closed)} of the gap"
+        return text
 
     def _lead(self, baseline: Row) -> str:
         lead = self.best.prefix_hit_ratio - baseline.prefix_hit_ratio
-        # As many digits as it takes to see the lead at all; it is one block of the trace or more.
+        # Enough digits to show the lead, which is at least one block of the trace.
         digits = next(digits for digits in range(1, 20) if 100 * lead >= 10**-digits)
-        said = f"{_points(lead, digits)} points over {_name(baseline)}"
+        text = f"{_points(lead, digits)} points over {_name(baseline)}"
         if self.certainty is Certainty.SURE:
-            return f"{said} (sure)"
+            return f"{text} (sure)"
         if self.certainty is Certainty.LIKELY:
-            return f"{said} (likely: the traffic changes slowly)"
+            return f"{text} (likely: the traffic changes slowly)"
         if self.best.diff_low is None or self.best.diff_high is None:
-            return said
+            return text
         low, high = _points(self.best.diff_low, digits), _points(self.best.diff_high, digits)
-        return f"{said} (not sure: {low} to {high})"
+        return f"{text} (not sure: {low} to {high})"
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """What chance leaves of a difference, from the interval of it (`bootstrap.Interval`), if there is one."""
+    """Classify a difference by the low end and correlation of its interval; None without an interval."""
     if low is None or correlation is None:
         return Certainty.UNKNOWN
     if low <= 0:
@@ -108,11 +107,11 @@ def certainty_of(low: float | None, correlation: float | None) -> Certainty:
 def verdicts_of(
     points: Sequence[Point], rows: Sequence[Row], difference: Callable[[int, int], Interval | None]
 ) -> list[Verdict]:
-    """A verdict for each place, in the order of the rows.
+    """Create a verdict for each place, in the order of the rows.
 
     Args:
-        points: what each row is of.
-        difference: the paired interval of one row's ratio minus another's, by their numbers.
+        points: the point of each row.
+        difference: paired interval of one row's ratio minus another's, by their indices.
 
     Cost: one interval for each row.
     """
@@ -131,14 +130,14 @@ def _verdict(
     several_stores: bool,
     several_tiers: bool,
 ) -> Verdict:
-    # A winner that is no better than LRU is none.
+    # LRU wins ties.
     best = max(numbers, key=lambda number: (rows[number].prefix_hit_ratio, _is_baseline(rows[number])))
     baseline = next((rows[number] for number in numbers if _is_baseline(rows[number])), None)
     alike = []
     for number in numbers:
         if number != best and rows[number] is not baseline:
-            behind = difference(number, best)
-            if rows[number].prefix_hit_ratio == rows[best].prefix_hit_ratio or (behind and behind.high >= 0):
+            lead = difference(number, best)
+            if rows[number].prefix_hit_ratio == rows[best].prefix_hit_ratio or (lead and lead.high >= 0):
                 alike.append(rows[number])
     return Verdict(
         number=best,

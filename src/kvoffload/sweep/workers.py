@@ -1,6 +1,6 @@
-"""Who does the replays of a sweep: this process, or some beside it. `sweep.cluster` is a Dask cluster.
+"""Workers of a sweep: this process, or worker processes. `sweep.cluster` uses a Dask cluster.
 
-Does not know what the results are for.
+Know no purpose of the results.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Results = Generator[tuple[Task, Measurement | Failure], None, None]
 
 
 class Workers(Protocol):
-    """Does tasks, in any order."""
+    """Runs tasks, in any order."""
 
     def results(self, tasks: Sequence[Task]) -> Results:
-        """Each task with what came of it, as they are finished.
+        """Yield each task with its result, as tasks finish.
 
-        Closing the generator early gives up the rest. Raises `SweepError` if the workers are lost.
+        Closing the generator early aborts the remaining tasks. Raises `SweepError` if the workers are lost.
         """
         ...
 
     def close(self) -> None:
-        """Let the workers go."""
+        """Release the workers."""
         ...
 
 
 class LocalWorkers:
-    """Up to `jobs` processes of this machine; with one job, or one task, this process itself.
+    """Up to `jobs` processes of this machine; for one job or one task, this process itself.
 
-    Processes are started afresh (``spawn``) and not forked: a fork copies the locks of the threads of
-    numpy and numba in whatever state they are. Each one keeps the trace it read last, also from one call of
-    `results` to the next. They end with this process, also when it is killed.
+    Processes are spawned, because a fork would copy locks of numpy's and numba's threads in any state. Each
+    process keeps its last traces between calls of `results`. Processes end with this process, even if it is
+    killed.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -50,25 +50,25 @@ class LocalWorkers:
         self._others: set[Any] = set()
 
     def results(self, tasks: Sequence[Task]) -> Results:
-        """As `Workers.results`."""
+        """See `Workers.results`."""
         jobs = min(self._jobs, len(tasks))
-        return self._here(tasks) if jobs <= 1 else self._beside(tasks)
+        return self._run_here(tasks) if jobs <= 1 else self._run_in_processes(tasks)
 
     def close(self) -> None:
-        """End the processes, which have nothing to do."""
+        """End the idle processes."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
 
-    def _here(self, tasks: Sequence[Task]) -> Results:
+    def _run_here(self, tasks: Sequence[Task]) -> Results:
         for task in tasks:
             yield task, attempt(task)
 
-    def _beside(self, tasks: Sequence[Task]) -> Results:
+    def _run_in_processes(self, tasks: Sequence[Task]) -> Results:
         if self._executor is None:
             self._others = set(multiprocessing.active_children())
             spawn = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(self._jobs, spawn, initializer=_begin)
+            self._executor = ProcessPoolExecutor(self._jobs, spawn, initializer=_begin_worker)
         finished = False
         try:
             with _sigint_waits():
@@ -77,16 +77,18 @@ class LocalWorkers:
                 yield futures[future], future.result()
             finished = True
         except BrokenProcessPool:
-            raise SweepError("a worker process ended unexpectedly; was there too little memory?") from None
+            raise SweepError(
+                "a worker process ended unexpectedly; is there enough memory for --jobs processes?"
+            ) from None
         finally:
             if not finished:
-                self._give_up()
+                self._abort()
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
-        # What is being replayed now may take minutes, and its result is not wanted any more.
+        # Replays in progress may take minutes, and their results are no longer needed.
         for process in set(multiprocessing.active_children()) - self._others:
             process.terminate()
             process.join()
@@ -94,10 +96,8 @@ class LocalWorkers:
 
 @contextlib.contextmanager
 def _sigint_waits() -> Iterator[None]:
-    """Ctrl-C goes to every process of a terminal, and the parent alone decides what it means.
-
-    A process started here is deaf to it from its first instruction: signal masks are inherited.
-    """
+    """Block SIGINT in processes started meanwhile: Ctrl-C reaches every process of a terminal, and only the
+    parent handles it. Processes inherit the signal mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -105,13 +105,13 @@ def _sigint_waits() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin() -> None:
-    """Prepare a worker process: who starts the sweep ends it."""
+def _begin_worker() -> None:
+    """Prepare a worker process, which ends with its parent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    # A worker that waits for tasks holds both ends of their queue: it would wait for ever.
+    # An idle worker holds both ends of the task queue, so it would not notice the end of the parent.
     with contextlib.suppress(Exception):
         parent = multiprocessing.parent_process()
         if parent is not None:

@@ -310,5 +310,5 @@ def test_the_command(server: Moto, tmp_path: Path) -> None:
 def test_what_has_no_bytes_has_no_bucket() -> None:
     with pytest.raises(ConfigError, match="take simulated:CAPACITY"):
         parse_tiers("t", "s3://bucket/n")[0].open(TierOwner(0, 8, "m"))
-    with pytest.raises(ConfigError, match="a sweep has no blocks to keep; allowed: simulated:CAPACITY"):
+    with pytest.raises(ConfigError, match="a sweep replays without bytes; allowed: simulated:CAPACITY"):
         Grid(("lru",), tiers=("s3://bucket/n",))

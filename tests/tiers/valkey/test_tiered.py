@@ -255,5 +255,5 @@ def test_the_command(server: Server, tmp_path: Path) -> None:
 def test_what_has_no_bytes_has_no_server() -> None:
     with pytest.raises(ConfigError, match="take simulated:CAPACITY"):
         parse_tiers("t", "valkey://h/n")[0].open(TierOwner(0, 8, "m"))
-    with pytest.raises(ConfigError, match="a sweep has no blocks to keep; allowed: simulated:CAPACITY"):
+    with pytest.raises(ConfigError, match="a sweep replays without bytes; allowed: simulated:CAPACITY"):
         Grid(("lru",), tiers=("valkey://h/n",))
