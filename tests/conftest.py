@@ -87,7 +87,8 @@ def recorded_trace_path() -> Callable[[str], Path]:
     return find
 
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
+# Without vLLM the name is that of the directory tests/vllm, a package without an origin.
+HAS_VLLM = getattr(importlib.util.find_spec("vllm"), "origin", None) is not None
 collect_ignore = [] if HAS_VLLM else ["vllm"]
 
 MISSING = {
