@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 from kvoffload.cli.disk import disk as command
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.disk import pipeline
 from kvoffload.tiers.disk.directory import slabs_in
 from kvoffload.tiers.disk.layout import Layout
 from support.disk_blocks import KEY_BYTES, Disk, slab_in
+from support.recording_files import FailingFiles
 
 NUMBERS = list(range(10))
 
@@ -44,11 +44,11 @@ def test_inspect(filled: Path) -> None:
 
 
 def test_inspect_tells_the_age_of_the_oldest_the_middle_and_the_newest_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    disk = Disk(tmp_path, 16)
-    for number, now_s in enumerate((50, 10, 40, 20, 30)):
-        monkeypatch.setattr(pipeline, "now_s", lambda now_s=now_s: now_s)
+    files = FailingFiles()
+    disk = Disk(tmp_path, 16, files=files)
+    for number, files.clock_s in enumerate((50, 10, 40, 20, 30)):
         disk.write([number])
     disk.tier.close()
     (report,) = json.loads(run("inspect", tmp_path, "--format", "json")[1])

@@ -1,11 +1,11 @@
 """An adversary of the disk tier: seeded cases of damage, cuts, kills, wrong clocks, capacities and producers.
 
-Each case is a directory with several lives of several producers. Between two lives something happens to it.
-What must hold: no wrong bytes are served, no exception ends a life, the files stay within the capacity, and
-no acknowledged block is lost except by damage, eviction or a smaller capacity.
+In each case several producers open one directory in turn, and something happens to it between two openings.
+The promises: no wrong bytes are served, no exception is raised, the files stay within the capacity, and an
+acknowledged block is lost only by damage, eviction or a smaller capacity.
 
 Run it with ``python tests/support/disk_adversary.py --seed 1 --cases 100``;
-`tests/tiers/disk/test_adversary.py` runs a few.
+`tests/tiers/disk/test_adversary.py` runs a few cases.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 from kvoffload.errors import ConfigError
-from kvoffload.testing.audit import audit
-from kvoffload.tiers.disk import pause, slab, tier
 from kvoffload.tiers.disk.directory import slabs_in
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.inspection import opened, verify
 from support.disk_blocks import Disk, capacity_for, keys_of
-from support.recording_files import FailingFiles, raises
+from support.recording_files import FailingFiles, raises, works
 from support.timeouts import HANGS_S
 
 PRODUCERS = ("first", "second", "third")
@@ -42,15 +38,16 @@ SECONDS_2033 = 2_000_000_000.0
 
 @dataclass
 class Counts:
-    """The result of some cases. All but `cases` and `lives` must stay 0.
+    """Counts over cases. The counts from `wrong` on must stay 0.
 
     Attributes:
-        wrong: blocks that were served with other bytes than were stored under their key.
-        lost: acknowledged blocks that are gone although nothing damaged or evicted them.
-        over_capacity: openings after which the files were longer than the capacity.
-        unsound: blocks that `kvoffload disk verify` complains about though nothing was damaged.
-        exceptions: exceptions that ended a life.
-        problems: the first of them, in words.
+        lives: openings of a directory by a producer.
+        wrong: blocks served with wrong bytes.
+        lost: acknowledged blocks that are absent without damage or eviction.
+        over_capacity: openings with files longer than the capacity.
+        unsound: problems that `kvoffload disk verify` reports without damage.
+        exceptions: lives that ended in an exception.
+        problems: descriptions of the first problems.
     """
 
     cases: int = 0
@@ -69,71 +66,44 @@ class Counts:
         return not (self.wrong or self.lost or self.over_capacity or self.unsound or self.exceptions)
 
     def __str__(self) -> str:
-        names = (
-            "cases",
-            "lives",
-            "written",
-            "served",
-            "wrong",
-            "lost",
-            "over_capacity",
-            "unsound",
-            "exceptions",
-        )
-        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
-
-
-class Clock:
-    """The time of day as the tier sees it, and a monotonic clock that only advances."""
-
-    def __init__(self) -> None:
-        self.now_s, self.passed_s = SECONDS_2033, 1000.0
-
-    def patched(self) -> contextlib.ExitStack:
-        """Modules of the tier read this clock until the stack is closed."""
-        world = SimpleNamespace(
-            time=lambda: self.now_s,
-            time_ns=lambda: int(self.now_s * 1e9),
-            monotonic=lambda: self.passed_s,
-        )
-        stack = contextlib.ExitStack()
-        for module in (tier, slab, pause):
-            stack.enter_context(mock.patch.object(module, "time", world))
-        return stack
+        return ", ".join(f"{name} {value}" for name, value in vars(self).items() if name != "problems")
 
 
 class Case:
-    """One directory. `known` has the version of each block of a producer that must be served, if it is here;
-    `owed` are those that may not be lost."""
+    """A case: one directory.
+
+    Attributes:
+        known: by producer, the version that a block must have if it is served.
+        owed: by producer, the blocks that must not be lost.
+    """
 
     def __init__(self, directory: Path, seed: int, counts: Counts) -> None:
         self.directory, self.seed, self.counts = directory, seed, counts
-        self.chance, self.clock = random.Random(seed), Clock()
+        self.chance, self.files = random.Random(seed), FailingFiles(SECONDS_2033)
         self.known: dict[str, dict[int, int]] = {producer: {} for producer in PRODUCERS}
         self.owed: dict[str, set[int]] = {producer: set() for producer in PRODUCERS}
         self.capacity = self.chance.choice(CAPACITIES)
         self.version, self.happened = 0, list[str]()
 
     def run(self, num_lives: int = 8) -> None:
-        with self.clock.patched():
-            for _ in range(num_lives):
-                try:
-                    self._live(self.chance.choice(PRODUCERS[: self.chance.choice([1, 2, 3])]))
-                    self._happen()
-                except Exception as error:
-                    self._problem("exceptions", f"{type(error).__name__}: {error}")
-                    return
+        for _ in range(num_lives):
+            try:
+                self._live(self.chance.choice(PRODUCERS[: self.chance.choice([1, 2, 3])]))
+                self._disturb()
+            except Exception as error:
+                self._problem("exceptions", f"{type(error).__name__}: {error}")
+                return
 
-    def _problem(self, kind: str, what: str, count: int = 1) -> None:
+    def _problem(self, kind: str, text: str, count: int = 1) -> None:
         setattr(self.counts, kind, getattr(self.counts, kind) + count)
         if len(self.counts.problems) < 20:
             last = ", ".join(self.happened[-6:])
-            self.counts.problems.append(f"seed {self.seed}: {kind}: {what} (after {last})")
+            self.counts.problems.append(f"seed {self.seed}: {kind}: {text} (after {last})")
 
     # ---- a life
 
     def _live(self, producer: str) -> None:
-        chance, files = self.chance, FailingFiles()
+        chance, files = self.chance, self.files
         self.counts.lives += 1
         self.happened.append(f"{producer} with room for {self.capacity}")
         disk = Disk(self.directory, self.capacity, fingerprint=producer, files=files)
@@ -142,22 +112,22 @@ class Case:
             self._problem("over_capacity", "at the opening")
         self._check(disk, producer)
         for _ in range(chance.randint(0, 12)):
-            self._step(disk, producer, files)
-        files.fail = lambda operation, offset: None
+            self._step(disk, producer)
+        files.fail = works
         self.counts.wrong += disk.wrong
         if disk.wrong:
             self._problem("wrong", "bytes were served", 0)
-        audit(disk.tier._manager)
+        disk.audit()
         self.owed[producer] = set(disk.here(range(NUM_NUMBERS)))
         if chance.random() < 0.7:
             assert disk.tier.drain(HANGS_S)
             disk.tier.close()
         else:
             self._kill(disk)
-        self._others_made_way(producer)
+        self._forgive_evictions(producer)
 
-    def _others_made_way(self, producer: str) -> None:
-        """Blocks of other producers that left for this one are not lost but evicted."""
+    def _forgive_evictions(self, producer: str) -> None:
+        """Count blocks of other producers that left for this producer as evicted."""
         left: dict[str, set[int]] = {}
         for path in slabs_in(self.directory):
             with contextlib.suppress(ConfigError), opened(path) as (found_slab, found):
@@ -168,7 +138,7 @@ class Case:
                 self.owed[other] &= left.get(other, set())
 
     def _check(self, disk: Disk, producer: str) -> None:
-        """All that is owed is here and right, as far as it fits."""
+        """Check that no owed block is lost, except for lack of space."""
         here = disk.here(range(NUM_NUMBERS))
         served = set[int]()
         for start in range(0, len(here), 50):
@@ -180,11 +150,11 @@ class Case:
             # Blocks for which there was no room are not lost.
             self._problem("lost", f"{len(lost)} of {len(self.owed[producer])} of {producer}", len(lost))
 
-    def _step(self, disk: Disk, producer: str, files: FailingFiles) -> None:
-        chance = self.chance
+    def _step(self, disk: Disk, producer: str) -> None:
+        chance, files = self.chance, self.files
         numbers = chance.sample(range(NUM_NUMBERS), chance.randint(1, 20))
         action = chance.random()
-        self.clock.passed_s += chance.choice([0, 1, 400])
+        files.passed_s += chance.choice([0, 1, 400])
         if action < 0.55:
             self.version += 1
             disk.tier.delete(keys_of(numbers))
@@ -199,7 +169,7 @@ class Case:
             number = chance.choice([errno.ENOMEM, errno.ESTALE])
             files.fail = raises(number, "read")
             disk.read(disk.here(numbers))
-            files.fail = lambda operation, offset: None
+            files.fail = works
         elif action < 0.95:
             files.fail = raises(errno.ENOSPC, "allocate")
         elif action < 0.97:
@@ -213,22 +183,16 @@ class Case:
             disk.tier.delete(keys_of(numbers))
 
     def _kill(self, disk: Disk) -> None:
-        """End without a word, as after ``kill -9``: what the system was given stays."""
         self.happened.append("kill")
-        disk.tier._pipeline.close(HANGS_S)
-        disk.tier._slab.close()
-        disk.tier._lock.release()
+        disk.kill()
 
     # ---- between two lives
 
-    def _happen(self) -> None:
-        what = self.chance.choice(
-            [self._nothing, self._cut, self._damage, self._capacity, self._clock, self._verify, self._leave]
-        )
-        what()
-
-    def _nothing(self) -> None:
-        pass
+    def _disturb(self) -> None:
+        """Do something to the directory, or nothing."""
+        self.chance.choice(
+            [bool, self._cut, self._damage, self._capacity, self._clock, self._verify, self._interrupt]
+        )()
 
     def _capacity(self) -> None:
         before, self.capacity = self.capacity, self.chance.choice(CAPACITIES)
@@ -237,7 +201,7 @@ class Case:
 
     def _clock(self) -> None:
         days = self.chance.choice([-4000, -1, 1, 300])
-        self.clock.now_s = SECONDS_2033 + days * 86400
+        self.files.clock_s = SECONDS_2033 + days * 86400
         self.happened.append(f"clock {days:+} days")
 
     def _cut(self) -> None:
@@ -255,7 +219,7 @@ class Case:
             self.happened.append(f"cut {producer} at slot {end}")
 
     def _damage(self) -> None:
-        """Flip, empty, exchange or overwrite pages. Nothing is owed then, and nothing may be wrong."""
+        """Flip, zero, exchange or overwrite pages. Blocks may then be lost, but not wrong."""
         path, chance = self._a_slab(), self.chance
         with path.open("r+b") as file:
             pages = max(1, path.stat().st_size // PAGE_BYTES)
@@ -282,7 +246,7 @@ class Case:
     was_damaged = False
 
     def _verify(self) -> None:
-        """What was never damaged has no block that would not be served."""
+        """Verify all slabs, unless there was damage."""
         if self.was_damaged:
             return
         for path in slabs_in(self.directory):
@@ -293,8 +257,8 @@ class Case:
                     "unsound", f"{len(bad)} blocks, {found.damaged} parts", len(bad) + found.damaged
                 )
 
-    def _leave(self) -> None:
-        """What an interrupted opening leaves behind."""
+    def _interrupt(self) -> None:
+        """Leave the file of an interrupted creation."""
         (self.directory / f"kvoffload-{self.seed:016x}.slab.new").write_bytes(b"unfinished")
 
     def _a_slab(self) -> Path:
@@ -306,7 +270,7 @@ class Case:
 
 
 def run(seed: int, cases: int, report: Callable[[str], None] = lambda line: None) -> Counts:
-    """Run so many cases, whose seeds follow from this one; returns their counts."""
+    """Run cases with seeds derived from `seed`; returns their counts."""
     counts, root = Counts(), Path(tempfile.mkdtemp(prefix="kvoffload-adversary-"))
     try:
         for number in range(cases):

@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from key and version, and a disk tier on top of them: for the disk tests."""
+"""A disk tier driven one job at a time, with blocks whose bytes are derived from key and version."""
 
 from __future__ import annotations
 
@@ -11,55 +11,53 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.core.manager import OffloadingManager
 from kvoffload.structures.keys import Keys
+from kvoffload.testing.audit import audit
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.disk.committer import Committer
 from kvoffload.tiers.disk.directory import Geometry, slabs_in
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.slab import Slab
 from support.timeouts import HANGS_S
 
 KEY_BYTES = 12
 
 
 def keys_of(numbers: Sequence[int]) -> Keys:
-    """One key for each number."""
+    """Make a key for each number."""
     return Keys.pack([b"key%09d" % number for number in numbers], KEY_BYTES)
 
 
 @functools.lru_cache(maxsize=4096)
 def block_of(number: int, version: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a block, different for each number and version."""
+    """Make the bytes of a block, different for each number and version."""
     return np.random.default_rng([number, version]).integers(0, 256, block_bytes, np.uint8)
 
 
 def capacity_for(num_slots: int, block_bytes: int) -> int:
-    """Bytes of a directory that holds just so many blocks."""
+    """Return the capacity of a directory for exactly `num_slots` blocks."""
     return Layout.holding(block_bytes, KEY_BYTES, num_slots).file_bytes + LOCK_FILE_BYTES
 
 
 def slab_name(block_bytes: int = 4096) -> str:
-    """The file name of a `Disk`'s slab."""
+    """Return the file name of a `Disk`'s slab."""
     return Geometry(Layout(block_bytes, KEY_BYTES, 1), 0, "model").slab_name
 
 
 def slab_in(directory: Path) -> Path:
-    """The only slab of a directory."""
+    """Return the only slab of a directory."""
     (slab,) = slabs_in(directory)
     return slab
 
 
-def slots_in_use(tier: DiskTier) -> list[int]:
-    """The slab's slots that blocks have or would get, and the reserve."""
-    placement = tier._placement
-    return sorted([*placement._place.tolist(), *placement._reserve.tolist()])
-
-
 class Driver:
-    """A tier with a pool of its own, driven one job at a time. Every read that is served is compared.
+    """A tier with its own pool, driven one job at a time. Compares every served block with its write.
 
     Attributes:
-        versions: what was last written under each number, and may be read.
-        wrong: reads that were served and had other bytes. It stays 0.
+        versions: version last written under each number.
+        wrong: number of served blocks with wrong bytes; must stay 0.
     """
 
     def __init__(self, tier: Any) -> None:
@@ -73,11 +71,11 @@ class Driver:
             for result in self.tier.finished():
                 assert result.job == job
                 return result.ok
-            assert time.monotonic() < deadline, "the job does not end"
+            assert time.monotonic() < deadline, "the job did not end"
             time.sleep(0.0002)
 
     def write(self, numbers: Sequence[int], version: int = 0, request: object | None = None) -> list[int]:
-        """Store blocks; the numbers of those that are acknowledged."""
+        """Store blocks; returns the numbers of acknowledged blocks."""
         for row, number in enumerate(numbers):
             self.pool[row] = block_of(number, version, self.block_bytes)
         job, taken = self.tier.submit_write(keys_of(numbers), self.pool, np.arange(len(numbers)), request)
@@ -90,7 +88,7 @@ class Driver:
         return stored
 
     def read(self, numbers: Sequence[int]) -> list[int]:
-        """Load blocks; the numbers of those that were served."""
+        """Load blocks; returns the numbers of served blocks."""
         self.pool[:] = 0
         job = self.tier.submit_read(keys_of(numbers), self.pool, np.arange(len(numbers)))
         served = np.flatnonzero(self.wait(job)).tolist()
@@ -100,23 +98,55 @@ class Driver:
         return [numbers[row] for row in served]
 
     def here(self, numbers: Sequence[int]) -> list[int]:
-        """Those of the blocks that the tier says it has."""
-        return [
-            number
-            for number, found in zip(numbers, self.tier.contains(keys_of(numbers)), strict=True)
-            if found
-        ]
+        """Return the numbers of blocks that the tier contains."""
+        present = self.tier.contains(keys_of(numbers))
+        return [number for number, is_here in zip(numbers, present, strict=True) if is_here]
 
     def use(self, numbers: Sequence[int]) -> None:
-        """A request uses these blocks, in prefix order."""
+        """Use blocks by one request, in prefix order."""
         self.tier.finish_request(self.tier.begin_request("uses"), keys_of(numbers))
 
 
 class Disk(Driver):
-    """A driven `DiskTier` that holds just so many blocks."""
+    """A driven `DiskTier` with a capacity of `num_slots` blocks. All access to its internals is here."""
 
     tier: DiskTier
 
     def __init__(self, path: Path, num_slots: int, block_bytes: int = 4096, **options: Any) -> None:
         options = {"fingerprint": "model", "key_bytes": KEY_BYTES, "num_threads": 2, **options}
         super().__init__(DiskTier(path, capacity_for(num_slots, block_bytes), block_bytes, **options))
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the slab."""
+        return self.slab.layout
+
+    @property
+    def slab(self) -> Slab:
+        """The open slab."""
+        return self.tier._slab
+
+    @property
+    def manager(self) -> OffloadingManager:
+        """The manager, which decides the contents."""
+        return self.tier._manager
+
+    @property
+    def committer(self) -> Committer:
+        """The committer of the journal."""
+        return self.tier._committer
+
+    def audit(self) -> None:
+        """Check the accounting of the manager."""
+        audit(self.manager)
+
+    def slots_in_use(self) -> list[int]:
+        """Return the slab's slots that hold or may get blocks, and the reserve, ascending."""
+        placement = self.tier._placement
+        return sorted(np.concatenate([placement._place, placement._reserve, placement._beyond]).tolist())
+
+    def kill(self) -> None:
+        """End like ``kill -9``: submitted system calls complete, but nothing is closed in order."""
+        assert self.tier._pipeline.close(HANGS_S)
+        self.slab.close()
+        self.tier._lock.release()

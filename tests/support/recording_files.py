@@ -1,8 +1,6 @@
-"""Implementations of `Files` for tests of the disk tier: one records what a crash could leave, others fail.
+"""Implementations of `Files` for tests of the disk tier: a recorder of crash images, and failing media.
 
-Owns a model of what a medium may do with writes before a sync: keep them, lose them, tear them at any sector,
-fill them with zeros, in any order. Tests use the tier's own seam, `Files`; the tier does not know this
-module.
+Models the freedom of a medium before a sync: it may keep, lose, reorder, tear or zero writes.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ SECTOR_BYTES = 512
 
 
 class Write(NamedTuple):
-    """A write as it was submitted; `end` is the position in the record at which it returned."""
+    """A write; `begin` and `end` are the positions in the record of its call and its return."""
 
     begin: int
     end: int
@@ -30,14 +28,14 @@ class Write(NamedTuple):
 
 
 class Recorder(Files):
-    """Passes all calls on, and records each write and each sync of the file that was opened last.
+    """Records each write and sync of the file that was opened last.
 
-    A position in the record counts the operations so far. `image` returns what the file may hold after a
-    crash at a position. Thread: any.
+    A position is the number of operations so far. `image` makes a possible content of the file after a crash
+    there. Thread: any.
 
     Attributes:
-        writes: every write, in the order in which they returned.
-        size_bytes: of the file.
+        writes: all writes, in the order of their returns.
+        size_bytes: length of the file.
     """
 
     def __init__(self) -> None:
@@ -54,12 +52,12 @@ class Recorder(Files):
             return self._position
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """As `Files.allocate`; begins the record."""
+        """Extend the file, as `Files.allocate`, and record its length."""
         super().allocate(fd, num_bytes)
         self.size_bytes = num_bytes
 
     def write(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """As `Files.write`."""
+        """Write to a file."""
         begin = self._tick()
         written = super().write(fd, buffers, offset)
         data = b"".join(bytes(buffer) for buffer in buffers)[:written]
@@ -69,7 +67,7 @@ class Recorder(Files):
         return written
 
     def sync(self, fd: int) -> None:
-        """As `Files.sync`."""
+        """Sync a file."""
         begin = self._tick()
         super().sync(fd)
         self._syncs.append((begin, self._tick()))
@@ -80,17 +78,19 @@ class Recorder(Files):
             return self._position
 
     def image(self, position: int, chance: random.Random, kind: str, base: bytes = b"") -> bytes:
-        """What the file may hold after a crash at `position`: all synced writes, and of the others
+        """Make a possible content of the file after a crash at `position`.
 
-        - ``all``: all that returned (the process died, the system did not);
+        It contains all synced writes. Of unsynced writes it contains, by kind:
+
+        - ``all``: all that returned (the process died, the system survived);
         - ``none``: nothing;
-        - ``some``: any of the writes, in any order;
-        - ``last``: only the last of the writes, although others were begun before it;
-        - ``torn``: any sectors of any of them;
-        - ``prefix``: of each, a prefix of any length;
-        - ``zeros``: sectors of them; the others are zeros.
+        - ``some``: a random subset, in random order;
+        - ``last``: only the last write, although earlier writes had started;
+        - ``torn``: random sectors;
+        - ``prefix``: a random prefix of each write;
+        - ``zeros``: random sectors, and zeros for the others.
 
-        `base` is what the file held when the record began.
+        `base` is the content of the file at the start of the record.
         """
         synced = max((begin for begin, end in self._syncs if end <= position), default=0)
         content = bytearray(base or bytes(self.size_bytes))
@@ -111,7 +111,7 @@ class Recorder(Files):
 
 
 def _land(content: bytearray, write: Write, position: int, chance: random.Random, kind: str) -> None:
-    """Apply the part of an unsynced write that survives this kind of crash."""
+    """Apply the surviving part of an unsynced write."""
     if kind == "none" or (kind == "all" and write.end > position):
         return
     if kind in ("all", "last", "some"):
@@ -129,65 +129,81 @@ def _land(content: bytearray, write: Write, position: int, chance: random.Random
 
 
 KINDS = ("all", "none", "some", "last", "torn", "prefix", "zeros")
-"""The kinds of crashes of `Recorder.image`."""
+"""Kinds of crashes for `Recorder.image`."""
+
+
+def works(operation: str, offset: int) -> None:
+    """Let an operation pass: the default of `FailingFiles.fail`."""
 
 
 class FailingFiles(Files):
-    """Fails or waits where a test decides.
+    """A medium and clocks that a test controls.
 
     Attributes:
         fail: called before each operation with its name (``read``, ``write``, ``sync``, ``allocate``) and
             its offset; it may raise `OSError`, wait, or do nothing.
+        clock_s: seconds since 1970; None for the real time.
+        passed_s: the monotonic clock, which only tests advance.
+        sleep_calls: requested sleeps; no sleep takes time.
     """
 
-    def __init__(self) -> None:
-        self.fail: Callable[[str, int], None] = lambda operation, offset: None
+    def __init__(self, clock_s: float | None = None) -> None:
+        self.fail: Callable[[str, int], None] = works
+        self.clock_s, self.passed_s, self.sleep_calls = clock_s, 1000.0, list[float]()
+
+    def time_s(self) -> float:
+        """Return `clock_s`, or the real time."""
+        return super().time_s() if self.clock_s is None else self.clock_s
+
+    def monotonic_s(self) -> float:
+        """Return `passed_s`."""
+        return self.passed_s
+
+    def sleep(self, seconds: float) -> None:
+        """Record a sleep."""
+        self.sleep_calls.append(seconds)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """As `Files.allocate`."""
+        """Extend a file."""
         self.fail("allocate", 0)
         super().allocate(fd, num_bytes)
 
     def read(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """As `Files.read`."""
+        """Read from a file."""
         self.fail("read", offset)
         return super().read(fd, buffers, offset)
 
     def write(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """As `Files.write`."""
+        """Write to a file."""
         self.fail("write", offset)
         return super().write(fd, buffers, offset)
 
     def sync(self, fd: int) -> None:
-        """As `Files.sync`."""
+        """Sync a file."""
         self.fail("sync", 0)
         super().sync(fd)
 
 
 class BufferedFiles(Files):
-    """Through the system's cache, as on file systems without direct I/O."""
+    """Buffered I/O, as on file systems without direct I/O."""
 
     def open(self, path: Path, flags: int) -> int:
-        """As `Files.open`."""
+        """Open a file without direct I/O."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 class ShortFiles(BufferedFiles):
-    """Moves only a few bytes in each call, as every system may.
-
-    Attributes:
-        num_bytes: the most bytes of a call.
-    """
+    """Moves at most `num_bytes` in each call, as every system may."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
 
     def read(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """As `Files.read`."""
+        """Read from a file."""
         return super().read(fd, self._head(buffers), offset)
 
     def write(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """As `Files.write`."""
+        """Write to a file."""
         return super().write(fd, self._head(buffers), offset)
 
     def _head(self, buffers: Buffers) -> Buffers:
@@ -199,16 +215,15 @@ class ShortFiles(BufferedFiles):
 
 
 class SparseFiles(Files):
-    """Reserves no room: for slabs larger than the disk of the test machine."""
+    """Reserves no disk space, for slabs larger than the disk of the test machine."""
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Set the length of the file, without reserving room."""
-
+        """Set the length of the file without reserving disk space."""
         os.ftruncate(fd, num_bytes)
 
 
 def raises(number: int, *operations: str, above: int = 0) -> Callable[[str, int], None]:
-    """A `FailingFiles.fail` that raises this error for these operations, at offsets from `above` on."""
+    """Make a `FailingFiles.fail` that raises an error in these operations, at offsets from `above`."""
 
     def fail(operation: str, offset: int) -> None:
         if operation in operations and (offset >= above or operation == "sync"):
@@ -218,7 +233,7 @@ def raises(number: int, *operations: str, above: int = 0) -> Callable[[str, int]
 
 
 def write_image(directory: Path, name: str, image: bytes) -> Path:
-    """Write what a crash left into a directory, as the file `name`."""
+    """Write the content of a crashed file to a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / name
     path.write_bytes(image)

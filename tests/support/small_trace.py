@@ -1,4 +1,4 @@
-"""A trace from lists of block numbers."""
+"""Traces made from lists of block ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvoffload.traces.trace import Trace
 
 
 def trace_of(*requests: list[int]) -> Trace:
-    """A trace whose requests are these block ids."""
+    """Make a trace of requests with these block ids."""
     flat = [block for request in requests for block in request]
     ids = list(dict.fromkeys(flat))
     code = {block: number for number, block in enumerate(ids)}

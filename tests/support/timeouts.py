@@ -1,4 +1,4 @@
-"""How long a test waits for something that should happen at once."""
+"""The time-out of tests for events that should occur at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 
 HANGS_S = 600.0
-"""Seconds. Nothing takes as long, however busy a machine is: what has not happened until then never will."""
+"""Seconds; long enough for a busy machine."""
 
 
 @contextlib.contextmanager
 def killed_if_it_hangs(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Whoever reads from this process gets an end of file, at the latest after `HANGS_S`."""
+    """Kill the process after `HANGS_S`, so that reads from its pipes end."""
     limit = threading.Timer(HANGS_S, process.kill)
     limit.start()
     try:

@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.testing.audit import audit
 from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files, aligned
 from kvoffload.tiers.disk.inspection import opened, verify
 from kvoffload.tiers.disk.layout import ACCESS, LOCK_FILE_BYTES, Layout, entry_dtype
 from kvoffload.tiers.disk.slab import SOUND, Scratch, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
-from support.disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in, slab_name, slots_in_use
+from support.disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in, slab_name
 from support.recording_files import KINDS, BufferedFiles, FailingFiles, Recorder, write_image
 from support.timeouts import HANGS_S, killed_if_it_hangs
 
@@ -140,12 +139,14 @@ def check_image(directory: Path, life: Life, position: int) -> None:
             assert held[number] >= version, f"block {number} is older than what was acknowledged"
 
 
-@pytest.mark.parametrize("seed", range(BOOKS))
-def test_a_crash_at_every_write_and_sync(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "steps"), [(0, 15), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(BOOKS))]
+)
+def test_a_crash_at_every_write_and_sync(tmp_path: Path, seed: int, steps: int) -> None:
     recorder = Recorder()
     disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
     start = recorder.position
-    life = live(disk, recorder, seed, steps=60)
+    life = live(disk, recorder, seed, steps)
     disk.tier.close()
     assert disk.tier.stats().journal_damage == 0
     chance, directory = random.Random(seed), tmp_path / "crash"
@@ -158,15 +159,16 @@ def test_a_crash_at_every_write_and_sync(tmp_path: Path, seed: int) -> None:
                 raise AssertionError(f"seed {seed}, position {position}, {kind}: {error}") from error
 
 
+@pytest.mark.slow
 def test_a_crash_around_every_checkpoint(tmp_path: Path) -> None:
-    """Where the log begins anew: there is one moment in a hundred, so every kind of crash is tried at it."""
+    """Checkpoints are rare, so every kind of crash is tried around each."""
     recorder = Recorder()
     disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
-    layout, start = disk.tier._slab.layout, recorder.position
+    layout, start = disk.layout, recorder.position
     life = live(disk, recorder, 7, steps=80)
-    assert disk.tier._journal.num_checkpoints >= 3
     disk.tier.close()
     heads = [w for w in recorder.writes if w.begin > start and w.offset < layout.log_offset]
+    assert len(heads) >= 3 * 3, "three checkpoints with a group and two heads"
     moments = {position for write in heads for position in range(write.begin - 1, write.end + 8)}
     chance = random.Random(7)
     for position in sorted(moments & set(range(recorder.position + 1))):
@@ -175,31 +177,33 @@ def test_a_crash_around_every_checkpoint(tmp_path: Path) -> None:
             check_image(tmp_path / "crash", life, position)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int) -> None:
-    """The tier opens after a crash with sound accounting, works, and may crash again."""
+@pytest.mark.parametrize(
+    ("seed", "crashes"), [(0, 3), *(pytest.param(seed, 25, marks=pytest.mark.slow) for seed in range(2))]
+)
+def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int, crashes: int) -> None:
+    """After a crash the tier opens with sound accounting, works, and may crash again."""
     recorder = Recorder()
     disk = Disk(tmp_path / "life", NUM_SLOTS, files=recorder)
     start = recorder.position
     live(disk, recorder, 100 + seed, steps=40)
     disk.tier.close()
     chance = random.Random(seed)
-    for number in range(25):
+    for number in range(crashes):
         position = chance.randint(start, recorder.position)
         directory = tmp_path / f"crash{number}"
         write_image(directory, slab_name(), recorder.image(position, chance, chance.choice(KINDS)))
         second = Recorder()
         survivor = Disk(directory, NUM_SLOTS, files=second)
         second.size_bytes = slab_in(directory).stat().st_size
-        audit(survivor.tier._manager)
+        survivor.audit()
         stats = survivor.tier.stats()
         assert stats.ready == stats.restored == len(survivor.here(range(NUM_KEYS)))
-        assert slots_in_use(survivor.tier) == list(range(NUM_SLOTS + 1))
+        assert survivor.slots_in_use() == list(range(NUM_SLOTS + 1))
         here = survivor.here(range(NUM_KEYS))
         job = survivor.tier.submit_read(keys_of(here), survivor.pool, np.arange(len(here)))
         assert survivor.wait(job).all()
         live(survivor, second, 200 + number, steps=10)
-        audit(survivor.tier._manager)
+        survivor.audit()
         assert survivor.tier.stats().mismatches == 0
         survivor.tier.close()
         with opened(directory) as (slab, found):

@@ -1,4 +1,4 @@
-"""One owner for a directory: others wait a little for one that is dying, and are told who it is."""
+"""The lock of a directory: processes wait for a dying owner, and an error names a living one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.disk import lock
 from kvoffload.tiers.disk.inspection import opened
 from kvoffload.tiers.disk.lock import LOCK_NAME, LOCK_WAIT_S, DirectoryLock
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.disk_blocks import Disk
+from support.recording_files import FailingFiles
 
 HOLDER = """
 import sys
@@ -34,7 +34,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def held_by_another(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has the lock, until its input ends or it is killed."""
+    """Run a process that holds the lock; kill it at the end."""
     command = [sys.executable, "-c", HOLDER, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -43,38 +43,34 @@ def held_by_another(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def take(directory: Path, wait_s: float = LOCK_WAIT_S) -> DirectoryLock:
-    return DirectoryLock(directory, RateLimitedLog("kvoffload.disk"), wait_s=wait_s)
+def no_sleep(seconds: float) -> None:
+    raise AssertionError("the lock must not wait")
 
 
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the lock has slept between tries; in truth it does not sleep at all."""
-    slept: list[float] = []
-    monkeypatch.setattr(lock, "sleep", slept.append)
-    return slept
+class NoSleep(FailingFiles):
+    """Fails if a lock waits."""
+
+    def sleep(self, seconds: float) -> None:
+        no_sleep(seconds)
 
 
-def no_pause(seconds: float) -> None:
-    raise AssertionError("nobody will let go")
+def take(directory: Path, sleep: Callable[[float], None] = no_sleep) -> DirectoryLock:
+    return DirectoryLock(directory, RateLimitedLog("kvoffload.disk"), sleep=sleep)
 
 
-def test_an_owner_that_dies_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_lock_waits_for_an_owner_that_dies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with held_by_another(tmp_path) as owner:
-        tries: list[float] = []
+        sleeps: list[float] = []
 
-        def killed_meanwhile(seconds: float) -> None:
-            tries.append(seconds)
-            if len(tries) == 3:
+        def kill_at_the_third(seconds: float) -> None:
+            sleeps.append(seconds)
+            if len(sleeps) == 3:
                 owner.kill()
                 owner.wait()
 
-        monkeypatch.setattr(lock, "sleep", killed_meanwhile)
         with caplog.at_level(logging.WARNING, "kvoffload.disk"):
-            taken = take(tmp_path)
-        assert len(tries) == 3
+            taken = take(tmp_path, kill_at_the_third)
+        assert len(sleeps) == 3
         assert len(caplog.messages) == 1
         assert f"process {owner.pid}" in caplog.text
         assert str(tmp_path) in caplog.text
@@ -82,22 +78,20 @@ def test_an_owner_that_dies_is_waited_for(
         taken.release()
 
 
-def test_an_owner_that_lives_is_named_and_how_long_it_was_waited_for(
-    tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
+def test_the_error_names_the_owner_and_the_time_waited(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    sleeps: list[float] = []
     with held_by_another(tmp_path) as owner:
         with pytest.raises(ConfigError, match=f"process {owner.pid} has it open.*waited {LOCK_WAIT_S:g} s"):
-            take(tmp_path)
-        assert sum(pauses) == pytest.approx(LOCK_WAIT_S)
-        assert min(pauses) >= 0.1, "no spinning"
+            take(tmp_path, sleeps.append)
+        assert sum(sleeps) == pytest.approx(LOCK_WAIT_S)
+        assert min(sleeps) >= 0.1
         assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("opening", [lambda path: Disk(path, 4), take])
-def test_the_own_lock_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: Callable[[Path], object]
-) -> None:
-    monkeypatch.setattr(lock, "sleep", no_pause)
+@pytest.mark.parametrize("opening", [lambda path: Disk(path, 4, files=NoSleep()), take])
+def test_a_lock_of_this_process_is_not_waited_for(tmp_path: Path, opening: Callable[[Path], object]) -> None:
     held = take(tmp_path)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
         opening(tmp_path)
@@ -106,27 +100,27 @@ def test_the_own_lock_is_not_waited_for(
     take(tmp_path).release()
 
 
-def test_a_process_of_another_container_with_our_number_is_waited_for(
-    tmp_path: Path, pauses: list[float]
-) -> None:
-    """A container that is started again numbers its processes as the one before."""
+def test_a_process_of_another_container_with_the_same_pid_is_waited_for(tmp_path: Path) -> None:
+    """A restarted container reuses the pids of its predecessor."""
+    sleeps: list[float] = []
     with held_by_another(tmp_path):
         (tmp_path / LOCK_NAME).write_text(f"{os.getpid()}\n")
         with pytest.raises(ConfigError, match=f"process {os.getpid()} has it open"):
-            take(tmp_path)
-    assert pauses
+            take(tmp_path, sleeps.append)
+    assert sleeps
 
 
-def test_a_tier_waits_and_a_command_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
-) -> None:
+def test_a_tier_waits_and_a_command_does_not(tmp_path: Path) -> None:
     Disk(tmp_path, 4).tier.close()
+    files = FailingFiles()
     with held_by_another(tmp_path) as owner:
         with pytest.raises(ConfigError, match=f"process {owner.pid} has it open"):
-            Disk(tmp_path, 4)
-        assert pauses
-        monkeypatch.setattr(lock, "sleep", no_pause)
-        with pytest.raises(ConfigError, match=f"process {owner.pid} has it open"), opened(tmp_path):
+            Disk(tmp_path, 4, files=files)
+        assert files.sleep_calls
+        with (
+            pytest.raises(ConfigError, match=f"process {owner.pid} has it open"),
+            opened(tmp_path, NoSleep()),
+        ):
             pass
     with opened(tmp_path):
         pass
@@ -138,7 +132,6 @@ def test_a_file_system_without_locks_is_not_waited_for(
     def refuse(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lock, "sleep", no_pause)
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(ConfigError, match="cannot lock files"):
         take(tmp_path)

@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload.testing.audit import audit
 from kvoffload.tiers.contract import NO_JOB
-from support.disk_blocks import Disk, block_of, keys_of, slab_in, slab_name, slots_in_use
+from support.disk_blocks import Disk, block_of, keys_of, slab_in, slab_name
 from support.recording_files import KINDS, Recorder, write_image
 from support.timeouts import HANGS_S
 
@@ -145,8 +144,8 @@ class DiskMachine(RuleBasedStateMachine):
     @invariant()
     def books(self) -> None:
         if getattr(self, "disk", None) is not None:
-            audit(self.disk.tier._manager)
-            assert slots_in_use(self.disk.tier) == list(range(NUM_SLOTS + 1))
+            self.disk.audit()
+            assert self.disk.slots_in_use() == list(range(NUM_SLOTS + 1))
             assert self.disk.tier.stats().mismatches == 0
 
     def teardown(self) -> None:
@@ -157,7 +156,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 TestDiskMachine = DiskMachine.TestCase
 TestDiskMachine.settings = settings(
-    max_examples=settings().max_examples // 2,
+    max_examples=3 if settings().max_examples <= 20 else settings().max_examples // 2,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

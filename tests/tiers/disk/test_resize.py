@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvoffload.errors import UnavailableError
-from kvoffload.testing.audit import audit
-from kvoffload.tiers.disk import resize
+from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.inspection import opened, verify
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.striped import StripedTier
 from support.disk_blocks import KEY_BYTES, Disk, Driver, capacity_for, keys_of, slab_in, slab_name
-from support.recording_files import KINDS, BufferedFiles, FailingFiles, Recorder, raises, write_image
+from support.recording_files import KINDS, BufferedFiles, FailingFiles, Recorder, raises, works, write_image
 from support.timeouts import HANGS_S
+
+CHANGES = [(60, 200), (60, 75), (200, 60), (200, 20)]
 
 
 def used_bytes(directory: Path) -> int:
@@ -40,12 +41,12 @@ def read_all(disk: Driver, numbers: list[int]) -> list[int]:
 
 def close(disk: Disk) -> None:
     assert disk.tier.drain(HANGS_S)
-    audit(disk.tier._manager)
+    disk.audit()
     disk.tier.close()
     assert (disk.wrong, disk.tier.stats().mismatches) == (0, 0)
 
 
-@pytest.mark.parametrize("num_blocks", [100, 130, 200, 900])
+@pytest.mark.parametrize("num_blocks", [100, 130, 300])
 def test_a_larger_capacity_keeps_all(
     tmp_path: Path, num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -56,9 +57,9 @@ def test_a_larger_capacity_keeps_all(
     assert read_all(disk, numbers) == numbers
     assert disk.tier.stats().capacity == num_blocks
     if num_blocks > 100:
-        (said,) = [record.getMessage() for record in caplog.records]
-        assert f"{capacity_for(100, 4096)} bytes and is to have {capacity_for(num_blocks, 4096)}" in said
-        assert "100 of 100 blocks are kept" in said
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert f"from {capacity_for(100, 4096)} to {capacity_for(num_blocks, 4096)} bytes" in message
+        assert "100 of 100 blocks are kept" in message
     more = list(range(1000, 1000 + num_blocks - 100))
     for number in more:
         assert disk.write([number]) == [number]
@@ -69,7 +70,7 @@ def test_a_larger_capacity_keeps_all(
         assert verify(slab, found) == []
     caplog.clear()
     Disk(tmp_path, num_blocks).tier.close()
-    assert caplog.records == [], "said once"
+    assert caplog.records == [], "logged once"
 
 
 @pytest.mark.parametrize("num_blocks", [90, 50, 10])
@@ -100,15 +101,38 @@ def test_a_capacity_too_small_for_the_journal_begins_anew(
 ) -> None:
     Disk(tmp_path, 20_000, 512).tier.close()
     disk = Disk(tmp_path, 2, 512)
-    assert "its journal alone does not fit: it is made anew" in caplog.text
+    assert "its journal does not fit, so the slab is replaced" in caplog.text
     assert disk.write([1]) == [1]
     assert used_bytes(tmp_path) <= capacity_for(2, 512)
     close(disk)
 
 
-def test_any_row_of_capacities(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE])
+def test_a_smaller_capacity_forgets_no_block_that_the_system_refuses_to_read(
+    tmp_path: Path, number: int
+) -> None:
+    numbers = list(range(100))
+    filled(tmp_path, 100, numbers)
+    with opened(tmp_path) as (slab, _):
+        slots_offset = slab.layout.slots_offset
+    files = FailingFiles()
+    files.fail = raises(number, "read", above=slots_offset)
+    disk = Disk(tmp_path, 100)
+    disk.use(numbers[-30:])
+    close(disk)
+    with pytest.raises(UnavailableError, match="the system refuses to read some blocks"):
+        Disk(tmp_path, 50, files=files)
+    files.fail = works
+    disk = Disk(tmp_path, 50, files=files)
+    disk.versions = dict.fromkeys(numbers, 0)
+    assert len(read_all(disk, numbers[-48:])) == 48
+    close(disk)
+
+
+@pytest.mark.parametrize("num_lives", [5, pytest.param(25, marks=pytest.mark.slow)])
+def test_any_sequence_of_capacities(tmp_path: Path, num_lives: int) -> None:
     chance, versions = random.Random(5), dict[int, int]()
-    for life in range(25):
+    for life in range(num_lives):
         disk = Disk(tmp_path, num_blocks := chance.choice([5, 20, 60, 61, 120, 200, 600]))
         disk.versions = versions
         here = disk.here(range(3000))
@@ -133,7 +157,7 @@ def test_a_larger_capacity_on_a_full_disk_stays_as_it_was(
         assert read_all(disk, numbers) == numbers
         assert disk.tier.stats().capacity == 60
         close(disk)
-    assert "the capacity stays as it was until the next start" in caplog.text
+    assert "the old capacity stays until the next start" in caplog.text
     disk = Disk(tmp_path, 600)
     disk.versions = dict.fromkeys(numbers, 0)
     assert read_all(disk, numbers) == numbers
@@ -184,7 +208,8 @@ def test_other_producers_make_way_for_a_larger_capacity_and_a_smaller_one(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(60, 200), (60, 75), (200, 60), (200, 20)], ids=lambda number: str(number)
+    ("before", "after"),
+    [(8, 24), (24, 8), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in CHANGES)],
 )
 def test_a_crash_at_every_write_and_sync_of_a_change(tmp_path: Path, before: int, after: int) -> None:
     chance = random.Random(before * after)
@@ -192,7 +217,7 @@ def test_a_crash_at_every_write_and_sync_of_a_change(tmp_path: Path, before: int
     chance.shuffle(numbers)
     filled(tmp_path / "life", before, numbers)
     # A slab that was larger keeps its longer journal.
-    kept = set(numbers[-before if after > before else -after + 12 :])
+    kept = set(numbers[-before if after > before else min(-1, -after + 12) :])
     base, recorder = slab_in(tmp_path / "life").read_bytes(), Recorder()
     disk = Disk(tmp_path / "life", after, files=recorder)
     position_end = recorder.position
@@ -223,20 +248,25 @@ def test_a_crash_at_every_write_and_sync_of_a_change(tmp_path: Path, before: int
 
 
 def cut_growth(directory: Path, num_blocks: int) -> None:
-    """Begin a growth and cut it just after the journal has moved behind the slots."""
+    """Begin a growth and fail after the journal has moved behind the slots."""
 
-    def cut(*args: object) -> None:
-        raise OSError(errno.EIO, "cut")
+    files, superblocks = FailingFiles(), list[int]()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resize, "rearrange", cut)
-        with pytest.raises(UnavailableError):
-            Disk(directory, num_blocks)
+    def cut(operation: str, offset: int) -> None:
+        # After the two superblocks that name the moved journal.
+        if operation == "write" and offset <= PAGE_BYTES:
+            superblocks.append(offset)
+        elif operation == "read" and len(superblocks) == 2:
+            raise OSError(errno.EIO, "cut")
+
+    files.fail = cut
+    with pytest.raises(UnavailableError):
+        Disk(directory, num_blocks, files=files)
     with opened(directory) as (slab, _):
         assert slab.layout.is_moving
 
 
-@pytest.mark.parametrize("num_blocks", [60, 80, 200, 201, 500, 5000])
+@pytest.mark.parametrize("num_blocks", [60, 201, 500])
 def test_a_growth_that_was_cut_goes_on_to_any_larger_capacity(tmp_path: Path, num_blocks: int) -> None:
     numbers = list(range(60))
     filled(tmp_path, 60, numbers)
@@ -250,7 +280,7 @@ def test_a_growth_that_was_cut_goes_on_to_any_larger_capacity(tmp_path: Path, nu
     close(disk)
 
 
-@pytest.mark.parametrize("num_blocks", [700, 200, 100, 20])
+@pytest.mark.parametrize("num_blocks", [700, 20])
 def test_a_second_growth_that_was_cut_goes_on_to_any_smaller_capacity(
     tmp_path: Path, num_blocks: int
 ) -> None:
@@ -268,6 +298,7 @@ def test_a_second_growth_that_was_cut_goes_on_to_any_smaller_capacity(
     close(disk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [60, 200, 500])
 def test_a_second_crash_at_every_write_and_sync_of_the_resumption(tmp_path: Path, resumed: int) -> None:
     chance, numbers = random.Random(resumed), list(range(60))
@@ -318,7 +349,7 @@ def test_a_layout_for_another_capacity_holds_as_much_as_it_can() -> None:
             assert small is None or small.file_bytes <= layout.file_bytes
 
 
-@pytest.mark.parametrize("num_new", [1, 20, 40])
+@pytest.mark.parametrize("num_new", [1, 40])
 def test_another_producer_takes_the_coldest_blocks_and_a_margin(tmp_path: Path, num_new: int) -> None:
     numbers, chance = list(range(200)), random.Random(num_new)
     chance.shuffle(numbers)
@@ -330,14 +361,14 @@ def test_another_producer_takes_the_coldest_blocks_and_a_margin(tmp_path: Path, 
     other = Disk(tmp_path, 200, fingerprint="other")
     for number in range(num_new):
         assert other.write([number]) == [number]
-    journal = other.tier._slab.layout.slots_offset // 4096
+    journal = other.layout.slots_offset // 4096
     assert used_bytes(tmp_path) <= capacity_for(200, 4096)
     close(other)
     disk = Disk(tmp_path, 200)
     disk.versions = dict.fromkeys(numbers, 0)
     left = disk.here(numbers)
     assert set(hot) <= set(left)
-    margin = disk.tier._slab.layout.num_usable // 16
+    margin = disk.layout.num_usable // 16
     assert 200 - len(left) <= journal + num_new + 2 * margin
     assert sorted(read_all(disk, left)) == sorted(left)
     close(disk)

@@ -1,4 +1,4 @@
-"""What the threads of a disk tier hand to each other."""
+"""Chunks: the units of work that the threads of a disk tier pass to each other."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NO_STAMPS: Stamps = np.empty(0, np.uint64)
 
 @dataclass(eq=False)
 class Chunk:
-    """Blocks that one thread reads or writes at once, slots ascending.
+    """Blocks that one thread reads or writes in one go, in ascending order of slots.
 
     Attributes:
-        owner: the job that they belong to; not used here.
-        index: their rows in the owner's arrays.
-        outcomes: the outcome of each, set when the chunk is handed back.
-        checksums: of a read: the expected ones; of a write: the real ones, set when it is handed back.
-        stamps: of a write: when its blocks were first used.
-        gate: of a write: how many removals must be durable before it.
+        owner: the job of these blocks; the pipeline does not use it.
+        index: rows of these blocks in the owner's arrays.
+        outcomes: outcome of each block; set before the chunk is delivered.
+        checksums: the expected checksums of a read. A write sets the real ones before it is delivered.
+        stamps: access stamps of written blocks.
+        gate: number of removals that must be durable before a write starts.
     """
 
     owner: Any

@@ -1,13 +1,13 @@
-"""The thread that makes blocks durable, and says when a slot may be written again.
+"""The thread that makes blocks durable and decides when a slot may be written again.
 
-Owns the order that the crash contract rests on:
+Owns the order of operations that the crash contract requires:
 
-1. a slot is written only when the removal of the block that was in it is durable;
-2. a block's entry is appended to the journal only when its data are durable;
-3. a write is reported when its entry is durable.
+1. A slot is written only after the removal of its former block is durable.
+2. A block's entry is appended to the journal only after its data are durable.
+3. A write is reported only after its entry is durable.
 
-One sync serves many blocks: the sync that makes the data of a batch durable also makes the entries of the
-batch before durable. Does not move blocks, nor know which slot a key is in.
+One sync makes the data of a batch durable and the entries of the batch before. Does not move blocks, and does
+not know keys.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 COMMIT_INTERVAL_S = 0.002
-"""Time between two commits while writes run: each commit takes at least a page of the log."""
+"""Shortest pause between two commits while writes run, because a commit takes at least a page of the log."""
 COMMIT_PACE = 32
-"""Time between two commits, in durations of the last one: a sync delays the writes beside it."""
+"""Pause between two commits, as a multiple of the last commit's duration: a sync delays concurrent writes."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
-"""Time until the next attempt after the superblocks could not be written."""
+"""Pause after a failed write of the superblocks."""
 ACCESS_INTERVAL_S = 1.0
-"""How long accesses wait for a commit that includes them."""
+"""Longest time that accesses wait for a commit."""
 MAX_PENDING_ACCESSES = 1 << 22
 
 _NO_SLOTS = np.empty(0, np.uint32)
 
 
 class Movers(Protocol):
-    """The threads that write blocks, as the committer sees them. All but `hand_back` need its lock."""
+    """The committer's view of the threads that move blocks. All methods except `end` need its lock."""
 
     num_threads: int
-    """How many there are."""
+    """Number of threads."""
     num_writing: int
-    """Writes that a thread is moving."""
+    """Writes that threads are moving."""
 
     def num_queued(self) -> int:
-        """Writes that no thread has begun."""
+        """Return the number of writes that no thread has started."""
 
     def release(self, chunk: Chunk) -> None:
-        """The slots of this write may be written now."""
+        """Queue a write whose slots may now be written."""
 
-    def give_up(self) -> list[Chunk]:
-        """The writes that no thread has begun: the journal has failed, so they never will be."""
+    def cancel_queued(self) -> list[Chunk]:
+        """Remove and return the writes that no thread has started."""
 
-    def hand_back(self, chunks: list[Chunk]) -> None:
-        """These have ended. Takes the lock."""
+    def end(self, chunks: list[Chunk]) -> None:
+        """Deliver chunks that have ended. Takes the lock."""
 
 
 @dataclass(eq=False)
 class _Batch:
-    """The contents of the next group of the journal."""
+    """Contents of the next journal group."""
 
     removed: list[SlabSlots] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -76,18 +76,17 @@ class _Batch:
 
 
 class Committer:
-    """Collects what has happened to slots, and writes it to the journal in batches.
+    """Collects changes of slots and writes them to the journal in batches.
 
-    When the journal fails, writing ends for good: writes that have not been reported fail, and `broken` is
-    set; `void` still works.
+    A failure of the journal is final: unreported writes fail, and `broken` is set; `void` still works.
 
-    Thread: `remove`, `void` and `access` on the scheduler's; they do not wait. Methods that say so are called
-    with `lock` held.
+    Thread: `remove`, `void` and `access` on the scheduler's thread; they do not wait. The movers' methods
+    need `lock`.
 
     Attributes:
-        lock: guards everything here, and the queues of the movers.
-        settled: notified whenever something has ended or become durable.
-        thread: the thread that commits; started by the movers.
+        lock: guards the committer's state and the queues of the movers.
+        settled: notified whenever a chunk has ended or a batch has become durable.
+        thread: the thread that commits; `start` starts it.
         broken: the journal has failed.
     """
 
@@ -97,24 +96,24 @@ class Committer:
         self.lock = threading.Lock()
         self._wake, self.settled = threading.Condition(self.lock), threading.Condition(self.lock)
         self._movers: Movers
-        self._pending, self._under_way = _Batch(), list[_Batch]()
+        self._pending, self._in_flight = _Batch(), list[_Batch]()
         self._gated = deque[Chunk]()
         self._num_accesses, self._oldest_access = 0, 0.0
-        self._num_removals = self._num_durable = 0
+        self._num_removals = self._durable_removals = 0
         self._void_before = self._void_durable = np.uint64(slab.void_before)
         self._void_again = 0.0
         self._flushing = self._stopping = self._committing = self.broken = False
         self.thread = threading.Thread(target=self._commit_batches, daemon=True, name="kvoffload-journal")
 
     def start(self, movers: Movers) -> None:
-        """Begin, with the threads that move blocks. Raises `RuntimeError` if there can be no thread."""
+        """Start the thread. Raises `RuntimeError` if the system cannot start one."""
         self._movers = movers
         self.thread.start()
 
     # ---- the scheduler's side
 
     def remove(self, slots: SlabSlots) -> int:
-        """These slots are now empty; returns the gate of the next write into them."""
+        """Record emptied slots; returns the gate of the next write into these slots."""
         with self.lock:
             if not self.broken:
                 self._pending.removed.append(slots)
@@ -123,16 +122,16 @@ class Committer:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """Blocks of a lower generation, also those in flight, are void; durably once it is `quiet`.
+        """Make blocks of lower generations void, including blocks in flight; durable when `is_settled`.
 
-        Call `remove` after this for blocks that have an entry: their slots are not free before.
+        Afterwards call `remove` for blocks that have an entry, which frees their slots.
         """
         with self.lock:
             self._void_before = np.uint64(generation)
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """These slots were used (with `REUSE`) at these times: recorded with the next commit."""
+        """Record uses of slots, with the flag `REUSE` for counted uses, in the next commit."""
         with self.lock:
             if self.broken or self._num_accesses + len(slots) > MAX_PENDING_ACCESSES:
                 return
@@ -145,47 +144,47 @@ class Committer:
     # ---- the movers' side, with the lock held
 
     def hold(self, chunk: Chunk) -> bool:
-        """Keep a write until the slots that it goes to may be written; False if they may be already."""
-        if chunk.gate <= self._num_durable:
+        """Hold a write until its slots may be written; False if the slots are free already."""
+        if chunk.gate <= self._durable_removals:
             return False
         self._gated.append(chunk)
         self._wake.notify()
         return True
 
-    def begun(self) -> None:
-        """A mover has taken a write: others may wait for removals that the next commit makes durable."""
+    def note_started(self) -> None:
+        """Note that a mover has taken a write; held writes may now be due for a commit."""
         if self._gated:
             self._wake.notify()
 
-    def written(self, chunk: Chunk) -> bool:
-        """A mover has written a chunk; False if it has nothing to make durable, and has ended."""
+    def note_written(self, chunk: Chunk) -> bool:
+        """Take a chunk that a mover has written; False if no block needs a commit."""
         self._wake.notify()
         if self.broken:
             chunk.outcomes[:] = UNREADABLE
-        is_awaited = bool((chunk.outcomes == SOUND).any())
-        if is_awaited:
+        needs_commit = bool((chunk.outcomes == SOUND).any())
+        if needs_commit:
             self._pending.chunks.append(chunk)
-        return is_awaited
+        return needs_commit
 
     @property
-    def may_release(self) -> bool:
-        """Whether there are writes that wait here, and will go on."""
+    def will_release(self) -> bool:
+        """True if held writes will be released."""
         return bool(self._gated) and not self.broken
 
     @property
-    def quiet(self) -> bool:
-        """Whether all that it was told is durable; without a journal, whether all that can be is."""
+    def is_settled(self) -> bool:
+        """True if all recorded changes are durable; with a broken journal, if `void` is."""
         if self._void_before > self._void_durable:
             return False
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """Whether somebody waits until it is `quiet`: accesses do not wait for company then."""
+        """Set whether a caller waits for `is_settled`; pending accesses are then committed at once."""
         self._flushing = flushing
         self._wake.notify()
 
     def stop(self) -> None:
-        """End the thread when nothing is left to make durable."""
+        """End the thread once everything is durable."""
         self._stopping = True
         self._wake.notify_all()
 
@@ -196,7 +195,7 @@ class Committer:
             began = time.monotonic()
             self._make_void()
             if self.broken:
-                self._under_way.clear()
+                self._in_flight.clear()
                 continue
             try:
                 self._commit()
@@ -204,42 +203,42 @@ class Committer:
                 self._break(error)
                 continue
             with self.lock:
-                self._committing = bool(self._under_way)
+                self._committing = bool(self._in_flight)
                 self.settled.notify_all()
                 now = time.monotonic()
                 pause = max(COMMIT_INTERVAL_S, min(COMMIT_PACE * (now - began), LONGEST_COMMIT_INTERVAL_S))
                 self._wake.wait_for(self._writes_need_a_commit, pause)
 
     def _take_batch(self) -> bool:
-        """Wait for something to commit, and take it; False if there will be nothing any more."""
+        """Wait for a batch and take it; False if the thread shall end."""
         with self.lock:
             while not self._has_work():
-                # A write that is still under way must be made durable.
+                # Writes in flight must still be made durable.
                 movers = self._movers
                 if self._stopping and not (self._gated or movers.num_queued() or movers.num_writing):
                     return False
                 self._wake.wait(self._seconds_to_wait())
             self._committing = True
-            self._under_way.append(self._pending)
+            self._in_flight.append(self._pending)
             self._pending, self._num_accesses = _Batch(), 0
             return True
 
     def _commit(self) -> None:
-        """Append the newest batch when its data are durable. If another one waits, its sync serves both."""
-        *earlier, batch = self._under_way
+        """Append the newest batch after its data are durable; a waiting batch will sync for both."""
+        *earlier, batch = self._in_flight
         if batch.chunks or earlier:
             self._journal.sync()
         for durable in earlier:
-            self._durable(durable)
+            self._end_batch(durable)
         self._append(batch)
         with self.lock:
-            more = bool(self._pending.chunks or self._pending.removed)
-        if not more:
+            is_next_waiting = bool(self._pending.chunks or self._pending.removed)
+        if not is_next_waiting:
             self._journal.sync()
-            self._durable(batch)
+            self._end_batch(batch)
 
     def _make_void(self) -> None:
-        """Record in the superblocks what is void, even without a journal; repeated until it succeeds."""
+        """Write the void generation to the superblocks, even if the journal is broken; retried until done."""
         with self.lock:
             if not self._must_make_void():
                 return
@@ -247,7 +246,9 @@ class Committer:
         try:
             self._slab.void(int(generation))
         except OSError as error:
-            self._log.warn("void", "disk tier: a reset may be undone by a restart: %s", error)
+            self._log.warn(
+                "void", "disk tier: a restart may undo the reset: superblocks not written: %s", error
+            )
             self._void_again = time.monotonic() + VOID_RETRY_S
             return
         with self.lock:
@@ -258,7 +259,7 @@ class Committer:
         return bool(self._void_before > self._void_durable) and time.monotonic() >= self._void_again
 
     def _writes_need_a_commit(self) -> bool:
-        """Whether little or nothing is left to write before the next commit."""
+        """Return True if a commit should not wait for further writes."""
         if self._stopping:
             return True
         if self._gated:
@@ -273,14 +274,14 @@ class Committer:
         return bool(pending.accesses) and (self._flushing or self._stopping or is_time)
 
     def _seconds_to_wait(self) -> float | None:
-        """Seconds until there is work even without a notification; None if there will be none."""
+        """Return the seconds until the next timed work; None if there is none."""
         times = [self._oldest_access + ACCESS_INTERVAL_S] if self._pending.accesses else []
         if self._void_before > self._void_durable:
             times.append(self._void_again)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _append(self, batch: _Batch) -> None:
-        """Append a batch to the journal."""
+        """Append a batch to the journal as one group or more."""
         removed = np.concatenate([_NO_SLOTS, *batch.removed])
         entries = np.concatenate([self._no_entries, *(self._entries_of(chunk) for chunk in batch.chunks)])
         stamps = np.concatenate([NO_STAMPS, *(stamps for _, stamps in batch.accesses)])
@@ -291,7 +292,7 @@ class Committer:
         self._journal.append(removed, entries, accessed, first_stamp)
 
     def _entries_of(self, chunk: Chunk) -> Records:
-        # Read after the batch was taken: a batch that empties a slot must not fill it again.
+        # Reads `_void_before` after the batch was taken: a batch that empties a slot must not refill it.
         written = (chunk.outcomes == SOUND) & (chunk.generations >= self._void_before)
         entries: Records = np.empty(int(np.count_nonzero(written)), self._no_entries.dtype)
         entries["slot"], entries["generation"] = chunk.slots[written], chunk.generations[written]
@@ -300,31 +301,31 @@ class Committer:
         entries["uses"] = 0
         return entries
 
-    def _durable(self, batch: _Batch) -> None:
-        """This batch is durable: report its writes, and allow writes into the slots that it emptied."""
+    def _end_batch(self, batch: _Batch) -> None:
+        """Report the writes of a durable batch, and release writes into the slots that it emptied."""
         with self.lock:
-            self._under_way.remove(batch)
-            self._num_durable += sum(map(len, batch.removed))
-            while self._gated and self._gated[0].gate <= self._num_durable:
+            self._in_flight.remove(batch)
+            self._durable_removals += sum(map(len, batch.removed))
+            while self._gated and self._gated[0].gate <= self._durable_removals:
                 self._movers.release(self._gated.popleft())
-        self._movers.hand_back(batch.chunks)
+        self._movers.end(batch.chunks)
 
     def _break(self, error: Exception) -> None:
-        """The journal has failed: the state of the medium is unknown, so nothing more is written."""
-        self._log.warn("journal", "disk tier: the journal failed, nothing is written from now on: %s", error)
+        """Stop writing after a failure of the journal, since the state of the medium is unknown."""
+        self._log.warn("journal", "disk tier: the journal failed, no more blocks are written: %s", error)
         with self.lock:
             self.broken = True
-            failed = [chunk for batch in (*self._under_way, self._pending) for chunk in batch.chunks]
-            failed += [*self._gated, *self._movers.give_up()]
+            failed = [chunk for batch in (*self._in_flight, self._pending) for chunk in batch.chunks]
+            failed += [*self._gated, *self._movers.cancel_queued()]
             self._gated.clear()
-            self._under_way.clear()
+            self._in_flight.clear()
             self._pending, self._num_accesses = _Batch(), 0
             self._committing = False
         fail(failed)
-        self._movers.hand_back(failed)
+        self._movers.end(failed)
 
 
 def fail(chunks: list[Chunk]) -> None:
-    """None of these blocks was moved."""
+    """Mark all blocks of these chunks as not moved."""
     for chunk in chunks:
         chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)

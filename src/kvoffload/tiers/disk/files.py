@@ -1,6 +1,6 @@
-"""All system calls of the disk tier: every read, write and sync of a slab goes through a `Files`.
+"""System calls of the disk tier: every read, write and sync of a slab, and every clock, belongs to a `Files`.
 
-Tests replace it by one that records, tears, delays or refuses. Does not know slabs.
+Tests substitute a `Files` that records, tears, delays or refuses calls, or has its own clocks.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,19 +17,31 @@ import numpy as np
 import numpy.typing as npt
 
 Buffers: TypeAlias = Sequence[Any]
-"""Objects with the buffer protocol, contiguous."""
+"""Contiguous objects with the buffer protocol."""
 
 PAGE_BYTES = 4096
-"""Offsets, lengths and addresses that every device accepts without a copy: multiples of this."""
+"""Alignment of offsets, lengths and addresses for direct I/O."""
 
 
 class Files:
-    """The system calls that the disk tier needs. Errors are `OSError`. Thread: any, several at a time."""
+    """System calls of the disk tier. Raises: `OSError`. Thread: any, several at a time."""
+
+    def time_s(self) -> float:
+        """Return seconds since 1970."""
+        return time.time()
+
+    def monotonic_s(self) -> float:
+        """Return seconds of a clock that never goes back."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Block the calling thread, while another process holds a lock."""
+        time.sleep(seconds)
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, with direct I/O if its file system has it; a new file is private to its owner.
+        """Open a file, with direct I/O if its file system supports it; a new file gets mode 0600.
 
-        A symbolic link is refused: it leads out of the directory.
+        Refuses a symbolic link, which may lead out of the directory.
         """
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.suppress(OSError):
@@ -36,37 +49,37 @@ class Files:
         return os.open(path, flags, 0o600)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Make the file at least this long, and reserve the room of what is new if the file system can."""
+        """Extend the file to at least `num_bytes`, and reserve disk space if the file system supports it."""
         start = self.size(fd)
         if num_bytes <= start:
             return
         if hasattr(os, "posix_fallocate"):
-            # Not what is there: where the library imitates this call it writes, and others write there too.
+            # Only the new part: some libraries emulate this call with writes, and other threads write blocks.
             os.posix_fallocate(fd, start, num_bytes - start)
         os.ftruncate(fd, num_bytes)
 
     def shorten(self, fd: int, num_bytes: int) -> None:
-        """Give back the room behind this many bytes."""
+        """Truncate the file to `num_bytes`."""
         os.ftruncate(fd, num_bytes)
 
     def size(self, fd: int) -> int:
-        """Bytes of the file."""
+        """Return the length of the file in bytes."""
         return os.fstat(fd).st_size
 
     def read(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Fill the buffers from `offset` on; returns how many bytes were read."""
+        """Fill the buffers from `offset`; returns the number of bytes read."""
         return os.preadv(fd, buffers, offset)
 
     def write(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """Write the buffers from `offset` on; returns how many bytes were written."""
+        """Write the buffers at `offset`; returns the number of bytes written."""
         return os.pwritev(fd, buffers, offset)
 
     def sync(self, fd: int) -> None:
-        """Return when everything written before is on the medium."""
+        """Make all earlier writes durable."""
         getattr(os, "fdatasync", os.fsync)(fd)
 
     def sync_directory(self, path: Path) -> None:
-        """Return when the names in a directory are on the medium."""
+        """Make the names in a directory durable."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -79,6 +92,6 @@ class Files:
 
 
 def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed memory that direct I/O accepts: it starts on a page, and its length is whole pages."""
+    """Allocate zeroed memory for direct I/O: aligned to a page, in whole pages."""
     length = -(-max(1, num_bytes) // PAGE_BYTES) * PAGE_BYTES
     return np.frombuffer(mmap.mmap(-1, length), np.uint8)

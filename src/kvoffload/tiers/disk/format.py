@@ -1,7 +1,7 @@
-"""Every byte of a slab: superblock, groups of the journal, heads of checkpoints, headers of blocks.
+"""Encodings of a slab: superblock, journal groups, checkpoint heads, block headers, and their checksums.
 
-Owns the encodings and their checksums; `layout` knows where each of them is, and docs/formats.md describes
-them in prose. All integers are little-endian. Does no I/O, and does not know when anything is written.
+`layout` has the offsets; docs/formats.md describes the format in prose. All integers are little-endian. Does
+no I/O.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvoffload.tiers.producer_text import pack, unpack
 FORMAT_VERSION = 4
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
-"""Bit of the slot in an access: the access counts as a use, and not only as a new place in the order."""
+"""Flag in the slot number of an access: it counts as a use. Without the flag it only changes the order."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
@@ -78,18 +78,18 @@ HEAD = np.dtype(
 )
 HOUR = np.dtype([("hour", "<u8"), ("num_blocks", "<u8")])
 MAX_NUMBER = 1 << 62
-"""Epochs, sequences and generations are below this: greater ones are damage, and could not be counted up."""
+"""Limit of epochs, sequences and generations; greater numbers are damage and would overflow."""
 MAX_HOURS = 48
-"""Hours for which a checkpoint records how much was written: a day, and a margin."""
+"""Hours for which a checkpoint records the number of blocks written: a day and a margin."""
 
 
 class Identity(NamedTuple):
-    """Which slab this is, and which producer may use it.
+    """Identity of a slab and of its producer.
 
     Attributes:
-        slab_id: random; binds the journal's groups to their slab.
+        slab_id: random number; binds journal groups to their slab.
         fingerprint: 16 bytes of SHA-256 of the producer's text; every block's checksum includes it.
-        text: the producer's text, packed to fit the superblock; for people.
+        text: the producer's text, shortened to fit the superblock; for reports.
         created_at_s: seconds since 1970.
     """
 
@@ -100,7 +100,7 @@ class Identity(NamedTuple):
 
 
 def fingerprint_of(text: str) -> bytes:
-    """The 16 bytes that identify a producer."""
+    """Hash a producer's text to 16 bytes."""
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
@@ -110,11 +110,11 @@ def fingerprint_of(text: str) -> bytes:
 def encode_superblock(
     layout: Layout, identity: Identity, capacity_bytes: int, void_before: int = 0, revision: int = 0
 ) -> Bytes:
-    """A superblock of one page.
+    """Encode a superblock as one page.
 
     Args:
-        void_before: blocks of a lower generation are void.
-        revision: counts the versions of this slab's superblock; of two sound ones the greater counts.
+        void_before: blocks with a lower generation are void.
+        revision: version of this slab's superblock; of two sound copies the newer is valid.
     """
     text = pack(identity.text)
     page, fields = _page(SUPERBLOCK)
@@ -131,43 +131,43 @@ def encode_superblock(
     for name in ("first_slot", "origin", "journal_slots", "journal_offset"):
         fields[name] = getattr(layout, name)
     page[SUPERBLOCK.itemsize : SUPERBLOCK.itemsize + len(text)] = np.frombuffer(text, np.uint8)
-    return _sealed(page, fields)
+    return seal_page(page, fields)
 
 
 def void_before(superblock: Bytes) -> int:
-    """The generation below which every block is void."""
+    """Read the generation below which blocks are void."""
     return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["void_before"][0])
 
 
 def revision_of(superblock: Bytes) -> int:
-    """The number of this version of the superblock."""
+    """Read the revision of a superblock."""
     return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["revision"][0])
 
 
 def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
-    """Layout, identity and capacity in bytes; or the reason why this version cannot use the superblock."""
+    """Decode layout, identity and capacity in bytes; or return the reason why the superblock is unusable."""
     fields = page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]
     if fields["magic"] != SLAB_MAGIC:
         return "it is not a slab"
     if fields["version"] != FORMAT_VERSION:
-        return f"it has format version {fields['version']}, and this is version {FORMAT_VERSION}"
+        return f"its format version is {fields['version']}, and this kvoffload reads version {FORMAT_VERSION}"
     if not _sound(page, int(fields["checksum"])):
         return "its superblock is damaged"
     ranges = ("block_bytes", MAX_BLOCK_BYTES), ("key_bytes", MAX_KEY_BYTES), ("num_slots", MAX_SLOTS)
     for name, largest in (*ranges, ("journal_slots", MAX_SLOTS)):
         if not 1 <= int(fields[name]) <= largest:
-            return f"its superblock says {name} {fields[name]}: possible are 1 to {largest}"
+            return f"its superblock has {name} {fields[name]}; allowed: 1 to {largest}"
     counts = fields["void_before"], fields["revision"], fields["origin"], fields["journal_offset"]
     if fields["page_bytes"] != PAGE_BYTES or max(map(int, counts)) >= MAX_NUMBER:
-        return "its superblock says what is not possible"
+        return "its superblock contradicts itself"
     names = "block_bytes", "key_bytes", "num_slots", "first_slot", "origin", "journal_slots", "journal_offset"
     layout = Layout(*(int(fields[name]) for name in names))
     if not is_possible(layout):
-        return "its superblock says what is not possible"
+        return "its superblock contradicts itself"
     text = unpack(page[SUPERBLOCK.itemsize :][: int(fields["text_bytes"])].tobytes())
     sizes = "checkpoint_bytes", "checkpoint_group_bytes", "log_bytes"
     if any(int(fields[size]) != getattr(layout, size) for size in sizes):
-        return "its parts have other sizes than ours"
+        return "its journal has other sizes than this version computes"
     identity = Identity(
         int(fields["slab_id"]), fields["fingerprint"].tobytes(), text, int(fields["created_at_s"])
     )
@@ -175,7 +175,7 @@ def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
 
 
 def is_possible(layout: Layout) -> bool:
-    """Whether the regions of this layout are in the file one after the other."""
+    """Return True if the regions of a layout do not overlap."""
     offsets = layout.origin, layout.journal_offset
     if layout.first_slot >= layout.num_slots or any(offset % PAGE_BYTES for offset in offsets):
         return False
@@ -187,8 +187,13 @@ def is_possible(layout: Layout) -> bool:
 
 
 class Group(NamedTuple):
-    """The contents of one group of the journal, in the order in which they apply: slots that were emptied,
-    blocks that are here, slots that were used since `first_stamp`."""
+    """Contents of one journal group, in the order in which they apply.
+
+    Attributes:
+        removed: emptied slots.
+        entries: written blocks.
+        accessed: used slots, with stamps relative to `first_stamp`.
+    """
 
     epoch: int
     sequence: int
@@ -201,13 +206,13 @@ class Group(NamedTuple):
 
 
 def encode_group(layout: Layout, slab_id: int, group: Group, into: Bytes) -> Bytes:
-    """Write a group to the front of `into`, which is aligned memory; returns the part that it fills."""
+    """Encode a group at the start of `into`, which is aligned memory; returns the used part of `into`."""
     counts = len(group.removed), len(group.entries), len(group.accessed)
     out = into[: group_bytes(layout, *counts)]
     out[:] = 0
     end = GROUP.itemsize
-    for part in (group.removed, group.entries, group.accessed):
-        raw = np.frombuffer(part.tobytes(), np.uint8)
+    for records in (group.removed, group.entries, group.accessed):
+        raw = np.frombuffer(records.tobytes(), np.uint8)
         out[end : end + len(raw)] = raw
         end += -(-len(raw) // 8) * 8
     fields = out[: GROUP.itemsize].view(GROUP)
@@ -220,7 +225,7 @@ def encode_group(layout: Layout, slab_id: int, group: Group, into: Bytes) -> Byt
 
 
 def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
-    """The group at the front of `memory`; None if there is no whole one."""
+    """Decode the group at the start of `memory`; None if it is damaged or incomplete."""
     if len(memory) < GROUP.itemsize:
         return None
     header = memory[: GROUP.itemsize].copy()
@@ -257,11 +262,11 @@ def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
 
 
 class Head(NamedTuple):
-    """The first and the last page of a checkpoint. A checkpoint with both is whole.
+    """First and last page of a checkpoint; both are equal, and are written after its groups.
 
     Attributes:
-        last_generation: no block that was written before has a greater one, whether it is still here or not.
-        written: hours since 1970, ascending, each with the number of blocks written in it.
+        last_generation: greatest generation ever written, including blocks that have left.
+        written: number of blocks written by hour since 1970, ascending.
     """
 
     epoch: int
@@ -272,18 +277,18 @@ class Head(NamedTuple):
 
 
 def encode_head(slab_id: int, head: Head) -> Bytes:
-    """One page."""
+    """Encode a head as one page."""
     page, fields = _page(HEAD)
     fields["magic"], fields["slab_id"] = CHECKPOINT_MAGIC, slab_id
     fields["epoch"], fields["num_entries"], fields["num_groups"] = head[:3]
     fields["num_hours"], fields["last_generation"] = len(head.written), head.last_generation
     hours = np.array([(hour, min(count, MAX_NUMBER)) for hour, count in head.written], HOUR)
     page[HEAD.itemsize : HEAD.itemsize + hours.nbytes] = hours.view(np.uint8)
-    return _sealed(page, fields)
+    return seal_page(page, fields)
 
 
 def decode_head(layout: Layout, slab_id: int, page: Bytes) -> Head | None:
-    """The head in this page; None if it is damaged or belongs to another slab."""
+    """Decode a head; None if it is damaged or belongs to another slab."""
     fields = page[: HEAD.itemsize].view(HEAD)[0]
     if fields["magic"] != CHECKPOINT_MAGIC or fields["slab_id"] != slab_id:
         return None
@@ -314,7 +319,7 @@ def block_seeds(
     slots: npt.NDArray[np.int64],
     generations: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.uint64]:
-    """The seed for the checksum of each block's bytes: xxh3_64 of its header."""
+    """Compute the checksum seed of each block: xxh3_64 of its header."""
     headers = np.empty(len(slots), header_dtype(keys.key_bytes))
     headers["fingerprint"] = np.frombuffer(fingerprint, np.uint8)
     headers["slot"], headers["generation"] = slots, generations
@@ -326,7 +331,7 @@ def block_seeds(
 
 
 def chained_checksum(header: Any, payload: Any) -> int:
-    """xxh3_64 of a header, whose checksum field is 0, used as the seed for xxh3_64 of its payload."""
+    """Compute xxh3_64 of the payload, seeded with xxh3_64 of the header, whose checksum field is 0."""
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(header))
 
 
@@ -335,13 +340,14 @@ def _page(dtype: np.dtype[Any]) -> tuple[Bytes, Any]:
     return page, page[: dtype.itemsize].view(dtype)
 
 
-def _sealed(page: Bytes, fields: Any) -> Bytes:
+def seal_page(page: Bytes, fields: Any) -> Bytes:
+    """Set the checksum of a page, whose checksum field is 0."""
     fields["checksum"] = xxhash.xxh3_64_intdigest(page.data)
     return page
 
 
 def _sound(page: Bytes, checksum: int) -> bool:
-    """Whether a page has this checksum, computed with bytes 8 to 16, where it stands, as 0."""
+    """Compare a page with its checksum; the checksum field, bytes 8 to 16, counts as 0."""
     blank = page.copy()
     blank[8:16] = 0
     return xxhash.xxh3_64_intdigest(blank.data) == checksum

@@ -1,6 +1,6 @@
-"""Slabs, for people: a report, a check of every block, and a fresh checkpoint.
+"""Maintenance of slabs: report, check every block, compact the journal, delete.
 
-Owns nothing. Opens slabs that no tier has open; `inspect` also reads those that one has open.
+Needs slabs that no tier has open, except `inspect`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvoffload.tiers.disk.directory import SLABS, slabs_in
 from kvoffload.tiers.disk.files import Files, aligned
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
-from kvoffload.tiers.disk.recovery import Found, recover
-from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Scratch, Slab
+from kvoffload.tiers.disk.recovery import Recovered, recover
+from kvoffload.tiers.disk.slab import REFUSED, SOUND, UNREADABLE, Scratch, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 @dataclass(frozen=True)
 class SlabReport:
-    """A slab's description of itself. Sizes in bytes, times in seconds since 1970.
+    """Report of a slab. Sizes in bytes, times in seconds since 1970.
 
     Attributes:
-        problem: why it cannot be used; then only `name` and `file_bytes` are set.
-        owner: pid of the process that has the directory open. The report may then be slightly out of date.
-        written_at_s: times at which its first, median and last block were written; empty without blocks.
-        journal_damage: parts of the journal that cannot be read.
+        problem: reason why the slab is unusable; then only `name` and `file_bytes` are set.
+        owner: pid of the process that has the directory open, which may make the report slightly stale.
+        written_at_s: write times of the first, median and last block; empty without blocks.
+        journal_damage: number of unreadable parts of the journal.
     """
 
     name: str
@@ -55,7 +55,7 @@ _PIECE_BYTES = 1024 * 1024
 
 
 class Problem(NamedTuple):
-    """A block that would not be served: `key` in hex, and the reason."""
+    """A block that fails verification: slot, key in hex, and reason."""
 
     slot: int
     key: str
@@ -63,15 +63,16 @@ class Problem(NamedTuple):
 
 
 def find_slabs(path: Path) -> list[Path]:
-    """The slab at this path, or those in this directory, the one used last first. Raises `ConfigError`."""
+    """Return a slab, or the slabs of a directory, most recently used first. Raises `ConfigError`."""
     slabs = [path] if path.is_file() else slabs_in(path)[::-1]
     if not slabs:
-        raise ConfigError("path", str(path), f"a slab, or a directory of a disk tier: it has files {SLABS}")
+        allowed = f"allowed: a slab, or the directory of a disk tier, which has files {SLABS}"
+        raise ConfigError("path", str(path), allowed)
     return slabs
 
 
 def inspect(path: Path, files: Files | None = None) -> list[SlabReport]:
-    """Report a slab, or all slabs of a directory, the one used last first. Raises `ConfigError`."""
+    """Report a slab, or all slabs of a directory, most recently used first. Raises `ConfigError`."""
     slabs, reports = find_slabs(path), list[SlabReport]()
     owner = owner_of(slabs[0].parent)
     for slab in slabs:
@@ -91,12 +92,12 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
         return SlabReport(path.name, size, problem=slab)
     with contextlib.closing(slab):
         try:
-            found, layout = recover(slab, salvage=True), slab.layout
+            recovered, layout = recover(slab, salvage=True), slab.layout
         except MemoryError:
             return SlabReport(
                 path.name, size, problem="its journal does not fit into the memory of this machine"
             )
-    written = np.sort(found.contents.written_at_s[found.contents.slots()])
+    written = np.sort(recovered.contents.written_at_s[recovered.contents.slots()])
     return SlabReport(
         path.name,
         size,
@@ -111,20 +112,22 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
         written_at_s=(int(written[0]), int(written[len(written) // 2]), int(written[-1]))
         if len(written)
         else (),
-        log_used=found.log_end / layout.log_bytes,
-        epoch=found.epoch,
-        journal_damage=found.damaged,
+        log_used=recovered.log_end / layout.log_bytes,
+        epoch=recovered.epoch,
+        journal_damage=recovered.damaged,
     )
 
 
 @contextlib.contextmanager
-def opened(path: Path, files: Files | None = None, *, wait_s: float = 0.0) -> Iterator[tuple[Slab, Found]]:
-    """A slab and what can be read of its journal, locked for the caller. Raises `ConfigError`.
+def opened(
+    path: Path, files: Files | None = None, *, wait_s: float = 0.0
+) -> Iterator[tuple[Slab, Recovered]]:
+    """Yield an open, locked slab and its recovered journal. Raises `ConfigError`.
 
     Args:
-        path: the slab, or a directory that has only one.
-        wait_s: how long to wait for another owner to end. By default not at all: a user who types a command
-            while a server runs wants to know at once, and can type it again.
+        path: a slab, or a directory with one slab.
+        wait_s: longest wait for another owner. 0 by default: a user who types a command while a server runs
+            wants the error at once.
     """
     slabs, log = find_slabs(path), RateLimitedLog("kvoffload.disk")
     if len(slabs) > 1:
@@ -132,9 +135,10 @@ def opened(path: Path, files: Files | None = None, *, wait_s: float = 0.0) -> It
     (report,) = inspect(slabs[0], files)
     if report.problem:
         raise ConfigError("path", str(slabs[0]), report.problem)
-    lock = DirectoryLock(slabs[0].parent, log, wait_s=wait_s)
+    files = files or Files()
+    lock = DirectoryLock(slabs[0].parent, log, wait_s=wait_s, sleep=files.sleep)
     try:
-        slab = Slab.open(slabs[0], files or Files(), log)
+        slab = Slab.open(slabs[0], files, log)
         if isinstance(slab, str):
             raise ConfigError("path", str(slabs[0]), slab)
         with contextlib.closing(slab):
@@ -146,11 +150,11 @@ def opened(path: Path, files: Files | None = None, *, wait_s: float = 0.0) -> It
 
 
 def delete(slabs: list[Path]) -> None:
-    """Delete these slabs of one directory, which nobody has open. The file of the lock stays, as somebody may
-    wait for it.
+    """Delete slabs of one directory. The lock file stays, because a process may wait for the lock.
 
-    Raises: `ConfigError` for what is no slab by its name, or a link; nothing is deleted then.
-    `UnavailableError` if a process has the directory open, or it cannot be written.
+    Raises:
+        ConfigError: a path is a link, or has not the name of a slab; no file is deleted.
+        UnavailableError: a process has the directory open, or the directory cannot be written.
     """
     for slab in slabs:
         if not slab.match(SLABS) or slab.is_symlink():
@@ -167,14 +171,14 @@ def delete(slabs: list[Path]) -> None:
 
 
 def verify(
-    slab: Slab, found: Found, progress: Callable[[int, int], None] = lambda done, total: None
+    slab: Slab, recovered: Recovered, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
-    """Read and verify every block; returns those that fail.
+    """Read and verify every block; returns the failures.
 
     Args:
-        progress: called with the number of blocks checked, and of all blocks.
+        progress: called with the number of checked blocks and of all blocks.
     """
-    contents, scratch, layout, step = found.contents, Scratch(slab), slab.layout, slab.chunk_blocks
+    contents, scratch, layout, step = recovered.contents, Scratch(slab), slab.layout, slab.chunk_blocks
     slots, problems = contents.slots(), []
     pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]
     rows = np.arange(step)
@@ -191,19 +195,16 @@ def verify(
             scratch,
         )
         for row in np.flatnonzero(outcomes != SOUND).tolist():
-            why = "cannot be read" if outcomes[row] == UNREADABLE else "is not what was stored"
+            why = "cannot be read" if outcomes[row] in (UNREADABLE, REFUSED) else "is not what was stored"
             problems.append(Problem(int(batch[row]), keys[row].hex(), why))
         progress(start + len(batch), len(slots))
     return problems
 
 
-def compact(slab: Slab, found: Found) -> None:
-    """Write a fresh checkpoint of what could be read, and an empty log over the old one. Raises `OSError`.
-
-    The order in which slabs of a directory make way stays.
-    """
-    Journal(slab, found).checkpoint(found.contents)
-    # From here on nothing in the log counts: a page of it that could not be read gets new contents.
+def compact(slab: Slab, recovered: Recovered) -> None:
+    """Write a new checkpoint of the readable blocks, and an empty log over the old one. Raises `OSError`."""
+    Journal(slab, recovered).checkpoint(recovered.contents)
+    # The checkpoint replaces the log; zeros give unreadable pages of the log new contents.
     layout, empty = slab.layout, aligned(_PIECE_BYTES)
     for start in range(layout.log_offset, layout.slots_offset, _PIECE_BYTES):
         slab.write_pages(start, empty[: min(_PIECE_BYTES, layout.slots_offset - start)])

@@ -1,10 +1,10 @@
-"""The journal of a slab: which slots hold which blocks, in a form that survives a crash at any instant.
+"""The journal of a slab: a crash-safe record of the block in each slot.
 
-Owns the end of the log and its epochs. A *group* of records is appended in whole pages of its own: a durable
-page is not written again before a checkpoint has made it superfluous. When the log is full a checkpoint of
-everything is written to the older of two places, and the log starts again, empty, under the next epoch.
+Owns the end of the log and its epochs. Each *group* of records is appended in whole pages, and a durable page
+is not rewritten before a checkpoint replaces it. A full log causes a checkpoint of all blocks, written to the
+older of two places; then the log restarts, empty, in the next epoch.
 
-Does not know what a removal allows or an entry promises; the committer orders groups, syncs and data.
+The committer decides the order of groups, syncs and data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvoffload.tiers.disk.format import (
     encode_head,
 )
 from kvoffload.tiers.disk.layout import ACCESS, GROUP, Layout, group_bytes
-from kvoffload.tiers.disk.recovery import Contents, Found, recover
+from kvoffload.tiers.disk.recovery import Contents, Recovered, recover
 from kvoffload.tiers.disk.slab import Slab
 
 MAX_GROUP_BYTES = 1024 * 1024
@@ -35,48 +35,45 @@ MAX_GROUP_BYTES = 1024 * 1024
 class Journal:
     """Appends groups to the log of an open slab, as its only writer.
 
-    Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`; after that the state of the
-    medium is unknown, and nothing may be appended.
+    Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`; after an error the state of the
+    medium is unknown, and the caller must not append.
 
     Args:
-        slab: the slab that has the log.
-        found: the result of `recover`. A damaged journal starts a new epoch at once, so that the rest of the
-            old one can never be taken for a part of the new one. So does a journal whose contents were
-            corrected.
+        slab: the slab of the log.
+        recovered: the result of `recover`. A damaged or corrected journal starts a new epoch, so that later
+            readers cannot mix old groups with new groups.
 
     Attributes:
-        bytes_written: bytes of groups and checkpoints since it was opened.
-        num_checkpoints: checkpoints since it was opened.
-        damaged: parts of the journal that could not be read back.
+        bytes_written: bytes of groups and checkpoints written since opening.
+        damaged: unreadable parts of the journal.
     """
 
-    def __init__(self, slab: Slab, found: Found) -> None:
+    def __init__(self, slab: Slab, recovered: Recovered) -> None:
         self._slab, self._layout = slab, slab.layout
-        self._epoch, self._sequence, self._at = found.epoch, found.sequence, found.log_end
+        self._epoch, self._sequence, self._at = recovered.epoch, recovered.sequence, recovered.log_end
         self._max_group_bytes = min(MAX_GROUP_BYTES, self._layout.log_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
         self._memory = aligned(self._max_group_bytes)
-        self.bytes_written = self.num_checkpoints = 0
-        self.damaged = found.damaged
-        # What was read may have been written by a process that was killed, and not be durable yet.
+        self.bytes_written = 0
+        self.damaged = recovered.damaged
+        # A killed process may have written groups without a sync.
         self.sync()
-        if found.damaged or found.corrected:
-            self.checkpoint(found.contents)
+        if recovered.damaged or recovered.corrected:
+            self.checkpoint(recovered.contents)
 
     def append(self, removed: SlabSlots, entries: Records, accessed: Records, first_stamp: int) -> None:
-        """Append these records as one group, or several if they are too many; durable after the next `sync`.
+        """Append records as one group, or as several groups if there are too many; durable after `sync`.
 
         Earlier groups must have been synced: a log ends in at most one torn group.
         """
-        layout, started = self._layout, False
-        for removals, blocks, accesses in self._parts(removed, entries, accessed):
-            if started:
+        layout = self._layout
+        for number, (removals, blocks, accesses) in enumerate(self._split(removed, entries, accessed)):
+            if number > 0:
                 self.sync()
-            started = True
             size = group_bytes(layout, len(removals), len(blocks), len(accesses))
             if self._at + size > layout.log_bytes:
-                found = recover(self._slab)
-                self.damaged += found.damaged
-                self.checkpoint(found.contents)
+                recovered = recover(self._slab)
+                self.damaged += recovered.damaged
+                self.checkpoint(recovered.contents)
             group = Group(self._epoch, self._sequence, LOG, removals, blocks, accesses, first_stamp, size)
             encoded = encode_group(layout, self._slab.identity.slab_id, group, self._memory)
             self._slab.write_pages(layout.log_offset + self._at, encoded)
@@ -84,10 +81,10 @@ class Journal:
             self._sequence += 1
             self.bytes_written += size
 
-    def _parts(
+    def _split(
         self, removed: SlabSlots, entries: Records, accessed: Records
     ) -> Iterator[tuple[SlabSlots, Records, Records]]:
-        """All records, or, if they are too many for a group, parts of one kind each, in order."""
+        """Yield the records of each group: all records if they fit, else pieces of one kind, in order."""
         if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
             yield removed, entries, accessed
             return
@@ -95,27 +92,26 @@ class Journal:
         for kind, records in enumerate((removed, entries, accessed)):
             step = room // records.itemsize
             for start in range(0, len(records), step):
-                parts = [removed[:0], entries[:0], accessed[:0]]
-                parts[kind] = records[start : start + step]
-                yield parts[0], parts[1], parts[2]
+                pieces = [removed[:0], entries[:0], accessed[:0]]
+                pieces[kind] = records[start : start + step]
+                yield pieces[0], pieces[1], pieces[2]
 
     def checkpoint(self, contents: Contents) -> None:
-        """Write all `contents` to the older place, durably, and start an empty log.
+        """Write `contents` over the older checkpoint, durably, and restart the log.
 
         Cost: 80 bytes a block and two syncs.
         """
         epoch = self._epoch + 1
         self.bytes_written += write_checkpoint(self._slab, self._layout, epoch, contents)
         self._epoch, self._sequence, self._at = epoch, 0, 0
-        self.num_checkpoints += 1
 
     def sync(self) -> None:
-        """Return when all groups and data written so far are durable. Raises `OSError`."""
+        """Make all groups and data written so far durable. Raises `OSError`."""
         self._slab.sync()
 
 
 def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents) -> int:
-    """Write a checkpoint where this layout has the one of `epoch`, durably; returns the bytes written.
+    """Write the checkpoint of `epoch` at its place in `layout`, durably; returns the bytes written.
 
     Raises `OSError`.
     """

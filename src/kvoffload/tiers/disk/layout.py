@@ -1,6 +1,6 @@
-"""Where everything is in a slab, and how big: the regions of the file, and the records in them.
+"""Offsets and sizes of the regions of a slab, and of their records.
 
-Pure arithmetic on sizes. `format` encodes and decodes what is in each place.
+Pure arithmetic; `format` encodes and decodes the contents.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvoffload.tiers.disk.files import PAGE_BYTES
 MAX_BLOCK_BYTES = 1 << 30
 MAX_SLOTS = 1 << 30
 RESERVE_BYTES, RESERVE_SHARE = 256 * 1024 * 1024, 16
-"""Size of the reserve, in bytes, or a sixteenth of the slots if that is less: room for what is written during
-a slow commit, since a block can then be written before the removal of another is durable."""
+"""Size of the reserve: 256 MiB of slots, at most a sixteenth of all. The tier writes new blocks there while
+the removal of evicted blocks is not durable yet."""
 LOCK_FILE_BYTES = PAGE_BYTES
-"""Room for the lock file; it counts towards the capacity."""
+"""Size of the lock file; it counts towards the capacity."""
 
 GROUP = np.dtype(
     [
@@ -39,12 +39,12 @@ GROUP = np.dtype(
     ]
 )
 ACCESS = np.dtype([("slot", "<u4"), ("after", "<u4")])
-"""A slot that was used (with `REUSE` if it counts), and when, in stamps after the group's first."""
+"""A slot that was used, with flag `REUSE` for a counted use, and its stamp less the group's first stamp."""
 
 
 @functools.cache
 def entry_dtype(key_bytes: int) -> np.dtype[Any]:
-    """The journal's record of a block that is here."""
+    """Return the type of the journal's record of a block."""
     return np.dtype(
         [
             ("slot", "<u4"),
@@ -60,7 +60,7 @@ def entry_dtype(key_bytes: int) -> np.dtype[Any]:
 
 @functools.cache
 def header_dtype(key_bytes: int) -> np.dtype[Any]:
-    """The identity of the bytes in a slot; their checksum is over this header and the bytes."""
+    """Return the type of a block's header, which its checksum covers; the header is not stored."""
     return np.dtype(
         [
             ("fingerprint", "u1", 16),
@@ -74,24 +74,23 @@ def header_dtype(key_bytes: int) -> np.dtype[Any]:
 
 
 def pages(num_bytes: int) -> int:
-    """`num_bytes`, rounded up to whole pages."""
+    """Round `num_bytes` up to whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is in a slab.
+    """Layout of a slab: ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slots]``.
 
-    ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slots]``: a new slab begins with slot 0.
-    One whose capacity has changed keeps the offset of each slot: it has fewer or more slots at its end, and
-    its journal may take the room of its first slots.
+    A change of the capacity adds or removes slots at the end and keeps the offset of every slot. A longer
+    journal takes the space of the first slots.
 
     Attributes:
-        num_slots: the numbers of slots are below this.
-        first_slot: the lowest number of a slot that may hold a block.
+        num_slots: number of slots, including slots below `first_slot`.
+        first_slot: lowest slot that may hold a block.
         origin: offset of slot 0.
-        journal_slots: how many slots the checkpoints and the log were sized for.
-        journal_offset: offset of checkpoint 0. Behind the last slot only while the journal moves.
+        journal_slots: number of slots for which checkpoints and log were sized.
+        journal_offset: offset of checkpoint 0. It lies behind the last slot only while the journal moves.
     """
 
     block_bytes: int
@@ -110,7 +109,7 @@ class Layout:
 
     @classmethod
     def within(cls, capacity_bytes: int, block_bytes: int, key_bytes: int) -> Layout:
-        """The most slots that fit in `capacity_bytes` with their metadata. Raises `ConfigError`."""
+        """Return the largest layout that fits in `capacity_bytes`. Raises `ConfigError`."""
         for field, value, largest in (
             ("block_bytes", block_bytes, MAX_BLOCK_BYTES),
             ("key_bytes", key_bytes, MAX_KEY_BYTES),
@@ -129,13 +128,13 @@ class Layout:
             raise ConfigError(
                 "capacity_bytes",
                 capacity_bytes,
-                f"allowed: {least} or more, which one block of {block_bytes} bytes needs",
+                f"allowed: {least} or more, the size of a directory with one block of {block_bytes} bytes",
             )
         return cls(block_bytes, key_bytes, low)
 
     @classmethod
     def holding(cls, block_bytes: int, key_bytes: int, num_blocks: int) -> Layout:
-        """The smallest layout that holds `num_blocks` blocks."""
+        """Return the smallest layout that holds `num_blocks` blocks."""
         layout = cls(block_bytes, key_bytes, num_blocks)
         while layout.num_blocks < num_blocks:
             layout = cls(block_bytes, key_bytes, layout.num_slots + num_blocks - layout.num_blocks)
@@ -143,18 +142,18 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it holds; the other slots are the reserve."""
+        """Capacity in blocks; the other usable slots are the reserve."""
         usable = self.num_usable
         return usable - min(usable // RESERVE_SHARE, -(-RESERVE_BYTES // self.slot_bytes))
 
     @property
     def num_usable(self) -> int:
-        """How many slots may hold a block."""
+        """Number of slots that may hold a block."""
         return self.num_slots - self.first_slot
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes from one slot to the next."""
+        """Bytes of a slot: a block, rounded up to whole pages."""
         return pages(self.block_bytes)
 
     @property
@@ -163,7 +162,7 @@ class Layout:
 
     @property
     def checkpoint_group_bytes(self) -> int:
-        """Bytes of one group of a checkpoint: small, since a flipped bit costs a group."""
+        """Bytes of one group of a checkpoint. Small, because a flipped bit costs a whole group."""
         return min(64 * 1024, pages(GROUP.itemsize + self.journal_slots * self.entry_bytes))
 
     @property
@@ -172,22 +171,22 @@ class Layout:
 
     @property
     def num_checkpoint_groups(self) -> int:
-        """The most groups that a checkpoint has."""
+        """Largest number of groups in a checkpoint."""
         return -(-self.journal_slots // self.entries_per_group)
 
     @property
     def max_entries(self) -> int:
-        """The most blocks that a checkpoint has room for."""
+        """Largest number of blocks in a checkpoint."""
         return self.num_checkpoint_groups * self.entries_per_group
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a head, the groups, and a copy of the head."""
+        """Bytes of the head, the groups, and the copy of the head."""
         return 2 * PAGE_BYTES + self.num_checkpoint_groups * self.checkpoint_group_bytes
 
     @property
     def log_bytes(self) -> int:
-        """Half a checkpoint, more if that is little beside the slots: a full log causes a checkpoint."""
+        """Bytes of the log: half a checkpoint, more in a small slab. A full log causes a checkpoint."""
         share = min(1024 * PAGE_BYTES, self.journal_slots * self.slot_bytes // 64)
         return max(16 * PAGE_BYTES, pages(share), pages(self.journal_slots * self.entry_bytes // 2))
 
@@ -202,7 +201,7 @@ class Layout:
 
     @property
     def is_moving(self) -> bool:
-        """Whether the journal is behind the slots: a change of the capacity was interrupted."""
+        """True if the journal lies behind the slots: a change of the capacity is unfinished."""
         return self.journal_offset >= self.slot_offset(self.num_slots)
 
     def checkpoint_offset(self, epoch: int) -> int:
@@ -225,17 +224,16 @@ class Layout:
         return max(self.slot_offset(self.num_slots), self.journal_end)
 
     def slots_before(self, offset: int) -> int:
-        """The number of the first slot that does not end before this offset."""
+        """Number of slots that end at or before `offset`."""
         return min(self.num_slots, max(0, offset - self.origin) // self.slot_bytes)
 
     # ---- another capacity
 
     def with_capacity(self, capacity_bytes: int) -> Layout | None:
-        """This layout for another capacity: each slot keeps its offset. None if it could not hold a block.
+        """Return this layout for another capacity, with unchanged slot offsets; None if no block would fit.
 
-        The journal grows if it must, and then takes the room of the first slots. Meanwhile it stands behind
-        the last slot: if there is no room for that in the capacity, the slab gets only as many slots as its
-        journal has room for.
+        A journal that must grow takes the space of the first slots, and lies behind the last slot until it
+        has moved. If the capacity has no space for that, the number of slots is limited by the old journal.
         """
         room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
         end = min(MAX_SLOTS, max(0, room))
@@ -251,8 +249,7 @@ class Layout:
         return kept if kept.num_usable > 0 else None
 
     def _with_new_journal(self, end: int) -> Layout | None:
-        """The layout with the most slots before `end` whose journal, at the front, has room for all of
-        them."""
+        """Return the layout with the most slots before `end` and a journal in front of them."""
         low, high = 0, end
         while low < high:
             middle = (low + high) // 2
@@ -267,7 +264,7 @@ class Layout:
 
 
 def group_bytes(layout: Layout, num_removed: int, num_entries: int, num_accessed: int) -> int:
-    """Size of a group, in whole pages."""
+    """Return the bytes of a group, in whole pages."""
     return pages(
         GROUP.itemsize
         + removed_bytes(num_removed)
@@ -277,5 +274,5 @@ def group_bytes(layout: Layout, num_removed: int, num_entries: int, num_accessed
 
 
 def removed_bytes(num_removed: int) -> int:
-    """Bytes of a list of slots, padded to a multiple of 8."""
+    """Return the bytes of `num_removed` slot numbers, padded to a multiple of 8."""
     return (num_removed + 1) // 2 * 8

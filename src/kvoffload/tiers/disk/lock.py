@@ -1,10 +1,10 @@
-"""One owner for a directory: a second process waits for a while, and then gets the pid of the first.
+"""A lock for a directory: a second process waits for a while, and then gets an error with the owner's pid.
 
-The lock is the system's (`flock`) and ends with the process, however that ends; the pid in the file is only
+Uses `flock`, which the system releases when the process ends for any reason; the pid in the file is only
 information. Does not know slabs.
 
-A forked process shares its parent's locks without wanting to: it gives them up at once, so that they end when
-the parent releases them, or dies.
+A forked process inherits its parent's locks. It closes its copies at once, so that a lock ends when the
+parent releases it or dies.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import errno
 import fcntl
 import os
 import stat
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from time import sleep
 
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -24,78 +25,88 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 LOCK_NAME = "kvoffload.lock"
 
 LOCK_WAIT_S = 30.0
-"""How long a tier waits: a process that was killed keeps its locks until its memory is released, which takes
-seconds for hundreds of pinned GiB, and it is often restarted at once."""
+"""Seconds that a tier waits. A killed process keeps its locks until its memory is released, which takes
+seconds for hundreds of pinned GiB; its successor often starts at once."""
 
 _RETRY_S = 0.25
 
-# The locks of this process, by device and inode of their files. The pid in the file is not enough, because a
-# restarted container gives its processes the same pids again.
+# The locks of this process, by device and inode. The pid in the file cannot tell, because a restarted
+# container reuses pids.
 _held: dict[tuple[int, int], DirectoryLock] = {}
-# Also those that are being waited for: a forked process gives up its copies of all.
+# Includes locks that a thread waits for: a forked process closes its copies of all.
 _open_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
     """A lock held from construction to `release`.
 
-    It waits for the lock of another process, with one line in the log. It does not wait for a lock of this
-    process: the thread that would have to release it is the one that waits.
+    Waits while another process holds the lock, and logs one line. Does not wait for a lock of this process,
+    because the waiting thread may be the one that must release it.
 
     Args:
-        wait_s: how long to wait at most; 0 tries once.
+        wait_s: longest wait in seconds; 0 tries once.
+        sleep: pauses between two attempts; for tests.
 
     Attributes:
-        is_of_parent: this process was forked from the one that has made it.
+        is_inherited: this process was forked from the owner.
 
-    Raises: `UnavailableError` with the owner's pid if it is locked, or for a directory that cannot be locked;
-    `ConfigError` for a lock file that is a link: what it points to is not touched.
+    Raises:
+        UnavailableError: the directory is locked (the text names the owner's pid) or cannot be locked.
+        ConfigError: the lock file is a link; the link's target stays unchanged.
+
     Thread: any.
     """
 
-    def __init__(self, directory: Path, log: RateLimitedLog, *, wait_s: float = LOCK_WAIT_S) -> None:
-        self.is_of_parent = False
+    def __init__(
+        self,
+        directory: Path,
+        log: RateLimitedLog,
+        *,
+        wait_s: float = LOCK_WAIT_S,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.is_inherited, self._sleep = False, sleep
         self._fds = [_open(directory, os.O_RDWR | os.O_CREAT)]
         _open_locks.add(self)
         status = os.fstat(self._fds[0])
         self._file = status.st_dev, status.st_ino
         try:
-            self._take(directory, log, 0.0 if self._file in _held else wait_s)
+            self._acquire(directory, log, 0.0 if self._file in _held else wait_s)
         except BaseException:
             os.close(self._fds.pop())
             raise
         _held[self._file] = self
-        # On a full disk the lock is valid all the same; only its owner's pid cannot be read.
+        # The lock is valid even if the disk is full and the pid cannot be written.
         with contextlib.suppress(OSError):
             os.ftruncate(self._fds[0], 0)
             os.pwrite(self._fds[0], b"%d\n" % os.getpid(), 0)
 
     @property
     def held(self) -> bool:
-        """False after `release`, and in a process that was forked from the owner."""
+        """False after `release`, and in a process forked from the owner."""
         return bool(self._fds) and self._file in _held
 
     def include(self, path: Path) -> None:
-        """Lock a file of the directory too, until `release`: another directory may have it under a link.
+        """Lock a file of the directory as well, since another directory may have a hard link to it.
 
         Raises: `OSError`.
         """
         self._fds.append(lock_file(path))
 
     def exclude(self) -> None:
-        """Unlock what was included, and let go of it: a file takes room as long as somebody has it open."""
+        """Unlock and close the included files; an open file keeps its disk space after deletion."""
         while len(self._fds) > 1:
-            _unlock(self._fds.pop())
+            unlock_file(self._fds.pop())
 
     def release(self) -> None:
-        """Release the lock, also if a forked process has a copy of it. Idempotent."""
+        """Release the lock, even if a forked process has a copy of it. Idempotent."""
         if self._fds:
-            # In this order: once the file is unlocked another thread may take the lock and record it.
+            # Before unlocking: another thread may then acquire the lock and record it.
             _held.pop(self._file, None)
             while self._fds:
-                _unlock(self._fds.pop())
+                unlock_file(self._fds.pop())
 
-    def _take(self, directory: Path, log: RateLimitedLog, wait_s: float) -> None:
+    def _acquire(self, directory: Path, log: RateLimitedLog, wait_s: float) -> None:
         fd, waited_s = self._fds[0], 0.0
         while True:
             try:
@@ -104,29 +115,27 @@ class DirectoryLock:
             except BlockingIOError:
                 pass
             except OSError as error:
-                why = (
-                    f"its file system cannot lock files ({error.strerror}): take a directory on a local disk"
-                )
+                why = f"its file system cannot lock files ({error.strerror}): use a directory on a local disk"
                 raise UnavailableError("path", str(directory), why) from None
             if waited_s >= wait_s:
-                why = f"process {_owner(fd)} has it open: one owner at a time"
+                why = f"process {_owner(fd)} has it open, and a directory has one owner at a time"
                 why += f" (waited {waited_s:g} s for it to end)" if waited_s else ""
                 raise UnavailableError("path", str(directory), why)
             if not waited_s:
                 log.warn("lock", "disk tier: process %s has %s open: waiting up to %g s for it to end",
                          _owner(fd), directory, wait_s)  # fmt: skip
-            sleep(_RETRY_S)
+            self._sleep(_RETRY_S)
             waited_s += _RETRY_S
 
     def _abandon(self) -> None:
-        """Close the copies that a forked process has got: that unlocks nothing for the parent."""
-        self.is_of_parent = True
+        """Close the copies of a forked process. The parent's locks stay."""
+        self.is_inherited = True
         while self._fds:
             os.close(self._fds.pop())
 
 
 def lock_file(path: Path) -> int:
-    """Lock a file without waiting; returns what has to be closed. Raises `OSError`."""
+    """Lock a file without waiting; returns the descriptor for `unlock_file`. Raises `OSError`."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,13 +148,14 @@ def lock_file(path: Path) -> int:
     return fd
 
 
-def _unlock(fd: int) -> None:
+def unlock_file(fd: int) -> None:
+    """Unlock and close a file, even if a forked process has a copy of the descriptor."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def owner_of(directory: Path) -> str | None:
-    """The pid of the process that has this directory open, as text; None if there is none."""
+    """Return the pid of the process that has this directory open, as text; None if there is no owner."""
     try:
         fd = _open(directory, os.O_RDONLY)
     except ConfigError:
@@ -170,7 +180,7 @@ def _open(directory: Path, flags: int) -> int:
         raise UnavailableError("path", str(directory), why) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ConfigError("path", str(directory), f"{path} is no file: delete it")
+        raise ConfigError("path", str(directory), f"{path} is not a regular file: delete it")
     return fd
 
 

@@ -1,31 +1,28 @@
-"""How long a tier does not write after a write has failed.
-
-Each write evicts a block: a medium that fails to write must not lose the blocks that it holds.
-"""
+"""The back-off after failed writes: each write evicts a block, and a failing disk must not lose all."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
 
 class WritePause:
-    """A pause that doubles while writes keep failing. Thread: one."""
+    """A pause that doubles with each failure. Thread: one. `clock` returns monotonic seconds."""
 
-    def __init__(self) -> None:
-        self._next_s, self._until = FIRST_PAUSE_S, 0.0
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._next_s, self._until = clock, FIRST_PAUSE_S, 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether a write may be tried."""
-        return time.monotonic() >= self._until
+        """True if the tier may write."""
+        return self._clock() >= self._until
 
     def failed(self) -> None:
-        """A write has failed: a pause begins."""
-        self._until = time.monotonic() + self._next_s
+        """Start a pause after a failed write."""
+        self._until = self._clock() + self._next_s
         self._next_s = min(2 * self._next_s, LONGEST_PAUSE_S)
 
     def succeeded(self) -> None:
-        """A write has succeeded: the next pause is short again."""
+        """Reset the length of the next pause after a successful write."""
         self._next_s = FIRST_PAUSE_S

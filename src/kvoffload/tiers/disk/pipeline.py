@@ -1,7 +1,7 @@
-"""The threads of one slab that move blocks.
+"""The threads that move the blocks of a slab, and their queues of reads and writes.
 
-Owns the queues of reads and writes. Knows neither policies nor which slot a key is in: it gets chunks and
-returns them. What makes a write durable, and when a slot may be written again, is the committer's affair.
+Receives chunks and delivers them. Knows neither policies nor keys; the committer decides when a write is
+durable and when a slot may be written again.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 
 from kvoffload.tiers.disk.chunk import Chunk
 from kvoffload.tiers.disk.committer import Committer, fail
-from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Scratch, Slab, now_s
+from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Scratch, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 class Pipeline:
-    """Runs chunks; `deliver` gets each back when it has ended, on a thread of the pipeline.
+    """Runs chunks and passes each finished chunk to `deliver`, on a thread of the pipeline.
 
-    Reads go before writes, and one thread only reads, so that a load does not wait for stores. Once the
-    committer is broken writes fail at once; reads still work.
+    Reads go before writes, and one thread only reads, so that a load does not wait for stores. Writes fail at
+    once if the committer is broken; reads still work.
 
-    Thread: `submit`, `drain` and `close` on one thread; only the last two wait. Raises `RuntimeError` if the
-    system has no more threads; then none of its own is left.
+    Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. Raises `RuntimeError` if
+    the system cannot start another thread; then none is left running.
 
     Attributes:
-        num_threads: how many move blocks.
-        num_writing: writes that a thread is moving.
+        num_threads: number of threads that move blocks.
+        num_writing: writes that threads are moving.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Pipeline:
         self._lock, self._settled = committer.lock, committer.settled
         self._work, self._reading = threading.Condition(self._lock), threading.Condition(self._lock)
         self._reads, self._writes = deque[Chunk](), deque[Chunk]()
-        self.num_threads, self.num_writing, self._num_under_way = num_threads, 0, 0
+        self.num_threads, self.num_writing, self._num_in_flight = num_threads, 0, 0
         self._stopping = False
         self._threads = [
             threading.Thread(target=self._move_blocks, args=(n == 0 and num_threads > 1,), daemon=True,
@@ -63,10 +63,10 @@ class Pipeline:
     # ---- the scheduler's side
 
     def submit(self, chunks: list[Chunk]) -> None:
-        """Begin chunks: all of them reads, or all of them writes."""
+        """Queue chunks: either only reads or only writes."""
         writes = chunks[0].writes
         with self._lock:
-            self._num_under_way += len(chunks)
+            self._num_in_flight += len(chunks)
             refused = writes and self._committer.broken
             if not writes:
                 self._reads.extend(chunks)
@@ -76,24 +76,24 @@ class Pipeline:
             self._work.notify(len(chunks))
         if refused:
             fail(chunks)
-            self.hand_back(chunks)
+            self.end(chunks)
 
     def drain(self, timeout_s: float | None) -> bool:
-        """Wait until everything submitted has ended and is durable; False on time-out."""
+        """Wait until all submitted chunks have ended and are durable; False on time-out."""
         with self._lock:
             self._committer.flush(True)
             try:
                 return self._settled.wait_for(
-                    lambda: self._num_under_way == 0 and self._committer.quiet, timeout_s
+                    lambda: self._num_in_flight == 0 and self._committer.is_settled, timeout_s
                 )
             finally:
                 self._committer.flush(False)
 
     def close(self, timeout_s: float | None) -> bool:
-        """Drain, and end the threads; False if some hang in a system call: those are left running.
+        """Drain and end the threads; False if a thread hangs in a system call and is left running.
 
         Args:
-            timeout_s: how long to wait at most; None to wait until they have ended.
+            timeout_s: longest wait; None waits until all threads have ended.
         """
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
         if not self._stopping:
@@ -111,28 +111,28 @@ class Pipeline:
     # ---- the committer's side
 
     def num_queued(self) -> int:
-        """Writes that no thread has begun."""
+        """Return the number of writes that no thread has started."""
         return len(self._writes)
 
     def release(self, chunk: Chunk) -> None:
-        """The slots of this write may be written now."""
+        """Queue a write whose slots may now be written."""
         self._writes.append(chunk)
-        # Threads that are to end wait for the last of these.
+        # While stopping, every thread waits for the last released write.
         self._work.notify(self.num_threads if self._stopping else 1)
 
-    def give_up(self) -> list[Chunk]:
-        """The writes that no thread has begun: they are not in the queue any more."""
-        left = list(self._writes)
+    def cancel_queued(self) -> list[Chunk]:
+        """Remove and return the writes that no thread has started."""
+        queued = list(self._writes)
         self._writes.clear()
         self._work.notify_all()
-        return left
+        return queued
 
-    def hand_back(self, chunks: list[Chunk]) -> None:
-        """These have ended."""
+    def end(self, chunks: list[Chunk]) -> None:
+        """Deliver chunks that have ended."""
         for chunk in chunks:
             self._deliver(chunk)
         with self._lock:
-            self._num_under_way -= len(chunks)
+            self._num_in_flight -= len(chunks)
             self._settled.notify_all()
 
     # ---- its threads
@@ -142,31 +142,31 @@ class Pipeline:
         while True:
             with self._lock:
                 while not (self._reads or (self._writes and not reads_only)):
-                    if self._stopping and (reads_only or not self._committer.may_release):
+                    if self._stopping and (reads_only or not self._committer.will_release):
                         return
                     work.wait()
                 chunk = (self._reads or self._writes).popleft()
                 if chunk.writes:
                     self.num_writing += 1
-                    self._committer.begun()
+                    self._committer.note_started()
             try:
                 self._move(chunk, scratch)
             except Exception as error:
-                # Not a failure of the medium, which is an outcome: a closed pool, no memory, our bug.
+                # A failed medium is an outcome. This is a closed pool, a lack of memory, or a bug.
                 fail([chunk])
                 self._log.warn("chunk", "disk tier: blocks could not be moved: %r", error)
             has_ended = not chunk.writes
             if chunk.writes:
                 with self._lock:
                     self.num_writing -= 1
-                    has_ended = not self._committer.written(chunk)
+                    has_ended = not self._committer.note_written(chunk)
             if has_ended:
-                self.hand_back([chunk])
+                self.end([chunk])
 
     def _move(self, chunk: Chunk, scratch: Scratch) -> None:
         blocks = chunk.keys, chunk.slots, chunk.generations
         if chunk.writes:
-            chunk.written_at_s = now_s()
+            chunk.written_at_s = self._slab.now_s()
             written, chunk.checksums = self._slab.write_blocks(*blocks, chunk.pool, chunk.rows, scratch)
             chunk.outcomes = np.where(written, np.uint8(SOUND), np.uint8(UNREADABLE))
         else:

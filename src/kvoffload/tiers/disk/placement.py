@@ -1,8 +1,7 @@
-"""Where blocks are in a slab: the slab's slot for each slot of the manager.
+"""The mapping from the manager's slots to the slab's slots, called *places*.
 
-Owns the metadata of the block in each of the manager's slots, and the *reserve*: the slab has more slots than
-the manager, and empty ones queue for reuse, so that a block is written at once and need not wait until the
-removal of another is durable. Does no I/O; the committer knows what is durable.
+Owns the metadata of each block, and the *reserve*: the slab has more slots than the manager. Empty places
+queue for reuse, so that a write need not wait until the removal of another block is durable. Does no I/O.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from kvoffload.tiers.disk.slab import Positions
 
 _RESTORE_BLOCKS = 65536
 _RESTORED_REQUEST = 1024
-"""Uses are restored in batches of this many blocks: for some policies a long batch takes long."""
+"""Blocks per call when uses are restored; some policies are slow with long batches."""
 
 
 class Placement:
-    """Arrays indexed by the manager's slot: the slab's slot, and the metadata of its block.
+    """Place and metadata of the block in each of the manager's slots.
 
-    The *gate* of a slab's slot is the number of removals that must be durable before it is written again.
+    The *gate* of a place is the number of removals that must be durable before the place is written again.
 
     Args:
-        layout: of the slab; its slots that the manager has no use for are the reserve.
-        next_generation: greater than any in the slab.
+        layout: layout of the slab; slots beyond the manager's number form the reserve.
+        next_generation: a number above every generation in the slab.
 
     Attributes:
-        generation: of the block in each slot: a number that no other write to this slab has. 0: no block.
-        checksum: of its header and bytes.
+        generation: unique number of the write of each block; 0 marks an empty slot.
+        checksum: checksum over header and bytes.
         next_generation: generation of the next block to be written.
 
-    Memory: 24 bytes a block, 8 a slot. Thread: one, the scheduler's.
+    Memory: 24 bytes a block and 8 a place. Thread: the scheduler's.
     """
 
     def __init__(self, layout: Layout, next_generation: int) -> None:
@@ -53,21 +52,21 @@ class Placement:
         self._withheld, self._beyond = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
-        """Give an empty manager the blocks that were found; returns the slab's slots of those not taken.
+        """Put the recovered blocks into an empty manager; returns the places of blocks that were left out.
 
-        They are stored in the order of their writing, and then used in the order of their uses: so policies
-        that order by insertion and policies that order by use both get their order back.
+        Stores blocks in the order of their writes, then reports uses in their order. Policies that order by
+        insertion and policies that order by use both regain their order.
         """
-        found, num_blocks = contents.newest_slots(), len(self._place)
+        newest, num_blocks = contents.newest_slots(), len(self._place)
         # Only a damaged journal has more blocks than fit.
-        if len(found) > num_blocks:
-            found = found[np.argsort(contents.stamp[found], kind="stable")][-num_blocks:]
-        by_age = found[np.argsort(contents.generation[found], kind="stable")]
+        if len(newest) > num_blocks:
+            newest = newest[np.argsort(contents.stamp[newest], kind="stable")][-num_blocks:]
+        by_age = newest[np.argsort(contents.generation[newest], kind="stable")]
         slot_of = np.full(len(self._gate), -1, np.int32)
         for start in range(0, len(by_age), _RESTORE_BLOCKS):
             batch = by_age[start : start + _RESTORE_BLOCKS]
             plan = manager.prepare_store(contents.keys(batch), admitted=True)
-            assert plan is not None, "an empty cache has room for the blocks that it held"
+            assert plan is not None, "an empty manager has room for all recovered blocks"
             slot_of[batch[plan.rows]] = plan.slots
             manager.complete_store(plan)
         restored, empty = np.flatnonzero(slot_of >= 0), self._usable[slot_of[self._usable] < 0]
@@ -84,68 +83,71 @@ class Placement:
 
     @property
     def num_withheld(self) -> int:
-        """How many of the manager's slots `confine` has taken out of use."""
+        """Number of the manager's slots that `confine` has taken out of use."""
         return len(self._withheld)
 
     def confine(self, end: int, manager: OffloadingManager) -> None:
-        """Use only the slab's slots before `end` from now on: the file is not long enough for the others.
+        """Use only places before `end`, because the file is not long enough for later places.
 
-        The manager has as many slots fewer, and evicts inside the rest. Blocks and writes stay where they
-        are.
-        Cost: O(slots).
+        Withholds free slots of the manager, which then evicts within the others. Blocks and writes in flight
+        keep their places. Cost: O(slots).
         """
         slots = manager.slots
         slots.release(self._withheld)
-        line = np.concatenate([self._reserve, self._beyond])
+        queue = np.concatenate([self._reserve, self._beyond])
         free = slots.stack[: slots.num_free].copy()
-        within, beyond = (np.concatenate([self._place[free], line]) for _ in range(2))
-        within, beyond = within[within < end], beyond[beyond >= end]
-        num_reserve = min(len(line), len(within) * len(line) // max(1, len(within) + len(beyond)))
+        empty = np.concatenate([self._place[free], queue])
+        within, beyond = empty[empty < end], empty[empty >= end]
+        num_reserve = min(len(queue), len(within) * len(queue) // max(1, len(empty)))
         num_used = min(len(free), len(within) - num_reserve)
         if not len(beyond):
             num_used = len(free)
         self._withheld = slots.withhold(len(free) - num_used)
         used = slots.stack[: slots.num_free][::-1]
-        # The slots that are used next get neighbours, as at the beginning.
+        # Slots that are used next get neighbouring places, as in a new slab.
         within = np.concatenate([np.sort(within[: len(used)]), within[len(used) :]])
         self._place[used], self._reserve = within[: len(used)], within[len(used) :]
         self._place[self._withheld] = beyond[: len(self._withheld)]
         self._beyond = beyond[len(self._withheld) :]
 
     def places(self, slots: SlotArray) -> Positions:
-        """The slab's slots for these slots of the manager."""
+        """Return the places of the manager's slots."""
         return self._place[slots]
 
     def renew(self, slots: SlotArray) -> None:
-        """Give each of these slots, which are about to be written, a new generation."""
+        """Give slots that will be written new generations."""
         generations = np.arange(len(slots), dtype=np.uint64) + np.uint64(self.next_generation)
         self.generation[slots] = generations
         self.next_generation += len(slots)
 
     def empty(self, slots: SlotArray) -> SlabSlots:
-        """The blocks in these slots have left; returns the slab's slots that are now empty."""
+        """Mark slots as empty; returns their places."""
         self.generation[slots] = 0
         return self._place[slots].astype(np.uint32)
 
     def rotate(self, slots: SlotArray) -> None:
-        """Give these slots, just emptied, the slots of the slab that have been empty for the longest."""
-        line = np.concatenate([self._reserve, self._place[slots]])
-        self._place[slots], self._reserve = line[: len(slots)], line[len(slots) :]
+        """Give emptied slots the places that have been empty for the longest time."""
+        queue = np.concatenate([self._reserve, self._place[slots]])
+        self._place[slots], self._reserve = queue[: len(slots)], queue[len(slots) :]
 
     def set_gate(self, places: SlabSlots, gate: int) -> None:
-        """Removals from these slots of the slab are durable once `gate` removals are."""
+        """Set the gate of emptied places."""
         self._gate[places] = gate
 
     def gate(self, slots: SlotArray) -> int:
-        """Number of removals that must be durable before all of these slots may be written."""
+        """Return the number of removals that must be durable before all of these slots may be written."""
         return int(self._gate[self._place[slots]].max())
 
 
 def _restore_uses(policy: EvictionPolicy, slots: SlotArray, used: npt.NDArray[np.bool_]) -> None:
-    """Report the uses of restored blocks, given with the most recently used first, to a policy; `used` says
-    which were used after they had been stored."""
-    again, size = slots[used], _RESTORED_REQUEST
-    for batch, is_use in ((again, True), (slots, False)):
-        for start in reversed(range(0, len(batch), size)):
-            part = batch[start : start + size]
-            policy.access(part, np.full(len(part), is_use))
+    """Report uses of restored blocks to a policy.
+
+    Args:
+        slots: slots of all restored blocks, the most recently used first.
+        used: True for blocks that were used after their write.
+    """
+    size = _RESTORED_REQUEST
+    for ordered, is_use in ((slots[used], True), (slots, False)):
+        for start in reversed(range(0, len(ordered), size)):
+            batch = ordered[start : start + size]
+            policy.access(batch, np.full(len(batch), is_use))

@@ -1,11 +1,10 @@
-"""What a slab holds, read back from its journal: the newest whole checkpoint, and the log after it.
+"""Recovery of a journal: reads the newest complete checkpoint and the log after it. Writes nothing.
 
-Owns the reading of a journal and what its damage means. Every group records facts about slots (emptied, holds
-this block, was used) that later groups overwrite. So a lost group loses its own facts and revives those that
-it would have overwritten: an entry that is no longer true is detected when its slot is read, because the
-checksum differs. Writes nothing.
+Groups record facts about slots (emptied, written, used), and later groups overwrite earlier ones. A lost
+group therefore loses its facts and revives older ones. A revived entry is harmless: the checksum differs when
+its slot is read.
 
-A page that the medium does not read is no damage: it may be read again tomorrow.
+A page that the medium fails to read is not damage, because a later attempt may succeed.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ from kvoffload.tiers.disk.format import (
     decode_head,
 )
 from kvoffload.tiers.disk.layout import GROUP, Layout, entry_dtype
-from kvoffload.tiers.disk.slab import Slab, now_s
+from kvoffload.tiers.disk.slab import Slab
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes of metadata read so far, and in total."""
+"""Called with the bytes of metadata read so far, and the total."""
 
-_SALVAGE = "nothing was changed; if it stays so, kvoffload disk compact keeps what can be read"
+_SALVAGE = "nothing was changed; if this persists, `kvoffload disk compact` keeps the readable blocks"
 _LAST_STAMP = np.uint64(MAX_NUMBER)
 _WINDOW_BYTES = 16 * 1024 * 1024
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Contents:
-    """Which block each slot holds: flat arrays indexed by the slab's slot. Void blocks are left out.
+    """Metadata of the blocks in a slab: flat arrays indexed by slot, without void blocks.
 
     Attributes:
-        generation: 0 if there is no block.
-        stamp: when it was last used, on the tier's own clock of accesses.
-        uses: how often it was used since it was written.
-        written_at_s: when it was written, in seconds since 1970.
-        checksum: of its header and bytes.
-        words: its key, packed as in `Keys`.
-        last_generation: the greatest that any block had, including those that have left since.
-        written: blocks written in each hour since 1970, including those that have left since.
+        generation: generation of the block; 0 marks an empty slot.
+        stamp: last use, on the tier's clock of accesses.
+        uses: number of uses since the write.
+        written_at_s: time of the write, in seconds since 1970.
+        checksum: checksum over header and bytes.
+        words: key, packed as in `Keys`.
+        last_generation: greatest generation ever, including blocks that have left.
+        written: number of blocks written by hour since 1970, including blocks that have left.
     """
 
     def __init__(self, layout: Layout, void_before: int = 0) -> None:
@@ -77,13 +76,13 @@ class Contents:
         return int(np.count_nonzero(self.generation))
 
     def slots(self) -> npt.NDArray[np.int64]:
-        """Slots that hold a block, ascending."""
+        """Return the slots that hold a block, ascending."""
         return np.flatnonzero(self.generation)
 
     def newest_slots(self) -> npt.NDArray[np.int64]:
-        """Slots that hold the newest block of their key, ascending. Only damage leaves a key in two slots.
+        """Return the slots with the newest block of each key, ascending.
 
-        Cost: a sort of one word of each key; equal words are then compared as whole keys.
+        Only damage leaves a key in two slots. Cost: a sort of one hash per key.
         """
         slots = self.slots()
         words = self.words[slots, 0].copy()
@@ -93,11 +92,11 @@ class Contents:
         equal = words[order[1:]] == words[order[:-1]]
         if not equal.any():
             return slots
-        alike = np.zeros(len(slots), np.bool_)
-        alike[order[1:][equal]] = alike[order[:-1][equal]] = True
+        may_repeat = np.zeros(len(slots), np.bool_)
+        may_repeat[order[1:][equal]] = may_repeat[order[:-1][equal]] = True
         older = list[int]()
         newest: dict[bytes, int] = {}
-        by_age = slots[alike][np.argsort(self.generation[slots[alike]], kind="stable")]
+        by_age = slots[may_repeat][np.argsort(self.generation[slots[may_repeat]], kind="stable")]
         for slot, key in zip(by_age.tolist(), self.keys(by_age), strict=True):
             if key in newest:
                 older.append(newest[key])
@@ -105,23 +104,23 @@ class Contents:
         return np.setdiff1d(slots, older)
 
     def forget(self, slots: npt.NDArray[np.int64]) -> None:
-        """The blocks in these slots are not here any more."""
+        """Mark slots as empty."""
         self.generation[slots] = 0
         self.uses[slots] = 0
 
     def move(self, slots: npt.NDArray[np.int64], to: npt.NDArray[np.int64], checksums: Checksums) -> None:
-        """The blocks in these slots are in other slots, where they have other checksums."""
+        """Record that blocks were moved to other slots, where they have other checksums."""
         for values in (self.generation, self.stamp, self.uses, self.written_at_s, self.words):
             values[to] = values[slots]
         self.checksum[to] = checksums
         self.forget(slots)
 
     def keys(self, slots: npt.NDArray[np.int64]) -> Keys:
-        """The keys of the blocks in these slots."""
+        """Return the keys of the blocks in these slots."""
         return Keys(self.words[slots], self.key_bytes)
 
     def apply(self, group: Group) -> None:
-        """Apply one group of the journal."""
+        """Apply one journal group."""
         n = len(self.generation)
         removed = group.removed[group.removed < n]
         self.generation[removed] = 0
@@ -148,7 +147,7 @@ class Contents:
         np.add.at(self.uses, used[accessed["slot"] & REUSE != 0], 1)
 
     def entries(self, slots: npt.NDArray[np.int64]) -> Records:
-        """The blocks in these slots as records of the journal."""
+        """Return the blocks in these slots as journal records."""
         records = np.empty(len(slots), entry_dtype(self.key_bytes))
         records["slot"] = slots
         for name in ("uses", "generation", "stamp", "written_at_s", "checksum"):
@@ -158,18 +157,18 @@ class Contents:
 
 
 @dataclass
-class Found:
-    """A journal as it was read.
+class Recovered:
+    """State of a journal, as `recover` reads it.
 
     Attributes:
-        contents: which blocks are here.
-        epoch: of the checkpoint and of the log.
+        contents: the blocks.
+        epoch: epoch of the checkpoint and the log.
         sequence: number of the next group of the log.
         log_end: offset in the log after its last group.
-        damaged: groups, heads and pages of the journal that cannot be read: their contents are lost.
-        unreadable: pages that the medium did not read, which count as damaged too.
-        unfinished: the log ends in a group that is not whole. A crash leaves that, and it is no damage.
-        corrected: `contents` differ from the journal, which needs a new checkpoint.
+        damaged: number of lost groups, heads and pages.
+        unreadable: number of pages that the medium failed to read; `damaged` includes these pages.
+        unfinished: the log ends in an incomplete group. A crash leaves one, and it is not damage.
+        corrected: `contents` differ from the journal, so a new checkpoint is needed.
     """
 
     contents: Contents
@@ -182,52 +181,51 @@ class Found:
     corrected: bool = False
 
 
-def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = False) -> Found:
-    """Read the journal of a slab. Damage never raises: it is counted, and what it said is lost.
+def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = False) -> Recovered:
+    """Read the journal of a slab. Damage is counted and never raises.
 
     Args:
-        progress: called some times a second with what has been read.
-        salvage: count pages that the medium does not read as damage too, instead of raising `OSError`.
+        progress: called a few times a second.
+        salvage: count pages that the medium fails to read as damage, instead of raising `OSError`.
 
     Cost: reads the checkpoint and the log once, 80 bytes a block; a few seconds for 16 million blocks.
     """
-    found = Found(Contents(slab.layout, slab.void_before))
-    heads = _heads(slab, found)
+    recovered = Recovered(Contents(slab.layout, slab.void_before))
+    heads = _heads(slab, recovered)
     total = (
         slab.layout.log_bytes
         + sum(head.num_groups for head in heads[:1]) * slab.layout.checkpoint_group_bytes
     )
     report = progress or (lambda done, total: None)
     if heads:
-        found.epoch, found.contents.written = heads[0].epoch, dict(heads[0].written)
-        found.contents.last_generation = heads[0].last_generation
-        for done in _read_checkpoint(slab, heads[0], found):
+        recovered.epoch, recovered.contents.written = heads[0].epoch, dict(heads[0].written)
+        recovered.contents.last_generation = heads[0].last_generation
+        for done in _read_checkpoint(slab, heads[0], recovered):
             report(done, total)
     else:
-        found.damaged += 1
-    _read_log(slab, found)
+        recovered.damaged += 1
+    _read_log(slab, recovered)
     report(total, total)
-    if found.unreadable and not salvage:
-        raise OSError(errno.EIO, f"{found.unreadable} pages of its journal cannot be read: {_SALVAGE}")
-    found.corrected = _correct_hours(found.contents)
-    return found
+    if recovered.unreadable and not salvage:
+        raise OSError(errno.EIO, f"{recovered.unreadable} pages of its journal cannot be read: {_SALVAGE}")
+    recovered.corrected = _correct_hours(recovered.contents, slab.now_s())
+    return recovered
 
 
-def _correct_hours(contents: Contents) -> bool:
-    """Count blocks written in hours ahead of now as written now: the clock was wrong. Returns whether there
-    were any.
+def _correct_hours(contents: Contents, now_s: int) -> bool:
+    """Move write counts of future hours to the present hour; returns True if there were any.
 
-    Such hours would count against write budgets until the clock reaches them.
+    The clock was wrong. Future hours would count against write budgets until the clock reaches them.
     """
-    now = now_s() // HOUR_S
+    now = now_s // HOUR_S
     ahead = [hour for hour in contents.written if hour > now]
     for hour in ahead:
         contents.written[now] = contents.written.get(now, 0) + contents.written.pop(hour)
     return bool(ahead)
 
 
-def _heads(slab: Slab, found: Found) -> list[Head]:
-    """Heads of whole checkpoints, the newest first."""
+def _heads(slab: Slab, recovered: Recovered) -> list[Head]:
+    """Read the heads of complete checkpoints, the newest first."""
     layout, heads = slab.layout, set()
     for region in (0, 1):
         first, unreadable, num_sound = layout.checkpoint_offset(region), 0, 0
@@ -238,14 +236,15 @@ def _heads(slab: Slab, found: Found) -> list[Head]:
             if head is not None and head.epoch % 2 == region:
                 heads.add(head)
                 num_sound += 1
-        found.damaged += unreadable
+        recovered.damaged += unreadable
         if num_sound == 0:
-            # Its checkpoint may be the newest.
-            found.unreadable += unreadable
+            # The unreadable checkpoint may be the newest.
+            recovered.unreadable += unreadable
     return sorted(heads, reverse=True)
 
 
-def _read_checkpoint(slab: Slab, head: Head, found: Found) -> Iterator[int]:
+def _read_checkpoint(slab: Slab, head: Head, recovered: Recovered) -> Iterator[int]:
+    """Apply the groups of a checkpoint; yields the bytes read so far."""
     layout = slab.layout
     size = layout.checkpoint_group_bytes
     start = layout.checkpoint_offset(head.epoch) + PAGE_BYTES
@@ -253,52 +252,52 @@ def _read_checkpoint(slab: Slab, head: Head, found: Found) -> Iterator[int]:
     window = max(1, _WINDOW_BYTES // size) * size
     for offset in range(start, end, window):
         memory, unreadable = slab.read_pages(offset, min(window, end - offset))
-        found.unreadable += unreadable
+        recovered.unreadable += unreadable
         for at in range(0, len(memory), size):
             group = decode_group(layout, slab.identity.slab_id, memory[at : at + size])
             sequence = (offset + at - start) // size
             if group and (group.kind, group.epoch, group.sequence) == (CHECKPOINT, head.epoch, sequence):
-                found.contents.apply(group)
+                recovered.contents.apply(group)
             else:
-                found.damaged += 1
+                recovered.damaged += 1
         yield offset + len(memory) - start
 
 
-def _read_log(slab: Slab, found: Found) -> None:
+def _read_log(slab: Slab, recovered: Recovered) -> None:
     layout = slab.layout
     memory, unreadable = slab.read_pages(layout.log_offset, layout.log_bytes)
-    found.damaged += unreadable
-    found.unreadable += unreadable
+    recovered.damaged += unreadable
+    recovered.unreadable += unreadable
     starts, epochs = _candidates(slab, memory)
     candidates = list(zip(starts, epochs, strict=True))
     slab_id = slab.identity.slab_id
     newer = (
         epoch
         for at, epoch in candidates
-        if epoch > found.epoch and decode_group(layout, slab_id, memory[at:])
+        if epoch > recovered.epoch and decode_group(layout, slab_id, memory[at:])
     )
-    newest = max(newer, default=found.epoch)
-    if newest != found.epoch:
-        # The checkpoint of this log is lost: an older one was found, or none.
-        found.damaged += 1
-        found.epoch = newest
+    newest = max(newer, default=recovered.epoch)
+    if newest != recovered.epoch:
+        # The checkpoint of this log is lost: an older checkpoint remains, or none.
+        recovered.damaged += 1
+        recovered.epoch = newest
     broken = 0
     for at, epoch in candidates:
-        if epoch != found.epoch or at < found.log_end:
+        if epoch != recovered.epoch or at < recovered.log_end:
             continue
         group = decode_group(layout, slab_id, memory[at:])
-        if group is None or group.kind != LOG or group.sequence < found.sequence:
+        if group is None or group.kind != LOG or group.sequence < recovered.sequence:
             broken += 1
             continue
-        found.damaged += group.sequence - found.sequence
+        recovered.damaged += group.sequence - recovered.sequence
         broken = 0
-        found.contents.apply(group)
-        found.sequence, found.log_end = group.sequence + 1, at + group.num_bytes
-    found.unfinished = broken > 0
+        recovered.contents.apply(group)
+        recovered.sequence, recovered.log_end = group.sequence + 1, at + group.num_bytes
+    recovered.unfinished = broken > 0
 
 
 def _candidates(slab: Slab, memory: Bytes) -> tuple[list[int], list[int]]:
-    """Offsets in the log where groups of this slab seem to begin, and the epoch that each claims."""
+    """Find page offsets in the log that look like groups of this slab, and their epochs."""
     heads = np.ndarray((len(memory) // PAGE_BYTES,), GROUP, memory, strides=(PAGE_BYTES,))
     rows = np.flatnonzero((heads["magic"] == GROUP_MAGIC) & (heads["slab_id"] == slab.identity.slab_id))
     return (rows * PAGE_BYTES).tolist(), heads["epoch"][rows].tolist()

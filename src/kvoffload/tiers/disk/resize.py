@@ -1,11 +1,11 @@
-"""Changes of a slab's size: blocks move inside the file, and the coldest leave if not all have room.
+"""Changes of a slab's size: blocks move inside the file, and the coldest leave if there is too little space.
 
-Owns the order of writes that makes this safe: a crash at any write or sync leaves a sound slab, and the next
-opening begins again from there. Does not know why a slab changes its size.
+Owns the order of writes: a crash at any write or sync leaves a sound slab, and the next opening resumes.
 """
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 
 import numpy as np
@@ -13,53 +13,52 @@ import numpy as np
 from kvoffload.tiers.disk.files import aligned
 from kvoffload.tiers.disk.journal import Journal, write_checkpoint
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.recovery import Contents, Found, recover
-from kvoffload.tiers.disk.slab import SOUND, Positions, Scratch, Slab
+from kvoffload.tiers.disk.recovery import Contents, Recovered, recover
+from kvoffload.tiers.disk.slab import REFUSED, SOUND, Positions, Scratch, Slab
 
 _PIECE_BYTES = 1024 * 1024
 
 
-def resize(slab: Slab, found: Found, target: Layout, capacity_bytes: int) -> Found | None:
-    """Give a slab another layout, with each slot where it was; returns its contents then.
+def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> Recovered | None:
+    """Give a slab another layout with unchanged slot offsets; returns its new contents.
 
-    Blocks without room leave, the coldest first. Returns None, and changes nothing, if there is no room for
-    the journal to grow now.
-
-    Cost: the journal is read and written some times. Blocks are copied only from slots that are no longer
-    there. Raises `OSError`.
+    The coldest blocks leave if there is too little space. Returns None, with an unchanged slab, if the
+    journal must grow and there is no space for it now.
 
     Args:
         target: `with_capacity(capacity_bytes)` of the slab's layout.
-        capacity_bytes: at most the capacity in the superblock if an earlier change was interrupted.
+        capacity_bytes: new capacity; after an interrupted change at most the capacity in the superblock.
+
+    Cost: a few passes over the journal, and copies of blocks whose slots disappear. Raises `OSError`.
     """
     layout = slab.layout
     assert not layout.is_moving or capacity_bytes <= slab.capacity_bytes
     if layout.is_moving or target.journal_slots != layout.journal_slots:
         if not layout.is_moving:
-            if not _move_journal_behind(slab, found, target, capacity_bytes):
+            if not _move_journal_behind(slab, recovered, target, capacity_bytes):
                 return None
-            found = recover(slab)
-        found = rearrange(slab, found, target.first_slot, target.num_slots, target.num_blocks)
+            recovered = recover(slab)
+        recovered = rearrange(slab, recovered, target.first_slot, target.num_slots, target.num_blocks)
         _write_zeros(slab, target)
-        write_checkpoint(slab, target, found.epoch + 1, found.contents)
+        write_checkpoint(slab, target, recovered.epoch + 1, recovered.contents)
     else:
-        found = rearrange(slab, found, target.first_slot, target.num_slots, target.num_blocks)
+        recovered = rearrange(slab, recovered, target.first_slot, target.num_slots, target.num_blocks)
     slab.adopt(target, capacity_bytes)
     slab.trim(slab.num_reserved)
     return recover(slab)
 
 
-def rearrange(slab: Slab, found: Found, first: int, end: int, num_blocks: int) -> Found:
-    """Have at most `num_blocks` blocks in a slab, all in the slots from `first` to before `end`, durably;
-    returns its contents then.
+def rearrange(slab: Slab, recovered: Recovered, first: int, end: int, num_blocks: int) -> Recovered:
+    """Keep the hottest `num_blocks` blocks, all in slots from `first` to before `end`; returns the contents.
 
-    The coldest blocks leave. Of the others those that are elsewhere are copied to free slots: never more than
-    slots are given up. A block that cannot be read is lost.
+    Copies kept blocks from other slots to free slots. Durable on return. A block on a bad sector is lost.
 
-    Raises: `OSError`.
+    Raises:
+        OSError: the journal cannot be written, or the system refuses a read (ENOMEM, ESTALE). The slab is
+            sound, and the next attempt resumes.
     """
     end = min(end, slab.num_reserved)
-    contents, journal = found.contents, Journal(slab, found)
+    contents, journal = recovered.contents, Journal(slab, recovered)
     newest = contents.newest_slots()
     by_use = newest[np.argsort(contents.stamp[newest], kind="stable")]
     keep = min(num_blocks, max(0, end - first))
@@ -75,11 +74,15 @@ def rearrange(slab: Slab, found: Found, first: int, end: int, num_blocks: int) -
         _copy(slab, contents, outside, targets)
         slab.sync()
         journal.checkpoint(contents)
-    return recover(slab) if len(leaving) or len(outside) else found
+    return recover(slab) if len(leaving) or len(outside) else recovered
 
 
 def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) -> None:
-    """Copy the blocks in these slots to other slots. Each keeps its key, generation and uses."""
+    """Copy blocks to other slots. Each block keeps its key, generation and uses.
+
+    Raises:
+        OSError: the system refuses a read. The error may pass, so the block must not be forgotten.
+    """
     layout, scratch, step = slab.layout, Scratch(slab), slab.chunk_blocks
     pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]
     for start in range(0, len(slots), step):
@@ -87,6 +90,8 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
         keys, generations = contents.keys(old), contents.generation[old]
         rows = np.arange(len(old))
         outcomes = slab.read_blocks(keys, old, generations, contents.checksum[old], pool, rows, scratch)
+        if (outcomes == REFUSED).any():
+            raise OSError(errno.EAGAIN, "the system refuses to read some blocks, and this may pass")
         sound = np.flatnonzero(outcomes == SOUND)
         written = np.zeros(len(old), np.bool_)
         if len(sound):
@@ -98,15 +103,15 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
         contents.forget(old[~written])
 
 
-def _move_journal_behind(slab: Slab, found: Found, target: Layout, capacity_bytes: int) -> bool:
-    """Write the journal behind the slots, so that its old place and the slots behind it can be written.
+def _move_journal_behind(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> bool:
+    """Write the journal behind the slots, so that a longer journal can replace the old one.
 
-    The superblock then names the new capacity: only up to that capacity there is room before the journal.
-    False, and the slab as it was, if there is no room for that.
+    The superblock then names the new capacity, because the space before the moved journal ends there. Returns
+    False, with an unchanged slab, if there is no space.
     """
     layout = slab.layout
-    num_slots = max(slab.num_reserved, target.first_slot + min(len(found.contents), target.num_blocks))
-    # From slot 0 on: a smaller capacity after a crash may use slots below the present first one.
+    num_slots = max(slab.num_reserved, target.first_slot + min(len(recovered.contents), target.num_blocks))
+    # From slot 0: after a crash a smaller capacity may use slots below the present first slot.
     moved = replace(layout, num_slots=num_slots, first_slot=0, journal_offset=layout.slot_offset(num_slots))
     while slab.room is not None and slab.room.own_bytes < moved.journal_end:
         if not slab.room.make(moved.journal_end - slab.room.own_bytes):
@@ -114,13 +119,13 @@ def _move_journal_behind(slab: Slab, found: Found, target: Layout, capacity_byte
     if num_slots > target.num_slots or not slab.lengthen_to(moved.journal_end):
         return False
     _write_zeros(slab, moved)
-    write_checkpoint(slab, moved, found.epoch + 1, found.contents)
+    write_checkpoint(slab, moved, recovered.epoch + 1, recovered.contents)
     slab.adopt(moved, capacity_bytes)
     return True
 
 
 def _write_zeros(slab: Slab, layout: Layout) -> None:
-    """Empty the place of a journal: what is there now is none of it."""
+    """Overwrite the place of a new journal with zeros, since it holds blocks or old groups."""
     empty = aligned(_PIECE_BYTES)
     for start in range(layout.journal_offset, layout.journal_end, _PIECE_BYTES):
         slab.write_pages(start, empty[: min(_PIECE_BYTES, layout.journal_end - start)])

@@ -1,6 +1,6 @@
-"""The room of a directory, in bytes: one slab grows in it, and those of other producers make way.
+"""Disk space of a directory: one slab grows, and slabs of other producers shrink for it.
 
-Knows the files of other slabs only by their sizes. Does not open them.
+Knows other slabs only by path and size. Opens no file.
 """
 
 from __future__ import annotations
@@ -13,46 +13,45 @@ from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES
 
 
 class Room:
-    """How far one slab may grow while other slabs lie beside it.
+    """Space for one slab in a directory that holds other slabs too.
 
-    All files together take at most the capacity. A slab that needs the room of others gets it: the one that
-    nobody has opened for the longest gives up its coldest blocks, as many as needed and some more, until it
-    is hardly worth keeping and goes.
+    All files together take at most the capacity. The slab that was opened least recently shrinks first: it
+    loses its coldest blocks, and is deleted when little is left.
 
     Args:
-        capacity_bytes: of the directory.
-        others: the files of other slabs, in the order in which they make way.
-        give_up: makes a file smaller by so many bytes or more, or deletes it; returns its size then. It may
-            raise `OSError`.
+        capacity_bytes: capacity of the directory.
+        others: files of other slabs, in the order in which they shrink.
+        shrink: shortens a file by at least so many bytes, or deletes it; returns its new size. It may raise
+            `OSError`.
 
     Thread: one at a time.
     """
 
-    def __init__(self, capacity_bytes: int, others: list[Path], give_up: Callable[[Path, int], int]) -> None:
-        self._capacity_bytes, self._give_up = capacity_bytes, give_up
-        self._others = [(path, path.lstat().st_size) for path in others]
+    def __init__(self, capacity_bytes: int, others: list[Path], shrink: Callable[[Path, int], int]) -> None:
+        self._capacity_bytes, self._shrink = capacity_bytes, shrink
+        self._other_sizes = [(path, path.lstat().st_size) for path in others]
 
     @property
     def own_bytes(self) -> int:
-        """The most bytes that the slab may take beside the others as they are."""
-        return self._capacity_bytes - LOCK_FILE_BYTES - sum(size for _, size in self._others)
+        """Bytes that the slab may take while the other slabs keep their sizes."""
+        return self._capacity_bytes - LOCK_FILE_BYTES - sum(size for _, size in self._other_sizes)
 
     def make(self, num_bytes: int) -> bool:
-        """Have the first of the others give up so many bytes or more, or go; False if there are no others.
+        """Shrink the first other slab by at least `num_bytes`, or delete it; False if there is no other slab.
 
         Raises `OSError`.
         """
-        if not self._others:
+        if not self._other_sizes:
             return False
-        path, _ = self._others[0]
-        left = self._give_up(path, num_bytes)
-        self._others[:1] = [(path, left)] if left else []
+        path, _ = self._other_sizes[0]
+        size = self._shrink(path, num_bytes)
+        self._other_sizes[:1] = [(path, size)] if size else []
         return True
 
     def clear(self) -> None:
-        """Delete all others, durably. Raises `OSError`; then what is left is deleted by the next call."""
-        for path, _ in self._others:
+        """Delete all other slabs, durably. Raises `OSError`; then call it again."""
+        for path, _ in self._other_sizes:
             path.unlink(missing_ok=True)
-        if self._others:
-            Files().sync_directory(self._others[0][0].parent)
-        self._others.clear()
+        if self._other_sizes:
+            Files().sync_directory(self._other_sizes[0][0].parent)
+        self._other_sizes.clear()

@@ -1,7 +1,7 @@
-"""A slab: a file of slots of one size, read and written in runs of neighbours.
+"""A slab: a file of slots of one size, read and written in runs of consecutive slots.
 
-Owns the file, and the verification of blocks. Does not know which slots hold blocks, what their checksums
-should be, nor when a slot may be overwritten: the journal and the tier do.
+Owns the file and the verification of blocks. The journal and the tier know which slots hold blocks, their
+checksums, and when a slot may be overwritten.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,15 +40,15 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
 UNFINISHED = ".new"
-"""Ends the name of a slab that is being made."""
+"""Suffix of the file name of an incomplete slab."""
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Bytes moved in one system call. More is no faster, and keeps a thread busy for longer."""
+"""Bytes per system call. Longer calls are not faster and occupy a thread for longer."""
 MAX_RUN_BLOCKS = 1000
-"""A system call takes at most 1024 buffers."""
+"""Blocks per system call, which takes at most 1024 buffers."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
-"""Outcomes of moving a block: moved, and verified if it was read; the medium failed (EIO); not what was
-stored under this key; the system refused with another error, which may pass (ENOMEM, ESTALE)."""
+"""Outcomes of moving a block. `SOUND`: moved, and verified if read. `UNREADABLE`: the medium failed (EIO).
+`MISMATCH`: wrong checksum. `REFUSED`: another error of the system, which may pass (ENOMEM, ESTALE)."""
 
 Outcomes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
@@ -57,14 +56,14 @@ _PIECE_BYTES = 1024 * 1024
 
 
 class Scratch:
-    """Memory of one thread, for blocks whose place in memory direct I/O does not accept."""
+    """Aligned buffer of one thread, for pools that direct I/O does not accept."""
 
     def __init__(self, slab: Slab) -> None:
         self._shape = slab.chunk_blocks, slab.layout.slot_bytes
         self._pages: Bytes | None = None
 
     def pages(self, num_blocks: int) -> Bytes:
-        """One row of whole pages for each of `num_blocks` blocks; allocated on first use."""
+        """Return rows of whole pages for `num_blocks` blocks; allocated on first use."""
         if self._pages is None:
             self._pages = aligned(self._shape[0] * self._shape[1]).reshape(self._shape)
         return self._pages[:num_blocks]
@@ -73,30 +72,29 @@ class Scratch:
 class Slab:
     """An open slab.
 
-    The file may end before its last slot, where the room of the directory is shared with other slabs: it is
-    as long as what is reserved, and grows when a slot beyond its end is written.
+    The file may be shorter than its layout if other slabs share the directory. Its length is the reserved
+    space; it grows when a slot beyond its end is written.
 
-    A failure of the medium while reading or writing blocks is an outcome, not an exception. Reading and
-    writing pages, which the journal is made of, and `sync` raise `OSError`.
+    Failed reads and writes of blocks are outcomes. Writes of journal pages and `sync` raise `OSError`.
 
     Thread: any, each with its own `Scratch`, for different slots.
 
     Attributes:
-        layout, identity, capacity_bytes: from its superblock.
-        room: how far it may grow; None for as far as its layout says.
-        chunk_blocks: the most blocks that are moved at once.
+        layout, identity, capacity_bytes: contents of the superblock.
+        room: space that the slab may take; None for all of its layout.
+        chunk_blocks: largest number of blocks in one call.
     """
 
     def __init__(
         self, fd: int, superblock: Bytes, files: Files, log: RateLimitedLog, room: Room | None = None
     ) -> None:
-        said = decode_superblock(superblock)
-        assert not isinstance(said, str), said
-        self.layout, self.identity, self.capacity_bytes = said
+        decoded = decode_superblock(superblock)
+        assert not isinstance(decoded, str), decoded
+        self.layout, self.identity, self.capacity_bytes = decoded
         self._superblock, layout = superblock, self.layout
         self._superblocks_at = 0, PAGE_BYTES
         self._fd, self._files, self._log = fd, files, log
-        self.room, self._growing, self._growth = room, threading.Lock(), WritePause()
+        self.room, self._growing, self._growth = room, threading.Lock(), WritePause(files.monotonic_s)
         self._num_reserved = layout.slots_before(files.size(fd))
         self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
 
@@ -111,9 +109,9 @@ class Slab:
         log: RateLimitedLog,
         room: Room | None = None,
     ) -> Slab:
-        """Make a slab where there is none, and reserve its room. Raises `UnavailableError`.
+        """Create a slab and reserve its space. Raises `UnavailableError`.
 
-        It gets its name when it is complete: a crash before that leaves a file that ends in ``.new``.
+        The complete file is renamed to `path`; a crash before that leaves a file with the suffix ``.new``.
         """
         unfinished = path.with_name(path.name + UNFINISHED)
         try:
@@ -121,7 +119,7 @@ class Slab:
             fd = files.open(unfinished, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise UnavailableError(
-                "path", str(path.parent), f"no file can be made there ({error.strerror})"
+                "path", str(path.parent), f"no file can be created there ({error.strerror})"
             ) from None
         page = aligned(PAGE_BYTES)
         page[:] = encode_superblock(layout, identity, capacity_bytes)
@@ -139,16 +137,16 @@ class Slab:
         except OSError as error:
             slab.close()
             unfinished.unlink(missing_ok=True)
-            why = f"{path.parent} cannot give that much ({error.strerror})"
+            why = f"{path.parent} has not enough space ({error.strerror})"
             raise UnavailableError("capacity_bytes", capacity_bytes, why) from None
         return slab
 
     @classmethod
     def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
-        """Open a slab; or return why this version cannot use it.
+        """Open a slab, or return the reason why this version cannot use it.
 
-        Raises `OSError`, also if neither superblock can be read, or only a damaged one: that the medium does
-        not answer now says nothing about the slab.
+        Raises `OSError`, also if a superblock cannot be read and the other is unreadable or damaged: a later
+        attempt may succeed.
         """
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
         reason, sound, unreadable = "it is too short to be a slab", list[Bytes](), None
@@ -161,11 +159,11 @@ class Slab:
                 except OSError as error:
                     unreadable = error
                     continue
-                found = decode_superblock(page)
-                if isinstance(found, str):
-                    reason = found
-                elif max(found[0].slots_offset, found[0].journal_end) > size:
-                    reason = "it is cut short, before its first slot"
+                decoded = decode_superblock(page)
+                if isinstance(decoded, str):
+                    reason = decoded
+                elif max(decoded[0].slots_offset, decoded[0].journal_end) > size:
+                    reason = "it was truncated before its first slot"
                 else:
                     sound.append(page)
             if unreadable and not sound:
@@ -180,27 +178,27 @@ class Slab:
 
     # ---- room
 
-    def used_now(self) -> None:
-        """Other slabs of the directory make way before this one."""
+    def touch(self) -> None:
+        """Set the mtime: slabs of the directory shrink in the order of their mtimes."""
         os.utime(self._fd)
 
     @property
     def file_bytes(self) -> int:
-        """How long the file is: what it takes of its directory's room."""
+        """Length of the file."""
         return self._files.size(self._fd)
 
     @property
     def num_reserved(self) -> int:
-        """The file is long enough for the slots before this one."""
+        """End of the reserved slots: the file is long enough for all slots before this number."""
         return self._num_reserved
 
     @property
     def may_grow(self) -> bool:
-        """False for a while after there was no room: what is reserved is the capacity then."""
+        """False for a while after a failed growth; the capacity is then the reserved slots."""
         return self._growth.is_over
 
     def reserve_all(self) -> None:
-        """Make the file as long as the room of the directory allows; others make way until that can be had.
+        """Extend the file to the space that the directory has; other slabs shrink until it fits on the disk.
 
         Raises `OSError`.
         """
@@ -210,11 +208,10 @@ class Slab:
                 raise _no_room()
 
     def reserve(self, num_slots: int) -> None:
-        """Make the file long enough for the slots before this one, and as much longer as there is room
-        without others.
+        """Extend the file to `num_slots` slots at least, and further if other slabs need not shrink for it.
 
-        Others make way only for these. Raises `OSError`. After a failure, or if there is no room for more on
-        the medium, `may_grow` is false for a while.
+        Raises `OSError`. `may_grow` is false for a while after a failure, or if the disk has too little space
+        for the full length.
         """
         try:
             has_all = self._reserve(num_slots)
@@ -227,7 +224,7 @@ class Slab:
             self._growth.failed()
 
     def _reserve(self, num_slots: int) -> bool:
-        """As `reserve`; returns whether the medium had room for all that is allowed."""
+        """Do the work of `reserve`; returns False if the disk has too little space for the full length."""
         least = self.layout.slot_offset(num_slots)
         while True:
             allowed = self._allowed_bytes
@@ -239,8 +236,7 @@ class Slab:
                 raise _no_room()
 
     def lengthen_to(self, num_bytes: int) -> bool:
-        """Reserve room up to this offset, whatever it is for; False, and the file as it was, if there is
-        none.
+        """Extend the file to `num_bytes`; False, with an unchanged file, if the disk is full.
 
         Raises `OSError`.
         """
@@ -250,7 +246,7 @@ class Slab:
         try:
             self._files.allocate(self._fd, num_bytes)
         except OSError as error:
-            # What could be had of it would be missed elsewhere.
+            # Release a partial extension.
             self._files.shorten(self._fd, before)
             if error.errno == errno.ENOSPC:
                 return False
@@ -263,7 +259,7 @@ class Slab:
         return most if self.room is None else min(most, self.room.own_bytes)
 
     def _lengthen(self, num_bytes: int) -> bool:
-        """Reserve whole slots up to this length; False, and the file as it was, if there is no room."""
+        """Reserve whole slots up to `num_bytes`; False, with an unchanged file, if the disk is full."""
         end = self.layout.slots_before(num_bytes)
         if end <= self.layout.first_slot or not self.lengthen_to(self.layout.slot_offset(end)):
             return False
@@ -271,7 +267,7 @@ class Slab:
         return True
 
     def trim(self, num_slots: int) -> None:
-        """Give back the room behind the slots before this one. Raises `OSError`."""
+        """Cut the file after `num_slots` slots. Raises `OSError`."""
         self._files.shorten(self._fd, self.layout.slot_offset(num_slots))
         self._num_reserved = num_slots
 
@@ -286,11 +282,10 @@ class Slab:
         self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64],
         pool: Blocks, rows: Positions, scratch: Scratch,
     ) -> tuple[Mask, Checksums]:  # fmt: skip
-        """Write ``pool[rows[i]]`` into ``slots[i]``, ascending; returns which were written, not yet durably,
-        and their checksums.
+        """Write ``pool[rows[i]]`` into ``slots[i]``; returns a mask of written blocks, and their checksums.
 
-        At most `chunk_blocks` of them. Cost: a pass over the bytes for checksums, then one system call for
-        each run of neighbours.
+        Slots ascend; at most `chunk_blocks`. Blocks are durable after `sync`. Cost: a pass over the bytes for
+        checksums, then one system call per run of consecutive slots.
         """
         written, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
         count = self._num_with_room(slots)
@@ -307,7 +302,7 @@ class Slab:
         return written, sums
 
     def _num_with_room(self, slots: Positions) -> int:
-        """How many of these slots, ascending, the file is long enough for. It grows if it must and can."""
+        """Grow the file for these slots, if possible; returns the number of slots that it covers."""
         if slots[-1] >= self._num_reserved:
             try:
                 self._grow(int(slots[-1]) + 1)
@@ -319,20 +314,20 @@ class Slab:
         self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64], expected: Checksums,
         pool: Blocks, rows: Positions, scratch: Scratch,
     ) -> Outcomes:  # fmt: skip
-        """Read ``slots[i]``, ascending, into ``pool[rows[i]]``, and verify; returns the outcome of each.
+        """Read ``slots[i]``, ascending, into ``pool[rows[i]]`` and verify; returns an outcome for each block.
 
-        A block whose checksum over key, fingerprint, slot, length, generation and bytes is not the `expected`
-        one is a mismatch. The contents of a row whose outcome is not `SOUND` are undefined.
+        The checksum covers key, fingerprint, slot, length, generation and bytes. The contents of a row are
+        undefined unless its outcome is `SOUND`.
         """
         in_place = self._in_place(pool)
         memory, at = (pool, rows) if in_place else (scratch.pages(len(rows)), np.arange(len(rows)))
         outcomes = self._each_run(self._files.read, slots, memory, at)
-        there = outcomes == SOUND
-        sound = there & (self._checksums(keys, slots, generations, memory, at) == expected)
+        was_read = outcomes == SOUND
+        sound = was_read & (self._checksums(keys, slots, generations, memory, at) == expected)
         if not in_place:
             for i in np.flatnonzero(sound).tolist():
                 pool[rows[i]] = memory[i, : pool.shape[1]]
-        outcomes[there & ~sound] = MISMATCH
+        outcomes[was_read & ~sound] = MISMATCH
         return outcomes
 
     def _checksums(
@@ -343,18 +338,17 @@ class Slab:
         return checksums(address_of(memory) + at * memory.strides[0], block_bytes, seeds)
 
     def _in_place(self, pool: Blocks) -> bool:
-        """Whether direct I/O accepts rows of this pool as they are."""
+        """Return True if direct I/O accepts rows of this pool without a copy."""
         address: int = pool.__array_interface__["data"][0]
         return (address | pool.strides[0] | self.layout.block_bytes) % PAGE_BYTES == 0
 
     def _each_run(
         self, operation: Callable[[int, Buffers, int], int], slots: Positions, memory: Blocks, at: Positions
     ) -> Outcomes:
-        """Move ``memory[at[i]]`` to or from ``slots[i]``, one call for each run; returns `SOUND`,
-        `UNREADABLE` or `REFUSED` for each block.
+        """Move ``memory[at[i]]`` to or from ``slots[i]``, one call per run; returns the outcomes.
 
-        A run that cannot be read is read block by block: one bad sector must not cost its neighbours, nor an
-        error that passes any of them. A write is tried again only after a bad sector.
+        A run that fails to be read is read again block by block, since one bad sector or a passing error must
+        not cost other blocks. Writes are repeated only after a bad sector.
         """
         outcomes: Outcomes = np.full(len(slots), SOUND, np.uint8)
         for first, end in _runs(slots):
@@ -371,7 +365,7 @@ class Slab:
         try:
             self._move(operation, slot, memory, rows)
         except OSError as error:
-            self._complain(operation, error)
+            self._log_error(operation, error)
             return UNREADABLE if error.errno == errno.EIO else REFUSED
         return SOUND
 
@@ -380,14 +374,14 @@ class Slab:
     ) -> None:
         transfer(operation, self._fd, _buffers(memory, rows), self.layout.slot_offset(slot))
 
-    def _complain(self, operation: Callable[..., int], error: OSError) -> None:
+    def _log_error(self, operation: Callable[..., int], error: OSError) -> None:
         verb = operation.__name__
         self._log.warn(f"{verb} {error.errno}", "disk tier: cannot %s blocks: %s", verb, error.strerror)
 
     # ---- pages
 
     def read_pages(self, offset: int, num_bytes: int) -> tuple[Bytes, int]:
-        """A part of the slab, and how many of its pages could not be read: those are zero."""
+        """Read a range of the slab; returns the bytes and the number of unreadable pages, which are zeros."""
         memory, unreadable = aligned(num_bytes), 0
         for start in range(0, num_bytes, _PIECE_BYTES):
             piece = memory[start : min(start + _PIECE_BYTES, num_bytes)]
@@ -400,7 +394,7 @@ class Slab:
                             self._files.read, self._fd, [piece[at : at + PAGE_BYTES]], offset + start + at
                         )
                     except OSError as error:
-                        self._complain(self._files.read, error)
+                        self._log_error(self._files.read, error)
                         piece[at : at + PAGE_BYTES] = 0
                         unreadable += 1
         return memory[:num_bytes], unreadable
@@ -410,20 +404,19 @@ class Slab:
         transfer(self._files.write, self._fd, [memory], offset)
 
     def sync(self) -> None:
-        """Return when everything written before is on the medium. Raises `OSError`."""
+        """Make all earlier writes durable. Raises `OSError`."""
         self._files.sync(self._fd)
 
     @property
     def void_before(self) -> int:
-        """Blocks of a lower generation are void, whatever the journal says."""
+        """Generation below which blocks are void, even if the journal has entries."""
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Make lower generations void, and delete the slabs of other producers: what is to be forgotten may
-        stand there too. Durable on return. Raises `OSError` if neither place could be written.
+        """Make lower generations void and delete slabs of other producers, which may hold the same data.
 
-        The superblock and its copy are written one after the other, a damaged one first: one of them is
-        always whole, and damage to a single place does not bring back void blocks.
+        Durable on return. Damage to a single superblock does not revive void blocks. Raises `OSError` if
+        neither superblock could be written.
         """
         if self.room is not None:
             with self._growing:
@@ -431,17 +424,16 @@ class Slab:
         self._replace_superblock(self.layout, self.capacity_bytes, generation)
 
     def adopt(self, layout: Layout, capacity_bytes: int) -> None:
-        """The slab has this layout and capacity from now on. Durable on return.
+        """Switch to another layout and capacity, durably. The journal must be in its new place already.
 
-        The journal is where this layout says before it is called. Raises `OSError` if neither superblock
-        could be written.
+        Raises `OSError` if neither superblock could be written.
         """
         self._replace_superblock(layout, capacity_bytes, self.void_before)
         self.layout, self.capacity_bytes = layout, capacity_bytes
         self._num_reserved = layout.slots_before(self.file_bytes)
 
     def _replace_superblock(self, layout: Layout, capacity_bytes: int, generation: int) -> None:
-        """Write the superblock and its copy, one after the other: one of them is always whole."""
+        """Write the superblock and its copy, one after the other, so that one is always complete."""
         revision = revision_of(self._superblock) + 1
         self._superblock = encode_superblock(layout, self.identity, capacity_bytes, generation, revision)
         errors = [error for at in self._superblocks_at if (error := self._write_superblock(at))]
@@ -459,12 +451,16 @@ class Slab:
             return error
         return None
 
-    def mend(self) -> None:
-        """Write a superblock that differs from its copy, if possible."""
+    def repair_superblocks(self) -> None:
+        """Rewrite a superblock that differs from the valid one, if possible; later writes begin with it."""
         for at in (PAGE_BYTES, 0):
             if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):
                 self._write_superblock(at)
                 self._superblocks_at = at, PAGE_BYTES - at
+
+    def now_s(self) -> int:
+        """Return the time in whole seconds since 1970, as the slab stores it; at least 0."""
+        return max(0, int(self._files.time_s()))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -474,7 +470,7 @@ class Slab:
 
 
 def transfer(operation: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers, offset: int) -> None:
-    """Read or write all of `buffers`, in as many calls as needed. Raises `OSError`, also at end of file."""
+    """Read or write all buffers in one or more calls. Raises `OSError`, also at the end of the file."""
     remaining = sum(len(buffer) for buffer in buffers)
     while True:
         moved = operation(fd, buffers, offset)
@@ -482,7 +478,7 @@ def transfer(operation: Callable[[int, Buffers, int], int], fd: int, buffers: Bu
         if remaining <= 0:
             return
         if moved <= 0:
-            raise OSError(errno.EIO, "the file ends before its slots do")
+            raise OSError(errno.EIO, "the file is too short")
         offset += moved
         buffers = list(_after(buffers, moved))
 
@@ -495,7 +491,7 @@ def _after(buffers: Buffers, num_bytes: int) -> Iterator[Any]:
 
 
 def _buffers(memory: Blocks, rows: Positions) -> list[Bytes]:
-    """These rows, as few contiguous pieces of memory as possible."""
+    """Return rows of memory as buffers; consecutive rows share one buffer."""
     if not memory.flags.c_contiguous:
         return [memory[row] for row in rows.tolist()]
     flat, width = memory.reshape(-1), memory.shape[1]
@@ -503,15 +499,10 @@ def _buffers(memory: Blocks, rows: Positions) -> list[Bytes]:
 
 
 def _runs(numbers: Positions) -> Iterator[tuple[int, int]]:
-    """First and end index of each run of consecutive numbers."""
+    """Return first and end index of each run of consecutive numbers."""
     breaks = (np.flatnonzero(numbers[1:] != numbers[:-1] + 1) + 1).tolist()
     return zip([0, *breaks], [*breaks, len(numbers)], strict=True)
 
 
 def _no_room() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def now_s() -> int:
-    """Seconds since 1970, as the slab stores them; 0 if the clock says less."""
-    return max(0, int(time.time()))
