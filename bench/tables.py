@@ -180,8 +180,8 @@ def all_tables(rows: Rows) -> str:
 
 def _targets(rows: Rows) -> str:
     targets = table_of_targets(rows, CAPACITIES, DEVICES)
-    shortfalls = largest_shortfalls(rows, CAPACITIES)
-    title = "Largest shortfalls of `hazard` below LRU (in points):"
+    shortfalls = largest_shortfalls(rows, CAPACITIES, how_many=1)
+    title = "Largest shortfall of `hazard` below LRU (in points):"
     return f"### Targets of `hazard`\n\n{targets}\n\n{title}\n\n{shortfalls}"
 
 
