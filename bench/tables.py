@@ -21,7 +21,7 @@ SWEEP = ROOT / "docs" / "data" / "sweep.csv"
 DOCUMENT = ROOT / "docs" / "policies.md"
 CAPACITIES = ("1%", "2%", "5%", "10%", "20%")
 DEVICES = ("0", "0.25x", "0.5x", "1x")
-SHOWN_CAPACITIES = ("1%", "5%", "20%")
+SHOWN_CAPACITIES = ("1%", "5%")
 """Columns of the tables in the document, without a device. Printed tables have every capacity and device."""
 GATED = ("lru",)
 """Policies whose other admission rules have a row, too; with all policies the table would be too long."""
