@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_JOB
+from kvoffload.tiers.contract import NO_JOB, GroupedTier
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier
@@ -160,7 +160,8 @@ class Ours:
         self.tier: Any = options.open(TierOwner(block_bytes, 36, f"bench {block_bytes}"))
         self.keys = Keys.pack([number.to_bytes(36, "big") for number in range(count)], 36)
         self.rows = np.arange(count)
-        self.tier.follow(self.tier.begin_request("bench"), self.keys)
+        if isinstance(self.tier, GroupedTier):
+            self.tier.follow(self.tier.begin_request("bench"), self.keys)
 
     def wait(self, job: int) -> Any:
         while not (found := self.tier.finished()):

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from kvoffload.replay.report import ReplayReport
     from kvoffload.structures.keys import Keys, OffloadKey
     from kvoffload.tiering.manager import TieredManager
-    from kvoffload.tiers.budgeted import BudgetedTier
     from kvoffload.tiers.contract import SecondaryTier
     from kvoffload.tiers.disk import DiskTier
     from kvoffload.tiers.memory import MemoryTier
     from kvoffload.tiers.striped import StripedTier
+    from kvoffload.tiers.write_budget import WriteBudget
     from kvoffload.traces.format import read_trace
     from kvoffload.traces.formats.mooncake import write_trace
     from kvoffload.traces.sources import load_trace
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _HOME = {
     "Admission": "core.admission",
     "BlockwisePolicy": "core.policy",
-    "BudgetedTier": "tiers.budgeted",
     "ConfigError": "errors",
     "DiskTier": "tiers.disk",
     "EvictionPolicy": "core.policy",
@@ -74,6 +73,7 @@ _HOME = {
     "TieredManager": "tiering.manager",
     "Trace": "traces.trace",
     "TraceError": "errors",
+    "WriteBudget": "tiers.write_budget",
     "copy_blocks": "transfer",
     "copy_engine_for": "transfer",
     "load_trace": "traces.sources",
@@ -85,7 +85,6 @@ _HOME = {
 __all__ = [
     "Admission",
     "BlockwisePolicy",
-    "BudgetedTier",
     "ConfigError",
     "DiskTier",
     "EvictionPolicy",
@@ -113,6 +112,7 @@ __all__ = [
     "TieredManager",
     "Trace",
     "TraceError",
+    "WriteBudget",
     "copy_blocks",
     "copy_engine_for",
     "load_trace",

@@ -7,7 +7,7 @@ from typing import Any
 from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.testing.audit import audit
-from kvoffload.testing.scripted_tier import ScriptedTier
+from kvoffload.testing.scripted_tier import ScriptedSharedTier, ScriptedTier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from support.letters import keys
@@ -40,8 +40,11 @@ class Rig:
         shared: bool = False,
         **options: Any,
     ) -> None:
-        self.tiers = [ScriptedTier(BLOCK_BYTES, name=f"t{n}", immediate=immediate) for n in range(tiers)]
-        self.tiers += [ScriptedTier(BLOCK_BYTES, name="far", immediate=immediate, shared=True)] * shared
+        self.tiers: list[ScriptedTier] = [
+            ScriptedTier(BLOCK_BYTES, name=f"t{n}", immediate=immediate) for n in range(tiers)
+        ]
+        if shared:
+            self.tiers.append(ScriptedSharedTier(BLOCK_BYTES, name="far", immediate=immediate))
         self.ram = MemoryTier(capacity, BLOCK_BYTES)
         self.pool = self.ram.pool
         self.clock = Clock()
@@ -57,6 +60,12 @@ class Rig:
     @property
     def tier(self) -> ScriptedTier:
         return self.tiers[0]
+
+    @property
+    def believed(self) -> dict[bytes, bool]:
+        """The presence cache of the last tier; without effect if it is not shared."""
+        last = self.tiers[-1]
+        return last.believed if isinstance(last, ScriptedSharedTier) else {}
 
     def begin(self, letters: str = "") -> RequestContext:
         return self.manager.begin_request("r", keys(letters))

@@ -18,7 +18,7 @@ from kvoffload.core.policy import POLICIES
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
-from kvoffload.testing.scripted_tier import ScriptedTier
+from kvoffload.testing.scripted_tier import ScriptedSharedTier, ScriptedTier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.speed import ReadSpeed
@@ -873,7 +873,7 @@ def test_what_ram_and_a_disk_have_is_not_asked_for_and_read_meanwhile() -> None:
 
 def test_nothing_is_asked_for_behind_a_block_that_nobody_has() -> None:
     rig = far()
-    rig.tier.believed[b"b"] = False
+    rig.believed[b"b"] = False
     assert rig.ask("abcd", rig.begin()) == (0, RETRY)
     assert jobs(rig) == [("probe", "a")]
 
@@ -940,7 +940,7 @@ def test_key_by_key_no_longer_than_the_probes_deadline() -> None:
 def test_a_block_that_has_left_a_shared_tier_is_stale_and_not_lost() -> None:
     rig = far()
     ctx = rig.begin()
-    rig.tier.believed.update(dict.fromkeys(keys("abc"), True))
+    rig.believed.update(dict.fromkeys(keys("abc"), True))
     rig.below("ac")
     for _ in range(5):
         rig.ask("abc", ctx)
@@ -952,7 +952,7 @@ def test_a_block_that_has_left_a_shared_tier_is_stale_and_not_lost() -> None:
 def test_a_tier_whose_blocks_have_all_left_has_not_failed() -> None:
     rig = far()
     for letter in "abcd":
-        rig.tier.believed[letter.encode()] = True
+        rig.believed[letter.encode()] = True
         rig.ask(letter, rig.begin())
         rig.end_all()
     assert rig.manager.counts.stale == 4
@@ -1034,7 +1034,7 @@ def test_a_shared_tier_says_at_the_start_what_it_needs(
     """A block of 1 MB in 10 ms is 0.1 GB/s; at 1 GB/s reading it takes 1 ms, and a question and a read two
     round
     trips: 90 ms are worth it from 10 blocks on."""
-    tier = ScriptedTier(1_000_000, shared=True)
+    tier = ScriptedSharedTier(1_000_000)
     tier.measured_read = measured
     assert said in what_it_needs(tier, compute_s)
     with caplog.at_level("INFO"):
@@ -1192,13 +1192,13 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule(letters=runs)
     def another_client_writes(self, letters: str) -> None:
-        if self.rig.tiers[-1].shared:
+        if isinstance(self.rig.tiers[-1], ScriptedSharedTier):
             self.rig.below(letters, tier=-1)
 
     @rule(letters=runs)
     def hints_run_out(self, letters: str) -> None:
         for key in keys(letters):
-            self.rig.tiers[-1].believed.pop(key, None)
+            self.rig.believed.pop(key, None)
 
     @rule(takes=st.booleans())
     def the_tier_is_busy_or_not(self, takes: bool) -> None:

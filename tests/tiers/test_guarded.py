@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.testing.scripted_tier import ScriptedTier
-from kvoffload.tiers.contract import NO_JOB, JobResult
+from kvoffload.testing.scripted_tier import ScriptedSharedTier, ScriptedTier
+from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult
 from kvoffload.tiers.guarded import GuardedTier
 from support.letters import HIT, MISS, keys
 from support.tiering_rig import BLOCK_BYTES, RETRY, Clock, Rig
@@ -33,14 +33,10 @@ class Trouble:
             raise KeyError(method)
 
 
-class Untouched(ScriptedTier):
-    """As `ScriptedTier`, and the methods that it inherits can raise as well."""
+class ScriptedGroups(ScriptedTier, GroupedTier):
+    """A tier whose group methods can raise too."""
 
     group_blocks = 1
-
-    def take_changes(self) -> list[tuple[list[bytes], bool]]:
-        self.on_call("take_changes")
-        return []
 
     def follow(self, request: object, path: Any) -> None:
         self.on_call("follow")
@@ -48,6 +44,10 @@ class Untouched(ScriptedTier):
     def cut(self, keys: Any, room: int) -> int:
         self.on_call("cut")
         return min(room, len(keys))
+
+
+class ScriptedSharedGroups(ScriptedGroups, ScriptedSharedTier):
+    """The same, shared by machines."""
 
 
 def rig_with(tier: ScriptedTier, **options: Any) -> Rig:
@@ -65,7 +65,8 @@ def rig_with(tier: ScriptedTier, **options: Any) -> Rig:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_that_a_tier_raises_escapes(method: str, shared: bool) -> None:
-    tier = Untouched(BLOCK_BYTES, name="bad", immediate=True, shared=shared)
+    kind = ScriptedSharedGroups if shared else ScriptedGroups
+    tier = kind(BLOCK_BYTES, name="bad", immediate=True)
     trouble = tier.on_call = Trouble(method)
     rig = rig_with(tier)
     rig.below("abc", 0)
@@ -96,7 +97,9 @@ def test_nothing_that_a_tier_raises_escapes(method: str, shared: bool) -> None:
     stats = rig.manager.stats()
     assert stats.writing == stats.condemned == 0
     if method not in ("close", "delete", "cut", "follow"):
-        assert trouble.num_raised > 0 or (not shared and method in ("unknown", "submit_probe"))
+        assert trouble.num_raised > 0 or (
+            not shared and method in ("unknown", "submit_probe", "take_changes")
+        )
     assert rig.manager.tier_stats()[0].errors == trouble.num_raised
     rig.ask("q", rig.begin())  # a reset that failed is repeated first
     rig.below("ab", 0)
@@ -229,7 +232,8 @@ def test_results_that_cannot_be(wrong: str, caplog: pytest.LogCaptureFixture) ->
 def test_any_calls_may_raise_at_any_time(seed: int) -> None:
     """Seeded: what is served is right, and when the trouble is over all is as it should be."""
     chance = random.Random(seed)
-    tier = Untouched(BLOCK_BYTES, name="bad", shared=bool(seed % 2))
+    kind = ScriptedSharedGroups if seed % 2 else ScriptedGroups
+    tier = kind(BLOCK_BYTES, name="bad")
     tries = {"num": 0}
 
     def perhaps(method: str) -> None:

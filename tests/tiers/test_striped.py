@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffload.errors import ConfigError, MisuseError
-from kvoffload.testing.scripted_tier import ScriptedJob, ScriptedTier
-from kvoffload.tiers.budgeted import BudgetedTier
+from kvoffload.testing.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import Buffers
@@ -208,9 +207,9 @@ def test_each_tier_learns_its_share_of_what_a_request_used() -> None:
 
 
 def test_a_request_is_known_to_each_tier_by_its_own_record() -> None:
-    """Two requests admit a block: one that asks again is the same one, also through what is around a tier."""
+    """Two requests admit a block: one that asks again is the same one, also through a stripe."""
     parts = [SimulatedTier(20, key_bytes=KEY_BYTES, identity=n, admission="reuse:2") for n in (1, 2)]
-    tier, path, pool = BudgetedTier(StripedTier(parts), 0), keys_of(range(10)), np.zeros((10, 0), np.uint8)
+    tier, path, pool = StripedTier(parts), keys_of(range(10)), np.zeros((10, 0), np.uint8)
     for expected in ("nothing", "everything"):
         request = tier.begin_request("r")
         for _ in range(3):
@@ -326,14 +325,6 @@ def test_counters_are_sums() -> None:
     assert (stats.capacity, stats.ready, stats.free, stats.written, stats.read) == (100, 20, 80, 20, 20)
     assert stats.write_budget_bytes is None
     assert all(part.stats().ready > 3 for part in parts)
-    budgets = StripedTier([BudgetedTier(part, 100) for part in parts])
-    assert budgets.stats().write_budget_bytes == 200
-    assert StripedTier([budgets, *scripted_of(0)]).stats().write_budget_bytes is None
-
-
-def scripted_of(block_bytes: int) -> list[ScriptedTier]:
-    """One, of this block size."""
-    return [ScriptedTier(block_bytes, identity=7)]
 
 
 @pytest.mark.parametrize(
@@ -342,6 +333,7 @@ def scripted_of(block_bytes: int) -> list[ScriptedTier]:
         ([], "one tier or more"),
         ([ScriptedTier(4, identity=1), ScriptedTier(8, identity=2)], r"\[4, 8\].*one size"),
         ([ScriptedTier(4, identity=1), ScriptedTier(4, identity=1)], r"\[1, 1\].*each tier once"),
+        ([ScriptedTier(4, identity=1), ScriptedSharedTier(4, identity=2)], "scripted.*use a cluster"),
     ],
 )
 def test_what_cannot_stand_side_by_side(tiers: list[ScriptedTier], problem: str) -> None:

@@ -22,6 +22,7 @@ from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
 from kvoffload.model import kv_bytes as models
 from kvoffload.settings.read import parse_size
 from kvoffload.text import duration, percent, size
+from kvoffload.tiers.contract import SharedTier
 from kvoffload.tiers.kinds.valkey import Place, ValkeyOptions, place_of
 from kvoffload.tiers.producer_text import summary
 from kvoffload.tiers.shared.inspection import (
@@ -198,6 +199,7 @@ def _speeds(options: TierOptions, block_bytes: int, rounds: int) -> Speeds:
     patient: dict[str, Any] = {"timeout": _SLOW_S, "probe_timeout": _SLOW_S, "ttl": 60.0, "admission": "all"}
     opened = replace(options, **{name: value for name, value in patient.items() if hasattr(options, name)})
     used = opened.open(TierOwner(block_bytes, _KEY_BYTES, "kvoffload tier bench"))
+    assert isinstance(used, SharedTier)
     try:
         return measure_speeds(used, rounds, _SLOW_S)
     finally:

@@ -1,6 +1,6 @@
-"""A tier whose jobs end when and how a test decides: for tests of the code in front of a tier.
+"""Tiers whose jobs end when and how a test decides, for tests of the code in front of a tier.
 
-Keeps blocks in a dictionary: no policy, no capacity, no medium.
+They keep blocks in a dictionary: no policy, no capacity, no medium.
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, SharedTier, TierStats
 from kvoffload.transfer import Blocks, Rows
 
 
 class ScriptMisuseError(BaseException):
-    """The code under test broke the contract of a tier. No `except Exception` hides it from the test."""
+    """A breach of the tier's contract by the code under test. No `except Exception` hides it."""
 
 
 @dataclass(eq=False)
 class ScriptedJob:
-    """One job; `fail` has the keys that will fail. A probe has no pool."""
+    """A job in flight.
+
+    Attributes:
+        pool: None for a probe.
+        void: True after a `clear`: a write stores nothing, and a read or probe updates no presence cache.
+        fail: keys that will fail.
+        seconds: duration to report.
+    """
 
     number: int
     keys: Keys
@@ -39,32 +46,21 @@ class ScriptedTier(SecondaryTier):
     """A tier of unlimited size.
 
     Attributes:
+        immediate: True to end each job when it is submitted.
         blocks: the bytes under each key.
-        jobs: jobs that have not ended; `end` ends one. With `immediate` they end when they are submitted.
-        durable: the blocks that would survive a crash: those at the end of the last `drain`.
-        takes: whether writes are accepted; False for a busy tier.
-        room: blocks that it queues for writing; of more it drops the rest.
-        used: the path that each finished request used.
-        believed: of a shared tier, what this process believes of a block; it must ask for the others. What
-            `blocks` has is what others see.
-        on_call: called with the name of each method that is called, first; may raise, as a tier in trouble.
+        jobs: jobs in flight; `end` ends a job.
+        durable: the blocks that would survive a crash: `blocks` at the end of the last `drain`.
+        takes: False for a busy tier, which accepts no writes.
+        room: length of the write queue in blocks; the tier drops what exceeds it.
+        used: the path of each finished request.
+        on_call: called first with the name of each called method; may raise, as a failing tier does.
     """
 
     def __init__(
-        self,
-        block_bytes: int,
-        *,
-        name: str = "scripted",
-        identity: int = 0,
-        immediate: bool = False,
-        shared: bool = False,
-        probe_timeout_s: float = 0.05,
+        self, block_bytes: int, *, name: str = "scripted", identity: int = 0, immediate: bool = False
     ) -> None:
         self.name, self.identity, self.immediate = name, identity, immediate
-        self.shared, self.probe_timeout_s = shared, probe_timeout_s if shared else 0.0
-        self.believed: dict[bytes, bool] = {}
         self.block_bytes = self.stored_bytes = block_bytes
-        self.written_before = {}
         self.blocks: dict[bytes, bytes] = {}
         self.durable: dict[bytes, bytes] = {}
         self.jobs: list[ScriptedJob] = []
@@ -93,16 +89,7 @@ class ScriptedTier(SecondaryTier):
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         self.on_call("contains")
         self._check(request)
-        known = self.believed if self.shared else self.blocks
-        return np.array([bool(known.get(key)) for key in keys], np.bool_)
-
-    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        self.on_call("unknown")
-        return np.array([self.shared and key not in self.believed for key in keys], np.bool_)
-
-    def submit_probe(self, keys: Keys) -> int:
-        self.on_call("submit_probe")
-        return self._submit(ScriptedJob(self._next, keys, None, np.zeros(len(keys), np.int64), is_read=False))
+        return np.array([self._is_present(key) for key in keys], np.bool_)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         self.on_call("submit_read")
@@ -118,50 +105,20 @@ class ScriptedTier(SecondaryTier):
         taken &= np.cumsum(taken) <= self.queue_room
         if not taken.any():
             return NO_JOB, taken
-        return self._submit(
-            ScriptedJob(self._next, keys.take(taken), pool, rows[taken], is_read=False)
-        ), taken
+        job = ScriptedJob(self._next, keys.take(taken), pool, rows[taken], is_read=False)
+        return self._submit(job), taken
 
     @property
     def queue_room(self) -> int:
-        """How many more blocks it queues for writing."""
         self.on_call("queue_room")
         return self.room - sum(len(job.keys) for job in self.jobs if not job.is_read and job.pool is not None)
 
     def end(self, job: ScriptedJob) -> None:
-        """Run a job. A block that fails is forgotten, and its destination is filled with noise. A probe that
-        fails says that the block is not there."""
+        """Run a job. A block that fails is forgotten, and its destination is filled with noise."""
         self.jobs.remove(job)
-        ok = np.zeros(len(job.keys), np.bool_)
-        if job.pool is None:
-            ok[:] = [key in self.blocks and key not in job.fail for key in job.keys]
-            if not job.void:
-                self.believed.update(zip(job.keys, ok.tolist(), strict=True))
-            self._ended.append(JobResult(job.number, ok, job.seconds))
-            return
-        stale = None
-        if job.is_read and self.shared:
-            stale = np.array([key not in self.blocks and key not in job.fail for key in job.keys], np.bool_)
-        for i, (key, row) in enumerate(zip(job.keys, job.rows.tolist(), strict=True)):
-            if job.is_read:
-                block = self.blocks.get(key)
-                ok[i] = block is not None and key not in job.fail
-                job.pool[row] = np.frombuffer(block, np.uint8) if block is not None and ok[i] else 0xEE
-            else:
-                ok[i] = key not in job.fail
-                if ok[i] and not job.void:
-                    self.blocks[key] = job.pool[row].tobytes()
-            if not ok[i]:
-                self.blocks.pop(key, None)
-            if not job.void:
-                self.believed[key] = bool(ok[i])
-        count = int(ok.sum())
-        if job.is_read:
-            self._stats.read += count
-        else:
-            self._stats.written += count
-        self._stats.failed += len(ok) - count
-        self._ended.append(JobResult(job.number, ok, job.seconds, stale))
+        run = self._read if job.is_read else self._write
+        ok = np.array([run(job, key, row) for key, row in zip(job.keys, job.rows.tolist(), strict=True)])
+        self._finish(job, ok.astype(np.bool_))
 
     def finished(self) -> list[JobResult]:
         self.on_call("finished")
@@ -170,14 +127,11 @@ class ScriptedTier(SecondaryTier):
 
     def delete(self, keys: Keys) -> int:
         self.on_call("delete")
-        for key in keys:
-            self.believed.pop(key, None)
         return sum(self.blocks.pop(key, None) is not None for key in keys)
 
     def clear(self) -> None:
         self.on_call("clear")
         self.blocks.clear()
-        self.believed.clear()
         for job in self.jobs:
             job.void = True
 
@@ -197,6 +151,34 @@ class ScriptedTier(SecondaryTier):
         self.on_call("close")
         self.closed = True
 
+    def _is_present(self, key: bytes) -> bool:
+        return key in self.blocks
+
+    def _read(self, job: ScriptedJob, key: bytes, row: int) -> bool:
+        assert job.pool is not None
+        block = None if key in job.fail else self.blocks.get(key)
+        job.pool[row] = 0xEE if block is None else np.frombuffer(block, np.uint8)
+        if block is None:
+            self.blocks.pop(key, None)
+        return block is not None
+
+    def _write(self, job: ScriptedJob, key: bytes, row: int) -> bool:
+        assert job.pool is not None
+        if key in job.fail:
+            self.blocks.pop(key, None)
+        elif not job.void:
+            self.blocks[key] = job.pool[row].tobytes()
+        return key not in job.fail
+
+    def _finish(self, job: ScriptedJob, ok: Mask, stale: Mask | None = None) -> None:
+        count = int(ok.sum())
+        if job.is_read:
+            self._stats.read += count
+        else:
+            self._stats.written += count
+        self._stats.failed += len(ok) - count
+        self._ended.append(JobResult(job.number, ok, job.seconds, stale))
+
     def _check(self, request: object | None) -> None:
         if request is not None and request not in self.open_requests:
             raise ScriptMisuseError("a request that was finished, or never begun")
@@ -207,3 +189,62 @@ class ScriptedTier(SecondaryTier):
         if self.immediate:
             self.end(job)
         return job.number
+
+
+class ScriptedSharedTier(ScriptedTier, SharedTier):
+    """A `ScriptedTier` that machines share: `blocks` is the server, which other machines see too.
+
+    Attributes:
+        believed: presence cache of this process; blocks without an entry are `unknown`.
+    """
+
+    def __init__(self, block_bytes: int, *, probe_timeout_s: float = 0.05, **options: object) -> None:
+        super().__init__(block_bytes, **options)  # type: ignore[arg-type]
+        self.probe_timeout_s, self.measured_read = probe_timeout_s, None
+        self.believed: dict[bytes, bool] = {}
+
+    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        self.on_call("unknown")
+        return np.array([key not in self.believed for key in keys], np.bool_)
+
+    def submit_probe(self, keys: Keys) -> int:
+        self.on_call("submit_probe")
+        return self._submit(ScriptedJob(self._next, keys, None, np.zeros(len(keys), np.int64), is_read=False))
+
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        self.on_call("take_changes")
+        return []
+
+    def delete(self, keys: Keys) -> int:
+        for key in keys:
+            self.believed.pop(key, None)
+        return super().delete(keys)
+
+    def clear(self) -> None:
+        self.believed.clear()
+        super().clear()
+
+    def end(self, job: ScriptedJob) -> None:
+        """As `ScriptedTier.end`; a probe that fails reports the block as absent."""
+        if job.pool is None:
+            self.jobs.remove(job)
+            ok = np.array([key in self.blocks and key not in job.fail for key in job.keys], np.bool_)
+            self._ended.append(JobResult(job.number, ok, job.seconds))
+            self._learn(job, ok)
+        else:
+            super().end(job)
+
+    def _is_present(self, key: bytes) -> bool:
+        return self.believed.get(key, False)
+
+    def _finish(self, job: ScriptedJob, ok: Mask, stale: Mask | None = None) -> None:
+        if job.is_read:
+            stale = np.array(
+                [not sound and key not in job.fail for key, sound in zip(job.keys, ok.tolist(), strict=True)]
+            )
+        super()._finish(job, ok, stale)
+        self._learn(job, ok)
+
+    def _learn(self, job: ScriptedJob, ok: Mask) -> None:
+        if not job.void:
+            self.believed.update(zip(job.keys, ok.tolist(), strict=True))

@@ -25,7 +25,7 @@ from kvoffload.tiering.lane import Job, TieringCounts, TierLane
 from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import num_worth_reading, soonest, what_it_needs
-from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, Memory, SecondaryTier, TierStats
+from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult, Mask, Memory, SecondaryTier, TierStats
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -107,7 +107,7 @@ class TieredManager(OffloadingManager):
                     f"those of RAM have {block_bytes}",
                 )
             most = max(1, int(max_in_flight * self.capacity_blocks))
-            if tier.group_blocks > most:
+            if isinstance(tier, GroupedTier) and tier.group_blocks > most:
                 raise ConfigError(
                     f"tier {tier.name}",
                     f"objects of {tier.group_blocks} blocks",
@@ -121,7 +121,8 @@ class TieredManager(OffloadingManager):
         self.deadline_s, self.recompute_s_per_block = deadline_s, recompute_s_per_block
         self._clock, self._log = clock, RateLimitedLog("kvoffload.tiering")
         self._max_in_flight = max(1, int(max_in_flight * self.capacity_blocks))
-        self._probe_timeout_s = min(deadline_s, max((tier.probe_timeout_s for tier in tiers), default=0.0))
+        timeouts = [lane.tier.probe_timeout_s for lane in self._lanes]
+        self._probe_timeout_s = min(deadline_s, max(timeouts, default=0.0))
         self._num_reading = 0
         # Blocks that are being promoted, and the number of their tier, from 1.
         self._promoting: dict[bytes, int] = {}

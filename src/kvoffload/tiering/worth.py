@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.tiering.lane import TierLane
-from kvoffload.tiers.contract import SecondaryTier
+from kvoffload.tiers.contract import SharedTier
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 
@@ -64,7 +64,7 @@ def num_worth_reading(
     return len(wanted) if all(probes) else 0
 
 
-def what_it_needs(tier: SecondaryTier, compute_s: float | None) -> str:
+def what_it_needs(tier: SharedTier, compute_s: float | None) -> str:
     """In words, what reads from a tier that machines share have to be like to be worth it, and what they are.
 
     Args:

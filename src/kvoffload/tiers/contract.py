@@ -5,8 +5,7 @@ Does not know media or devices.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -25,8 +24,6 @@ Checksums: TypeAlias = npt.NDArray[np.uint64]
 
 NO_CHECKSUM = 0
 
-HOUR_S = 3600
-
 
 class Memory(Protocol):
     """The memory behind RAM's slots, as `MemoryTier` has it: where tiers read to and write from."""
@@ -37,143 +34,164 @@ class Memory(Protocol):
     def verify_slots(self, keys: Keys, slots: npt.NDArray[np.int32]) -> Mask: ...
 
 
-class SecondaryTier(Protocol):
-    """A place for blocks behind RAM: it finds them by key, works in the background, and may forget them.
+class SecondaryTier(ABC):
+    """A store for blocks behind RAM: finds blocks by key, works in the background, and may forget them.
 
-    `StripedTier` makes one tier of several, and `BudgetedTier` bounds the bytes written to one.
+    Every member is abstract, so a tier or a wrapper that misses one cannot be constructed.
+    `SharedTier` adds the members of a store that several machines share, `GroupedTier` those of a store that
+    keeps consecutive blocks together. `StripedTier` makes one tier of several.
 
     Reads and writes are jobs. `submit_read` and `submit_write` return at once, the tier's own threads do the
-    work, and `finished` returns how each job ended. From its submission to its end a job owns the rows of the
-    pool that it names. No failure of the medium is an exception: a block that cannot be written or read, or
-    that is not what was stored under its key, is False in the result of its job, and `contains` is False for
-    it from then on. If `submit_read` or `submit_write` raises all the same, nothing has begun.
+    work, and `finished` returns the results. A job owns its rows of the pool from submission to end. A
+    failure of the medium is no exception: a block that cannot be written or read, or whose bytes are not the
+    bytes stored under its key, is False in the result of the job, and `contains` is False for it afterwards.
+    If `submit_read` or `submit_write` raises all the same, no job has begun.
 
-    A tier that several machines share (`shared`) does not know what it holds: others write, and its engine
-    evicts. There `contains` says what this process believes, a block that is believed to be there and is not
-    is a miss (`JobResult.stale`), `unknown` names the blocks of which it believes nothing, and `submit_probe`
-    asks for them. Whatever happens to the network, every job ends in bounded time, and from its end on
-    nothing writes to its rows. Other tiers need not implement these.
-
-    Thread: all methods on one thread, the scheduler's; only `drain` and `close` wait for the medium. The
-    effect of a job is not visible to jobs that were submitted before it ended.
+    Thread: all methods on the scheduler's thread; only `drain` and `close` wait for the medium. A job does
+    not see the effect of another job that had not ended when it was submitted.
 
     Attributes:
         name: name in reports and metrics: ``disk``.
-        identity: 64 bits that identify this tier, the same in every life; keys are distributed by it.
+        identity: 64 bits that identify this tier in every life; `StripedTier` distributes keys by it.
         block_bytes: bytes of a block.
-        stored_bytes: bytes that writing a block costs the medium, including padding.
-        written_before: blocks written in earlier lives, by hour since 1970; empty if the tier does not
-            remember.
-        shared: whether machines share it.
-        measured_read: of a shared tier, seconds of a round trip and bytes a second when it was opened; None
-            if that was not measured.
-        probe_timeout_s: the time after which a probe has ended, and the longest that a request waits for one.
-        group_blocks: so many consecutive blocks of a path, counted from its beginning, are written together
-            or not at all. Above 1 the tier has to be told of paths: `follow`.
+        stored_bytes: bytes that a block takes on the medium, padding included.
     """
 
     name: str
     identity: int
     block_bytes: int
     stored_bytes: int
-    written_before: Mapping[int, int]
-    shared: bool = False
-    probe_timeout_s: float = 0.0
-    group_blocks: int = 1
-    measured_read: tuple[float, float] | None = None
 
+    @abstractmethod
     def begin_request(self, request_id: str) -> object:
         """Open the tier's record of a request: a block counts as used once, however often it is asked for."""
-        ...
 
-    def follow(self, request: object, path: Keys) -> None:
-        """The request's path from its beginning, as far as it is known: before the tier is asked for its
-        blocks or offered them, again when more is known. A view: it is not kept. Cost: O(what is new)."""
-        return
-
-    def cut(self, keys: Keys, room: int) -> int:
-        """How many of these to offer first where there is room for so many: fewer, so that no group is cut in
-        two. Cost: as `contains`."""
-        return min(room, len(keys))
-
+    @abstractmethod
     def finish_request(self, request: object, path: Keys) -> None:
-        """The request used these blocks, wherever they were served from. This is its last call."""
-        ...
+        """Close the record: the request used these blocks, from RAM or from any tier."""
 
+    @abstractmethod
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        """Which blocks can be read now: written and not forgotten. No I/O; cost: one index probe a key."""
-        ...
+        """Return the blocks that can be read now, as a mask. No I/O; cost: one index probe a key."""
 
-    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        """Which blocks may be here or not, and a probe would tell. No I/O; cost: one index probe a key."""
-        return np.zeros(len(keys), np.bool_)
-
-    def submit_probe(self, keys: Keys) -> int:
-        """Begin to ask whether blocks are here; returns the number of the job, or `NO_JOB` if it cannot ask.
-
-        Its result says which are. After it, and also if nobody answered, they are not `unknown` for a while.
-        """
-        return NO_JOB
-
+    @abstractmethod
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         """Begin to read blocks into ``pool[rows[i]]``; returns the number of the job.
 
-        Blocks that are absent or damaged are False in the result; the contents of their rows are undefined.
+        Absent and damaged blocks are False in the result; the contents of their rows are undefined.
         """
-        ...
 
+    @abstractmethod
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """Begin to write blocks from ``pool[rows[i]]``; returns the job's number, and which blocks it takes.
+        """Begin to write blocks from ``pool[rows[i]]``; returns the job's number and the accepted blocks.
 
-        The tier leaves out blocks that it has, that its admission rule or policy refuses, and, when its queue
-        is full, all blocks: it drops rather than delays. If it takes none there is no job, and the number is
-        `NO_JOB`. The result has one row for each block taken.
+        The tier leaves out blocks that it has, blocks that its admission rule or policy refuses, and all
+        blocks while its queue is full: it drops rather than delays. If it accepts none, there is no job, and
+        the number is `NO_JOB`. The result has one row for each accepted block.
         """
-        ...
 
     @property
+    @abstractmethod
     def queue_room(self) -> int:
-        """How many more blocks it can queue for writing now: of more it drops the rest. While there is none
-        a job is under way."""
-        return sys.maxsize
+        """Blocks that the write queue can still take; a tier without a bound returns ``sys.maxsize``.
 
+        While it is 0, a job is in flight.
+        """
+
+    @abstractmethod
     def finished(self) -> list[JobResult]:
-        """Jobs that have ended since the last call."""
-        ...
+        """Return the jobs that have ended since the last call."""
 
+    @abstractmethod
     def delete(self, keys: Keys) -> int:
-        """Forget blocks that are not trusted or not wanted; returns how many were here."""
-        ...
+        """Forget blocks that are not trusted or not wanted; returns the number that were present."""
 
+    @abstractmethod
     def clear(self) -> None:
-        """Forget every block permanently: also a later life of the tier must not serve it.
+        """Forget every block for good: a later life of the tier must not serve it either.
 
-        A shared tier forgets for all who share it, as far as they come to know of it; until its engine has
-        confirmed that, it holds nothing for this process.
+        A shared tier forgets for all machines, as soon as they learn of the reset. Until its server confirms
+        the reset, the tier has no blocks for this process.
         """
-        ...
 
-    def take_changes(self) -> list[tuple[list[bytes], bool]]:
-        """Of a shared tier, since the last call, in order: blocks that this process has written there, which
-        is confirmed, and (True) those of them that it has found gone, or cannot vouch for any longer.
-
-        Nothing is said of what others have written, nor before the first call.
-        """
-        return []
-
+    @abstractmethod
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended and its blocks would survive a crash; False on time-out."""
-        ...
 
+    @abstractmethod
     def stats(self) -> TierStats:
-        """A copy of the counters."""
-        ...
+        """Return a copy of the counters."""
 
+    @abstractmethod
     def close(self) -> None:
-        """End the jobs under way, make blocks durable if the tier does so, release the medium. Idempotent."""
-        ...
+        """End the jobs in flight, make blocks durable if the tier does so, release the medium. Idempotent."""
+
+
+class SharedTier(SecondaryTier):
+    """A tier that several machines share. Others write to it and its server evicts, so it cannot know its
+    contents.
+
+    `contains` answers from a presence cache. A block that the cache lists and the server has lost is a miss
+    (`JobResult.stale`). `unknown` returns the blocks that the cache does not cover, and `submit_probe` asks
+    the server for them. Whatever the network does, every job ends in bounded time, and nothing writes to its
+    rows afterwards.
+
+    Attributes:
+        probe_timeout_s: longest duration of a probe, and longest time that a request waits for probes.
+        measured_read: seconds of a round trip and bytes a second, measured at opening; None if not measured.
+    """
+
+    probe_timeout_s: float
+    measured_read: tuple[float, float] | None
+
+    @abstractmethod
+    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        """Return the blocks whose presence only a probe can tell. No I/O; cost: one index probe a key."""
+
+    @abstractmethod
+    def submit_probe(self, keys: Keys) -> int:
+        """Begin to ask the server for blocks; returns the number of the job, or `NO_JOB` if it cannot ask.
+
+        The result lists the present blocks. After the job, answered or not, the blocks are not `unknown` for
+        a while.
+        """
+
+    @abstractmethod
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        """Return the changes since the last call, in order, as (keys, removed).
+
+        ``removed`` is False for blocks that this process has written, confirmed by the server, and True for
+        those of them that it has found gone or cannot vouch for any longer. Blocks of other writers, and
+        changes before the first call, are not reported.
+        """
+
+
+class GroupedTier(SecondaryTier):
+    """A tier that keeps consecutive blocks of a path together, and therefore must know paths.
+
+    Attributes:
+        group_blocks: blocks in a group, counted from the beginning of a path; a group is written as a whole
+            or not at all. 1 for no groups.
+    """
+
+    group_blocks: int
+
+    @abstractmethod
+    def follow(self, request: object, path: Keys) -> None:
+        """Learn the path of a request from its beginning, as far as it is known.
+
+        Called before the tier is asked for blocks of the path or offered them, and again when the path has
+        grown. `path` is a view that the tier must not keep. Cost: O(new blocks).
+        """
+
+    @abstractmethod
+    def cut(self, keys: Keys, room: int) -> int:
+        """Return the number of leading `keys` to offer where `room` blocks fit, at most `room`.
+
+        The cut is at the end of a group. Cost: as `contains`.
+        """
 
 
 NO_JOB = -1

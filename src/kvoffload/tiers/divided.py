@@ -10,18 +10,26 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import MisuseError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats, checked_rows
+from kvoffload.tiers.contract import (
+    NO_JOB,
+    JobResult,
+    Mask,
+    SecondaryTier,
+    SharedTier,
+    TierStats,
+    checked_rows,
+)
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 
-Share = tuple[int, SecondaryTier, npt.NDArray[np.int64]]
-"""The number of a member, the member, and the rows of a batch that are its."""
+Member = TypeVar("Member", bound=SecondaryTier)
 
 
 @dataclass(eq=False)
@@ -59,7 +67,7 @@ class _Refused:
         self.num_blocks += num_blocks
 
 
-class DividedTier(SecondaryTier):
+class DividedTier(SecondaryTier, Generic[Member]):
     """Each key belongs to one member, or for now to none: then it is absent, and not written.
 
     A member that fails or hangs costs only its own blocks, also if it raises an exception instead of
@@ -76,12 +84,12 @@ class DividedTier(SecondaryTier):
         self._log = RateLimitedLog("kvoffload.divided")
 
     @abstractmethod
-    def _members(self) -> Mapping[int, SecondaryTier]:
+    def _members(self) -> Mapping[int, Member]:
         """All that may have a job under way. A number never stands for another member later."""
 
     @abstractmethod
-    def _shares(self, keys: Keys) -> list[Share]:
-        """The members that have a share of these keys."""
+    def _shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
+        """The members that have a share of these keys: number, member, rows of the batch."""
 
     # ---- requests
 
@@ -102,17 +110,6 @@ class DividedTier(SecondaryTier):
         for number, tier, at in self._shares(keys):
             found[at] = tier.contains(_part(keys, at), self._record(request, number, tier))
         return found
-
-    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        found = np.zeros(len(keys), np.bool_)
-        for number, tier, at in self._shares(keys):
-            found[at] = tier.unknown(_part(keys, at), self._record(request, number, tier))
-        return found
-
-    def submit_probe(self, keys: Keys) -> int:
-        begun = [(number, tier.submit_probe(_part(keys, at)), at) for number, tier, at in self._shares(keys)]
-        parts = [part for part in begun if part[1] != NO_JOB]
-        return self._begin(len(keys), parts) if parts else NO_JOB
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked, parts, refused = checked_rows(keys, pool, rows, self.block_bytes), [], _Refused()
@@ -168,9 +165,6 @@ class DividedTier(SecondaryTier):
         for tier in self._members().values():
             tier.clear()
 
-    def take_changes(self) -> list[tuple[list[bytes], bool]]:
-        return [change for tier in self._members().values() for change in tier.take_changes()]
-
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         # Every tier is asked, even if one hangs.
@@ -223,6 +217,24 @@ class DividedTier(SecondaryTier):
         if not parts:
             self._results.append(JobResult(job.number, job.ok, 0.0))
         return job.number
+
+
+class DividedSharedTier(DividedTier[SharedTier], SharedTier):
+    """A `DividedTier` of tiers that machines share."""
+
+    def unknown(self, keys: Keys, request: object | None = None) -> Mask:
+        found = np.zeros(len(keys), np.bool_)
+        for number, tier, at in self._shares(keys):
+            found[at] = tier.unknown(_part(keys, at), self._record(request, number, tier))
+        return found
+
+    def submit_probe(self, keys: Keys) -> int:
+        begun = [(number, tier.submit_probe(_part(keys, at)), at) for number, tier, at in self._shares(keys)]
+        parts = [part for part in begun if part[1] != NO_JOB]
+        return self._begin(len(keys), parts) if parts else NO_JOB
+
+    def take_changes(self) -> list[tuple[list[bytes], bool]]:
+        return [change for tier in self._members().values() for change in tier.take_changes()]
 
 
 def _part(keys: Keys, at: npt.NDArray[np.int64]) -> Keys:

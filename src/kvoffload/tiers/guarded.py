@@ -16,7 +16,15 @@ from typing import TypeVar
 import numpy as np
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.tiers.contract import (
+    NO_JOB,
+    GroupedTier,
+    JobResult,
+    Mask,
+    SecondaryTier,
+    SharedTier,
+    TierStats,
+)
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks, Rows
 
@@ -35,8 +43,11 @@ class _Call:
     rest_s: float = _FIRST_REST_S
 
 
-class GuardedTier(SecondaryTier):
+class GuardedTier(SharedTier, GroupedTier):
     """A tier whose methods raise no `Exception`; in all else it behaves as the wrapped tier.
+
+    It has the methods of all kinds of tiers. Around a tier that is not shared or not grouped, the methods of
+    `SharedTier` or `GroupedTier` answer as a tier that knows all its blocks and keeps no groups.
 
     - A call that raises answers as a tier that has nothing and takes nothing: blocks are misses, and
       `submit_read`, as `submit_write`, returns `NO_JOB`.
@@ -52,6 +63,10 @@ class GuardedTier(SecondaryTier):
         tier: any tier. The guard owns it from now on.
         clock: monotonic seconds.
 
+    Attributes:
+        inner: the wrapped tier.
+        shared: True if machines share the wrapped tier.
+
     Thread: as the tier. Cost: one Python call and one dictionary access more for each call.
     """
 
@@ -59,9 +74,12 @@ class GuardedTier(SecondaryTier):
         self.inner, self._clock = tier, clock
         self.name, self.identity = tier.name, tier.identity
         self.block_bytes, self.stored_bytes = tier.block_bytes, tier.stored_bytes
-        self.written_before = tier.written_before
-        self.shared, self.probe_timeout_s = tier.shared, tier.probe_timeout_s
-        self.group_blocks, self.measured_read = tier.group_blocks, tier.measured_read
+        self._shared = tier if isinstance(tier, SharedTier) else None
+        self._grouped = tier if isinstance(tier, GroupedTier) else None
+        self.shared = self._shared is not None
+        self.probe_timeout_s = self._shared.probe_timeout_s if self._shared else 0.0
+        self.measured_read = self._shared.measured_read if self._shared else None
+        self.group_blocks = self._grouped.group_blocks if self._grouped else 1
         self._failing: dict[str, _Call] = {}
         self._rests_until = 0.0
         self._must_clear = self._is_closed = False
@@ -80,8 +98,8 @@ class GuardedTier(SecondaryTier):
         return self._ask("begin_request", None, self.inner.begin_request, request_id)
 
     def follow(self, request: object, path: Keys) -> None:
-        if request is not None:
-            self._ask("follow", None, self.inner.follow, request, path)
+        if request is not None and self._grouped is not None:
+            self._ask("follow", None, self._grouped.follow, request, path)
 
     def finish_request(self, request: object, path: Keys) -> None:
         if request is not None and not self._is_closed:
@@ -93,13 +111,18 @@ class GuardedTier(SecondaryTier):
         return self._mask("contains", self.inner.contains, keys, request)
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        return self._mask("unknown", self.inner.unknown, keys, request)
+        if self._shared is None:
+            return np.zeros(len(keys), np.bool_)
+        return self._mask("unknown", self._shared.unknown, keys, request)
 
     def cut(self, keys: Keys, room: int) -> int:
-        return self._ask("cut", min(room, len(keys)), self.inner.cut, keys, room)
+        count = min(room, len(keys))
+        return count if self._grouped is None else self._ask("cut", count, self._grouped.cut, keys, room)
 
     def submit_probe(self, keys: Keys) -> int:
-        job = self._ask("submit_probe", NO_JOB, self.inner.submit_probe, keys, num_blocks=len(keys))
+        if self._shared is None:
+            return NO_JOB
+        job = self._ask("submit_probe", NO_JOB, self._shared.submit_probe, keys, num_blocks=len(keys))
         return self._begun(job, len(keys))
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
@@ -144,7 +167,9 @@ class GuardedTier(SecondaryTier):
 
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
         nothing: list[tuple[list[bytes], bool]] = []
-        return nothing if self._is_closed else self._call("take_changes", nothing, self.inner.take_changes)
+        if self._shared is None or self._is_closed:
+            return nothing
+        return self._call("take_changes", nothing, self._shared.take_changes)
 
     def drain(self, timeout_s: float) -> bool:
         """As `SecondaryTier.drain`; False also while a `clear` has failed, and once the tier is closed."""

@@ -5,6 +5,8 @@ Decides with the same manager, policy and admission objects as a disk tier; its 
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from kvoffload.core.admission import Admission
@@ -39,7 +41,7 @@ class SimulatedTier(SecondaryTier):
         policy: str | type[EvictionPolicy] = "lru",
         admission: str | Admission = "all",
     ) -> None:
-        self.identity, self.written_before = identity, {}
+        self.identity = identity
         self.block_bytes = self.stored_bytes = block_bytes
         self._manager = OffloadingManager(
             capacity_blocks, key_bytes=key_bytes, policy=policy, admission=admission
@@ -75,6 +77,10 @@ class SimulatedTier(SecondaryTier):
             return NO_JOB, taken
         taken[plan.rows] = True
         return self._write(plan), taken
+
+    @property
+    def queue_room(self) -> int:
+        return sys.maxsize
 
     def finished(self) -> list[JobResult]:
         ended, self._ended = self._ended, []

@@ -5,7 +5,6 @@ Owns which key belongs to which tier. Does not know what a tier keeps.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,11 +12,11 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import SecondaryTier
-from kvoffload.tiers.divided import DividedTier, Share
+from kvoffload.tiers.contract import GroupedTier, SecondaryTier, SharedTier
+from kvoffload.tiers.divided import DividedTier
 
 
-class StripedTier(DividedTier):
+class StripedTier(DividedTier[SecondaryTier]):
     """Tiers side by side, of any kind: disks, simulated ones, your own.
 
     A key belongs to one of them, by highest random weight (Thaler and Ravishankar, "Using name-based mappings
@@ -34,8 +33,8 @@ class StripedTier(DividedTier):
         stored_bytes: the largest of the tiers'.
 
     Thread: one, as for its tiers. Cost: a digest a key and a weight for each tier; 50 ns a key with four.
-    Raises: `ConfigError` for no tiers, tiers of different `block_bytes` or equal identity, and for those that
-        write blocks in groups.
+    Raises: `ConfigError` for no tiers, tiers of different `block_bytes` or equal identity, and for tiers
+        that machines share.
     """
 
     def __init__(self, tiers: Sequence[SecondaryTier]) -> None:
@@ -48,22 +47,19 @@ class StripedTier(DividedTier):
             raise ConfigError("tiers", f"blocks of {sizes} bytes", "allowed: blocks of one size")
         if len({*identities}) < len(identities):
             raise ConfigError("tiers", f"identities {identities}", "allowed: each tier once")
-        if (groups := max(tier.group_blocks for tier in tiers)) > 1:
-            raise ConfigError("tiers", f"groups of {groups}", "neighbours are parted here; give pack=0")
+        if shared := [tier.name for tier in tiers if isinstance(tier, (SharedTier, GroupedTier))]:
+            raise ConfigError("tiers", shared, "allowed: tiers that no other machine shares; use a cluster")
         self._tiers = list(tiers)
         self._numbered = dict(enumerate(tiers))
         self._identities = np.array(identities, np.uint64)
         self.name = "+".join(dict.fromkeys(tier.name for tier in tiers))
         self.identity, self.block_bytes = identities[0], sizes[0]
         self.stored_bytes = max(tier.stored_bytes for tier in tiers)
-        self.written_before = sum((Counter(tier.written_before) for tier in tiers), Counter[int]())
-        self.shared = any(tier.shared for tier in tiers)
-        self.probe_timeout_s = max(tier.probe_timeout_s for tier in tiers)
 
     def _members(self) -> Mapping[int, SecondaryTier]:
         return self._numbered
 
-    def _shares(self, keys: Keys) -> list[Share]:
+    def _shares(self, keys: Keys) -> list[tuple[int, SecondaryTier, npt.NDArray[np.int64]]]:
         """The tiers that have a share of these keys: number, tier, rows of the share."""
         homes = self._homes(keys)
         numbers = np.unique(homes).tolist()

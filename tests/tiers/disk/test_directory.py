@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
-from kvoffload.tiers.budgeted import BudgetedTier
 from kvoffload.tiers.disk import directory as directories
 from kvoffload.tiers.disk import lock
 from kvoffload.tiers.disk.directory import slabs_in
@@ -30,6 +29,7 @@ from kvoffload.tiers.disk.inspection import compact, opened, verify
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.lock import LOCK_NAME, DirectoryLock
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from kvoffload.tiers.write_budget import WriteBudget
 from support.disk_blocks import Disk, Driver, capacity_for, keys_of, slab_in
 from support.recording_files import FailingFiles, raises, works
 from support.timeouts import HANGS_S, killed_if_it_hangs
@@ -816,8 +816,8 @@ def test_a_clock_ahead_at_one_start_costs_one_day_of_budgeted_writes(
     def written(day: float) -> int:
         """Return the number of blocks that a tier may write on this day within its budget."""
         files = FailingFiles(2e9 + day * 86400)
-        disk = life(tmp_path, files=files)
-        driver = Driver(BudgetedTier(disk.tier, 20 * PAGE_BYTES, files.time_s))
+        budget = WriteBudget(20 * PAGE_BYTES, files.time_s)
+        driver = Driver(life(tmp_path, files=files, write_budget=budget).tier)
         count = len(driver.write([int(day) * 100 + n for n in range(25)]))
         driver.tier.close()
         return count

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.tiers.budgeted import BudgetedTier
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.shared.identity import HEADER_BYTES
@@ -185,16 +184,6 @@ def test_what_is_in_flight_is_bounded(client: Client, monkeypatch: pytest.Monkey
     assert client.tier.queue_room == 6
     monkeypatch.setattr("kvoffload.tiers.shared.tier.IN_FLIGHT_BYTES", 3 * BLOCK_BYTES)
     assert client.read(1, 2, 3, 4) == [1, 2, 3]
-
-
-def test_a_budget_around_it(client: Client) -> None:
-    tier = BudgetedTier(client.tier, 4 * BLOCK_BYTES)
-    assert tier.group_blocks == PACK
-    request = tier.begin_request("r")
-    tier.follow(request, some_keys(*PATH))
-    job, taken = tier.submit_write(some_keys(*PATH[:8]), client.pool, np.arange(8), request)
-    assert taken.tolist() == [True] * 4 + [False] * 4
-    assert client.wait(job).ok.all()
 
 
 def test_requests_are_counted_with_their_price(make: Callable[..., Client], rclone: Rclone) -> None:

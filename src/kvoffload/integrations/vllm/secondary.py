@@ -37,7 +37,7 @@ from kvoffload.integrations.vllm.shared.tiers import (
 from kvoffload.integrations.vllm.shared.versions import SINCE_SECONDARY, check_version, engine_facts, events
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.wait import TierWait
-from kvoffload.tiers.contract import NO_JOB, SecondaryTier
+from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.guarded import GuardedTier
 from kvoffload.tiers.spec import open_tiers, parse_tiers
 
@@ -100,7 +100,7 @@ class KVOffloadTier(SecondaryTierManager):
             self.locality = Locality.REMOTE
 
     @property
-    def _tier(self) -> SecondaryTier:
+    def _tier(self) -> GuardedTier:
         return self._opened[0]
 
     @contained(lambda req_context: RequestOffloadingContext())

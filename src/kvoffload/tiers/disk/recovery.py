@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys, words_per_key
-from kvoffload.tiers.contract import HOUR_S, Checksums
+from kvoffload.tiers.contract import Checksums
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.format import (
     CHECKPOINT,
@@ -35,6 +35,7 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.layout import GROUP, Layout, entry_dtype
 from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.write_budget import HOUR_S
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes of metadata read so far, and the total."""

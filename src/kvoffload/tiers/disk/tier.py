@@ -45,6 +45,7 @@ from kvoffload.tiers.disk.placement import Placement
 from kvoffload.tiers.disk.recovery import Progress
 from kvoffload.tiers.disk.slab import MISMATCH, REFUSED, SOUND, UNREADABLE, Outcomes, Positions
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
 READ_CHUNK_BYTES = 512 * 1024
@@ -104,7 +105,7 @@ class DiskTier(SecondaryTier):
 
     docs/formats.md states the guarantees; they hold on every file system that keeps synced data.
 
-    For several disks use a `StripedTier` of disk tiers; a `BudgetedTier` limits the wear of a disk.
+    For several disks use a `StripedTier` of disk tiers.
 
     Args:
         path: the directory, created if absent, with one owner at a time.
@@ -116,6 +117,7 @@ class DiskTier(SecondaryTier):
         policy, admission: eviction policy and admission rule, as for `OffloadingManager`.
         num_threads: threads that move blocks. If there are two or more, one thread only reads.
         queue_bytes: limit for queued writes; further writes are dropped.
+        write_budget: bound on the bytes written in a day, which limits the wear of the disk.
         progress: called while the metadata are read.
         files: system calls and clocks, for tests.
 
@@ -143,6 +145,7 @@ class DiskTier(SecondaryTier):
         admission: str | Admission | None = "all",
         num_threads: int = 16,
         queue_bytes: int = 256 * 1024 * 1024,
+        write_budget: WriteBudget | None = None,
         progress: Progress | None = None,
         files: Files | None = None,
     ) -> None:
@@ -185,6 +188,9 @@ class DiskTier(SecondaryTier):
             self._next_stamp = int(contents.stamp.max(initial=0)) + 1
             self.identity, self.written_before = self._slab.identity.slab_id, contents.written
             self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
+            self._write_budget = write_budget
+            if write_budget is not None:
+                write_budget.add_tier(self.stored_bytes, self.written_before)
             self._counts = TierStats(restored=self._manager.stats().ready)
             self._pause = WritePause(self._files.monotonic_s)
             self._use_before = self._reserved_then = self._slab.layout.num_slots
@@ -250,13 +256,16 @@ class DiskTier(SecondaryTier):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """Queue a write, as `SecondaryTier.submit_write`; a full queue takes only the head of the batch."""
+        """Queue a write, as `SecondaryTier.submit_write`; of a batch that exceeds the queue or the write
+        budget, only the head."""
         checked = self._checked(keys, pool, rows)
         record = self._request_of(request) if request is not None else None
         self._follow_file_growth(len(keys))
         taken = np.zeros(len(keys), np.bool_)
         missing = np.flatnonzero(self._manager.slots_of(keys) < 0)
         room = max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else 0
+        if self._write_budget is not None:
+            room = min(room, self._write_budget.left_bytes // self.stored_bytes)
         if len(missing) > room:
             self._counts.dropped += len(missing) - room
             keys = keys[: missing[room]]
@@ -276,6 +285,8 @@ class DiskTier(SecondaryTier):
         taken[plan.rows] = True
         count = len(plan.slots)
         self._num_queued += count
+        if self._write_budget is not None:
+            self._write_budget.spend(count * self.stored_bytes)
         job = self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[plan.rows])
         return job, taken
 
@@ -341,6 +352,7 @@ class DiskTier(SecondaryTier):
             bytes_written=counts.written * self.block_bytes,
             bytes_read=counts.read * self.block_bytes,
             journal_damage=self._journal.damaged,
+            write_budget_bytes=None if self._write_budget is None else self._write_budget.left_bytes_each,
         )
 
     def close(self) -> None:

@@ -12,12 +12,12 @@ import msgspec
 
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.settings.read import SizeOrNothing, parse_size
-from kvoffload.tiers.budgeted import BudgetedTier
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.spec import SizedTierOptions, TierOwner
 from kvoffload.tiers.striped import StripedTier
+from kvoffload.tiers.write_budget import WriteBudget
 
 
 class _PathsParser:
@@ -63,11 +63,13 @@ class DiskOptions(SizedTierOptions):
             raise ConfigError(
                 "tier", str(self), f"without data it has nothing to hold; take simulated:{self.capacity}"
             )
+        limit = self.max_write_bytes_per_day
+        budget = None if limit is None else WriteBudget(limit)
         with ExitStack() as undo:
             disks: list[SecondaryTier] = []
             for path in self.path:
                 try:
-                    disks.append(self._open_one(Path(path) / owner.replica, owner))
+                    disks.append(self._open_one(Path(path) / owner.replica, owner, budget))
                 except UnavailableError as error:
                     if len(disks) == 0 and path == self.path[-1]:
                         raise
@@ -75,12 +77,10 @@ class DiskOptions(SizedTierOptions):
                 else:
                     undo.callback(disks[-1].close)
             tier: SecondaryTier = disks[0] if len(disks) == 1 else StripedTier(disks)
-            if self.max_write_bytes_per_day is not None:
-                tier = BudgetedTier(tier, self.max_write_bytes_per_day)
             undo.pop_all()
         return tier
 
-    def _open_one(self, directory: Path, owner: TierOwner) -> DiskTier:
+    def _open_one(self, directory: Path, owner: TierOwner, budget: WriteBudget | None) -> DiskTier:
         return DiskTier(
             directory,
             self._bytes_each(owner),
@@ -89,6 +89,7 @@ class DiskOptions(SizedTierOptions):
             fingerprint=owner.fingerprint + self.salt,
             policy=self.policy,
             admission=self.admission,
+            write_budget=budget,
         )
 
     def _bytes_each(self, owner: TierOwner) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import Mask, TierStats
+from kvoffload.tiers.contract import GroupedTier, Mask, TierStats
 from kvoffload.tiers.s3.bucket import Ledger
 from kvoffload.tiers.s3.objects import OBJECTS, ObjectRead
 from kvoffload.tiers.shared.batches import BlockBatch
@@ -29,7 +29,7 @@ class _Followed(RemoteRequest):
     generation: int = 0
 
 
-class PackedTier(RemoteTier):
+class PackedTier(RemoteTier, GroupedTier):
     """Blocks in objects of a bucket that several machines share, each verified whenever it is read.
 
     What `RemoteTier` promises. In addition:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffload.errors import UnavailableError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_JOB, JobResult, SecondaryTier
+from kvoffload.tiers.contract import NO_JOB, JobResult, SharedTier
 from kvoffload.tiers.memory import MemoryTier
 
 _PROBED, _KEY_BYTES = 64, 36
@@ -48,7 +48,7 @@ class Speeds:
         return self.seconds_for(0.0) / gained if gained > 0 else None
 
 
-def measure_speeds(tier: SecondaryTier, rounds: int, timeout_s: float) -> Speeds:
+def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
     """Use a tier that is empty; in each round it is reset, and all blocks are written anew.
 
     Raises: `UnavailableError` if it loses blocks meanwhile.
@@ -86,7 +86,7 @@ def measure_speeds(tier: SecondaryTier, rounds: int, timeout_s: float) -> Speeds
     )
 
 
-def _ended(tier: SecondaryTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
+def _ended(tier: SharedTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
     """The result of the only job under way."""
     until = time.monotonic() + timeout_s
     while job != NO_JOB and time.monotonic() < until:

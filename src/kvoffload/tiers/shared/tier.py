@@ -25,7 +25,7 @@ from kvoffload.tiers.contract import (
     NO_JOB,
     JobResult,
     Mask,
-    SecondaryTier,
+    SharedTier,
     TierStats,
     checked_rows,
 )
@@ -95,10 +95,10 @@ class RemoteRequest:
     counted: set[bytes] = field(default_factory=set)
 
 
-class RemoteTier(SecondaryTier):
+class RemoteTier(SharedTier):
     """Blocks in a server that several machines share, each verified whenever it is read.
 
-    `SecondaryTier` has the contract of each method. In addition:
+    `SharedTier` has the contract of each method. In addition:
 
     - A block is served only if name, producer, namespace, epoch, key, length and checksum are those of its
       write; otherwise it is a miss, deleted there, and counted. The key alone decides which bytes are served:
@@ -131,7 +131,6 @@ class RemoteTier(SecondaryTier):
     in a process that was forked from the one that made it.
     """
 
-    shared = True
     asks_persistence: ClassVar[bool] = True
     """Whether the server is asked if it saves to a disk."""
 
@@ -152,8 +151,7 @@ class RemoteTier(SecondaryTier):
     ) -> None:
         self.name, self.place, self.options = name, place, options
         self.block_bytes = self.stored_bytes = block_bytes
-        self.written_before = {}
-        self.probe_timeout_s = options.probe_timeout_s
+        self.probe_timeout_s, self.measured_read = options.probe_timeout_s, None
         self._producer, self._about = producer_of(fingerprint), pack(fingerprint)
         self._epoch_name = speech.epoch_name(options.namespace, self._producer)
         self.identity = int.from_bytes(

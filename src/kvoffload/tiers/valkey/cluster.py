@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.core.admission import Admission
 from kvoffload.errors import UnavailableError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import JobResult, Mask, SecondaryTier, TierStats
-from kvoffload.tiers.divided import DividedTier, Share
+from kvoffload.tiers.contract import JobResult, Mask, SharedTier, TierStats
+from kvoffload.tiers.divided import DividedSharedTier
 from kvoffload.tiers.shared.batches import Batch
 from kvoffload.tiers.shared.connection import CONNECT_S, Line
 from kvoffload.tiers.shared.epochs import EpochHistory
@@ -60,7 +61,7 @@ class _Change:
     made: dict[Address, Node] = field(default_factory=dict)
 
 
-class ClusterTier(DividedTier):
+class ClusterTier(DividedSharedTier):
     """Blocks in a cluster that several machines share. As `RemoteTier`, node by node; in addition:
 
     - Each division of the blocks has an epoch of its own, in the slot of its blocks. A reset is confirmed
@@ -81,8 +82,6 @@ class ClusterTier(DividedTier):
     for the map.
     """
 
-    shared = True
-
     def __init__(
         self,
         name: str,
@@ -99,8 +98,7 @@ class ClusterTier(DividedTier):
         super().__init__()
         self.name, self.place, self.options = name, place, options
         self.block_bytes = self.stored_bytes = block_bytes
-        self.written_before = {}
-        self.probe_timeout_s = options.probe_timeout_s
+        self.probe_timeout_s, self.measured_read = options.probe_timeout_s, None
         self.identity = int.from_bytes(
             producer_of(f"{name} cluster {options.namespace} {fingerprint}")[:8], "big"
         )
@@ -214,10 +212,10 @@ class ClusterTier(DividedTier):
 
     # ---- the map
 
-    def _members(self) -> Mapping[int, SecondaryTier]:
+    def _members(self) -> Mapping[int, SharedTier]:
         return self._nodes
 
-    def _shares(self, keys: Keys) -> list[Share]:
+    def _shares(self, keys: Keys) -> list[tuple[int, SharedTier, npt.NDArray[np.int64]]]:
         homes = self._homes[division_of(keys)]
         numbers = {*homes.tolist()} - {_NOBODY}
         if len(keys) == 1:  # engines ask key by key

@@ -1,0 +1,152 @@
+"""The write budget: bytes in any 24 hours, in this life and earlier ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.disk.inspection import compact, opened
+from kvoffload.tiers.striped import StripedTier
+from kvoffload.tiers.write_budget import HOUR_S, WriteBudget
+from support.disk_blocks import Disk, Driver, keys_of
+from support.tiering_rig import Clock
+
+PAGE_BYTES = 4096
+
+
+def test_the_budget_is_for_any_24_hours() -> None:
+    clock = Clock()
+    budget = WriteBudget(60, clock)
+    budget.spend(40)
+    assert budget.left_bytes == 20
+    budget.spend(20)
+    assert budget.left_bytes == 0
+    clock.now += 23.9 * HOUR_S
+    assert budget.left_bytes == 0
+    clock.now += 2 * HOUR_S
+    assert budget.left_bytes == 60
+
+
+@given(st.integers(0, 12), st.lists(st.tuples(st.floats(0, 10), st.integers(0, 7)), max_size=40))
+def test_no_24_hours_exceed_the_budget(max_bytes: int, steps: list[tuple[float, int]]) -> None:
+    clock = Clock()
+    budget = WriteBudget(max_bytes, clock)
+    writes: list[tuple[float, int]] = []
+    for hours, wanted in steps:
+        clock.now += hours * HOUR_S
+        num_bytes = min(wanted, budget.left_bytes)
+        budget.spend(num_bytes)
+        writes.append((clock.now, num_bytes))
+        for end, _ in writes:
+            assert sum(n for at, n in writes if end - 24 * HOUR_S < at <= end) <= max_bytes
+        # The budget is used: only writes of the last 25 hours count.
+        recent = sum(n for at, n in writes if clock.now - 25 * HOUR_S < at)
+        assert num_bytes == wanted or recent >= max_bytes
+
+
+@pytest.mark.parametrize("hours", [1, 2, 1000])
+def test_a_clock_that_is_set_back_neither_renews_the_budget_nor_blocks_it_for_ever(hours: int) -> None:
+    clock = Clock()
+    clock.now = 4_000_000.0
+    budget = WriteBudget(2, clock)
+    budget.spend(2)
+    clock.now -= hours * HOUR_S
+    assert budget.left_bytes == 0, "the writes may be a moment old"
+    clock.now += 26 * HOUR_S
+    assert budget.left_bytes == 2
+
+
+def test_writes_of_earlier_lives_count_by_their_hour() -> None:
+    clock = Clock()
+    hour = int(clock.now) // HOUR_S
+    budget = WriteBudget(48, clock)
+    budget.add_tier(8, {hour - 25: 100, hour - 24: 2, hour: 1})
+    assert budget.left_bytes == 24
+    clock.now += HOUR_S
+    assert budget.left_bytes == 40
+    clock.now += 24 * HOUR_S
+    assert budget.left_bytes == 48
+
+
+def test_tiers_that_share_a_budget_report_equal_parts() -> None:
+    budget = WriteBudget(101)
+    budget.add_tier(8, {})
+    budget.add_tier(8, {})
+    assert (budget.left_bytes, budget.left_bytes_each) == (101, 50)
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_write_bytes_per_day: -1"):
+        WriteBudget(-1)
+
+
+# ---- given to a disk
+
+
+def test_a_disk_drops_what_exceeds_the_budget_and_blocks_it_has_cost_nothing(tmp_path: Path) -> None:
+    driver = Driver(Disk(tmp_path, 40, write_budget=WriteBudget(5 * PAGE_BYTES)).tier)
+    assert driver.write([1, 3]) == [1, 3]
+    assert driver.write([1, 2, 3, 4, 5, 6]) == [2, 4, 5]
+    assert driver.write([3, 9, 1]) == []
+    stats = driver.tier.stats()
+    assert (stats.written, stats.dropped, stats.write_budget_bytes) == (5, 2, 0)
+    assert driver.read([1, 2, 3, 4, 5]) == [1, 2, 3, 4, 5]
+    driver.tier.close()
+
+
+def test_refused_blocks_cost_nothing(tmp_path: Path) -> None:
+    budget = WriteBudget(2 * PAGE_BYTES)
+    driver = Driver(Disk(tmp_path, 40, admission="reuse:2", write_budget=budget).tier)
+    assert driver.write([1, 2]) == []
+    assert budget.left_bytes == 2 * PAGE_BYTES
+    driver.tier.close()
+
+
+@pytest.mark.parametrize("checkpoints", [0, 2])
+def test_the_budget_outlives_the_process(tmp_path: Path, checkpoints: int) -> None:
+    """Evicted blocks count too, and small blocks cost whole pages."""
+
+    def life(max_blocks: int) -> Driver:
+        return Driver(Disk(tmp_path, 2, 512, write_budget=WriteBudget(max_blocks * PAGE_BYTES)).tier)
+
+    driver = life(5)
+    for number in range(6):
+        assert driver.write([number]) == ([number] if number < 5 else [])
+    driver.tier.delete(keys_of([4]))
+    driver.tier.close()
+    for _ in range(checkpoints):
+        with opened(tmp_path) as (slab, found):
+            compact(slab, found)
+    driver = life(6)
+    assert driver.tier.stats().write_budget_bytes == PAGE_BYTES
+    assert driver.write([7, 8]) == [7]
+    driver.tier.close()
+
+
+def test_several_disks_share_a_budget(tmp_path: Path) -> None:
+    def life(max_blocks: int) -> Driver:
+        budget = WriteBudget(max_blocks * PAGE_BYTES)
+        return Driver(StripedTier([Disk(tmp_path / name, 40, write_budget=budget).tier for name in "ab"]))
+
+    driver = life(10)
+    assert len(driver.write(list(range(12)))) == 10
+    driver.tier.close()
+    driver = life(12)
+    assert driver.tier.stats().write_budget_bytes == 2 * PAGE_BYTES
+    assert len(driver.write(list(range(20, 33)))) == 2
+    assert driver.tier.stats().dropped == 11
+    driver.tier.close()
+
+
+def test_a_failed_write_counts(tmp_path: Path) -> None:
+    """The medium may have been worn all the same."""
+    budget = WriteBudget(3 * PAGE_BYTES)
+    driver = Driver(Disk(tmp_path, 40, write_budget=budget).tier)
+    driver.tier.submit_write(keys_of([1, 2]), driver.pool, np.arange(2))
+    assert budget.left_bytes == PAGE_BYTES, "counted when the write begins, whatever its result"
+    driver.tier.close()
