@@ -19,10 +19,10 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
 from kvoffload.testing.scripted_tier import ScriptedSharedTier, ScriptedTier
+from kvoffload.tiering.cascade import write_room
 from kvoffload.tiering.manager import TieredManager
-from kvoffload.tiering.pins import write_room
 from kvoffload.tiering.speed import ReadSpeed
-from kvoffload.tiering.worth import what_it_needs
+from kvoffload.tiering.worth import break_even
 from kvoffload.tiers.memory import MemoryTier
 from support.letters import HIT, MISS, PENDING, keys, text
 from support.tiering_rig import BLOCK_BYTES, RETRY, Rig
@@ -149,11 +149,11 @@ def test_a_slow_tier_gets_a_smaller_part_of_the_budget() -> None:
     rig.store("cdefghijklmnopqrstuvwxyz")
     assert [len(job.keys) for tier in rig.tiers for job in tier.jobs] == [16, 4], "of 20: 4 to 1"
     rig.end_all()
-    lane = rig.manager._lanes[1]
+    lane = rig.manager.lanes[1]
     for _ in range(200):
         lane.num_writing += 1
-        lane.has_written(1, 1, 0.005)
-    assert write_room(rig.manager._lanes, 1, 20) + lane.num_writing >= 9, "it is no longer slow"
+        lane.end_write(1, 1, 0.005)
+    assert write_room(rig.manager.lanes, 1, 20) + lane.num_writing >= 9, "it is no longer slow"
 
 
 def test_a_write_that_fails_says_nothing_about_speed() -> None:
@@ -163,7 +163,7 @@ def test_a_write_that_fails_says_nothing_about_speed() -> None:
         tier.jobs[0].seconds = 1.0
     rig.tiers[0].jobs[0].fail, rig.tiers[0].jobs[0].seconds = {b"a", b"b"}, 1e-6
     rig.end_all()
-    assert [lane.write_seconds for lane in rig.manager._lanes] == [0.0, 0.5]
+    assert [lane.write_s_per_block for lane in rig.manager.lanes] == [0.0, 0.5]
 
 
 def test_what_a_busy_tier_cannot_take_waits_for_its_turn() -> None:
@@ -206,7 +206,7 @@ def test_what_leaves_ram_before_its_turn_is_counted_and_said(caplog: pytest.LogC
     rig.manager.poll()
     assert [text(job.keys) for job in rig.tier.jobs] == ["xy"]
     assert rig.manager.counts.not_offered == 2
-    assert "tier t0: 2 blocks left RAM before it could take them" in caplog.text
+    assert "tier t0: 2 blocks left RAM unwritten" in caplog.text
 
 
 def test_what_waits_is_bounded_by_what_ram_can_hold() -> None:
@@ -214,7 +214,7 @@ def test_what_waits_is_bounded_by_what_ram_can_hold() -> None:
     rig.store("a")
     for letter in "bcdefghijk":
         rig.store(letter)
-    assert len(rig.manager._lanes[0].waiting) <= 4
+    assert len(rig.manager.lanes[0].waiting) <= 4
     while rig.manager.has_jobs:
         rig.end_all()
     counts = rig.manager.counts
@@ -956,15 +956,15 @@ def test_a_tier_whose_blocks_have_all_left_has_not_failed() -> None:
         rig.ask(letter, rig.begin())
         rig.end_all()
     assert rig.manager.counts.stale == 4
-    assert not rig.manager._lanes[0].is_failing(rig.clock.now)
+    assert not rig.manager.lanes[0].is_failing(rig.clock.now)
 
 
 def test_what_asking_has_taken_counts_against_a_read() -> None:
     """A block takes 20 ms to read and 30 to compute; after 15 ms of asking that pays no more."""
     for asked_s, expected in [(0.0, [("read", "a")]), (0.015, [])]:
         rig = far(recompute_s_per_block=0.03)
-        rig.manager._lanes[0].speed.learn(1, 0.02)
-        assert rig.manager._lanes[0].is_probe_due(rig.clock.now), "and the next one is not"
+        rig.manager.lanes[0].speed.learn(1, 0.02)
+        assert rig.manager.lanes[0].is_trial_due(rig.clock.now), "and the next one is not"
         rig.below("a")
         ctx = rig.begin()
         assert rig.ask("ab", ctx) == (0, RETRY)
@@ -1021,25 +1021,24 @@ def test_a_request_in_the_queue_is_asked_for_ahead() -> None:
 @pytest.mark.parametrize(
     ("compute_s", "measured", "said"),
     [
-        (None, (0.001, 1e9), "every block that it has is read"),
-        (0.01, None, "faster than 0.1 GB/s; how fast they come was not measured"),
-        (0.01, (0.001, 1e9), "faster than 0.1 GB/s; measured 1 GB/s after 1 ms: from 1 blocks on"),
-        (0.01, (0.045, 1e9), "measured 1 GB/s after 45 ms: from 10 blocks on"),
-        (0.01, (0.001, 0.05e9), "measured 0.05 GB/s after 1 ms: it does not pay"),
+        (None, (0.001, 1e9), "all its blocks are read"),
+        (0.01, None, "faster than 0.1 GB/s; the speed was not measured"),
+        (0.01, (0.001, 1e9), "faster than 0.1 GB/s; measured 1 GB/s after 1 ms: reads pay from 1 blocks on"),
+        (0.01, (0.045, 1e9), "measured 1 GB/s after 45 ms: reads pay from 10 blocks on"),
+        (0.01, (0.001, 0.05e9), "measured 0.05 GB/s after 1 ms: reads do not pay"),
     ],
 )
 def test_a_shared_tier_says_at_the_start_what_it_needs(
     compute_s: float | None, measured: tuple[float, float] | None, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A block of 1 MB in 10 ms is 0.1 GB/s; at 1 GB/s reading it takes 1 ms, and a question and a read two
-    round
-    trips: 90 ms are worth it from 10 blocks on."""
+    """1 MB in 10 ms is 0.1 GB/s. At 1 GB/s a block takes 1 ms; a probe and a read are two round trips, and
+    90 ms pay from 10 blocks on."""
     tier = ScriptedSharedTier(1_000_000)
     tier.measured_read = measured
-    assert said in what_it_needs(tier, compute_s)
+    assert said in break_even(tier, compute_s)
     with caplog.at_level("INFO"):
         far(recompute_s_per_block=0.5)
-    assert "tier far: a read pays if blocks come faster than 1.6e-08 GB/s" in caplog.text
+    assert "tier far: a read pays if blocks arrive faster than 1.6e-08 GB/s" in caplog.text
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -1241,8 +1240,8 @@ class TieringMachine(RuleBasedStateMachine):
         assert stats.writing == stats.condemned == 0
         assert stats.evictable == stats.ready
         assert all(not tier.open_requests for tier in self.rig.tiers)
-        assert not self.rig.manager._requests
-        assert not self.rig.manager._promoting
+        assert not self.rig.manager.waits
+        assert not self.rig.manager.promotion.promoting
 
 
 TestTieringMachine = TieringMachine.TestCase

@@ -397,6 +397,11 @@ class OffloadingManager:
         if self.admission is not None:
             self.admission.reset()
 
+    @property
+    def epoch(self) -> int:
+        """The number of resets. A plan of an earlier epoch stores nothing."""
+        return self._epoch
+
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call, in order. Applied to a set of keys they give the readable blocks."""
         events = self._events or []

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError
 from kvoffload.replay.keys import TraceKeys
+from kvoffload.tiering.manager import AnyManager
 from kvoffload.traces.trace import Trace
 
 MOST_REQUESTS = 1 << 16
@@ -27,7 +27,7 @@ def check_queue(num_requests: object) -> int:
 class EngineQueue:
     """Queue of the next `num_requests` requests; the manager expects their blocks."""
 
-    def __init__(self, manager: OffloadingManager, trace: Trace, keys: TraceKeys, num_requests: int) -> None:
+    def __init__(self, manager: AnyManager, trace: Trace, keys: TraceKeys, num_requests: int) -> None:
         self._manager, self._trace, self._keys, self._num_requests = manager, trace, keys, num_requests
         self._offsets: list[int] = trace.offsets.tolist()
         self._waiting: deque[RequestContext] = deque()

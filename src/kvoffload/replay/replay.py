@@ -37,7 +37,7 @@ from kvoffload.replay.queue import EngineQueue, check_queue
 from kvoffload.replay.report import ReplayReport, TierReport
 from kvoffload.replay.routing import SESSION, check_instances, check_routing
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers
@@ -164,7 +164,7 @@ class Replay:
             )
         num_slots = slots_needed(trace, config.capacity_blocks)
         self._tiered: TieredManager | None = None
-        self.manager: OffloadingManager
+        self.manager: AnyManager
         if config.tiers:
             ram = data.ram if data is not None else NoMemory(num_slots)
             owner = TierOwner(ram.pool.shape[1], KEY_BYTES, FINGERPRINT, counts_blocks=True)

@@ -24,7 +24,7 @@ from kvoffload.simulate.pool import DevicePool
 from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.simulate.tier import TimedTier
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 from kvoffload.traces.trace import Trace
@@ -121,7 +121,7 @@ class Offload(NoOffload):
             "store": config.store,
         }
         self._tiered: TieredManager | None = None
-        self.manager: OffloadingManager
+        self.manager: AnyManager
         if not config.tiers:
             self.manager = OffloadingManager(num_slots, **options)
             return

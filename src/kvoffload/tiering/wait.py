@@ -1,4 +1,4 @@
-"""What a tiered manager knows of a request besides its path: what it waits for, and for how long it may."""
+"""The wait of a request for blocks in tiers, and its limits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ class TierWait:
     """The wait of one request for blocks in tiers.
 
     Attributes:
-        records: the record that each tier keeps of the request.
-        wanted: single keys that a tier has and whose promotion has not begun.
-        given_up: keys that it no longer waits for.
-        came_from: for blocks promoted while it waited for them: the number of their tier, from 1.
-        left_out: the tiers from which it gets nothing, by their place in the stack.
-        num_storing: its blocks in flight to RAM.
-        may_wait_s: how long it may wait for the blocks that it has asked for.
-        gave_up: it no longer waits for anything.
+        records: each tier's record of the request.
+        wanted: single keys to promote or probe in the next step.
+        given_up: keys that the request no longer waits for.
+        came_from: tier number, from 1, of blocks that were promoted while the request waited.
+        left_out: rows of the tiers that serve this request nothing.
+        num_storing: blocks of the request in flight to RAM.
+        may_wait_s: longest wait for blocks.
+        gave_up: True if the request no longer waits for anything.
+        finished: True after `finish_request`.
     """
 
     records: list[object]
@@ -36,7 +37,8 @@ class TierWait:
     _last_probed: float = -math.inf
 
     def keeps_waiting(self, now: float, deadline_s: float) -> bool:
-        """Whether it keeps waiting. After a pause longer than the deadline a new wait begins."""
+        """Return False when the request has waited for `may_wait_s`. A pause longer than the deadline begins
+        a new wait."""
         if now - self._last_asked > deadline_s:
             self._since = now
         self._last_asked = now
@@ -44,13 +46,13 @@ class TierWait:
         return not self.gave_up
 
     def waits_for_probe(self, now: float, timeout_s: float, deadline_s: float) -> bool:
-        """Whether it waits for tiers to say what they have: no longer than this, however many are asked and
-        how often. After a pause longer than the deadline a new wait begins."""
+        """Return False when the request has waited for `timeout_s`, over all probes. A pause longer than the
+        deadline begins a new wait."""
         if now - self._last_probed > deadline_s:
             self._probing_since = now
         self._last_probed = now
         return now - self._probing_since <= timeout_s
 
     def probed_for_s(self, now: float, timeout_s: float) -> float:
-        """How long it has waited for that, if it has, and no longer than it may."""
+        """Return the time spent waiting for probes, at most `timeout_s`; 0 before the first probe."""
         return min(now - self._probing_since, timeout_s) if self._last_probed > -math.inf else 0.0

@@ -1,4 +1,4 @@
-"""Which blocks of a prefix are worth reading, and from which tier. Begins nothing."""
+"""The choice of blocks worth reading, and of the tier to read each from. Begins no read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import numpy.typing as npt
 
 from kvoffload.tiering.lane import TierLane
 from kvoffload.tiers.contract import SharedTier
+from kvoffload.tiers.guarded import GuardedTier
 
 Rows: TypeAlias = npt.NDArray[np.intp]
 
 
-def soonest(lanes: Sequence[TierLane], in_tiers: npt.NDArray[np.bool_], compute_s: float | None) -> Rows:
-    """Of the tiers that have each block, the one that is expected to bring it first.
+def fastest_source(
+    lanes: Sequence[TierLane], in_tiers: npt.NDArray[np.bool_], compute_s: float | None
+) -> Rows:
+    """Choose for each block the tier that is expected to deliver it first.
 
-    While it is not known how long computing a block takes, as in a replay, time counts for nothing, and it is
-    the first of them.
+    While the time to compute a block is unknown, as in a replay, speed counts for nothing: the first tier
+    that has the block is chosen.
 
     Args:
         in_tiers: shape ``(tiers, blocks)``.
@@ -27,58 +30,58 @@ def soonest(lanes: Sequence[TierLane], in_tiers: npt.NDArray[np.bool_], compute_
     if len(lanes) == 1 or compute_s is None:
         first: Rows = in_tiers.argmax(axis=0)
         return first
-    seconds = [[lane.seconds_for(in_tiers.shape[1])] for lane in lanes]
-    found: Rows = np.where(in_tiers, np.array(seconds), math.inf).argmin(axis=0)
-    return found
+    seconds = [[lane.read_s(in_tiers.shape[1])] for lane in lanes]
+    fastest: Rows = np.where(in_tiers, np.array(seconds), math.inf).argmin(axis=0)
+    return fastest
 
 
 def num_worth_reading(
     lanes: Sequence[TierLane],
-    come_from: Rows,
+    sources: Rows,
     wanted: Rows,
     length: int,
     compute_s: float | None,
     now: float,
     spent_s: float = 0.0,
 ) -> int:
-    """How many of these blocks are worth it, from the first on: to read them takes no longer than to compute
-    what they make reachable. All of them, if a probe is due.
+    """Return how many leading blocks to read: reading them takes no longer than computing the blocks that
+    they make reachable. Returns all blocks if a trial is due.
 
     Args:
-        come_from: the tier of each.
-        wanted: the place of each in the prefix, of which `length` blocks are here or in tiers.
-        compute_s: for one block; None while it is not known.
-        spent_s: how long the request has waited already to learn which tier has what.
+        sources: tier of each block.
+        wanted: position of each block in a prefix of `length` blocks that are in RAM or in tiers.
+        compute_s: seconds to compute a block; None while unknown.
+        spent_s: time that the request has already waited for probes.
     """
     if compute_s is None:
         return len(wanted)
-    reached = np.append(wanted[1:], length) - wanted[0]
-    seconds = np.zeros(len(wanted))  # tiers read side by side
-    asked = [(lane, np.cumsum(come_from == row)) for row, lane in enumerate(lanes)]
-    for lane, counts in asked:
-        seconds = np.maximum(seconds, np.where(counts > 0, lane.seconds_for(counts), 0.0))
-    worth = np.flatnonzero(seconds + spent_s <= reached * compute_s)
+    num_reached = np.append(wanted[1:], length) - wanted[0]
+    seconds = np.zeros(len(wanted))  # tiers read in parallel
+    counts = [np.cumsum(sources == row) for row in range(len(lanes))]
+    for lane, count in zip(lanes, counts, strict=True):
+        seconds = np.maximum(seconds, np.where(count > 0, lane.read_s(count), 0.0))
+    worth = np.flatnonzero(seconds + spent_s <= num_reached * compute_s)
     if len(worth):
         return int(worth[-1]) + 1
-    probes = [lane.is_probe_due(now) for lane, counts in asked if counts[-1]]
-    return len(wanted) if all(probes) else 0
+    trials = [lane.is_trial_due(now) for lane, count in zip(lanes, counts, strict=True) if count[-1]]
+    return len(wanted) if all(trials) else 0
 
 
-def what_it_needs(tier: SharedTier, compute_s: float | None) -> str:
-    """In words, what reads from a tier that machines share have to be like to be worth it, and what they are.
+def break_even(tier: SharedTier | GuardedTier, compute_s: float | None) -> str:
+    """Describe the read speed from which a shared tier pays, and the measured speed, for the log.
 
     Args:
-        compute_s: for one block; None while it is not known.
+        compute_s: seconds to compute a block; None while unknown.
     """
     if compute_s is None:
-        return "every block that it has is read: give recompute_tokens_per_s, and only where that pays"
-    needed = f"a read pays if blocks come faster than {tier.block_bytes / compute_s / 1e9:.3g} GB/s"
+        return "all its blocks are read; with recompute_tokens_per_s only reads that pay are made"
+    needed = f"a read pays if blocks arrive faster than {tier.block_bytes / compute_s / 1e9:.3g} GB/s"
     if tier.measured_read is None:
-        return f"{needed}; how fast they come was not measured"
+        return f"{needed}; the speed was not measured"
     round_trip_s, bytes_per_s = tier.measured_read
     gained_s = compute_s - tier.block_bytes / bytes_per_s
-    found = f"{needed}; measured {bytes_per_s / 1e9:.3g} GB/s after {round_trip_s * 1e3:.3g} ms"
+    measured = f"{needed}; measured {bytes_per_s / 1e9:.3g} GB/s after {round_trip_s * 1e3:.3g} ms"
     if gained_s <= 0:
-        return f"{found}: it does not pay, and is tried every 10 s"
-    # A question and a read: two round trips.
-    return f"{found}: from {math.ceil(max(1.0, 2 * round_trip_s / gained_s)):,} blocks on"
+        return f"{measured}: reads do not pay, and one is tried every 10 s"
+    # A probe and a read: two round trips.
+    return f"{measured}: reads pay from {math.ceil(max(1.0, 2 * round_trip_s / gained_s)):,} blocks on"

@@ -6,9 +6,9 @@ from typing import Any
 
 from vllm.v1.kv_offload import base
 
-from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LookupResult, OffloadingEvent
 from kvoffload.integrations.vllm.shared.versions import RAM, events
+from kvoffload.tiering.manager import AnyManager
 
 
 class Events:
@@ -23,7 +23,7 @@ class Events:
         self._left: set[bytes] = set()
         self._of_tiers: list[OffloadingEvent] = []
 
-    def reset(self, manager: OffloadingManager) -> None:
+    def reset(self, manager: AnyManager) -> None:
         """The manager has been reset."""
         for event in manager.take_events():
             if event.medium == RAM:
@@ -31,7 +31,7 @@ class Events:
             else:
                 self._of_tiers.append(event)
 
-    def take(self, manager: OffloadingManager) -> list[Any]:
+    def take(self, manager: AnyManager) -> list[Any]:
         """Events since the last call, in order."""
         taken = []
         if self._left:

@@ -12,10 +12,10 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult as VLLMResult
 
-from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
+from kvoffload.tiering.manager import AnyManager
 
 BEFORE_ANY_STEP = -1
 _FIRST_REACH, _LONGEST_REACH = 16, 4096
@@ -73,7 +73,7 @@ class Lookups:
         ahead: blocks known to be ready; the next to be asked for is at the end.
     """
 
-    def __init__(self, manager: OffloadingManager, verifier: Verifier | None, *, tiered: bool) -> None:
+    def __init__(self, manager: AnyManager, verifier: Verifier | None, *, tiered: bool) -> None:
         self._manager, self._verifier, self._tiered = manager, verifier, tiered
         self.ahead: list[bytes] = []
         self._asker: Request | None = None

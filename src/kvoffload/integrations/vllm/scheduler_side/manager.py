@@ -46,7 +46,7 @@ from kvoffload.integrations.vllm.shared.tiers import (
     tier_counts,
 )
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, slots_per_group
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
 
 USUAL_KEY_BYTES = 36
@@ -114,7 +114,7 @@ class KVOffloadManager(OffloadingManager):
         # vLLM calls this in every step; most engines have nothing to do there.
         if not enable_events:
             self.take_events = list  # type: ignore[method-assign]
-        self.core: core.OffloadingManager
+        self.core: AnyManager
         self._tiered: TieredManager | None = None
         self._open_tiers, self._missing_tiers = open_tiers, missing_tiers
         self._build(USUAL_KEY_BYTES)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.shared.pool import SharedPool
+from kvoffload.tiering.manager import AnyManager
 from kvoffload.tiers.contract import Checksums
 
 
@@ -45,9 +45,7 @@ class Verifier:
     Thread: the scheduler's, for all methods. One thread does the checks, at memory speed.
     """
 
-    def __init__(
-        self, manager: OffloadingManager, pool: SharedPool, on_damage: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, manager: AnyManager, pool: SharedPool, on_damage: Callable[[bytes], None]) -> None:
         self._manager, self._pool, self._on_damage = manager, pool, on_damage
         self._limit, self._held = max(1, manager.capacity_blocks // 2), 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")

@@ -1,0 +1,150 @@
+"""The cascade: blocks of RAM are offered to the tiers behind it, and written in the background.
+
+Owns the blocks that are pinned for writes, and the blocks that wait for a busy tier. Does not decide which
+blocks a tier keeps: the tier's own admission rule and policy do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+
+from kvoffload.core.plans import LoadPlan
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.lane import LaneJob, TierLane
+from kvoffload.tiering.stack import TierStack
+from kvoffload.tiering.wait import TierWait
+from kvoffload.tiers.contract import NO_JOB, JobResult
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
+
+_MIN_WEIGHT = 0.25
+"""Smallest weight of a slow tier, relative to the fastest: its writes still overlap, and can prove faster."""
+
+
+class Cascade:
+    """Writes of ready blocks from RAM to the tiers behind it.
+
+    Thread: the scheduler's. Cost: nothing while no block is offered or waits.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self._log = RateLimitedLog("kvoffload.tiering")
+
+    def poll(self) -> None:
+        """Offer the blocks that wait for a tier."""
+        for lane in self._stack.lanes:
+            if lane.waiting:
+                self._offer_waiting(lane)
+
+    def offer_to_all(self, keys: Keys, wait: TierWait | None) -> None:
+        """Offer ready blocks to every tier."""
+        for lane in self._stack.lanes:
+            self.offer(lane, keys, wait)
+
+    def offer(self, lane: TierLane, keys: Keys, wait: TierWait | None) -> None:
+        """Offer ready blocks to a tier. Accepted blocks stay pinned until they are written; blocks beyond the
+        tier's room wait.
+
+        Args:
+            wait: the request that used the blocks, if it is known.
+        """
+        room = self._room(lane)
+        if len(keys) > room:
+            room = lane.tier.cut(keys, room)
+            self._let_wait(lane, keys[room:])
+        if room == 0 or len(keys) == 0:
+            return
+        ram, memory = self._stack.ram, self._stack.memory
+        offered = ram.pin(keys[:room])
+        # A tier takes its own checksum of the bytes: damaged bytes must not get a valid checksum.
+        sound = memory.verify_slots(offered.keys, offered.slots)
+        if not sound.all():
+            offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
+            ram.unpin(damaged, damaged=range(len(damaged.keys)))
+        record = wait.records[lane.row] if wait is not None else None
+        job, accepted = lane.tier.submit_write(offered.keys, memory.pool, offered.slots, record)
+        written = offered
+        if not accepted.all():
+            written, others = offered.split([np.flatnonzero(accepted), np.flatnonzero(~accepted)])
+            ram.unpin(others)
+        if job == NO_JOB:
+            ram.unpin(written)
+            return
+        lane.jobs[job] = LaneJob(written, self._stack.clock())
+        lane.num_writing += len(written.keys)
+
+    def end_write(self, lane: TierLane, plan: LoadPlan, result: JobResult) -> None:
+        """Unpin the blocks of a write that has ended."""
+        lane.end_write(len(plan.keys), int(np.count_nonzero(result.ok)), result.seconds)
+        self._stack.ram.unpin(plan)
+
+    def _offer_waiting(self, lane: TierLane) -> None:
+        """Offer the blocks that have waited longest, if they are still in RAM.
+
+        Once a step: a tier that accepts nothing, such as a closed tier, would otherwise be offered all of
+        RAM.
+        """
+        if (room := min(self._room(lane), len(lane.waiting))) == 0:
+            return
+        ram = self._stack.ram
+        keys = ram.pack([*islice(lane.waiting, room + 1)])
+        keys = keys[: lane.tier.cut(keys, room)]
+        for key in keys:
+            del lane.waiting[key]
+        is_here = ram.ready_slots_of(keys) >= 0
+        self._count_lost(lane, int(np.count_nonzero(~is_here & ~lane.tier.contains(keys))))
+        self.offer(lane, keys.take(is_here), None)
+
+    def _let_wait(self, lane: TierLane, keys: Keys) -> None:
+        """Queue blocks for a busy tier. The queue has at most RAM's capacity; the oldest entries leave it."""
+        lane.waiting.update(dict.fromkeys(keys))
+        num_lost = max(0, len(lane.waiting) - self._stack.ram.capacity_blocks)
+        for key in [*islice(lane.waiting, num_lost)]:
+            del lane.waiting[key]
+        self._count_lost(lane, num_lost)
+
+    def _room(self, lane: TierLane) -> int:
+        """Return the number of blocks that may be offered to a tier now."""
+        stack = self._stack
+        if lane.is_stalled(stack.clock(), stack.deadline_s):
+            return 0
+        room = lane.tier.queue_room
+        # With all of RAM allowed, as in a replay, no decision may depend on the speed of a disk.
+        if stack.max_in_flight != stack.ram.capacity_blocks:
+            room = min(write_room(stack.lanes, lane.row, stack.max_in_flight), room)
+        group = lane.tier.group_blocks
+        if group > 1 and room < group:
+            return 0 if lane.num_writing else group  # at least one group, or none would ever be written
+        return room
+
+    def _count_lost(self, lane: TierLane, num_blocks: int) -> None:
+        if num_blocks:
+            self._stack.counts.not_offered += num_blocks
+            self._log.warn(
+                f"waiting {id(lane)}",
+                "tier %s: %d blocks left RAM unwritten: the tier writes slower than blocks arrive",
+                lane.tier.name,
+                num_blocks,
+            )
+
+
+def write_room(lanes: Sequence[TierLane], row: int, budget: int) -> int:
+    """Return the number of further blocks that may be pinned for writes to tier `row`.
+
+    The tiers divide one budget in proportion to their write speeds, within a factor of four, and equally
+    while the speeds are unknown. A tier gets at least one block. So a slow tier, or a tier that hangs with
+    its share pinned, takes nothing from the others.
+    """
+    share = budget
+    if len(lanes) > 1:
+        weights = _weights([lane.write_s_per_block for lane in lanes])
+        share = max(1, int(budget * weights[row] / sum(weights)))
+    return max(0, share - lanes[row].num_writing)
+
+
+def _weights(seconds_per_block: Sequence[float]) -> list[float]:
+    fastest = min((seconds for seconds in seconds_per_block if seconds > 0.0), default=0.0)
+    return [max(_MIN_WEIGHT, fastest / seconds) if seconds > 0.0 else 1.0 for seconds in seconds_per_block]

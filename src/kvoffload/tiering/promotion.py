@@ -1,0 +1,221 @@
+"""The promotion of blocks from tiers into RAM, when a request asks for a prefix that continues there.
+
+Owns the slots of RAM that are reserved for reads, the reads, and the probes of shared tiers. Does not decide
+which blocks leave RAM: RAM's policy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvoffload.core.plans import LookupResult, StorePlan
+from kvoffload.core.request import RequestContext
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.lane import LaneJob, TierLane
+from kvoffload.tiering.stack import TierStack
+from kvoffload.tiering.wait import TierWait
+from kvoffload.tiering.worth import Rows, fastest_source, num_worth_reading
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask
+
+
+class Promotion:
+    """Reads of blocks from tiers into RAM, and the requests that wait for them.
+
+    Attributes:
+        promoting: blocks that are being read, with the number of their tier, from 1.
+        asking: requests with single keys to promote in the next step.
+        ahead: requests in the engine's queue whose blocks have not been read ahead yet.
+
+    Thread: the scheduler's. Cost: nothing while no tier is asked.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        timeouts = [lane.tier.probe_timeout_s for lane in stack.lanes]
+        self._probe_timeout_s = min(stack.deadline_s, max(timeouts, default=0.0))
+        self._num_reading = 0
+        self.promoting: dict[bytes, int] = {}
+        self.asking: dict[RequestContext, TierWait] = {}
+        self.ahead: dict[RequestContext, TierWait] = {}
+
+    def poll(self) -> None:
+        """Begin to read the single keys that requests asked for in this step, and to read ahead."""
+        asking, self.asking = self.asking, {}
+        for ctx, wait in asking.items():
+            wanted, wait.wanted = wait.wanted, []
+            if not wait.finished:
+                self.begin(self._stack.ram.pack([*dict.fromkeys(wanted)]), ctx, wait)
+        if self.ahead and self._num_reading == 0:
+            self._read_ahead()  # one request a step: a burst of requests must not make a step long
+
+    def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> None:
+        """Begin to read the blocks of this run that only tiers have, as far as it pays and RAM has room.
+
+        Args:
+            max_blocks: the most blocks to reserve if nothing else is read; None for the usual bound.
+        """
+        chosen = self._choose(keys, ctx, wait)
+        if chosen is None:
+            return
+        missing, sources = chosen
+        plan = self._reserve(missing, ctx, wait, max_blocks)
+        if plan is not None:
+            self._read(plan, sources[: len(plan.keys)], wait)
+
+    def request_key(self, key: bytes, ctx: RequestContext, wait: TierWait) -> LookupResult:
+        """Queue a single key for promotion or a probe; returns MISS if no tier can have the block."""
+        keys = self._stack.ram.pack([key])
+        is_below = self._stack.below(keys, wait)[1].any()
+        if not is_below and not self._awaits_probe_of(keys, wait):
+            return LookupResult.MISS
+        wait.wanted.append(key)
+        self.asking[ctx] = wait
+        return self.result_for([key], wait) if is_below else LookupResult.RETRY
+
+    def result_for(self, keys: Sequence[bytes], wait: TierWait) -> LookupResult:
+        """Return RETRY, or MISS when the request has waited long enough for blocks that are being read."""
+        had_given_up = wait.gave_up
+        if not wait.keeps_waiting(self._stack.clock(), self._stack.deadline_s):
+            self._stack.counts.gave_up += not had_given_up
+            return LookupResult.MISS
+        for key in keys:
+            if key in self.promoting:
+                wait.came_from[key] = self.promoting[key]
+        return LookupResult.RETRY
+
+    def awaits_probe(self, key: bytes, wait: TierWait) -> bool:
+        """Return True if a probe asks for this block and the request still waits for the reply."""
+        if not any(key in lane.probing for lane in self._stack.lanes):
+            return False
+        return wait.waits_for_probe(self._stack.clock(), self._probe_timeout_s, self._stack.deadline_s)
+
+    def end_read(self, lane: TierLane, plan: StorePlan, result: JobResult) -> None:
+        """End a read: sound blocks become ready in RAM, the slots of the others are released."""
+        stack, ok = self._stack, result.ok
+        self._num_reading -= len(plan.keys)
+        lane.end_read(result, stack.clock())
+        for key in plan.keys:
+            self.promoting.pop(key, None)
+        read, lost = plan, None
+        if not ok.all():
+            read, lost = plan.split([np.flatnonzero(ok), np.flatnonzero(~ok)])
+        if len(read.keys):
+            stack.memory.seal(read.keys, read.slots)
+            stack.counts.promoted += len(read.keys)
+        num_stale = 0 if result.stale is None else int(np.count_nonzero(result.stale))
+        stack.counts.stale += num_stale
+        stack.ram.complete_store(read)
+        if lost is not None:
+            stack.counts.lost += len(lost.keys) - num_stale
+            stack.ram.complete_store(lost, success=False)
+
+    # ---- the steps of a promotion
+
+    def _choose(self, keys: Keys, ctx: RequestContext, wait: TierWait) -> tuple[Keys, Rows] | None:
+        """Return the blocks that are worth reading, in prefix order, and the tier of each; None for none."""
+        stack = self._stack
+        in_ram = stack.ram.contains(keys, ctx)
+        in_tiers, below = stack.below(keys, wait)
+        reachable = in_ram | below
+        self._probe(keys, reachable, wait)
+        if wait.given_up:
+            reachable &= in_ram | np.array([key not in wait.given_up for key in keys], np.bool_)
+        end = reachable.tobytes().find(0)  # `argmin` releases the interpreter's lock, as `unique` does
+        length = len(keys) if end < 0 else end
+        compute_s = stack.compute_s
+        wait.may_wait_s = stack.deadline_s
+        if compute_s is not None:
+            wait.may_wait_s = min(stack.deadline_s, length * compute_s)
+        wanted = np.flatnonzero(~in_ram[:length])
+        if len(wanted) == 0:
+            return None
+        missing = keys.take(wanted)
+        sources = fastest_source(stack.lanes, np.array([mask[wanted] for mask in in_tiers]), compute_s)
+        now = stack.clock()
+        spent_s = wait.probed_for_s(now, self._probe_timeout_s)
+        num_worth = num_worth_reading(stack.lanes, sources, wanted, length, compute_s, now, spent_s)
+        if num_worth < len(wanted):
+            stack.counts.not_worth += len(wanted) - num_worth
+            wait.given_up.update(missing[num_worth:])
+        return (missing[:num_worth], sources[:num_worth]) if num_worth else None
+
+    def _reserve(
+        self, missing: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None
+    ) -> StorePlan | None:
+        """Reserve slots of RAM for as many of these blocks as fit; None for none."""
+        stack = self._stack
+        room = stack.max_in_flight - self._num_reading
+        if self._num_reading == 0:
+            # No other request waits: a prefix is worth most as a whole. Half of RAM stays free.
+            room = max_blocks or max(room, min(2 * room, stack.ram.capacity_blocks // 2))
+        plan = stack.ram.prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
+        num_reserved = 0 if plan is None else len(plan.keys)
+        if num_reserved < len(missing):
+            # If these blocks were asked for again in every step, they would evict those that found room.
+            stack.counts.no_room += len(missing) - num_reserved
+            wait.given_up.update(missing[num_reserved:])
+        self._num_reading += num_reserved
+        return plan if num_reserved else None
+
+    def _read(self, plan: StorePlan, sources: Rows, wait: TierWait) -> None:
+        """Begin to read the blocks of a plan, each from its tier."""
+        rows = sorted(set(sources.tolist()))
+        # Splitting a plan costs as much as reading it, so a plan for a single tier stays whole.
+        parts = [plan] if len(rows) == 1 else plan.split([np.flatnonzero(sources == row) for row in rows])
+        for row, part in zip(rows, parts, strict=True):
+            lane = self._stack.lanes[row]
+            job = lane.tier.submit_read(part.keys, self._stack.memory.pool, part.slots)
+            if job == NO_JOB:
+                self._num_reading -= len(part.keys)
+                self._stack.counts.lost += len(part.keys)
+                wait.given_up.update(part.keys)
+                self._stack.ram.complete_store(part, success=False)
+                continue
+            lane.jobs[job] = LaneJob(part, self._stack.clock())
+            lane.num_reading += len(part.keys)
+            self.promoting.update(dict.fromkeys(part.keys, row + 1))
+
+    def _read_ahead(self) -> None:
+        """Read for the request that has waited longest in the engine's queue, once, as if it asked now.
+
+        Blocks that cannot be read now are not given up.
+        """
+        ctx, wait = next(iter(self.ahead.items()))
+        del self.ahead[ctx]
+        path, counts = ctx.keys(), self._stack.counts
+        before = counts.no_room, counts.not_worth
+        if len(path):
+            trial = TierWait(wait.records, left_out=wait.left_out)
+            self.begin(path, ctx, trial, self._stack.max_in_flight)
+            promoted = {key: self.promoting[key] for key in path if key in self.promoting}
+            wait.came_from.update(promoted)
+            counts.read_ahead += len(promoted)
+            counts.no_room, counts.not_worth = before
+
+    # ---- probes of shared tiers
+
+    def _probe(self, keys: Keys, reachable: Mask, wait: TierWait) -> None:
+        """Ask all shared tiers at once for the unreachable blocks of a run, as far as it may continue."""
+        for lane, unknown in self._unknown(keys, wait):
+            gaps = np.flatnonzero(~(reachable | unknown))
+            end = int(gaps[0]) if len(gaps) else len(keys)
+            wanted = np.flatnonzero(unknown[:end] & ~reachable[:end])
+            if len(wanted):
+                lane.probe(keys.take(wanted), self._stack.clock())
+
+    def _unknown(self, keys: Keys, wait: TierWait) -> list[tuple[TierLane, Mask]]:
+        """Return for each shared tier the blocks whose presence only a probe can tell."""
+        now = self._stack.clock()
+        return [
+            (lane, lane.tier.unknown(keys, wait.records[lane.row]))
+            for lane in self._stack.lanes
+            if lane.tier.shared and lane.row not in wait.left_out and not self._stack.is_silent(lane, now)
+        ]
+
+    def _awaits_probe_of(self, keys: Keys, wait: TierWait) -> bool:
+        """Return True if only a probe can tell whether a shared tier has the block, and the request waits."""
+        if not any(unknown.any() for _, unknown in self._unknown(keys, wait)):
+            return False
+        return wait.waits_for_probe(self._stack.clock(), self._probe_timeout_s, self._stack.deadline_s)

@@ -1,0 +1,102 @@
+"""RAM and the tiers behind it, as promotion and cascade share them.
+
+Owns the lanes, the settings and the counters. Begins no job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.lane import TieringCounts, TierLane
+from kvoffload.tiering.wait import TierWait
+from kvoffload.tiers.contract import GroupedTier, Mask, Memory, SecondaryTier
+
+
+@dataclass(eq=False)
+class TierStack:
+    """RAM and the tiers behind it.
+
+    Attributes:
+        ram: the manager of RAM's slots.
+        memory: the memory of RAM's slots.
+        max_in_flight: blocks of RAM that may be pinned for writes; as many may be reserved for reads.
+        compute_s: seconds to compute a block; None while unknown.
+    """
+
+    ram: OffloadingManager
+    memory: Memory
+    lanes: list[TierLane]
+    max_in_flight: int
+    deadline_s: float
+    compute_s: float | None
+    clock: Callable[[], float]
+    counts: TieringCounts
+
+    def follow(self, ctx: RequestContext, wait: TierWait) -> None:
+        """Report the known path of a request to the tiers that keep blocks in groups."""
+        for lane in self.lanes:
+            if lane.tier.group_blocks > 1:
+                lane.tier.follow(wait.records[lane.row], ctx.keys())
+
+    def below(self, keys: Keys, wait: TierWait) -> tuple[list[Mask], Mask]:
+        """Return the blocks that each tier has, and the blocks that any tier has. Silent tiers have none."""
+        now = self.clock()
+        in_tiers = [
+            np.zeros(len(keys), np.bool_)
+            if lane.row in wait.left_out or self.is_silent(lane, now)
+            else lane.tier.contains(keys, wait.records[lane.row])
+            for lane in self.lanes
+        ]
+        return in_tiers, np.logical_or.reduce(in_tiers)
+
+    def is_silent(self, lane: TierLane, now: float) -> bool:
+        """Return True for a tier that gets no reads now: it does not answer, or its reads fail."""
+        return lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
+
+    def drain(self, until: float) -> bool:
+        """Drain every tier, even after one hung; False if any exceeds the deadline."""
+        drained = [lane.tier.drain(max(0.0, until - time.monotonic())) for lane in self.lanes]
+        return all(drained)
+
+
+def share_of(max_in_flight: float, capacity_blocks: int) -> int:
+    """Return a share of RAM in blocks, at least 1."""
+    return max(1, int(max_in_flight * capacity_blocks))
+
+
+def check_stack(
+    capacity_blocks: int,
+    memory: Memory,
+    tiers: Sequence[SecondaryTier],
+    deadline_s: float,
+    max_in_flight: float,
+) -> None:
+    """Check the arguments of a `TieredManager`. Raises `ConfigError`."""
+    num_slots, block_bytes = memory.pool.shape
+    if num_slots < capacity_blocks:
+        raise ConfigError("ram", f"{num_slots} slots", f"allowed: {capacity_blocks} or more")
+    if not deadline_s > 0:
+        raise ConfigError("deadline_s", deadline_s, "allowed: more than 0 seconds")
+    if not 0 < max_in_flight <= 1:
+        raise ConfigError("max_in_flight", max_in_flight, "allowed: a share, more than 0 and up to 1")
+    most = share_of(max_in_flight, capacity_blocks)
+    for tier in tiers:
+        if tier.block_bytes != block_bytes:
+            raise ConfigError(
+                f"tier {tier.name}", f"blocks of {tier.block_bytes} bytes", f"RAM has blocks of {block_bytes}"
+            )
+        if isinstance(tier, GroupedTier) and tier.group_blocks > most:
+            raise ConfigError(
+                f"tier {tier.name}",
+                f"objects of {tier.group_blocks} blocks",
+                f"RAM of {capacity_blocks} blocks can have at most {most} blocks in flight: make RAM "
+                "larger, or pack= smaller on all machines",
+            )
