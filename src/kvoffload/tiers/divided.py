@@ -1,6 +1,6 @@
-"""One tier of several, whichever has which key: jobs that are divided among them, and put together again.
+"""Tiers that divide their blocks among members: jobs are split by member, and their results joined.
 
-Does not know who has a key, nor what a tier keeps.
+Does not know which member has a key, nor which blocks a member keeps.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ Member = TypeVar("Member", bound=SecondaryTier)
 
 
 @dataclass(eq=False)
-class _Request:
-    """The records that the members keep of one request, by their numbers."""
+class _DividedRequest:
+    """The members' records of one request, by member number."""
 
     request_id: str
     records: dict[int, object]
 
-    def of(self, number: int, tier: SecondaryTier) -> object:
-        """The record of a member; begun now if it has come since."""
+    def record_of(self, number: int, tier: SecondaryTier) -> object:
+        """Return the record of a member; opens it for a member that joined later."""
         if number not in self.records:
             self.records[number] = tier.begin_request(self.request_id)
         return self.records[number]
 
 
 @dataclass(eq=False)
-class _Job:
+class _DividedJob:
+    """A job that members work on; ``remaining`` counts the unfinished jobs of members."""
+
     number: int
     ok: Mask
     remaining: int
@@ -56,8 +58,8 @@ class _Job:
 
 
 @dataclass(eq=False)
-class _Refused:
-    """The blocks of tiers that raised an exception, and the first of these."""
+class _Refusals:
+    """Blocks of members that raised an exception, and the first exception."""
 
     first: Exception | None = None
     num_blocks: int = 0
@@ -68,89 +70,89 @@ class _Refused:
 
 
 class DividedTier(SecondaryTier, Generic[Member]):
-    """Each key belongs to one member, or for now to none: then it is absent, and not written.
+    """A tier whose keys each belong to one member, or for now to none: then the block is absent.
 
-    A member that fails or hangs costs only its own blocks, also if it raises an exception instead of
-    beginning its part of a job; if none begins, the first is passed on.
+    A member that fails or hangs costs only its own blocks, even if it raises an exception instead of
+    beginning its part of a job. If no member begins, the first exception is passed on.
 
     Thread: one, as for its members.
     """
 
     def __init__(self) -> None:
-        # (number of a member, that member's job) -> the whole job, and the rows of it that this part has.
-        self._parts: dict[tuple[int, int], tuple[_Job, npt.NDArray[np.int64]]] = {}
+        # (member, its job) -> the whole job, and the rows of the whole job that the member has.
+        self._parts: dict[tuple[int, int], tuple[_DividedJob, npt.NDArray[np.int64]]] = {}
         self._results: list[JobResult] = []
         self._next_job = self._num_refused = 0
         self._log = RateLimitedLog("kvoffload.divided")
 
     @abstractmethod
     def _members(self) -> Mapping[int, Member]:
-        """All that may have a job under way. A number never stands for another member later."""
+        """Return every member that may have a job in flight. A number is never given to another member."""
 
     @abstractmethod
     def _shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
-        """The members that have a share of these keys: number, member, rows of the batch."""
+        """Return the members that have some of these keys: number, member, rows of the batch."""
 
     # ---- requests
 
     def begin_request(self, request_id: str) -> object:
         records = {number: tier.begin_request(request_id) for number, tier in self._members().items()}
-        return _Request(request_id, records)
+        return _DividedRequest(request_id, records)
 
     def finish_request(self, request: object, path: Keys) -> None:
-        shares = {number: at for number, _, at in self._shares(path)}
-        nothing = np.empty(0, np.int64)
+        shares = {number: rows for number, _, rows in self._shares(path)}
+        no_rows = np.empty(0, np.int64)
         for number, tier in self._members().items():
-            tier.finish_request(self._record(request, number, tier), path.take(shares.get(number, nothing)))
+            tier.finish_request(self._record(request, number, tier), path.take(shares.get(number, no_rows)))
 
     # ---- blocks
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        found = np.zeros(len(keys), np.bool_)
-        for number, tier, at in self._shares(keys):
-            found[at] = tier.contains(_part(keys, at), self._record(request, number, tier))
-        return found
+        present = np.zeros(len(keys), np.bool_)
+        for number, tier, rows in self._shares(keys):
+            present[rows] = tier.contains(_take(keys, rows), self._record(request, number, tier))
+        return present
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        checked, parts, refused = checked_rows(keys, pool, rows, self.block_bytes), [], _Refused()
+        checked, parts, refusals = checked_rows(keys, pool, rows, self.block_bytes), [], _Refusals()
         for number, tier, at in self._shares(keys):
             try:
-                parts.append((number, tier.submit_read(_part(keys, at), pool, checked[at]), at))
+                parts.append((number, tier.submit_read(_take(keys, at), pool, checked[at]), at))
             except Exception as error:
-                refused.add(error, len(at))
-        self._pass_on(refused, has_begun=bool(parts))
+                refusals.add(error, len(at))
+        self._report_refusals(refusals, has_begun=bool(parts))
         return self._begin(len(keys), parts)
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        checked, parts, refused = checked_rows(keys, pool, rows, self.block_bytes), [], _Refused()
-        taken = np.zeros(len(keys), np.bool_)
+        checked, parts, refusals = checked_rows(keys, pool, rows, self.block_bytes), [], _Refusals()
+        accepted = np.zeros(len(keys), np.bool_)
         for number, tier, at in self._shares(keys):
             record = self._record(request, number, tier)
             try:
-                part, taken[at] = tier.submit_write(_part(keys, at), pool, checked[at], record)
+                job, accepted[at] = tier.submit_write(_take(keys, at), pool, checked[at], record)
             except Exception as error:
-                refused.add(error, len(at))
+                refusals.add(error, len(at))
                 continue
-            if part != NO_JOB:
-                parts.append((number, part, at[taken[at]]))
-        self._pass_on(refused, has_begun=bool(parts))
+            if job != NO_JOB:
+                parts.append((number, job, at[accepted[at]]))
+        self._report_refusals(refusals, has_begun=bool(parts))
         if not parts:
-            return NO_JOB, taken
-        # The result has one row for each block that was taken.
-        row_of = np.cumsum(taken) - 1
-        count = int(np.count_nonzero(taken))
-        return self._begin(count, [(number, part, row_of[at]) for number, part, at in parts]), taken
+            return NO_JOB, accepted
+        # The result has one row for each accepted block.
+        row_of = np.cumsum(accepted) - 1
+        count = int(np.count_nonzero(accepted))
+        return self._begin(count, [(number, job, row_of[at]) for number, job, at in parts]), accepted
 
     def finished(self) -> list[JobResult]:
         for number, tier in self._members().items():
             for part in tier.finished():
-                job, at = self._parts.pop((number, part.job))
-                job.ok[at] = part.ok
+                job, rows = self._parts.pop((number, part.job))
+                job.ok[rows] = part.ok
                 if part.stale is not None:
                     job.stale = np.zeros(len(job.ok), np.bool_) if job.stale is None else job.stale
-                    job.stale[at] = part.stale
+                    job.stale[rows] = part.stale
                 job.seconds = max(job.seconds, part.seconds)
                 job.remaining -= 1
                 if job.remaining == 0:
@@ -159,7 +161,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return results
 
     def delete(self, keys: Keys) -> int:
-        return sum(tier.delete(keys.take(at)) for _, tier, at in self._shares(keys))
+        return sum(tier.delete(keys.take(rows)) for _, tier, rows in self._shares(keys))
 
     def clear(self) -> None:
         for tier in self._members().values():
@@ -167,7 +169,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        # Every tier is asked, even if one hangs.
+        # Every member is drained, even after one hung.
         drained = [tier.drain(max(0.0, deadline - time.monotonic())) for tier in self._members().values()]
         return all(drained)
 
@@ -176,7 +178,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return min(tier.queue_room for tier in self._members().values())
 
     def stats(self) -> TierStats:
-        """As `SecondaryTier.stats`, summed. There is no write budget if a tier has none."""
+        """As `SecondaryTier.stats`, summed over the members; no write budget if a member has none."""
         counts = [vars(tier.stats()) for tier in self._members().values()]
         total: dict[str, int | None] = {}
         for counter in fields(TierStats):
@@ -195,25 +197,25 @@ class DividedTier(SecondaryTier, Generic[Member]):
     def _record(self, request: object | None, number: int, tier: SecondaryTier) -> object | None:
         if request is None:
             return None
-        if not isinstance(request, _Request):
+        if not isinstance(request, _DividedRequest):
             raise MisuseError(f"this tier has no such request: {request!r}")
-        return request.of(number, tier)
+        return request.record_of(number, tier)
 
-    def _pass_on(self, refused: _Refused, *, has_begun: bool) -> None:
-        """Raise the first exception if no part has begun; otherwise the caller must get the job."""
-        if refused.first is None:
+    def _report_refusals(self, refusals: _Refusals, *, has_begun: bool) -> None:
+        """Log the refusals, or raise the first exception if no member has begun: the caller gets no job."""
+        if refusals.first is None:
             return
         if not has_begun:
-            raise refused.first
-        self._num_refused += refused.num_blocks
-        name, text = type(refused.first).__name__, "tier %s: a part of it did not begin %d blocks: %s: %s"
-        self._log.warn("refused", text, self.name, refused.num_blocks, name, refused.first)
+            raise refusals.first
+        self._num_refused += refusals.num_blocks
+        name, text = type(refusals.first).__name__, "tier %s: a member did not begin %d blocks: %s: %s"
+        self._log.warn("refused", text, self.name, refusals.num_blocks, name, refusals.first)
 
     def _begin(self, count: int, parts: list[tuple[int, int, npt.NDArray[np.int64]]]) -> int:
-        """Begin a job of `count` rows from parts (tier, its job there, rows); returns its number."""
-        job = _Job(self._next_job, np.zeros(count, np.bool_), len(parts))
+        """Begin a job of `count` rows from jobs of members (member, its job, rows); returns its number."""
+        job = _DividedJob(self._next_job, np.zeros(count, np.bool_), len(parts))
         self._next_job += 1
-        self._parts.update({(number, part): (job, at) for number, part, at in parts})
+        self._parts.update({(number, part): (job, rows) for number, part, rows in parts})
         if not parts:
             self._results.append(JobResult(job.number, job.ok, 0.0))
         return job.number
@@ -223,13 +225,14 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
     """A `DividedTier` of tiers that machines share."""
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        found = np.zeros(len(keys), np.bool_)
-        for number, tier, at in self._shares(keys):
-            found[at] = tier.unknown(_part(keys, at), self._record(request, number, tier))
-        return found
+        unknown = np.zeros(len(keys), np.bool_)
+        for number, tier, rows in self._shares(keys):
+            unknown[rows] = tier.unknown(_take(keys, rows), self._record(request, number, tier))
+        return unknown
 
     def submit_probe(self, keys: Keys) -> int:
-        begun = [(number, tier.submit_probe(_part(keys, at)), at) for number, tier, at in self._shares(keys)]
+        shares = self._shares(keys)
+        begun = [(number, tier.submit_probe(_take(keys, rows)), rows) for number, tier, rows in shares]
         parts = [part for part in begun if part[1] != NO_JOB]
         return self._begin(len(keys), parts) if parts else NO_JOB
 
@@ -237,6 +240,6 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
         return [change for tier in self._members().values() for change in tier.take_changes()]
 
 
-def _part(keys: Keys, at: npt.NDArray[np.int64]) -> Keys:
-    """These rows, in their order; a copy only if they are not all."""
-    return keys if len(at) == len(keys) else keys.take(at)
+def _take(keys: Keys, rows: npt.NDArray[np.int64]) -> Keys:
+    """Return these rows, in order; copied only if some are left out."""
+    return keys if len(rows) == len(keys) else keys.take(rows)

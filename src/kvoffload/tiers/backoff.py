@@ -1,0 +1,35 @@
+"""Pauses between attempts, which grow while attempts fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+
+class Backoff:
+    """Pauses that double from `first_s` up to `longest_s`.
+
+    Args:
+        jitter: each pause is randomly longer or shorter by up to this share, so that many machines do not try
+            again at the same instant.
+        chance: random numbers in [0, 1).
+    """
+
+    def __init__(
+        self,
+        first_s: float,
+        longest_s: float,
+        jitter: float = 0.0,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._first_s, self._longest_s, self._jitter, self._chance = first_s, longest_s, jitter, chance
+        self._pause_s = first_s
+
+    def next_s(self) -> float:
+        """Return the next pause in seconds, and double the one after it."""
+        pause_s, self._pause_s = self._pause_s, min(2.0 * self._pause_s, self._longest_s)
+        return pause_s * (1.0 + self._jitter * (2.0 * self._chance() - 1.0)) if self._jitter else pause_s
+
+    def reset(self) -> None:
+        """Start again with the first pause, after a success."""
+        self._pause_s = self._first_s
