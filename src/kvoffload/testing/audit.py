@@ -26,11 +26,10 @@ from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
 from kvoffload.structures.structs import Struct
-from kvoffload.tiering.manager import AnyManager, TieredManager
 from support.naive.arc import NaiveARC
 
 
-def audit(manager: AnyManager) -> None:
+def audit(manager: Any) -> None:
     """Check everything that must hold between two calls of a manager. Changes nothing.
 
     Of any policy it checks the `Lists`, `KeyLists` and `PathRuns` among its attributes, and its `order`.
@@ -38,7 +37,7 @@ def audit(manager: AnyManager) -> None:
     Raises:
         AssertionError: says what is wrong.
     """
-    manager = manager.ram_manager if isinstance(manager, TieredManager) else manager
+    manager = getattr(manager, "ram_manager", manager)
     _audit_slots(manager)
     _audit_counters(manager)
     resident = _indexed_slots(manager)
