@@ -160,8 +160,8 @@ def advice(rows: Rows) -> str:
 
 
 def tables(rows: Rows) -> str:
-    """Text between the markers ``tables``: the targets, and each trace without a device."""
-    parts = [_targets(rows)]
+    """Text between the markers ``tables``: each trace without a device."""
+    parts = []
     for trace in rows.traces:
         parts += [f"### {trace}", table_of_hits(rows, trace, "0", "on-compute", SHOWN_CAPACITIES)]
     return "\n\n".join(part for part in parts if part)
