@@ -1,7 +1,7 @@
-"""Keep an LLM server's KV-cache blocks in host RAM and behind it, and decide which are worth keeping.
+"""A KV-cache block store for LLM servers: host RAM, tiers behind RAM, and policies that choose the blocks.
 
-The public names stand in `__all__`; everything else may change. They are imported when they are used, so
-that ``import kvoffload`` costs nothing.
+`__all__` lists the public names; everything else may change. A name is imported on first use, so that
+``import kvoffload`` is cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Our exceptions. A failure of the *world* (disk, device, network) is a result, not an exception."""
+"""Exceptions of the package.
+
+A failed disk, device or network is reported as a result, not as an exception.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from typing import SupportsIndex
 
 
 class KVOffloadError(Exception):
-    """Base of every error that kvoffload raises on purpose."""
+    """Base class of all kvoffload errors."""
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """An option or argument is impossible; the message names field, value and what is allowed."""
+    """An invalid option or argument. The message names the field, the value and the allowed values."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
@@ -20,8 +23,9 @@ class ConfigError(KVOffloadError, ValueError):
 
 
 class UnavailableError(ConfigError):
-    """An option is possible, and what it names cannot be used now: a disk that is full or does not answer, a
-    directory that another process has open. What it names is as it was. An engine goes on without it."""
+    """A valid option whose resource cannot be used now: a full disk, or a directory that another process has
+    open. The resource is unchanged, and an engine continues without it.
+    """
 
     def __init__(self, field: str, value: object, why: str) -> None:
         super().__init__(field, value, why)
@@ -29,14 +33,16 @@ class UnavailableError(ConfigError):
 
 
 def check_integer(field: str, value: object, largest: int) -> int:
-    """`value`, from 1 to `largest`, as an int; numpy's integers are integers too."""
+    """Return `value` as an int; raise `ConfigError` unless it is an integer (Python or numpy) from 1 to
+    `largest`.
+    """
     if isinstance(value, SupportsIndex) and 1 <= (number := index(value)) <= largest:
         return number
     raise ConfigError(field, value, f"allowed: 1 to {largest}")
 
 
 class CombinedConfigError(ConfigError):
-    """Several impossible options in one message, a line for each; `problems` has them one by one."""
+    """Several invalid options in one message, one line each. `problems` holds the single errors."""
 
     def __init__(self, where: str, problems: Sequence[ConfigError]) -> None:
         first = problems[0]
@@ -46,7 +52,7 @@ class CombinedConfigError(ConfigError):
 
 
 class Problems:
-    """Collects impossible options, so that a user hears of all of them at once::
+    """Collects configuration errors, so that one message reports all of them::
 
     problems = Problems("replay")
     with problems:
@@ -57,39 +63,41 @@ class Problems:
     """
 
     def __init__(self, where: str) -> None:
-        self._where, self._found = where, list[ConfigError]()
+        self._where, self._errors = where, list[ConfigError]()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: object, traceback: object) -> bool:
         if isinstance(error, CombinedConfigError):
-            self._found += error.problems
+            self._errors += error.problems
         elif isinstance(error, ConfigError):
-            self._found.append(error)
+            self._errors.append(error)
         return isinstance(error, ConfigError)
 
     def check(self) -> None:
-        """Raise what was found: a `ConfigError`, or a `CombinedConfigError` of several."""
-        if self._found:
-            raise self._found[0] if len(self._found) == 1 else CombinedConfigError(self._where, self._found)
+        """Raise the collected `ConfigError`, or a `CombinedConfigError` if there are several."""
+        if self._errors:
+            raise (
+                self._errors[0] if len(self._errors) == 1 else CombinedConfigError(self._where, self._errors)
+            )
 
 
 class MisuseError(KVOffloadError, RuntimeError):
-    """The caller broke the life-cycle (completed twice, loaded an absent block). Nothing has changed."""
+    """A call that breaks the life cycle of a block, such as a plan completed twice. Nothing has changed."""
 
 
 class PolicyError(KVOffloadError, RuntimeError):
-    """An eviction policy broke its contract (named a pinned slot, too few victims, a slot twice)."""
+    """An eviction policy that broke its contract, for example by naming a pinned slot as a victim."""
 
 
 class TraceError(KVOffloadError, ValueError):
-    """A trace cannot be read; the message names file, line, field and reason."""
+    """An unreadable trace. The message names file, line, field and reason."""
 
 
 class SweepError(KVOffloadError, RuntimeError):
-    """A sweep could not be finished; the message names the row or the worker. Finished rows are kept."""
+    """An unfinished sweep. The message names the row or the worker. Finished rows are kept."""
 
 
 class TierError(KVOffloadError, RuntimeError):
-    """A tier behind RAM does not answer, and the caller cannot continue without it."""
+    """An unreachable tier behind RAM that the caller cannot continue without."""

@@ -200,7 +200,7 @@ class Thief(NaiveLRU):
 
 def test_a_policy_that_changes_the_free_slots_is_caught() -> None:
     manager = make(Thief)
-    with pytest.raises(PolicyError, match="'thief' changed the slots that it was given"):
+    with pytest.raises(PolicyError, match="'thief' changed the free slots that it received"):
         manager.prepare_store(keys("ab"))
     assert manager.stats().free == 4
     manager.reset()  # the policy's own order could not be trusted

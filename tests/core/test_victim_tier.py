@@ -483,7 +483,7 @@ def test_the_policy_is_told_what_the_naive_model_says(acts: list[tuple[str, str]
 def test_a_policy_that_counts_no_uses_decides_as_if_it_were_not_told(small_chat: Trace, policy: str) -> None:
     found = POLICY_NAMES.find(policy)
     told = type("Told", (found,), {"counts_uses": True})
-    assert (found.is_told_of_returns(), told.is_told_of_returns()) == (False, True)
+    assert (found.needs_returns(), told.needs_returns()) == (False, True)
     blocks = small_chat.unique_blocks // 20
     digests = [
         Replay(small_chat, ReplayConfig(blocks, one, "all", blocks, ON_DEVICE_EVICTION))
@@ -663,7 +663,7 @@ def test_a_policy_that_refuses_a_block_of_a_prefix_and_takes_one_behind_it_is_wr
     manager = make(TakesWhatIsBehind)
     store(manager, "abcd")
     before = snapshot(manager, ignore=["policy"])
-    with pytest.raises(PolicyError, match="refused a block and took one after it"):
+    with pytest.raises(PolicyError, match="refused a block and accepted a later block"):
         manager.prepare_store(keys("wpx"))
     assert snapshot(manager, ignore=["policy"]) == before
 

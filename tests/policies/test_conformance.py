@@ -272,11 +272,11 @@ FAULTS: list[tuple[type[Any], str, str]] = [
     (EvictsAnyone, "test_protection", "named slot .* are \\["),
     (EvictsItsOwnRequest, "test_protection", "named slot .*'of the storing request'"),
     (EvictsWhatIsWritten, "test_protection", "named slot .*'in flight'"),
-    (NamesASlotTwice, "test_protection", "named before"),
+    (NamesASlotTwice, "test_protection", "already named"),
     (NamesWhatIsNotThere, "test_protection", "named slot \\d+ as the victim"),
     (NamesNobody, "test_protection", "named slot -\\d as the victim"),
     (RemembersInItsClass, "test_memory_is_bounded", "the state grows for ever"),
-    (ChangesFreeSlots, "test_life_cycle", "changed the slots that it was given"),
+    (ChangesFreeSlots, "test_life_cycle", "changed the free slots that it received"),
     (KeepsRemovedBlocks, "test_life_cycle", "disagree about the slots"),
     (KeepsRemovedBlocksInSecret, "test_memory_is_bounded", "grows for ever"),
     (TellsHalf, "test_life_cycle", "disagree about the slots"),
@@ -344,6 +344,6 @@ def test_a_failure_ends_with_what_is_wrong() -> None:
     with pytest.raises(AssertionError) as failure:
         suite.test_life_cycle()
     lines = str(failure.value).splitlines()
-    assert "changed the slots that it was given" in lines[-1]
+    assert "changed the free slots that it received" in lines[-1]
     assert any(line.strip().startswith("state.") for line in lines), "the steps"
     assert not any("sound_inside" in line for line in lines), "without the checks after each"

@@ -228,7 +228,7 @@ def there_and_back_beside(runtime: FakeCuda, pool: Any, blocks: Any) -> None:
 def test_without_any_pinned_memory_copies_wait_on_the_host(
     fake: Any, block_bytes: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "_SAID", set())
+    monkeypatch.setattr(pinned, "_WARNED", set())
     runtime = fake(LATE, pin_limit=0)
     with caplog.at_level(logging.WARNING, "kvoffload"):
         there_and_back(runtime, paged(8, block_bytes), numbered(6, block_bytes))

@@ -1,4 +1,4 @@
-"""Admit every block."""
+"""The admission rule that admits every block."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kvoffload.structures.keys import Keys
 
 
 class AdmitAll(Admission):
-    """Every block may enter."""
+    """Admits every block."""
 
     name = "all"
     good_for = "tiers whose writes are cheap; the default"
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> None:
-        """None: a cache without a rule does not ask one."""
+        """Return None: a cache without a rule admits every block."""
 
     def count(self, keys: Keys) -> None:
-        """Nothing to count."""
+        """Do nothing."""
 
     def admit(self, keys: Keys) -> BoolArray:
         return np.ones(len(keys), np.bool_)
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""

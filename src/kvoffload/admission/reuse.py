@@ -1,4 +1,4 @@
-"""Reuse-gated admission: a block enters once enough requests have asked for it."""
+"""Reuse-gated admission: a block is admitted once N requests have referred to it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DEFAULT_TRACKER_SIZE = 64_000
 
 
 class ReuseAdmission(Admission):
-    """A block may enter once N requests have referred to it.
+    """Admits a block once N requests have referred to it.
 
-    Admit a block once `store_threshold` requests have referred to it, including the storing one.
+    N is `store_threshold` and includes the storing request.
 
-    Counts are kept for the `max_tracker_size` keys that were referred to last. Within a request they are
-    refreshed from the tail to the head, so a tail is forgotten before its head, and the parent of an admitted
-    block is always admitted.
+    Counts are kept for the `max_tracker_size` most recently referenced keys. Within a request they are
+    refreshed from tail to head, so a tail is forgotten before its head, and the parent of an admitted block
+    is always admitted.
 
     Cost: one index probe a key, and a few writes. Memory: 32 bytes and the key for each tracked key.
     """
@@ -34,7 +34,7 @@ class ReuseAdmission(Admission):
     max_tracker_size: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_TRACKER_SIZE
 
     name = "reuse"
-    good_for = "few writes: a tier whose writes are dear, with room to spare; the first reuse is lost"
+    good_for = "few writes: a tier with expensive writes and ample room; the first reuse is lost"
 
     def __init__(
         self, key_bytes: int, store_threshold: int, max_tracker_size: int = DEFAULT_TRACKER_SIZE
@@ -50,7 +50,7 @@ class ReuseAdmission(Admission):
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> ReuseAdmission | None:
-        """None for a threshold of 1, which every block reaches."""
+        """Create the rule, or return None for a threshold of 1, which every block reaches."""
         if cls.store_threshold == 1:
             return None
         return cls(key_bytes, cls.store_threshold, cls.max_tracker_size)
@@ -70,7 +70,10 @@ class ReuseAdmission(Admission):
         self._tracker.clear()
 
     def tracked(self) -> dict[bytes, int]:
-        """Every tracked key with its count, most recent first. Cost: O(keys), for tests and reports."""
+        """Return every tracked key with its count, most recent first.
+
+        Cost: O(keys), for tests and reports.
+        """
         positions = self._tracker.lists.members(0)
         return {self._tracker.index.key_at(p): int(self._counts[p]) for p in positions}
 
@@ -79,7 +82,7 @@ class ReuseAdmission(Admission):
 def _count(tracker: KeyLists, counts: I32Array, batch: ReadU64Matrix) -> None:
     index, links = tracker.index, tracker.lists.links
     tracked, spare = links.shape[0] - 2, links.shape[0] - 1
-    # Of a request longer than the tracker only the head is remembered.
+    # If a request is longer than the tracker, only its head is remembered.
     length = min(batch.shape[0], index.keys.shape[0])
     # Tracked keys move to the front first, so that new keys never displace them.
     for row in range(length - 1, -1, -1):

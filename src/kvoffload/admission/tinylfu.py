@@ -1,4 +1,4 @@
-"""TinyLFU admission: a block enters if it was asked for twice recently, counted in a few bits a key."""
+"""TinyLFU admission: a block is admitted if a frequency sketch counted two recent references."""
 
 from __future__ import annotations
 
@@ -15,22 +15,19 @@ THRESHOLD = 2
 
 
 class TinyLFUAdmission(Admission):
-    """A block may enter if two requests have referred to it lately.
+    """Admits a block that two requests have referred to recently, including the storing request.
 
-    Admit a block that two requests have referred to recently, including the storing one.
+    Recent means within the last ten references for each block of the cache, with counts that age (see
+    `structures.sketch`). The memory of this rule grows with the cache, a few bits a key, while the table of
+    ``reuse:N`` has one size for all caches.
 
-    "Recently" means within the last ten references for each block of the cache, with counts that age (see
-    `structures.sketch`). The table of ``reuse:N`` has one size for all caches; the memory of this rule grows
-    with the cache, and is a few bits a key.
+    The first `capacity_blocks` blocks are admitted without a check, because they need no victim. So a cache
+    that holds all of its traffic never refuses a block, and a large cache fills at once.
 
-    The first `capacity_blocks` blocks enter without a check: nothing has to leave for them. A cache that
-    holds all of its traffic therefore never refuses a block, and a large one fills at once.
+    Differs from the paper, where a block enters if it is more frequent than its victim: a rule that works
+    with every policy does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
 
-    Differs from the paper, where a block enters if it was seen more often than the one that would leave for
-    it: a rule that composes with every policy does not know which block would leave. The policy ``wtinylfu``
-    knows it, and is the paper's algorithm.
-
-    Hash collisions can only admit a block too early. While counts are being halved a block may be admitted
+    Hash collisions can only admit a block too early. While counts are being halved, a block may be admitted
     whose parent is not; `leading` ends the run at the parent, so no block enters without its parent.
 
     Cost: one cache miss a key. Memory: 64 bits for each block of the cache, and no keys.
@@ -51,7 +48,7 @@ class TinyLFUAdmission(Admission):
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> TinyLFUAdmission:
-        """The rule for one cache; keys may have any length."""
+        """Create the rule for one cache; keys may have any length."""
         return cls(capacity_blocks)
 
     def count(self, keys: Keys) -> None:

@@ -1,4 +1,4 @@
-"""What an admission rule is. It counts keys and decides which may enter; it knows no slots."""
+"""The contract of an admission rule, which counts keys and decides which blocks may enter. Knows no slots."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvoffload.structures.keys import Keys
 
 
 class Admission(ABC):
-    """Decides which of the offered blocks may enter. Composes with every policy.
+    """A rule that admits or refuses offered blocks. Works with every policy.
 
-    One instance serves one manager, on the manager's thread. The manager reports every block of a request
-    once (`count`), when the request touches it, offers it or finishes, and calls `admit` before a store.
+    One instance serves one manager, on the manager's thread. The manager calls `count` once for each block of
+    a request, when the request touches the block, offers it or finishes. It calls `admit` before a store.
 
     Attributes:
-        name: what users type.
-        good_for: where it is worth trying, in one line.
-        paper: where it was published.
-        key_bytes: the one length of keys that it accepts; None for any.
+        name: the name in options.
+        good_for: the workloads that profit, in one line.
+        paper: the publication.
+        key_bytes: the accepted key length; None for any.
     """
 
     name: ClassVar[str]
@@ -30,55 +30,58 @@ class Admission(ABC):
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> Admission | None:
-        """The rule for one cache, with the parameters of the class; None if it would admit every block.
+        """Create the rule for one cache, with the parameters of the class; None if it would admit every
+        block.
 
         Args:
-            key_bytes: length of the cache's keys.
-            capacity_blocks: number of its slots, for rules whose memory grows with the cache.
+            key_bytes: key length of the cache.
+            capacity_blocks: number of slots, for rules whose memory grows with the cache.
         """
         return cls()
 
     @abstractmethod
     def count(self, keys: Keys) -> None:
-        """One request refers to these blocks, resident or not; in prefix order, each once a request."""
+        """Count a reference of one request to each of these blocks, resident or not.
+
+        `keys` are in prefix order. Each block is counted once a request.
+        """
 
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
-        """A request that was counted in several parts has finished; `keys` is its whole path.
+        """Reorder the remembered keys of a finished request whose path was counted in several calls.
 
-        For rules that forget: they put what they remember of the path in order again, so that its head is
-        forgotten last.
+        `keys` is the whole path. A rule that forgets keys should forget the head of the path last.
         """
 
     @abstractmethod
     def admit(self, keys: Keys) -> BoolArray:
-        """Which of the absent blocks `keys` may enter: shape ``(len(keys),)``, bool."""
+        """Return which of these absent blocks may enter: shape ``(len(keys),)``, bool."""
 
     def leading(self, keys: Keys) -> int:
-        """How many of a prefix's absent blocks, from the first on, may enter.
+        """Return the length of the leading run of `keys` that may enter.
 
-        A block after a refused one could not be reached.
+        For blocks of one prefix: a block after a refused block could not be reached.
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything that was counted."""
+        """Forget all counts."""
 
 
 ADMISSIONS: Registry[Admission] = Registry("admission", Admission, "kvoffload.admission")
 
 AdmissionName: TypeAlias = Annotated[str, ADMISSIONS]
-"""What users type for an admission rule."""
+"""An option that names an admission rule."""
 
 DEFAULT_ADMISSION = "all"
-"""The rule if the user names none."""
+"""The rule when no option names one."""
 
 
 def create_admission(
     rule: str | type[Admission] | Admission | None, key_bytes: int, capacity_blocks: int
 ) -> Admission | None:
-    """The rule for one cache, from a name with parameters, a class, or a rule, which is returned as it is.
+    """Create the rule for one cache from a name with parameters or a class; return an instance unchanged.
 
     Returns None if every block is admitted. Raises `ConfigError`.
     """

@@ -1,7 +1,8 @@
-"""Blocks of a victim tier that the device holds as well: they give up their slots first.
+"""The duplicates of a victim tier: resident blocks that the device also holds. Their slots are reused first.
 
-One list of the slots of these *duplicates*. Its head became one last and is given up first, because the
-device keeps it longest. Does not know policies: no policy orders a duplicate until the device drops it.
+Owns a list of the slots of duplicates, the newest duplicate at the head. The head leaves first, because the
+device keeps that block longest. Does not know policies: no policy orders a duplicate until the device drops
+the block.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from kvoffload.structures.lists import LIST, NEXT, UNLISTED, Lists, move_to_head
 
 @inline
 def is_duplicate(cache: Cache, slot: int) -> bool:
-    """Whether the device holds this block too."""
+    """Return whether the device also holds the block in `slot`."""
     return cache.follows_device != 0 and cache.duplicates.links[slot, LIST] != UNLISTED
 
 
 @inline
-def hold(cache: Cache, used: Used) -> None:
-    """The device holds these blocks too, those in flight aside. Leaves in `used` the new duplicates."""
+def mark_duplicates(cache: Cache, used: Used) -> None:
+    """Record that the device holds the used blocks, except blocks in flight.
+
+    Keeps in `used` the new duplicates.
+    """
     lists, slots, ref_cnt = cache.duplicates, used.slots, cache.slots.ref_cnt
     first = used.count
     for i in range(used.count - 1, -1, -1):
@@ -40,9 +44,11 @@ def hold(cache: Cache, used: Used) -> None:
 
 
 @inline
-def give_up(cache: Cache, path: Path, new: Entering) -> None:
-    """Blocks that enter get the slots of duplicates that can leave, as far as there are any: also of those
-    that waiting requests will ask for, since the device has them."""
+def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
+    """Give the slots of evictable duplicates to entering blocks, until either runs out.
+
+    Expected blocks are not spared here: the device holds them.
+    """
     links, sentinel = cache.duplicates.links, cache.duplicates.num_positions
     slot = links[sentinel, NEXT]
     while new.num_given < new.count and slot != sentinel:
@@ -53,8 +59,8 @@ def give_up(cache: Cache, path: Path, new: Entering) -> None:
 
 
 @inline
-def take_back(cache: Cache, slot: int, kept: Entering) -> None:
-    """The device has dropped this duplicate: it is one of the blocks that enter the policy's order again."""
+def keep_duplicate(cache: Cache, slot: int, kept: Entering) -> None:
+    """Move a duplicate that the device has dropped to `kept`, the blocks that reenter the policy's order."""
     unlink(cache.duplicates.links, slot)
     copy_key(kept.keys, kept.count, cache.index.keys, slot)
     kept.slots[kept.count] = slot
@@ -63,7 +69,7 @@ def take_back(cache: Cache, slot: int, kept: Entering) -> None:
 
 @kernel
 def forget(duplicates: Lists, slots: ReadI32Array) -> None:
-    """These blocks are duplicates no more, if they were."""
+    """Remove these slots from the list of duplicates, if they are listed."""
     for i in range(slots.shape[0]):
         if duplicates.links[slots[i], LIST] != UNLISTED:
             unlink(duplicates.links, slots[i])

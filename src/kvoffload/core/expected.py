@@ -1,8 +1,8 @@
-"""The blocks that requests in the engine's queue will ask for: others leave before them.
+"""Expected keys: the blocks that requests in the engine's queue will look up. Other blocks are evicted first.
 
-Owns how often each key is expected. An engine's queue is the near future, which a policy can only estimate;
-who waits there is served soon, whatever the policy thinks of its blocks. Decides nothing: a store spares
-these blocks if there is room without them (`state.evictable`).
+Owns the number of waiting requests that expect each key. The queue shows the near future, which a policy can
+only estimate. Decides nothing: a store spares expected blocks if there is room without their slots
+(`state.evictable`).
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from kvoffload.structures.lists import LIST
 from kvoffload.structures.structs import Struct
 
 MOST_KEYS = 1 << 16
-"""A queue of 64 requests of 1,024 blocks."""
+"""Enough for a queue of 64 requests of 1,024 blocks each."""
 
 
 def most_expected(capacity_blocks: int) -> int:
-    """How many keys can be expected: seven eighths of the cache at most, so that the others have room."""
+    """Return the largest number of expected keys: 7/8 of the cache at most, so other blocks have room."""
     return min(capacity_blocks * 7 // 8, MOST_KEYS)
 
 
 class Expected(Struct):
-    """Keys, and by how many waiting requests each of them is expected.
-
-    Whether the block of a key is here does not matter: it may come.
+    """Expected keys, resident or not, each with the number of waiting requests that expect it.
 
     Args:
-        num_keys: at most so many; of requests that do not fit the head is expected.
+        num_keys: capacity. If a request does not fit, only the head of its path is expected.
 
     Attributes:
-        keys: one list; counts: of each position.
+        keys: one list of keys.
+        counts: waiting requests of each position in `keys`.
 
     Memory: 32 bytes a key, and the key.
     """
@@ -50,13 +49,13 @@ class Expected(Struct):
 
 @inline
 def num_expected(expected: Expected) -> int:
-    """How many different keys are expected."""
+    """Return the number of different expected keys."""
     return np.int64(expected.keys.lists.links[expected.keys.lists.num_positions, LIST])
 
 
 @kernel
 def _expect(expected: Expected, path: Path) -> int:
-    """A request waits: its blocks are expected, from its head on. Returns how many of them are, in all.
+    """Add the keys of a waiting request, head first, until there is no room; return how many it expects.
 
     Cost: an index probe for each block, once for each request.
     """
@@ -76,7 +75,7 @@ def _expect(expected: Expected, path: Path) -> int:
 
 
 @kernel
-def _expect_no_more(expected: Expected, path: Path) -> None:
+def _withdraw(expected: Expected, path: Path) -> None:
     while path.num_expected > 0:
         path.num_expected -= 1
         row = path.num_expected
@@ -87,37 +86,37 @@ def _expect_no_more(expected: Expected, path: Path) -> None:
 
 
 class Queue:
-    """The requests that wait, in the order in which they came: the first get what room there is.
+    """The waiting requests in order of arrival. Earlier requests get the room in `Expected` first.
 
-    Memory: none until the first request waits: most managers never hear of a queue.
+    Memory: none until the first request waits; most managers have no queue.
 
     Args:
-        make: an `Expected` for the cache's kernels, called when the first request waits.
-        tell: called with a request after blocks of it may have come to be expected.
+        make: creates the `Expected` of the cache, when the first request waits.
+        on_expected: called with a request whose expected part may have grown.
     """
 
-    def __init__(self, make: Callable[[], Expected], tell: Callable[[RequestContext], None]) -> None:
-        self._make, self._tell = make, tell
+    def __init__(self, make: Callable[[], Expected], on_expected: Callable[[RequestContext], None]) -> None:
+        self._make, self._on_expected = make, on_expected
         self._expected: Expected | None = None
         self._waiting: dict[RequestContext, None] = {}
         self._is_full = False
 
     def join(self, ctx: RequestContext) -> None:
-        """This request waits. Once more: as much of its path as has come since is expected, too."""
+        """Add a waiting request. A second call also expects the keys that its path has gained since."""
         self._expected = self._expected or self._make()
         self._waiting[ctx] = None
         self._is_full = self._is_full or not self._expect_all(ctx)
 
     def leave(self, ctx: RequestContext) -> None:
-        """It waits no more, if it did."""
+        """Remove a request, if it is waiting."""
         if ctx in self._waiting:
             del self._waiting[ctx]
             assert self._expected is not None
-            _expect_no_more(self._expected.memory, ctx.memory)
+            _withdraw(self._expected.memory, ctx.memory)
             self._is_full = self._is_full and not all(map(self._expect_all, self._waiting))
 
     def _expect_all(self, ctx: RequestContext) -> bool:
         assert self._expected is not None
         has_room = bool(_expect(self._expected.memory, ctx.memory) == ctx.length)
-        self._tell(ctx)
+        self._on_expected(ctx)
         return has_room

@@ -1,6 +1,6 @@
-"""Keys of blocks that have left: what the policies that remember them have in common.
+"""Ghosts, the remembered keys of evicted blocks: functions that several policies share.
 
-Decides nothing: a policy says which blocks become ghosts, and what it means that one comes back.
+Decides nothing: a policy chooses which blocks become ghosts, and how to treat a block that returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvoffload.structures.lists import LIST, Lists
 
 @inline
 def leave_ghost(ghosts: KeyLists, sentinel: int, cache: Cache, slot: int) -> int:
-    """Remember the key of a block that leaves; if there is no room the coldest of the list is forgotten."""
+    """Remember the key of a victim. If there is no room, the coldest ghost of the list is forgotten."""
     links, keys = ghosts.lists.links, cache.index.keys
     if links[links.shape[0] - 1, LIST] == 0:
         forget_coldest(ghosts, sentinel)
@@ -29,8 +29,8 @@ def leave_ghost(ghosts: KeyLists, sentinel: int, cache: Cache, slot: int) -> int
 
 
 @inline
-def comes_back(ghosts: KeyLists, new: Entering, row: int) -> bool:
-    """Whether a new block is remembered; then its key is forgotten."""
+def pop_ghost(ghosts: KeyLists, new: Entering, row: int) -> bool:
+    """Forget the ghost of a new block; return whether there was one."""
     ghost = find(ghosts.index, new.keys, row, hash_row(new.keys, row))
     if ghost != ABSENT:
         forget(ghosts, ghost)
@@ -41,10 +41,9 @@ def comes_back(ghosts: KeyLists, new: Entering, row: int) -> bool:
 def prefetch_exchange(
     new: Entering, cache: Cache, lists: Lists, number: int, ghosts: KeyLists, ghost_number: int
 ) -> None:
-    """Ask for the cache lines of a store: of the coldest blocks of a list, which may leave and be remembered,
-    and of the coldest ghosts, which may be forgotten for them.
+    """Prefetch the cache lines of a store: the coldest blocks of a list, and the coldest ghosts.
 
-    A wrong guess costs time, never correctness.
+    These blocks are likely to become ghosts, and these ghosts to be forgotten. A wrong guess only costs time.
     """
     table, index_keys, ghost_keys = ghosts.index.table, cache.index.keys, ghosts.index.keys
     num_leaving = new.count - new.num_given

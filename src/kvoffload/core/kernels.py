@@ -1,17 +1,17 @@
-"""The manager's calls, compiled: one kernel for each, on one batch of a request's path.
+"""Kernels of the manager's methods: each works on one batch of keys of a request.
 
-They are given a cache, a request and a batch of keys, and answer with a number. Nothing here decides
-anything: the policy's own functions, called by address, name the blocks that leave.
+A kernel takes a cache, a request's path and a batch, and returns a number. Kernels decide nothing: the
+policy's functions, called by address, choose the victims.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.duplicates import give_up, hold, is_duplicate, take_back
+from kvoffload.core.duplicates import is_duplicate, keep_duplicate, mark_duplicates, reuse_duplicates
 from kvoffload.core.expected import num_expected
-from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, see
-from kvoffload.core.returning import note_use, take_out
+from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, add_batch
+from kvoffload.core.returning import note_use, pop_use
 from kvoffload.core.slots import WRITING, give_back
 from kvoffload.core.state import REFUSED, Cache, Entering, Pinned, can_leave, evictable
 from kvoffload.structures.batches import KeyBatch, OneKey
@@ -41,22 +41,23 @@ from kvoffload.structures.lists import PREV, unlink
 from kvoffload.structures.structs import call_2, call_4
 
 NO_ROOM = -1
-"""There is something to store, and no room for any of it."""
+"""Result of `prepare_store`: blocks are missing, and none of them has room."""
 FIRST_WRONG = -2
-"""``FIRST_WRONG - row``: the policy named a wrong victim for that row of the plan."""
+"""``FIRST_WRONG - row``: the policy named an invalid victim for that row of the plan."""
 ALL, OFFER, CHOSEN, KEEP = 0, 1, 2, 3
-"""Steps of `prepare_store`: all of it; find what is missing and how much has room; go on when it is known how
-many may enter, and a policy in Python has named who leaves; store nothing, but keep what is here."""
+"""Steps of `prepare_store`. `ALL`: the whole store. `OFFER`: count the missing blocks and the room for them.
+`CHOSEN`: finish, after admission rule and policy have decided in Python. `KEEP`: store nothing, only return
+duplicates to the policy."""
 _UNNAMED, _CLAIMED = -2, -3
 _PREFETCH_ROWS = 128
 
 
-# ---- where a block is
+# ---- lookup
 
 
 @inline
 def _hinted(version: U32Array, records: U64Matrix, position: int) -> int:
-    """Slot of a key that was found before and has stayed there since, or ABSENT."""
+    """Return the slot that the request recorded for a key, if the block is still there, or ABSENT."""
     hint = records[position, HINT]
     if hint != 0:
         slot = position_in(hint)
@@ -72,7 +73,7 @@ def _record(version: U32Array, records: U64Matrix, position: int, slot: int) -> 
 
 @inline
 def _slot_of(cache: Cache, path: Path, position: int) -> int:
-    """Slot of the key at `position`, or ABSENT."""
+    """Return the slot of the key at `position`, or ABSENT."""
     version, records = cache.slots.version, path.records
     slot = _hinted(version, records, position)
     if slot == ABSENT:
@@ -84,7 +85,7 @@ def _slot_of(cache: Cache, path: Path, position: int) -> int:
 
 @inline
 def _prefetch(index: Index, path: Path, count: int, row: int) -> None:
-    """Now and then ask for the cache lines that the next rows of a batch will need."""
+    """Prefetch the cache lines of the next rows of a batch, once every `_PREFETCH_ROWS` rows."""
     if row % _PREFETCH_ROWS or count < 4:
         return
     table, positions, records = index.table, path.positions, path.records
@@ -100,8 +101,8 @@ def _prefetch(index: Index, path: Path, count: int, row: int) -> None:
 
 @kernel
 def lookup(cache: Cache, path: Path, batch: KeyBatch) -> int:
-    """Length of the leading run of ready blocks; its complement (``~n``) if a block in flight ends it."""
-    count = see(path, batch)
+    """Return the length of the leading run of ready blocks; ``~length`` if a block in flight ends it."""
+    count = add_batch(path, batch)
     if path.was_asked == 0 and count >= 0:
         path.was_asked, path.on_device = 1, path.positions[0] if count > 0 else path.length
     for row in range(count):
@@ -116,7 +117,7 @@ def lookup(cache: Cache, path: Path, batch: KeyBatch) -> int:
 
 @kernel
 def state_of_key(cache: Cache, key: OneKey) -> int:
-    """State of one key, its ``bytes``: 0 absent, 1 ready, 2 in flight; AGAIN for one of another length."""
+    """Return the state of one key: 0 absent, 1 ready, 2 in flight; AGAIN for a key of another length."""
     if key.size != cache.index.key_bytes:
         return AGAIN
     slot = find_key(cache.index, key.address)
@@ -127,7 +128,7 @@ def state_of_key(cache: Cache, key: OneKey) -> int:
 
 @kernel
 def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) -> None:
-    """The slot of each block at these positions of the path, in flight or ready, or ABSENT."""
+    """Write the slot of each block at these path positions, in flight or ready, or ABSENT."""
     for row in range(positions.shape[0]):
         slots[row] = _slot_of(cache, path, positions[row])
 
@@ -137,8 +138,8 @@ def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) 
 
 @kernel
 def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned) -> int:
-    """Pin a batch; returns how many blocks, or ``~row`` of one that is not ready."""
-    count = see(path, batch)
+    """Pin a batch; return the number of blocks, or ``~row`` of the first block that is not ready."""
+    count = add_batch(path, batch)
     ref_cnt, slots = cache.slots.ref_cnt, load.slots
     for row in range(count):
         slot = _slot_of(cache, path, path.positions[row])
@@ -154,7 +155,7 @@ def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned) -> int:
 
 @kernel
 def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
-    """Remove one pin from each block; returns how many slots are condemned, some of which may now be free."""
+    """Remove one pin from each block; return the number of condemned slots, which the caller may free."""
     slots = cache.slots
     ref_cnt = slots.ref_cnt
     for row in range(load.count):
@@ -169,10 +170,9 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
 
 @inline
 def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
-    """Mark a block as accessed by its request; if it is here it is collected.
+    """Mark a block as accessed by its request, and add a resident block to ``path.used``.
 
-    `reused` is True for blocks that the request had not accessed before. The others are collected only if
-    `whole_path`.
+    Its `reused` is True for the request's first access. Later accesses are added only if `whole_path`.
     """
     records, used = path.records, path.used
     first = records[position, FLAGS] & np.uint64(ACCESSED) == 0
@@ -190,7 +190,7 @@ def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
 
 @inline
 def _observe(cache: Cache, path: Path) -> None:
-    """A policy that learns from all traffic hears of the blocks that the request has come to refer to."""
+    """Report the new blocks of the path to a compiled policy that observes all traffic."""
     if cache.observe == 0 or path.observed == path.length:
         return
     for position in range(path.observed, path.length):
@@ -200,13 +200,15 @@ def _observe(cache: Cache, path: Path) -> None:
 
 
 @inline
-def _tell(cache: Cache, path: Path) -> int:
-    """Tell the policy of the blocks that a request uses. In a victim tier: that they are here no longer, as
-    the device holds them too. Returns their number if the policy is in Python and has to be told yet."""
+def _report_uses(cache: Cache, path: Path) -> int:
+    """Report ``path.used`` to a compiled policy: as accesses, or in a victim tier as removals of duplicates.
+
+    Returns the number of blocks that the caller must report to a policy in Python, else 0.
+    """
     function = cache.access
     if cache.follows_device:
         function = cache.remove
-        hold(cache, path.used)
+        mark_duplicates(cache, path.used)
     if path.used.count == 0:
         return 0
     if function == 0:
@@ -217,8 +219,7 @@ def _tell(cache: Cache, path: Path) -> int:
 
 @kernel
 def expect(cache: Cache, path: Path) -> int:
-    """A compiled policy hears of the blocks of the path that have come to be expected. Returns the position
-    of the first of them: those before it were told already."""
+    """Report newly expected blocks of the path to a compiled policy; return the position of the first."""
     start = path.foreseen
     if start < path.num_expected:
         if cache.expect != 0:
@@ -229,51 +230,51 @@ def expect(cache: Cache, path: Path) -> int:
 
 @kernel
 def observe(cache: Cache, path: Path) -> None:
-    """For store modes that have the policy observe a request at another time."""
+    """Report the new blocks of the path to an observing policy, when a store mode asks for it."""
     _observe(cache, path)
 
 
 @kernel
 def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
-    """A request uses these blocks. Returns the number of blocks that are here, if the manager is to tell the
-    policy; 0 if it has been told, or there are none."""
+    """Record that a request uses these blocks; return as `_report_uses`."""
     path.used.count = 0
-    count = see(path, batch)
+    count = add_batch(path, batch)
     if count < 0:
         return count
     for row in range(count):
         _use(cache, path, path.positions[row], whole_path)
     _observe(cache, path)
-    return _tell(cache, path)
+    return _report_uses(cache, path)
 
 
 @kernel
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
-    """A request has ended. As `touch` for the whole path, unless that `is_touched`.
+    """End a request: `touch` its whole path, unless `is_touched`, then report the end to a compiled policy.
 
-    A compiled policy hears of the end, after the uses: not now if the manager has yet to tell it of those.
+    If the caller must first report the uses in Python, the end is not reported now. Returns as
+    `_report_uses`.
     """
     path.used.count = 0
     for position in range(0 if is_touched else path.length):
         _use(cache, path, position, True)
     _observe(cache, path)
-    num_untold = _tell(cache, path)
-    if cache.finished != 0 and num_untold == 0:
+    num_unreported = _report_uses(cache, path)
+    if cache.finished != 0 and num_unreported == 0:
         for position in range(path.length):
             path.found[position] = _slot_of(cache, path, position)
         call_2(cache.finished, cache.policy, path)
-    return num_untold
+    return num_unreported
 
 
 @kernel
 def loaded(cache: Cache, path: Path, load: Pinned) -> int:
-    """In a victim tier: the device holds the blocks of a load. Returns as `touch`."""
+    """Record, for a victim tier, that the device holds the blocks of a load; return as `_report_uses`."""
     path.used.count = load.count
     for row in range(load.count):
         slot = load.slots[row]
         path.used.slots[row] = slot
         note_use(cache.known, cache.index.keys, slot, hash_row(cache.index.keys, slot), True)
-    return _tell(cache, path)
+    return _report_uses(cache, path)
 
 
 # ---- stores
@@ -281,8 +282,8 @@ def loaded(cache: Cache, path: Path, load: Pinned) -> int:
 
 @inline
 def _collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int:
-    """The keys of a batch that are absent, each once, and their rows in the batch."""
-    records, positions, found = path.records, path.positions, 0
+    """Collect in `new` the absent keys of a batch, each once, with their rows; return their number."""
+    records, positions, num_missing = path.records, path.positions, 0
     for row in range(count):
         _prefetch(cache.index, path, count, row)
         position = positions[row]
@@ -290,17 +291,17 @@ def _collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int
             continue
         if _slot_of(cache, path, position) == ABSENT:
             records[position, FLAGS] |= np.uint64(SCRATCH)
-            copy_key(new.keys, found, path.index.keys, position)
-            new.rows[found] = row
-            found += 1
-    for i in range(found):
+            copy_key(new.keys, num_missing, path.index.keys, position)
+            new.rows[num_missing] = row
+            num_missing += 1
+    for i in range(num_missing):
         records[positions[new.rows[i]], FLAGS] &= ~np.uint64(SCRATCH)
-    return found
+    return num_missing
 
 
 @inline
 def _room(cache: Cache, path: Path, wanted: int) -> int:
-    """How many of `wanted` new blocks fit: free slots, and blocks that may be evicted."""
+    """Return how many of `wanted` new blocks fit into free slots and slots of evictable blocks."""
     num_free, possible = cache.slots.num_free, cache.slots.num_evictable
     short = wanted - num_free
     if short > max(0, possible - path.length):
@@ -312,9 +313,9 @@ def _room(cache: Cache, path: Path, wanted: int) -> int:
 
 @inline
 def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
-    """Whether so many blocks fit without the place of one that is expected.
+    """Return whether `wanted` new blocks fit without evicting an expected block.
 
-    Cost: O(1) where there is room in plenty, otherwise O(keys that are expected).
+    Cost: O(1) if there is ample room, otherwise O(expected keys).
     """
     keys, possible = cache.expected.keys, cache.slots.num_evictable + cache.slots.num_free - wanted
     if num_expected(cache.expected) == 0:
@@ -336,8 +337,8 @@ def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
 
 @inline
 def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: bool) -> int:
-    """Find what is missing, and how much of it has room: that many are to be stored."""
-    count = see(path, batch)
+    """Collect the missing blocks in `new`; return how many of them have room, and are to be stored."""
+    count = add_batch(path, batch)
     if count < 0:
         return count
     new.num_offered = count
@@ -355,23 +356,24 @@ def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: b
 
 @inline
 def _give(cache: Cache, path: Path, new: Entering) -> None:
-    """Free slots, and then those of duplicates, go to the head of the batch; the others have no name yet."""
+    """Assign free slots, then slots of duplicates, to the head of the batch; mark the rest `_UNNAMED`."""
     num_free, stack = cache.slots.num_free, cache.slots.stack
     new.num_free = min(new.count, num_free)
     for i in range(new.num_free):
         new.slots[i] = stack[num_free - 1 - i]
     new.num_given = new.num_free
     if cache.follows_device:
-        give_up(cache, path, new)
+        reuse_duplicates(cache, path, new)
     for i in range(new.num_given, new.count):
         new.slots[i] = _UNNAMED
 
 
 @inline
 def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
-    """Row of the first victim that may not leave or is named twice, or -1: no policy is trusted.
+    """Return the row of the first invalid victim, or -1. Policies may have bugs, so every victim is checked.
 
-    A victim that is a duplicate is not in the policy's order."""
+    Invalid victims: protected slots, slots named twice, and duplicates, which are not in the policy's order.
+    """
     ref_cnt, wrong, checked = cache.slots.ref_cnt, -1, new.count
     for i in range(new.num_free, new.count):
         slot = new.slots[i]
@@ -390,8 +392,10 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
 
 @inline
 def _has_hole(new: Entering) -> bool:
-    """Whether a block is refused of a prefix, and one after it taken: that could not be reached. Its slot is
-    then found to be wrong."""
+    """Return whether a policy refused a block of a prefix and accepted a later one, which is unreachable.
+
+    The refused row then fails the check of victims.
+    """
     if new.one_prefix:
         for i in range(new.num_given + 1, new.count):
             if new.slots[i] != REFUSED and new.slots[i - 1] == REFUSED:
@@ -401,7 +405,10 @@ def _has_hole(new: Entering) -> bool:
 
 @inline
 def _leave_out_refused(path: Path, new: Entering) -> None:
-    """Blocks that the policy refuses do not enter. Of `rows`, those of dropped blocks come before theirs."""
+    """Remove the blocks that the policy refused from the plan.
+
+    `rows` lists dropped blocks before refused ones.
+    """
     slots, rows, refused = new.slots, new.rows, path.used.slots
     stored, num_refused = new.num_given, 0
     for i in range(new.num_given, new.count):
@@ -423,8 +430,8 @@ def _leave_out_refused(path: Path, new: Entering) -> None:
 
 
 @inline
-def _enter(cache: Cache, path: Path, new: Entering) -> None:
-    """Put the blocks of a plan into their slots, in flight; collects the keys of those that leave."""
+def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
+    """Put the blocks of a plan into their slots, in flight; collect the keys of the evicted blocks."""
     index, slots, records, positions = cache.index, cache.slots, path.records, path.positions
     for i in range(new.count):
         prefetch(index.keys, new.slots[i])
@@ -456,13 +463,13 @@ def _enter(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
-    """In a victim tier: the offered blocks that are still here, as duplicates, are kept.
+    """Keep the offered blocks that are still in the victim tier as duplicates.
 
-    Collects in ``path.used`` kept and stored blocks, in the order of the offer, and which of them were used
-    again; none if the policy need not be told, since they are all kept or all stored and used once.
+    Collects in ``path.used`` the kept and stored blocks, in the order of the offer, with their reuse flags.
+    Collects none if the policy needs no report: no block was reused, and all were kept or all were stored.
     """
     used, records, positions, entered = path.used, path.records, path.positions, 0
-    is_told = False
+    has_reuse = False
     used.count = kept.count = 0
     for row in range(new.num_offered):
         slot = _slot_of(cache, path, positions[row])
@@ -470,16 +477,16 @@ def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) 
         is_kept = slot != ABSENT and is_duplicate(cache, slot)
         entered += is_new
         if is_kept:
-            take_back(cache, slot, kept)
+            keep_duplicate(cache, slot, kept)
         if is_kept or is_new:
-            was_used_again = take_out(
+            was_used_again = pop_use(
                 cache.known, path.index.keys, positions[row], records[positions[row], HASH]
             )
-            is_told = is_told or was_used_again
+            has_reuse = has_reuse or was_used_again
             used.slots[used.count] = slot
             used.reused[used.count] = was_used_again
             used.count += 1
-    if not is_told and (kept.count == 0 or new.count == 0):
+    if not has_reuse and (kept.count == 0 or new.count == 0):
         used.count = 0
     kept.num_given = kept.count
     cache.kept += kept.count
@@ -487,7 +494,7 @@ def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) 
 
 @inline
 def _return(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
-    """`_collect_returning`, and tell the policy. If it is in Python it has to be told yet."""
+    """Collect the returning blocks and report them to a compiled policy."""
     _collect_returning(cache, path, new, kept)
     if cache.replace == 0:
         return
@@ -499,7 +506,7 @@ def _return(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
 
 @inline
 def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
-    """Let the policy name the blocks that leave, check that, and put the others in their place."""
+    """Let the policy choose victims, check them, and insert the new blocks."""
     if new.count > 0 and cache.replace != 0:
         _give(cache, path, new)
         call_4(cache.replace, cache.policy, new, cache, path)
@@ -509,7 +516,7 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
     cache.spares = 0
     if wrong >= 0:
         return FIRST_WRONG - wrong
-    _enter(cache, path, new)
+    _insert_blocks(cache, path, new)
     if cache.follows_device:
         _return(cache, path, new, kept)
     return new.count
@@ -519,10 +526,10 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
 def prepare_store(
     cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, step: int, admitted: bool
 ) -> int:
-    """A store, or a step of one, if something in Python is asked in between: how many blocks, or a negative
-    number. (One kernel, as the first start compiles each for a second.)
+    """Run a store, or one step of a store that also calls Python; return the number of blocks, or an error.
 
-    `kept` is for the blocks that a victim tier keeps; not used by others.
+    A victim tier collects the blocks that it keeps in `kept`. All steps share one kernel, because every
+    kernel adds a second of compilation to the first start.
     """
     if step != CHOSEN:
         stored = _offer(cache, path, batch, new, step == KEEP)
@@ -537,13 +544,13 @@ def prepare_store(
 
 @kernel
 def give(cache: Cache, path: Path, new: Entering) -> None:
-    """Before a policy in Python is asked: the slots that it need not name."""
+    """Assign the slots that need no victim, before a policy in Python is called."""
     _give(cache, path, new)
 
 
 @kernel
 def become_ready(cache: Cache, new: Entering) -> None:
-    """The blocks of a plan can be read from now on."""
+    """Make the blocks of a plan readable."""
     slots = cache.slots
     for i in range(new.count):
         slots.ref_cnt[new.slots[i]] = 0
@@ -554,7 +561,7 @@ def become_ready(cache: Cache, new: Entering) -> None:
 
 @kernel
 def abandon(cache: Cache, new: Entering) -> None:
-    """Forget the blocks of a plan, which are in flight."""
+    """Forget the in-flight blocks of a failed store."""
     for i in range(new.count):
         remove(cache.index, new.slots[i])
         cache.slots.version[new.slots[i]] += np.uint32(1)
@@ -568,19 +575,19 @@ def abandon(cache: Cache, new: Entering) -> None:
 
 @kernel
 def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
-    """Remove the ready blocks of a batch from the index; collects their slots.
+    """Remove the ready blocks of a batch from the index; write their slots and return their number.
 
-    An entry of `slots` that is not negative restricts its row to the block in that slot: a key that has been
-    stored again since is in another slot, and stays.
+    A non-negative entry of `slots` restricts its row to the block in that slot: a key that was stored again
+    meanwhile is in another slot, and stays.
     """
-    found = 0
+    num_removed = 0
     for row in range(batch.shape[0]):
         slot = find(cache.index, batch, row, hash_row(batch, row))
         wanted = slots[row] < 0 or slots[row] == slot
         if slot != ABSENT and cache.slots.ref_cnt[slot] >= 0 and wanted:
             remove(cache.index, slot)
             cache.slots.version[slot] += np.uint32(1)
-            slots[found] = slot
-            found += 1
-    cache.discarded += found
-    return found
+            slots[num_removed] = slot
+            num_removed += 1
+    cache.discarded += num_removed
+    return num_removed

@@ -1,8 +1,8 @@
-"""The life-cycle of a block: the one place that decides what a cache of blocks holds.
+"""The offloading manager, which decides the contents of a cache and owns the life cycle of its blocks.
 
-Owns the index, the slots, the events and the counters. Asks a policy which blocks leave and an admission rule
-which may enter. Moves no bytes and does no I/O: its plans say what to copy where; the caller copies, and
-reports the result.
+Owns index, slots, events and counters. A policy chooses the victims and an admission rule the blocks that
+enter. The manager moves no bytes and does no I/O: it returns plans, and the caller copies and reports
+results.
 """
 
 from __future__ import annotations
@@ -44,43 +44,43 @@ from kvoffload.structures.lists import Lists
 
 _NO_ROWS = np.empty(0, np.int32)
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
-"""Indexed by what `kernels.state_of_key` returns."""
+"""Results by the number that `kernels.state_of_key` returns."""
 
 
 class OffloadingManager:
-    """Keeps track of which blocks a tier holds, and decides which it keeps.
+    """Tracks the blocks of one tier and decides which blocks it keeps.
 
-    A block's life: `prepare_store` gives it a slot, `complete_store` makes it readable, `prepare_load`
-    pins it while it is read and `complete_load` unpins it, until it is evicted for another block. A request's
-    uses are committed once, by `touch` or at the latest by `finish_request`.
+    Life of a block: `prepare_store` assigns a slot, `complete_store` makes the block readable, `prepare_load`
+    pins it for a read and `complete_load` unpins it, until the block is evicted. The uses of a request are
+    committed once, by `touch` or by `finish_request`.
 
-    Every method takes a batch of keys as a list of ``bytes`` or as `Keys`. Batches are in prefix order.
-    Single-threaded: all calls come from the scheduler's thread, and none of them blocks. Only the constructor
-    and `reset` do work in proportion to the capacity.
+    Methods take a batch of keys in prefix order, as a list of ``bytes`` or as `Keys`. Thread: the scheduler's
+    only; no call blocks. Cost: only the constructor and `reset` depend on the capacity.
 
     Args:
         capacity_blocks: number of slots.
         key_bytes: length of every key. vLLM's keys are a block hash and 4 more bytes.
-        policy: which blocks leave: a name, ``module:Class``, or a subclass of `EvictionPolicy`. Parameters
-            follow a name: ``s3fifo,small_share=0.2``.
-        admission: which blocks may enter: ``all``, ``reuse:2``, ..., or an `Admission`.
-        store: when blocks are offered: ``on-compute`` (as soon as the device has computed them; the tier
-            then holds what the device holds, and more) or ``on-device-eviction`` (when the device drops
-            them: a *victim* tier, which holds what the device does not).
-        enable_events: whether events are recorded for `take_events`.
+        policy: the eviction policy: a name with optional parameters (``s3fifo,small_share=0.2``),
+            ``module:Class``, or a subclass of `EvictionPolicy`.
+        admission: the admission rule: ``all``, ``reuse:2``, ..., or an `Admission`.
+        store: ``on-compute``: blocks are offered as soon as the device has computed them, and the tier holds
+            the blocks of the device and more. ``on-device-eviction``: blocks are offered when the device
+            drops them, and the tier is a *victim* tier, which holds blocks that the device does not.
+        enable_events: True to record events for `take_events`.
         medium: name of this tier in events.
         block_size: tokens in a block, for events.
 
     Attributes:
-        index: key -> slot; slots: the state of each.
+        index: maps keys to slots.
+        slots: the state of each slot.
         policy, admission: the objects, for reports and audits.
-        store_mode: how the manager uses its policy; chosen by `store`.
-        policy_may_refuse: whether a policy that weighs blocks may refuse a new one.
+        store_mode: calls policies in Python; chosen by `store`.
+        policy_may_refuse: True if the policy may refuse new blocks.
 
     Raises:
-        ConfigError: names the argument, its value and what is allowed.
+        ConfigError: names the argument, its value and the allowed values.
         PolicyError: from `prepare_store`, when a policy breaks its contract. The manager is unchanged, but
-            the policy's own order can no longer be trusted: `reset`, or stop.
+            the policy's order may be inconsistent: `reset` the manager, or stop.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class OffloadingManager:
             index=self.index,
             slots=self.slots,
             duplicates=Lists(capacity_blocks if self._follows_device else 0, 1),
-            known=known_keys(self.index, self._follows_device and self.policy.is_told_of_returns()),
+            known=known_keys(self.index, self._follows_device and self.policy.needs_returns()),
             follows_device=self._follows_device,
             expected=Expected(0, key_bytes),
         )
@@ -130,75 +130,78 @@ class OffloadingManager:
     def begin_request(
         self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
     ) -> RequestContext:
-        """Open the record of one inference request; pass it to every call made for that request.
+        """Create the context of one inference request, to be passed to every call for that request.
 
         Args:
             request_id: for messages; need not be unique.
-            keys: the request's whole prefix, if it is known. Give it if the device serves the head and only
-                the rest is looked up here: a hit then refreshes the whole path from the root, and all of it
-                is protected while the request stores.
-            hints: what is known of it now.
+            keys: the whole prefix of the request, if known. Needed if the device serves the head and only the
+                tail is looked up here: a hit then refreshes the path from the root, and the whole path is
+                protected while the request stores.
+            hints: labels that are known at the beginning.
         """
         ctx = RequestContext(request_id, self.key_bytes, self, room_for(len(keys)))
         if keys:
-            ctx.see(keys)
+            ctx.add(keys)
         if hints is not NO_HINTS:
-            ctx.tell(hints, self._labels.number(hints))
+            ctx.set_hints(hints, self._labels.number(hints))
         return ctx
 
     def expect(self, ctx: RequestContext) -> None:
-        """The request, begun with its keys, waits in the engine's queue: until it is served (`withdraw`) or
-        finishes, all others leave before its blocks, here or yet to come.
+        """Register a request, begun with its keys, that waits in the engine's queue.
 
-        Bounded (`Queue`): of those who wait longest as much as has room. Cost: as a lookup.
+        Until the request is served (`withdraw`) or finishes, other blocks are evicted before its blocks,
+        resident or not. Room is limited; the longest waiting requests get it (`Queue`). Cost: as a lookup.
         """
         self._queue.join(self._context(ctx))
 
     def withdraw(self, ctx: RequestContext) -> None:
-        """The request waits no more. Cost: as a lookup of what may be expected instead."""
+        """Unregister a request that no longer waits. Cost: a lookup of the keys that take its room."""
         self._queue.leave(ctx)
 
     def finish_request(
         self, ctx: RequestContext, path: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
     ) -> None:
-        """Commit what the request used: its whole path at once. Transfers may still be in flight.
+        """End a request and commit the uses of its whole path. Transfers may still be in flight.
 
-        `path` is the whole path in prefix order; give it if the calls for this request came in another order.
-        `hints` is what is known of the request now that it has ended, besides what was when it began.
+        Blocks that the request has already touched or stored are not accessed again; they are only reordered
+        along the path.
 
-        Blocks that the request has already touched, or stored itself, are not accessed a second time; they
-        only take their place in the order of the path.
+        Args:
+            ctx: the request.
+            path: its keys in prefix order; needed if earlier calls passed them in another order.
+            hints: labels that are known at the end, added to the earlier hints.
         """
         if ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
             ctx = self._context(ctx)
         if hints is not NO_HINTS:
             known = ctx.hints.updated(hints)
-            ctx.tell(known, self._labels.number(known))
+            ctx.set_hints(known, self._labels.number(known))
         if path:
             self._use(path, ctx, whole_path=True)
-        self._tell(ctx, untold := kernels.finish(self._cache, ctx.memory, bool(path)))
-        if not self.store_mode.asks_nobody:
-            self.store_mode.finished(ctx, untold)
+        num_unreported = kernels.finish(self._cache, ctx.memory, bool(path))
+        self._report_uses(ctx, num_unreported)
+        if not self.store_mode.is_compiled:
+            self.store_mode.finished(ctx, num_unreported)
         if self.admission is not None and ctx.num_observations > 1:
-            # Counted in parts, the last part is the most recent: put the path in order.
+            # The path was counted in several calls, so its tail is more recent than its head.
             self.admission.refresh(ctx.keys())
         self._queue.leave(ctx)
         ctx.finished = True
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
-        """Commit now that the request uses these blocks: its whole prefix, wherever it was served from.
+        """Commit the uses of a request's whole prefix now, whichever tier served the blocks.
 
         The admission rule counts absent blocks too. A second touch by the same request changes nothing.
-        Without a request every call is an access of its own.
+        Without a request every call is a separate access.
         """
         self._use(keys, self._context(ctx))
 
     # ---- lookup
 
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
-        """Length of the leading run of ready blocks, and what ended it. Changes no order.
+        """Return the length of the leading run of ready blocks, and the state of the next block.
 
-        Cost: one index probe for each key up to the first that is not ready.
+        Changes no order. Cost: one index probe for each key up to the first block that is not ready.
         """
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
@@ -211,13 +214,13 @@ class OffloadingManager:
         return usual[ready] if ready < len(usual) else PrefixLookup(ready, usual[0].stopped_by)
 
     def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
-        """Which of these blocks are here, ready or in flight: shape ``(len(keys),)``. Changes no order."""
+        """Return which blocks are ready or in flight: shape ``(len(keys),)``, bool. Changes no order."""
         ctx = self._context(ctx)
-        found: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.extend(keys)) != ABSENT
-        return found
+        is_present: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.extend(keys)) != ABSENT
+        return is_present
 
     def slots_of(self, keys: Sequence[bytes]) -> SlotArray:
-        """The slot of each block that is here, ready or in flight, and -1 for the others. Changes no order.
+        """Return the slot of each block, ready or in flight, or -1 if absent. Changes no order.
 
         For tiers whose bytes are not in RAM.
         """
@@ -225,27 +228,27 @@ class OffloadingManager:
         return self._resolve(ctx, ctx.extend(keys))
 
     def ready_slots_of(self, keys: Sequence[bytes]) -> SlotArray:
-        """As `slots_of`, but -1 also for blocks in flight."""
+        """Return as `slots_of`, but -1 also for blocks in flight."""
         slots = self.slots_of(keys)
         slots[(slots != ABSENT) & (self.slots.ref_cnt[slots] < 0)] = ABSENT
         return slots
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """State of one block, for engines that ask key by key. Cost: one index probe."""
+        """Return the state of one block, for engines that look up single keys. Cost: one index probe."""
         state = kernels.state_of_key(self._cache, key)
         if state == AGAIN:
             raise ValueError(f"key {key.hex()} has {len(key)} bytes; all keys here have {self.key_bytes}")
         if ctx is not None:
             if ctx.finished or ctx.owner is not self:
                 self._context(ctx)
-            # Packed later, in a batch: to pack one key costs more than the lookup.
+            # Packed later, in a batch: packing a single key costs more than the lookup.
             ctx.unpacked_keys.append(key)
             if len(ctx.unpacked_keys) >= 4096:
                 ctx.flush()
         return _RESULTS[state]
 
     def pack(self, keys: Sequence[bytes]) -> Keys:
-        """`keys` as this manager reads them. Raises `ValueError` for keys of another length."""
+        """Pack `keys`, unless they are `Keys`. Raises `ValueError` for keys of another length."""
         if isinstance(keys, Keys):
             if keys.key_bytes != self.key_bytes:
                 raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {self.key_bytes}")
@@ -255,7 +258,7 @@ class OffloadingManager:
     # ---- load
 
     def prepare_load(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> LoadPlan:
-        """Pin blocks that `lookup` found ready, until `complete_load`.
+        """Pin ready blocks until `complete_load`.
 
         Raises:
             MisuseError: names the first key that is not ready; nothing is pinned.
@@ -270,8 +273,7 @@ class OffloadingManager:
 
         Args:
             plan: from `prepare_load`.
-            damaged: rows of the plan whose bytes were not what was stored. Those blocks are forgotten and are
-                misses from now on.
+            damaged: rows of the plan with wrong bytes. Those blocks are forgotten and become misses.
         """
         self._unpin(plan, damaged, "complete_load")
         if self._follows_device and plan.epoch == self._epoch:
@@ -280,21 +282,20 @@ class OffloadingManager:
                 self.store_mode.used(*request.used(num_new))
 
     def pin(self, keys: Sequence[bytes]) -> LoadPlan:
-        """As `prepare_load`, for a reader that is not the device: nothing is learnt from it or counted.
+        """Pin ready blocks for a write to another tier.
 
-        A block is pinned while it is written to a tier behind this one.
+        Unlike `prepare_load`, not counted as a use or load.
         """
         return self._pin(keys, None, "pin")
 
     def unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
-        """The end of a `pin`; `damaged` as for `complete_load`."""
+        """Remove the pins of `pin`; `damaged` as for `complete_load`."""
         self._unpin(plan, damaged, "unpin")
 
     def discard(self, keys: Sequence[bytes]) -> int:
-        """Forget ready blocks that cannot be trusted; returns how many were here.
+        """Forget ready blocks; return how many were resident.
 
-        A block that is being read is forgotten at once too: it becomes a miss, and its slot is reused when
-        the last pin is released.
+        A pinned block becomes a miss at once; its slot is reused when the last pin is released.
         """
         batch = self.pack(keys)
         return self._discard(batch, np.full(len(batch), ABSENT, np.int32))
@@ -304,22 +305,22 @@ class OffloadingManager:
     def prepare_store(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> StorePlan | None:
-        """Choose which of the offered blocks are stored, give them slots, and name the blocks that leave.
+        """Choose the offered blocks to store, assign their slots, and evict other blocks for them.
 
-        Blocks that are here or in flight are left out. Of the others the leading run that the admission rule
-        admits is stored, as much of its head as there is room for. No block of this request is evicted for
-        it. The blocks are in flight until `complete_store`.
+        Blocks that are resident or in flight are skipped. Of the missing blocks the plan takes the leading
+        run that the admission rule admits, shortened to the available room. Blocks of this request are not
+        evicted. The new blocks are in flight until `complete_store`.
 
         Args:
-            keys: the blocks, in prefix order.
-            ctx: the request that they belong to.
-            admitted: they enter if there is room, and neither admission rule nor policy may refuse them:
-                they are being promoted from a tier behind, or restored.
+            keys: the offered blocks, in prefix order.
+            ctx: their request.
+            admitted: True if neither admission rule nor policy may refuse the blocks, because they are
+                promoted from another tier or restored.
 
         Returns:
-            The plan; its `keys` are empty if there was nothing to store. None if there is something to store
-            and no room for any of it, because all blocks are pinned, in flight or this request's own: then
-            nothing has changed, and the same offer may succeed later.
+            The plan, with no keys if there is nothing to store. None if blocks are missing and none has room,
+            because all slots are pinned, in flight or of this request: nothing has changed, and the same
+            offer may succeed later.
         """
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
@@ -327,7 +328,7 @@ class OffloadingManager:
         cache, plan = self._cache, blank_store(len(keys), self.key_bytes)
         kept = blank_store(len(keys), self.key_bytes) if self._follows_device else plan
         enters = admitted or not self.policy_may_refuse
-        step = kernels.ALL if self.store_mode.asks_nobody else kernels.OFFER
+        step = kernels.ALL if self.store_mode.is_compiled else kernels.OFFER
         while (stored := kernels.prepare_store(cache, ctx.memory, batch, plan, kept, step, enters)) < AGAIN:
             ctx.make_room(keys, stored)
         if step == kernels.OFFER and stored >= 0:
@@ -337,29 +338,29 @@ class OffloadingManager:
             if stored == kernels.NO_ROOM:
                 return None
             raise self.store_mode.wrong_victim(plan, kernels.FIRST_WRONG - stored)
-        made = StorePlan(ctx, plan, stored, self._epoch)
-        if self._events is not None and made.num_evicted:
-            self._emit(made.evicted, removed=True)
-        return made
+        store_plan = StorePlan(ctx, plan, stored, self._epoch)
+        if self._events is not None and store_plan.num_evicted:
+            self._emit(store_plan.evicted, removed=True)
+        return store_plan
 
     def keep(self, keys: Sequence[bytes]) -> int:
-        """The device has dropped these blocks and cannot offer them. Returns how many are not here.
+        """Record that the device has dropped these blocks and cannot offer them; return how many are absent.
 
-        For a victim tier: those that are here are no longer duplicates.
+        For a victim tier: the resident blocks are no longer duplicates.
         """
         ctx, cache, batch = self._context(None), self._cache, batch_of(keys, self.key_bytes)
         new, kept = (blank_store(len(keys), self.key_bytes) for _ in range(2))
         while (
-            done := kernels.prepare_store(cache, ctx.memory, batch, new, kept, kernels.KEEP, True)
+            result := kernels.prepare_store(cache, ctx.memory, batch, new, kept, kernels.KEEP, True)
         ) < AGAIN:
-            ctx.make_room(keys, done)
+            ctx.make_room(keys, result)
         self.store_mode.keep(Entering.over(kept), ctx)
         return Entering.over(new).num_missing
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """End a store: its blocks become readable, or, if it failed, are forgotten and their slots freed.
+        """End a store: make its blocks readable, or, if it failed, forget them and free their slots.
 
-        All copies into the plan's slots must have ended before this call.
+        All copies into the slots of the plan must have ended before this call.
         """
         if not self._close(plan, StorePlan, "complete_store"):
             return
@@ -373,16 +374,16 @@ class OffloadingManager:
             self.policy.remove(plan.slots)
             kernels.abandon(self._cache, plan.memory)
 
-    # ---- everything at once
+    # ---- the whole cache
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block, order, ghost and count. Cost: O(capacity).
 
-        Slots that a transfer still uses stay reserved until that transfer is completed.
+        Slots that a transfer uses stay reserved until that transfer is completed.
 
         Args:
-            drop_in_flight: the caller guarantees that no transfer is under way: all slots are free at once,
-                and completing an old plan does nothing.
+            drop_in_flight: True if the caller guarantees that no transfer is under way. Then all slots are
+                free at once, and completing an old plan does nothing.
         """
         ready = self.slots.ready()
         self._state.discarded += len(ready)
@@ -403,23 +404,26 @@ class OffloadingManager:
         return self._epoch
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Events since the last call, in order. Applied to a set of keys they give the readable blocks."""
+        """Return the events since the last call, in order.
+
+        A replay of all events yields the readable blocks.
+        """
         events = self._events or []
         if self._events is not None:
             self._events = []
         return events
 
     def stats(self) -> ManagerStats:
-        """A copy of the counters, the current use of the slots, and what the policy says. Cost: O(1)."""
+        """Return counters, use of the slots, and statistics of the policy, as a copy. Cost: O(1)."""
         stats = self.counters()
         stats.policy = self.policy.stats()
         return stats
 
     def counters(self) -> ManagerStats:
-        """As `stats`, without the policy's part: for those who ask often. Cost: 3 us."""
+        """Return as `stats`, without the policy's statistics, for frequent calls. Cost: 3 us."""
         return ManagerStats.of(self._state, self.slots)
 
-    # ---- inside
+    # ---- private
 
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:
@@ -459,45 +463,45 @@ class OffloadingManager:
             self._discard(plan.keys.take(rows), plan.slots[rows])
 
     def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:
-        """Mark a plan as completed; False if a `reset` has made it void."""
+        """Mark a plan as completed; return False if a `reset` has voided it."""
         if not isinstance(plan, kind):
             raise MisuseError(f"{call} of a {type(plan).__name__}: it takes a {kind.__name__}")
         if plan.completed or plan.request.owner is not self:
             key = plan.keys[0].hex() if len(plan.keys) else "none"
-            why = "is completed" if plan.completed else "belongs to another manager"
-            raise MisuseError(f"{call} of a plan that {why}: request {plan.request_id!r}, key {key}")
+            reason = "is completed" if plan.completed else "belongs to another manager"
+            raise MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
         plan.completed = True
         return plan.epoch >= self._void_before
 
     def _use(self, keys: Sequence[bytes], ctx: RequestContext, *, whole_path: bool = False) -> None:
-        """A request uses these blocks."""
+        """Record the uses of these blocks by a request."""
         batch = batch_of(keys, self.key_bytes)
-        while (found := kernels.touch(self._cache, ctx.memory, batch, whole_path)) < AGAIN:
-            ctx.make_room(keys, found)
-        self._tell(ctx, found)
+        while (num_used := kernels.touch(self._cache, ctx.memory, batch, whole_path)) < AGAIN:
+            ctx.make_room(keys, num_used)
+        self._report_uses(ctx, num_used)
 
-    def _tell(self, ctx: RequestContext, num_used: int) -> None:
-        """Report what the request refers to and uses, as far as kernels have not told the policy."""
-        if not self.store_mode.asks_nobody:
+    def _report_uses(self, ctx: RequestContext, num_used: int) -> None:
+        """Report references and uses to policy and admission rule, as far as kernels have not."""
+        if not self.store_mode.is_compiled:
             self.store_mode.observe(ctx)
         if num_used:
             self.store_mode.used(*ctx.used(num_used))
 
     def _resolve(self, ctx: RequestContext, positions: SlotArray) -> SlotArray:
-        """The slot of the block at each of these path positions, or ABSENT."""
+        """Return the slot of the block at each of these path positions, or ABSENT."""
         slots = np.empty(len(positions), np.int32)
         kernels.resolve(self._cache, ctx.memory, positions, slots)
         return slots
 
     def _discard(self, batch: Keys, slots: SlotArray) -> int:
-        found = kernels.discard(self._cache, batch.words, slots)
-        slots = slots[:found]
-        if found:
+        num_removed = kernels.discard(self._cache, batch.words, slots)
+        slots = slots[:num_removed]
+        if num_removed:
             if self._events is not None:
                 self._emit(self.index.keys_at(slots), removed=True)
             self.store_mode.removed(slots)
             self.slots.condemn(slots)
-        return found
+        return num_removed
 
     def _emit(self, keys: Keys, *, removed: bool) -> None:
         assert self._events is not None

@@ -1,7 +1,7 @@
-"""A manager's store mode: what differs between a tier that is offered blocks as soon as they are computed and
-a victim tier (`on_device_eviction`).
+"""The store mode of an on-compute tier, and base of the other store mode, `on_device_eviction`.
 
-A manager's kernels call compiled policies; its store mode asks whoever is in Python.
+A store mode calls policies and admission rules that are written in Python. The manager's kernels call
+compiled policies themselves.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from kvoffload.structures.keys import Keys
 
 
 class OnCompute:
-    """Blocks are offered as soon as the device has computed them, in prefix order: the tier holds what the
-    device holds, and more. The policy orders every block.
+    """The mode in which blocks are offered as soon as the device has computed them, in prefix order.
+
+    The tier holds the blocks of the device, and more. The policy orders every block.
 
     Attributes:
-        one_prefix: whether the blocks of a store follow one another in one request.
-        follows_device: whether the mode keeps account of which blocks the device holds. Then the policy
-            observes a request before its load instead of before its store.
-        asks_nobody: whether kernels do all: the policy is compiled and everybody may enter.
+        one_prefix: True if the blocks of a store follow one another in one request.
+        follows_device: True if the mode tracks which blocks the device holds. Then the policy observes a
+            request before its load instead of before its store.
+        is_compiled: True if kernels do all the work: the policy is compiled, and no admission rule is set.
     """
 
     one_prefix: ClassVar[bool] = True
@@ -37,45 +38,46 @@ class OnCompute:
 
     def __init__(self, policy: EvictionPolicy, admission: Admission | None, cache: Cache) -> None:
         self.policy, self.admission, self.cache = policy, admission, cache
-        self._policy_expects = type(policy).expect is not EvictionPolicy.expect
-        self._policy_observes = type(policy).observe is not EvictionPolicy.observe
-        self._policy_hears_of_ends = type(policy).finished is not EvictionPolicy.finished
-        self.asks_nobody = False
+        # Methods that the policy implements in Python.
+        self._has_expect = type(policy).expect is not EvictionPolicy.expect
+        self._has_observe = type(policy).observe is not EvictionPolicy.observe
+        self._has_finished = type(policy).finished is not EvictionPolicy.finished
+        self.is_compiled = False
         self.bind()
 
     def bind(self) -> None:
-        """Let kernels call a compiled policy. Again when it may have made itself a new state."""
+        """Give the addresses of a compiled policy to the kernels; repeat this when its state is replaced."""
         policy, cache = self.policy, self.cache
         if not isinstance(policy, CompiledPolicy):
             return
         cache.policy, cache.observe = policy.state.address, policy.address_of("observe")
-        cache.expect = 0 if self._policy_expects else policy.address_of("expect")
-        cache.finished = 0 if self._policy_hears_of_ends else policy.address_of("finished")
-        if policy.is_compiled and not self._policy_observes:
+        cache.expect = 0 if self._has_expect else policy.address_of("expect")
+        cache.finished = 0 if self._has_finished else policy.address_of("finished")
+        if policy.is_compiled and not self._has_observe:
             cache.access, cache.remove = policy.address_of("access"), policy.address_of("remove")
             cache.replace = policy.address_of("replace")
-            self.asks_nobody = self.admission is None and not self._policy_hears_of_ends
+            self.is_compiled = self.admission is None and not self._has_finished
 
     # ---- requests
 
     def expect(self, ctx: RequestContext) -> None:
-        """Tell the policy which blocks of a waiting request are expected: each once a request."""
-        if not (self._policy_expects or self.cache.expect):
+        """Report the expected blocks of a waiting request to the policy, each block once a request."""
+        if not (self._has_expect or self.cache.expect):
             return
         start = kernels.expect(self.cache.memory, ctx.memory)
         stop = Path.over(ctx.memory).foreseen
-        if start < stop and self._policy_expects:
+        if start < stop and self._has_expect:
             self.policy.expect(ctx.keys()[:stop], start)
 
     def observe(self, ctx: RequestContext) -> None:
-        """Report the request's blocks to policy and admission rule: each once a request."""
+        """Report the request's blocks to policy and admission rule, each block once a request."""
         kernels.observe(self.cache.memory, ctx.memory)
         start, stop = ctx.observed, ctx.length
-        if start == stop or not (self._policy_observes or self.admission is not None):
+        if start == stop or not (self._has_observe or self.admission is not None):
             return
         ctx.observed = stop
         ctx.num_observations += 1
-        if self._policy_observes:
+        if self._has_observe:
             slots = np.empty(stop - start, np.int32)
             kernels.resolve(self.cache.memory, ctx.memory, np.arange(start, stop, dtype=np.int32), slots)
             self.policy.observe(ctx.keys(), slots, start, Path.over(ctx.memory).on_device)
@@ -83,17 +85,18 @@ class OnCompute:
             self.admission.count(ctx.keys()[start:])
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Tell a policy in Python that a request used these blocks."""
+        """Report the blocks that a request used to a policy in Python."""
         self.policy.access(slots, reused)
 
     def finished(self, ctx: RequestContext, num_used: int) -> None:
-        """Tell a policy that a request has ended, if it is in Python.
+        """Report the end of a request to a policy in Python.
 
-        A compiled one is told by the kernel, but not before it has been told in Python of `num_used` blocks.
+        If `num_used` uses were reported in Python, the kernel has not yet reported the end to a compiled
+        `finished`, and does so now.
         """
         if num_used:
             kernels.finish(self.cache.memory, ctx.memory, True)
-        if self._policy_hears_of_ends:
+        if self._has_finished:
             slots = np.empty(ctx.length, np.int32)
             kernels.resolve(self.cache.memory, ctx.memory, np.arange(ctx.length, dtype=np.int32), slots)
             self.policy.finished(ctx.keys(), slots, ctx.hints)
@@ -101,11 +104,12 @@ class OnCompute:
     # ---- stores
 
     def store(self, ctx: RequestContext, new: Entering, kept: Entering, enters: bool, admitted: bool) -> int:
-        """Store what was found missing; returns as `kernels.prepare_store`.
+        """Store the missing blocks of an offer; returns as `kernels.prepare_store`.
 
         Args:
-            ctx, new, kept: as for that.
-            enters: the policy may refuse none. admitted: the admission rule may refuse none.
+            ctx, new, kept: as for `kernels.prepare_store`.
+            enters: True if the policy may refuse no block.
+            admitted: True if the admission rule may refuse no block.
 
         Raises: `PolicyError` when the policy breaks its contract.
         """
@@ -128,42 +132,44 @@ class OnCompute:
         return stored
 
     def _admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
-        """How many of the new blocks the admission rule admits: those at the front of both arrays."""
+        """Return how many new blocks the rule admits; the admitted blocks are at the front of both arrays."""
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def _choose(self, new: Entering, ctx: RequestContext) -> None:
-        """Let a policy in Python name the blocks that leave: fill ``new.slots`` from ``new.num_given`` on.
+        """Let a policy in Python fill ``new.slots`` from ``new.num_given`` on with its victims.
 
-        What takes an index to check is checked later, as for compiled policies.
+        The victims themselves are checked later, by the kernel, as for compiled policies.
         """
         policy, slots = self.policy, new.slots[: new.count]
         given = slots[: new.num_given].copy()
         policy.replace_in(new, self.cache.memory, ctx.memory)
         if not np.array_equal(slots[: new.num_given], given):
-            raise PolicyError(f"policy {policy.name!r} changed the slots that it was given")
+            raise PolicyError(f"policy {policy.name!r} changed the free slots that it received")
         refused = slots == REFUSED
         num_refused = int(np.count_nonzero(refused)) if policy.refuses else 0
         if num_refused and new.admitted:
-            raise PolicyError(f"policy {policy.name!r} refused blocks that were admitted")
+            raise PolicyError(f"policy {policy.name!r} refused blocks that it must accept")
         if num_refused and self.one_prefix and not refused[-num_refused:].all():
-            raise PolicyError(f"policy {policy.name!r} refused a block and took one after it")
+            raise PolicyError(
+                f"policy {policy.name!r} refused a block and accepted a later block of the prefix"
+            )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Tell a policy in Python that the device has dropped blocks that are still here."""
+        """Report resident blocks that the device has dropped to a policy in Python."""
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
-        """What is wrong with the slot that the policy named for this row of a plan."""
+        """Create the error for the invalid victim in this row of a plan."""
         new = Entering.over(plan)
         key = new.keys[row].tobytes()[: self.policy.index.key_bytes]
         return PolicyError(
             f"policy {self.policy.name!r} named slot {new.slots[row]} as the victim for key {key.hex()}: "
-            f"it is protected, not in its order, or was named before"
+            f"the slot is protected, not in the policy's order, or was already named"
         )
 
     # ---- forgetting
 
     def removed(self, slots: SlotArray) -> None:
-        """These blocks left without being chosen as victims."""
+        """Report blocks that left without being chosen as victims."""
         self.policy.remove(slots)
 
     def reset(self) -> None:

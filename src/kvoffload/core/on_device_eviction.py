@@ -1,7 +1,8 @@
-"""A victim tier: it stores what the device drops, and its policy orders what the tier alone holds.
+"""The store mode of a victim tier, which stores the blocks that the device drops.
 
-To the policy a block leaves when the device holds it again, and enters when the device drops it. It is then
-told whether the block was used again meanwhile.
+The policy orders only the blocks that the device does not hold. A block leaves the policy's order when the
+device loads the block, and reenters when the device drops the block. The policy then learns whether the block
+was used meanwhile.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from kvoffload.structures.lists import LIST, UNLISTED
 
 
 class OnDeviceEviction(OnCompute):
-    """Blocks are offered when the device drops them, each on its own. A block that the device holds again is
-    a *duplicate*: the policy does not order it, and it gives up its slot first.
+    """The mode in which blocks are offered when the device drops them, each independent of the others.
+
+    A block that the device holds again is a *duplicate*: no policy orders it, and its slot is reused first.
     """
 
-    # After a load the tier no longer holds its blocks alone, so the policy forgets them: it must observe the
-    # hit before that.
+    # After a load its blocks are duplicates and the policy forgets them, so it observes the hit before the
+    # load.
     one_prefix = False
     follows_device = True
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Tell a policy in Python that the device holds these blocks too, from now on."""
+        """Remove blocks that have become duplicates from the order of a policy in Python."""
         self.policy.remove(slots)
 
     def _admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:

@@ -1,4 +1,4 @@
-"""What the manager returns: outcomes, plans, events, statistics. Values without behaviour."""
+"""Return values of the manager: lookup results, plans, events and statistics."""
 
 from __future__ import annotations
 
@@ -16,34 +16,30 @@ from kvoffload.core.state import Cache, Entering, Pinned, blank_load, blank_stor
 from kvoffload.structures.keys import Keys
 
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
-"""The rows of a plan, divided into parts: each row is in exactly one."""
+"""A partition of the rows of a plan; None for one part for each row."""
 
 StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
 ON_COMPUTE: Final = "on-compute"
 ON_DEVICE_EVICTION: Final = "on-device-eviction"
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
-"""When a block is offered to a tier: as soon as it is computed, or when the device drops it."""
+"""The times at which blocks are offered to a tier: once computed, or when the device drops them."""
 
 
 class LookupResult(Enum):
-    """What the manager knows of one block; the names are vLLM's."""
+    """The state of one block, with vLLM's names."""
 
     MISS = auto()
-    """Not here: compute it."""
+    """Absent: compute the block."""
     HIT = auto()
-    """Ready. `prepare_load` is guaranteed to succeed in this step."""
+    """Ready. `prepare_load` succeeds in this step."""
     HIT_PENDING = auto()
-    """Being stored by another request: ask again in the next step, or compute it."""
+    """Being stored by another request. Look it up again in the next step, or compute it."""
     RETRY = auto()
-    """Being promoted from a tier behind: ask again in the next step."""
+    """Being promoted from another tier. Look it up again in the next step."""
 
 
 class PrefixLookup(NamedTuple):
-    """How much of a prefix is ready.
-
-    `num_ready` leading blocks are ready; `stopped_by` is the state of the block after them (`HIT` if there
-    is none).
-    """
+    """The length of the ready part of a prefix, and the state of the next block (`HIT` if there is none)."""
 
     num_ready: int
     stopped_by: LookupResult
@@ -53,11 +49,11 @@ ALL_READY, THEN_MISS = (
     tuple(PrefixLookup(count, result) for count in range(65))
     for result in (LookupResult.HIT, LookupResult.MISS)
 )
-"""What `lookup` mostly answers, made ahead: to make it takes as long as to find it."""
+"""Prebuilt results of `lookup` for up to 64 blocks: building one costs as much as the lookup."""
 
 
 class _Plan:
-    """What every plan has: the request that it was made for, memory for the manager's kernels, and an end."""
+    """Base of the plans: a request, memory for the manager's kernels, and a completion flag."""
 
     __slots__ = ("completed", "epoch", "memory", "request")
 
@@ -67,7 +63,7 @@ class _Plan:
 
     @property
     def request_id(self) -> str:
-        """Id of the request that the plan was made for; empty if there is none."""
+        """Id of the plan's request; empty without a request."""
         return self.request.request_id
 
     @property
@@ -77,14 +73,12 @@ class _Plan:
 
 
 class LoadPlan(_Plan):
-    """Blocks that are pinned until `complete_load`: copy `slots[i]` to where `keys[i]` belongs.
-
-    Its arrays are made when they are asked for.
+    """Pinned blocks to load: ``slots[i]`` holds the block ``keys[i]`` until `complete_load`.
 
     Attributes:
-        request: the request that it was made for.
-        memory: its `Pinned`, for the manager's kernels.
-        completed: whether it was completed, or split.
+        request: the request of the load.
+        memory: a `Pinned`, for the manager's kernels.
+        completed: True once the plan was completed or split.
     """
 
     __slots__ = ("_offered",)
@@ -98,7 +92,7 @@ class LoadPlan(_Plan):
 
     @property
     def keys(self) -> Keys:
-        """The blocks."""
+        """The keys of the blocks."""
         offered = self._offered
         return offered if isinstance(offered, Keys) else Keys.pack(offered, self.request.key_bytes)
 
@@ -108,27 +102,27 @@ class LoadPlan(_Plan):
         return Pinned.array(self.memory, "slots", len(self))
 
     def split(self, parts: Parts = None) -> list[LoadPlan]:
-        """Plans to complete instead of this one: one for each part of its rows, or one for each block."""
+        """Replace this plan by one plan for each part of its rows; by default, for each block."""
         self.completed = True
         keys, slots = self.keys, self.slots
         return [self._part(keys.take(rows), slots[rows]) for rows in _parts(parts, len(slots))]
 
     def _part(self, keys: Keys, slots: SlotArray) -> LoadPlan:
         memory = blank_load(len(slots))
-        part = Pinned.over(memory)
-        part.slots[: len(slots)], part.count = slots, len(slots)
+        pinned = Pinned.over(memory)
+        pinned.slots[: len(slots)], pinned.count = slots, len(slots)
         return LoadPlan(self.request, keys, memory, self.epoch)
 
 
 class StorePlan(_Plan):
-    """Blocks to copy: ``keys[i]`` into ``slots[i]``; in flight until `complete_store`.
+    """Blocks to store: copy ``keys[i]`` into ``slots[i]``, then call `complete_store`.
 
-    Its arrays and keys are made when they are asked for; they are views.
+    Arrays and keys are views, created on access.
 
     Attributes:
-        request: the request that it was made for.
-        memory: its `Entering`, for the manager's kernels.
-        completed: whether it was completed, or split.
+        request: the request of the store.
+        memory: an `Entering`, for the manager's kernels.
+        completed: True once the plan was completed or split.
     """
 
     __slots__ = ("num_stored",)
@@ -142,59 +136,61 @@ class StorePlan(_Plan):
 
     @property
     def keys(self) -> Keys:
-        """The offered keys that are stored, in the order of the offer. Empty if all are here already, or none
-        was admitted."""
+        """The offered keys to store, in the order of the offer.
+
+        Empty if all are resident or none is admitted.
+        """
         return Keys(Entering.array(self.memory, "keys", self.num_stored), self.request.key_bytes)
 
     @property
     def slots(self) -> SlotArray:
-        """Shape ``(len(keys),)``, int32. The last ``len(evicted)`` are those of the evicted blocks, in that
-        order."""
+        """Shape ``(len(keys),)``, int32.
+
+        The last ``len(evicted)`` slots held `evicted`, in the same order.
+        """
         return Entering.array(self.memory, "slots", self.num_stored)
 
     @property
     def missing_rows(self) -> npt.NDArray[np.int32]:
-        """int32; the rows of the offered batch that were not here: first those that are stored, then those
-        that were dropped, then those that were refused."""
+        """Rows of the offered batch that were absent, int32: stored rows, then dropped, then refused."""
         return Entering.array(self.memory, "rows", _number(self.memory, _NUM_MISSING))
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
-        """Shape ``(len(keys),)``, int32; the row of each key in the offered batch."""
+        """Row of each key in the offered batch: shape ``(len(keys),)``, int32."""
         return Entering.array(self.memory, "rows", self.num_stored)
 
     @property
     def evicted(self) -> Keys:
-        """Keys of the evicted blocks. Their slots are reused at once: a block that is being read is pinned,
-        and a pinned block is never evicted."""
+        """Keys of the evicted blocks. Their slots are reused at once; a pinned block is never evicted."""
         return Keys(Entering.array(self.memory, "evicted", self.num_evicted), self.request.key_bytes)
 
     @property
     def num_evicted(self) -> int:
-        """How many blocks leave."""
+        """Number of evicted blocks."""
         return self.num_stored - _number(self.memory, _NUM_FREE)
 
     @property
     def num_dropped(self) -> int:
-        """Offered keys that were admitted but found no room."""
+        """Number of offered keys that were admitted but had no room."""
         return _number(self.memory, _NUM_DROPPED)
 
     @property
     def num_refused(self) -> int:
-        """Offered keys that the admission rule or the policy refused."""
+        """Number of offered keys that the admission rule or the policy refused."""
         return _number(self.memory, _NUM_REFUSED)
 
     def split(self, parts: Parts = None) -> list[StorePlan]:
-        """Plans to complete instead of this one: one for each part of its rows, or one for each block."""
+        """Replace this plan by one plan for each part of its rows; by default, for each block."""
         self.completed = True
         return [self._part(rows) for rows in _parts(parts, self.num_stored)]
 
     def _part(self, rows: npt.NDArray[np.integer]) -> StorePlan:
         memory = blank_store(len(rows), self.request.key_bytes)
-        part, count = Entering.over(memory), len(self.rows[rows])
+        new, count = Entering.over(memory), len(self.rows[rows])
         for name in ("keys", "slots", "rows"):
-            getattr(part, name)[:count] = Entering.array(self.memory, name, self.num_stored)[rows]
-        part.count = part.num_free = part.num_missing = count
+            getattr(new, name)[:count] = Entering.array(self.memory, name, self.num_stored)[rows]
+        new.count = new.num_free = new.num_missing = count
         return StorePlan(self.request, memory, count, self.epoch)
 
 
@@ -214,9 +210,9 @@ def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
 
 @dataclass(frozen=True)
 class OffloadingEvent:
-    """Blocks became readable in a medium (`removed` is False), or left it.
+    """Blocks that became readable in a medium, or left it (`removed`).
 
-    `block_size` is the number of tokens in a block, 0 if the manager does not know it.
+    `block_size` is the number of tokens in a block, or 0 if unknown.
     """
 
     keys: Keys
@@ -231,9 +227,9 @@ _COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped"
 
 @dataclass
 class ManagerStats:
-    """Counters since the manager was made, and how its slots are used now. All in blocks.
+    """Counters since the manager's creation, and the current use of its slots. Unit: blocks.
 
-    At all times ``free + writing + ready + condemned == capacity`` and
+    Invariants: ``free + writing + ready + condemned == capacity``, and
     ``stored == ready + evicted + discarded``.
     """
 
@@ -243,28 +239,28 @@ class ManagerStats:
     ready: int = 0
     evictable: int = 0
     duplicates: int = 0
-    """In a victim tier: ready blocks that the device holds as well. They leave first."""
+    """In a victim tier: ready blocks that the device also holds. They are evicted first."""
     condemned: int = 0
-    """Slots whose block is forgotten while a transfer still uses them: free when it ends."""
+    """Slots of forgotten blocks that a transfer still uses. They become free when the transfer ends."""
     stored: int = 0
     store_failed: int = 0
     loaded: int = 0
     evicted: int = 0
     refused: int = 0
-    """Not admitted, or worth less than the block that would have left."""
+    """Not admitted by the admission rule, or refused by the policy."""
     dropped: int = 0
-    """Admitted, but without room: all other blocks were pinned, in flight, or the request's own."""
+    """Admitted, but without room: all other blocks were pinned, in flight, or of the same request."""
     kept: int = 0
-    """In a victim tier: offered while still here as duplicates, so kept without a copy."""
+    """In a victim tier: offered while resident as duplicates, so kept without a copy."""
     discarded: int = 0
     """Removed without being evicted: damaged, or forgotten by `reset`."""
     expected: int = 0
-    """Keys that waiting requests will ask for."""
+    """Keys that waiting requests expect."""
     policy: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cache: Cache, slots: Slots) -> ManagerStats:
-        """What a manager has counted, and how its slots are used."""
+        """Read the statistics of a manager's cache."""
         stats = cls(len(slots.ref_cnt), slots.num_free, slots.num_writing, slots.num_ready)
         stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
         stats.duplicates, stats.expected = cache.duplicates.size(0), cache.expected.keys.lists.size(0)

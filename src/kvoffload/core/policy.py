@@ -1,7 +1,7 @@
-"""What an eviction policy is.
+"""The contract of an eviction policy.
 
-A policy orders slots. It owns no bytes, no slots, no clock and no pins; it may remember keys of blocks that
-have left. One instance serves one manager, on the manager's thread.
+A policy orders slots. It owns no bytes, slots, clock or pins, and may remember keys of evicted blocks. One
+instance serves one manager, on the manager's thread.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EvictionPolicy(ABC):
-    """Decides which blocks leave when others enter: the batch contract that the manager calls.
+    """The batch contract between a manager and the policy that chooses its victims.
 
-    The manager calls `replace` only when it can succeed: at least as many blocks may leave as must. So a
-    policy cannot fail and has nothing to roll back; when there is no room the manager does not call it, and
-    its state stays as it was. The manager still checks every victim that a policy names (`PolicyError`).
+    The manager calls `replace` only if enough blocks are evictable, so a policy cannot fail and has nothing
+    to roll back. The manager checks every victim that a policy names (`PolicyError`).
 
     Attributes:
-        name: what users type.
-        good_for: where it is worth trying, in one line.
-        paper: where it was published.
-        index: the manager's index; ``index.keys[slot]`` is the key of a resident block, readable in
-            `replace` until it returns.
+        name: the name in options.
+        good_for: the workloads that profit, in one line.
+        paper: the publication.
+        index: the manager's index; ``index.keys[slot]`` is the key of a resident block, readable until
+            `replace` returns.
         capacity_blocks: number of slots.
-        refuses: whether `replace` may refuse new blocks.
-        counts_uses: whether `reused` makes a difference to it. If not, a victim tier saves itself the work.
-        write_cost: for a policy that weighs blocks: by which fraction a new block must be worth more than the
-            block that would leave, to be worth its write. None: the policy's own choice.
+        refuses: True if `replace` may refuse new blocks.
+        counts_uses: True if the policy reads `reused`. If False, a victim tier does not track uses.
+        write_cost: fraction by which the value of a new block must exceed the victim's value to justify the
+            write; for policies that refuse. None: the policy's default.
 
-    Every other public attribute that has an annotation and a default and is not a ``ClassVar`` is a parameter
-    that users may set: ``s3fifo,small_share=0.2`` (see `Registry`).
+    Every other public attribute with an annotation and a default that is not a ``ClassVar`` is a parameter
+    that users can set: ``s3fifo,small_share=0.2`` (see `Registry`).
     """
 
     name: ClassVar[str]
@@ -61,101 +60,102 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
-        """One request used these resident blocks, in prefix order.
+        """Record that one request used these resident blocks, in prefix order.
 
-        A policy that orders by recency goes from the last to the first, so that the head of a prefix ends as
-        the most recent block and a prefix is lost from its tail.
+        A policy that orders by recency processes the blocks from last to first, so that the head of a prefix
+        becomes the most recent block and a prefix loses its tail first.
 
-        In a victim tier no use is told when it happens: the device then holds the block. It is told here when
-        the device has dropped blocks and `replace` has taken them in: all blocks of the offer, in its order,
-        and `reused` is True for those that *return*, which were used again while they were not in the order.
-        Not to a policy that `observes`, which knows, nor to one to which uses do not count.
+        A victim tier does not report a use when it happens, because the device then holds the block. It calls
+        `access` after the device has dropped blocks and `replace` has taken them in: with all blocks of the
+        offer, in their order, and `reused` set for blocks that were used again while they were duplicates. It
+        does not call policies that `observes`, or whose `counts_uses` is False.
 
         Args:
             slots: shape ``(n,)``, int32.
-            reused: shape ``(n,)``, bool. True where this is the request's one access of the block. False
-                where the request accessed it before, or stored it itself: the block takes its place in the
-                order, and nothing is counted.
+            reused: shape ``(n,)``, bool. True for the request's first access of the block. False if the
+                request accessed or stored the block before: the block is reordered and nothing is counted.
         """
 
     @abstractmethod
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        """Take in the absent blocks `keys`, in prefix order; name the victims that leave for them.
+        """Insert the absent blocks `keys`, in prefix order, and choose their victims.
 
-        The first `num_free` entries of `slots` are free slots. The policy fills the others with its
-        victims, in the order in which they leave: ``keys[i]`` enters ``slots[i]``. It removes the victims
-        from its order and adds the new blocks; if it orders by recency, their head is the most recent.
+        The first `num_free` entries of `slots` are free slots. The policy fills the other entries with its
+        victims, in order of eviction: ``keys[i]`` enters ``slots[i]``. It removes the victims from its order
+        and adds the new blocks; if it orders by recency, the head of the prefix is the most recent.
 
-        A policy whose `refuses` is True may write `REFUSED` in place of a victim: the new block is worth
-        less than the one that would leave for it. Of one request's prefix (`protected.one_prefix`) it then
-        also refuses all following blocks, because they could not be reached. It refuses nothing if
-        `protected.admitted`.
+        A policy whose `refuses` is True may write `REFUSED` in place of a victim, if the victim is worth more
+        than the new block. If `protected.one_prefix`, it then also refuses all following blocks, which would
+        be unreachable. If `protected.admitted`, it refuses none.
 
         Args:
             keys: keys of the new blocks, all different, none of them in the policy's order.
-            slots: shape ``(len(keys),)``, int32; in and out.
-            num_free: number of free slots; 0 to ``len(keys)``.
-            protected: slots that may not be named as victims. Free slots count as protected.
+            slots: shape ``(len(keys),)``, int32; read and written.
+            num_free: number of free slots, 0 to ``len(keys)``.
+            protected: slots that cannot be victims. Free slots count as protected.
         """
 
     def replace_in(self, new: Entering, cache: Any, path: Any) -> None:
-        """`replace`, for the blocks of a store and with the manager's memory: what a manager calls."""
+        """Call `replace` for the blocks of a store. The manager calls this method."""
         keys = Keys(new.keys[: new.count], self.index.key_bytes)
         protected = Protected(cache, path, one_prefix=bool(new.one_prefix), admitted=bool(new.admitted))
         self.replace(keys, new.slots[: new.count], new.num_given, protected)
 
     @abstractmethod
     def remove(self, slots: SlotArray) -> None:
-        """These blocks left without being chosen as victims: a store failed, a block was damaged, or, in a
-        victim tier, the device holds the block again."""
+        """Forget blocks that left without being chosen as victims.
+
+        A store failed, a block was damaged, or, in a victim tier, the device holds the block again.
+        """
 
     def expect(self, path: Keys, start: int) -> None:  # noqa: B027  (most ignore it)
-        """A request that waits in the engine's queue will refer to these blocks, resident or not: for
-        policies that learn when blocks are used. Until it is served others leave before them, and they are
-        not refused.
+        """Record that a request in the engine's queue expects these blocks, resident or not.
 
-        Called once for each block of a request, before `observe`. The request may never be served.
+        For policies that learn when blocks are used. Until the request is served, other blocks are evicted
+        first, and expected blocks should not be refused. Called once for each block of a request, before
+        `observe`. The request may never be served.
 
         Args:
-            path: the head of the request's keys, as far as it is expected.
+            path: the expected leading keys of the request.
             start: number of blocks of the path in earlier calls.
         """
 
     def observe(  # noqa: B027  (most ignore it)
         self, path: Keys, slots: SlotArray, start: int, on_device: int
     ) -> None:
-        """A request refers to these blocks, resident or not: for policies that learn from all traffic.
+        """Record that a request refers to these blocks, resident or not.
 
-        Called once a request, before its first `access` or `replace`, and again when the request has grown.
+        For policies that learn from all traffic. Called once a request, before its first `access` or
+        `replace`, and again when the request has grown.
 
         Args:
             path: the request's keys so far, in prefix order.
             slots: shape ``(len(path) - start,)``, int32; the slot of each block from `start` on, or -1.
             start: number of blocks of the path in earlier calls.
-            on_device: number of blocks at the head of the path that the device has: this tier is not asked
-                for them, as far as lookups tell.
+            on_device: number of leading blocks that the device holds and that were not looked up in this
+                tier.
         """
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:  # noqa: B027  (most ignore it)
-        """A request has ended, and this is what the engine knows of it: for policies that learn what such
-        labels are worth, or count ages from the end of a request.
+        """Record the end of a request, with its hints.
 
-        Called once a request, after its last `access`.
+        For policies that learn the value of hints, or count ages from the end of a request. Called once a
+        request, after its last `access`.
 
         Args:
             path: the request's keys, in prefix order.
             slots: shape ``(len(path),)``, int32; the slot of each, or -1.
-            hints: never to be obeyed blindly: they may be wrong, or lies.
+            hints: labels from the engine, which may be wrong.
         """
 
     @classmethod
     def observes(cls) -> bool:
-        """Whether it learns from all traffic, and so knows blocks also while it does not order them."""
+        """Return whether the policy observes all traffic, including blocks outside its order."""
         return cls.observe is not EvictionPolicy.observe
 
     @classmethod
-    def is_told_of_returns(cls) -> bool:
-        """Whether a victim tier tells it which blocks return (see `access`)."""
+    def needs_returns(cls) -> bool:
+        """Return whether a victim tier reports returning blocks to the policy (see `access`)."""
         return cls.counts_uses and not cls.observes()
 
     @abstractmethod
@@ -163,49 +163,49 @@ class EvictionPolicy(ABC):
         """Forget everything, including adaptive state and ghosts."""
 
     def stats(self) -> dict[str, float]:
-        """State worth showing to people (sizes of lists, adaptive targets)."""
+        """Return statistics for reports: sizes of lists, adaptive targets."""
         return {}
 
     def order(self) -> list[int] | None:
-        """The slot of every block that the policy knows, each once, roughly from the coldest to the warmest.
+        """Return the slot of every ordered block once, roughly from coldest to warmest, or None without an
+        order.
 
-        For audits, tests and reports. None: the policy has no such order. Cost: O(blocks).
+        For audits, tests and reports. Cost: O(blocks).
         """
         return None
 
 
 class BlockwisePolicy(EvictionPolicy):
-    """A policy written one block at a time, in plain Python: the short way, for research.
+    """Base class for policies in plain Python that handle one block at a time, for research.
 
     Implement `hit`, `insert`, `victim` and `forget`, and `refresh` if recency matters; the batch methods loop
-    over them. One to two orders of magnitude slower than kernels, otherwise equal.
+    over them. 10 to 100 times slower than kernels, otherwise equivalent.
     """
 
     @abstractmethod
     def hit(self, slot: int) -> None:
-        """The block in `slot` was used. Called from the tail of a request to its head."""
+        """Record a use of the block in `slot`. Called from the tail of a request to its head."""
 
     def refresh(self, slot: int) -> None:
-        """The block in `slot` takes its place in the order of its request's path; not a second use.
+        """Reorder the block in `slot` along its request's path, without counting a use.
 
-        Called for the blocks of a path from the last to the first: after they have been inserted, and when
-        their request finishes.
+        Called for the blocks of a path from last to first: after their insertion, and when the request ends.
         """
 
     @abstractmethod
     def insert(self, slot: int, key: bytes) -> None:
-        """A new block is in `slot`."""
+        """Add the new block in `slot` to the order."""
 
     @abstractmethod
     def victim(self, key: bytes, protected: Protected) -> int:
-        """Choose the block that leaves for `key`, remove it from the order and return its slot.
+        """Choose the block to evict for `key`, remove it from the order and return its slot.
 
-        ``slot in protected`` is True for blocks that may not leave; at least one other block may.
+        ``slot in protected`` is True for blocks that cannot be evicted; at least one block can.
         """
 
     @abstractmethod
     def forget(self, slot: int) -> None:
-        """The block in `slot` left without being chosen as a victim."""
+        """Remove the block in `slot` from the order; it left without being chosen as a victim."""
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         for slot, is_reuse in zip(reversed(slots.tolist()), reversed(reused.tolist()), strict=True):
@@ -230,9 +230,9 @@ class BlockwisePolicy(EvictionPolicy):
 
 
 class CompiledPolicy(EvictionPolicy):
-    """A policy whose work is done by compiled functions, which the manager's kernels call by address.
+    """Base class for policies whose compiled functions the manager's kernels call by address.
 
-    The functions are given with ``@MyPolicy.compiled``, and are called as the methods of the same names::
+    ``@MyPolicy.compiled`` registers a function. The functions correspond to the methods of the same names::
 
         expect(own: State, path: Path)  # if it learns from requests that wait
         observe(own: State, path: Path)  # if it learns from all traffic
@@ -241,17 +241,15 @@ class CompiledPolicy(EvictionPolicy):
         replace(own: State, new: Entering, cache: Cache, path: Path)
         remove(own: State, used: Used)
 
-    `State` is a `Struct` of the policy's own, the class of its `state`. `expect` finds the blocks from
-    ``path.foreseen`` to ``path.num_expected`` new. `observe` finds the blocks that are
-    new to it on the path, from ``path.observed`` on, and their slots in ``path.found``; `finished` the whole
-    path, and what is known of the request as a number, ``path.label``. `replace` asks
-    `state.evictable` which blocks may leave. A function that does what another policy's does is inherited
-    with the class.
+    `State` is a `Struct`, the class of the policy's `state`. In `expect`, the new blocks are on the path from
+    ``path.foreseen`` to ``path.num_expected``. In `observe`, they are on the path from ``path.observed`` on,
+    with their slots in ``path.found``. In `finished`, ``path.found`` covers the whole path, and
+    ``path.label`` is the number of the request's hints. `replace` calls `state.evictable` to find evictable
+    blocks. Subclasses inherit functions.
 
     Attributes:
-        state: what the functions work on. It is made in the constructor; `reset` clears it in place, or makes
-            a new one.
-        functions: by name.
+        state: the state of the functions, created in the constructor. `reset` clears or replaces it.
+        functions: the registered functions by name.
     """
 
     state: Any
@@ -259,19 +257,19 @@ class CompiledPolicy(EvictionPolicy):
 
     @classmethod
     def compiled(cls, function: F) -> F:
-        """Compile one of the functions of this class."""
+        """Register a function of this class, to be compiled."""
         cls.functions = {**cls.functions, function.__name__: by_address(function)}
         return function
 
     @property
     def is_compiled(self) -> bool:
-        """Whether no subclass has written one of these methods in Python again: then it is called."""
-        mine, methods = type(self), ("access", "replace", "remove")
-        return all(getattr(mine, name) is getattr(CompiledPolicy, name) for name in methods)
+        """True unless a subclass overrides `access`, `replace` or `remove` in Python."""
+        methods = ("access", "replace", "remove")
+        return all(getattr(type(self), name) is getattr(CompiledPolicy, name) for name in methods)
 
     @classmethod
     def address_of(cls, name: str) -> int:
-        """Where a function is; 0 if there is none."""
+        """Return the address of a function, or 0 if the policy has none."""
         return cls.functions[name].address if name in cls.functions else 0
 
     @classmethod
@@ -313,10 +311,10 @@ def _call_replace(function: int, own: Anything, new: Entering, cache: Cache, pat
 POLICIES: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvoffload.policies")
 
 PolicyName: TypeAlias = Annotated[str, POLICIES]
-"""What users type for a policy."""
+"""An option that names a policy."""
 
 DEFAULT_POLICY = "lru"
-"""The policy if the user names none."""
+"""The policy when no option names one."""
 
 FLAGSHIP = "hazard"
-"""The policy that we recommend."""
+"""The recommended policy."""

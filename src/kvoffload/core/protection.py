@@ -1,4 +1,4 @@
-"""Which slots must survive an eviction, for policies in Python."""
+"""Protected slots, which an eviction must leave alone, for policies in Python."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvoffload.structures.jit import kernel
 class Protected:
     """The slots that an eviction must leave alone: free, in flight, pinned, or of the storing request.
 
-    Python asks ``slot in protected``; compiled policies ask `state.evictable`. Valid during one call of
-    `EvictionPolicy.replace`.
+    Policies in Python test ``slot in protected``; compiled policies call `state.evictable`. Valid during one
+    call of `EvictionPolicy.replace`.
 
     Attributes:
-        entering: slots that a policy has already given to blocks of this call. Python policies add to it;
-            compiled ones keep such slots out of their lists until they have chosen every victim.
-        one_prefix: whether the new blocks follow one another in one request, so that a block is useless
-            without those before it.
-        admitted: whether the new blocks always enter: a policy refuses none of them.
-        cache, path: the manager and the request, for kernels.
+        entering: slots that the policy has assigned in this call. Python policies add to this set; compiled
+            policies list such slots only after they have chosen every victim.
+        one_prefix: True if the new blocks follow one another in one request, so that each block needs the
+            blocks before it.
+        admitted: True if the policy may refuse none of the new blocks.
+        cache, path: manager and request, for kernels.
     """
 
     __slots__ = ("admitted", "cache", "entering", "one_prefix", "path")
@@ -40,11 +40,11 @@ class Protected:
         return slot in self.entering or not _may_leave(self.cache, self.path, slot)
 
     def expects(self, key: bytes) -> bool:
-        """Whether a request that waits will ask for this block: refuse it only if it does not."""
+        """Return whether a waiting request expects this block. Do not refuse an expected block."""
         return bool(_is_expected(self.cache, key))
 
     def depth_of(self, key: bytes) -> int:
-        """Where a block is on the path of the storing request, from 0; -1 if it is not on it."""
+        """Return the position of a block on the path of the storing request, from 0, or -1."""
         return _depth_of(self.path, key)
 
 

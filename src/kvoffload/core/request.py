@@ -1,9 +1,8 @@
-"""What a manager knows of one inference request while it runs.
+"""Request contexts: a manager's record of a running inference request.
 
-Owns the request's *path*: the keys that it has asked for, loaded, touched or offered, in the order of their
-first appearance, and a record of each. Because of the path a request accesses each block once, however often
-it is retried, its own blocks are protected while it stores, and each key is hashed once and looked up in the
-manager's index once.
+Owns the request's *path*: the keys that the request has looked up, loaded, touched or offered, in order of
+first appearance, with a record of each key. The path ensures that a retried request accesses each block once,
+that its own blocks are protected while it stores, and that each key is hashed and looked up only once.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from kvoffload.structures.keys import Keys, words_per_key, wrong_key
 from kvoffload.structures.structs import Struct
 
 HASH, HINT, FLAGS = 0, 1, 2
-"""Columns of `records`. The hint says where the block was last found: ``version << 32 | slot + 1``, or 0. It
-is valid until the slot's version changes: a block may leave and come back while a request runs."""
+"""Columns of `records`. HINT is the last known slot, ``version << 32 | slot + 1``, or 0. It is valid until
+the slot's version changes, because a block may leave and return while a request runs."""
 
 ACCESSED = 1
 SCRATCH = 2
 SMALLEST_ROOM = 16
 
 AGAIN = -(1 << 60)
-"""Below it: the batch does not fit on the path, or has a wrong key. Nothing has changed; see `make_room`."""
+"""Results below AGAIN: the path is too small for the batch, or a key is invalid. Nothing has changed; the
+caller calls `make_room` and tries again."""
 FULL, WRONG = AGAIN - 1, AGAIN - 2
 
 
@@ -41,20 +41,21 @@ class Used(Struct):
 
 
 class Path(Struct):
-    """A request in kernels, in one piece of memory that is copied from a blank one.
+    """The state of a request, for kernels, in one piece of memory.
 
     Attributes:
-        index: the request's keys; positions count in the order of first appearance.
-        records: shape ``(room, 3)``, uint64: what is known of each key.
-        positions: int32: where the keys of the batch at hand are on the path.
-        used: for the blocks that the batch at hand uses.
-        length: number of keys on the path; observed: of its leading part, which a compiled policy has
-        observed. found: int32: where the blocks are that it has not yet observed, or ABSENT.
-        on_device: number of blocks at its head that the device has: those before the first lookup; was_asked:
-            1 after that.
-        label: what the engine knows of the request (`hints.Labels`).
-        num_expected: the request waits in the engine's queue, and so many blocks at its head are expected;
-        foreseen: of these the policy has been told.
+        index: the request's keys; positions count in order of first appearance.
+        records: shape ``(room, 3)``, uint64: hash, slot hint and flags of each key.
+        positions: int32: path positions of the current batch.
+        used: the blocks that the current batch uses.
+        found: int32: slots of the blocks that a policy's `observe` or `finished` reads, or ABSENT.
+        length: number of keys on the path.
+        observed: number of leading keys that a compiled policy has observed.
+        on_device: number of leading blocks that the device holds: the blocks before the first lookup.
+        was_asked: 1 after the first lookup.
+        label: number of the request's hints (`hints.Labels`).
+        num_expected: number of leading keys that are expected while the request waits in the engine's queue.
+        foreseen: number of expected keys that were reported to the policy.
     """
 
     index: Index
@@ -72,7 +73,7 @@ class Path(Struct):
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
-    """Memory of a `Used` that has these blocks."""
+    """Return the memory of a `Used` with these blocks."""
     memory = bytearray(_blank_used((len(slots) - 1).bit_length()))
     used = Used.over(memory)
     used.slots[: len(slots)], used.count = slots, len(slots)
@@ -92,18 +93,18 @@ _INDEX, _USED = Path.fields["index"].at, Path.fields["used"].at
 
 
 class RequestContext:
-    """One inference request, from `begin_request` to `finish_request`.
+    """The context of an inference request, from `begin_request` to `finish_request`.
 
-    Belongs to the manager that made it, and to its thread. Memory: about 80 bytes a block of the request,
-    until it finishes.
+    Belongs to one manager and its thread. Memory: about 80 bytes for each block, until the request finishes.
 
     Attributes:
-        memory: its `Path`, for the manager's kernels; room: how many keys fit before it grows.
+        memory: a `Path`, for the manager's kernels.
+        room: number of keys that fit before the path grows.
         unpacked_keys: single keys that were looked up and are not yet on the path.
-        observed: length of the leading part of the path that policy and admission rule have observed;
-            num_observations: in how many parts they observed it.
-        hints: what the engine knows of it.
-        owner: the manager. The records of one manager are wrong in another.
+        observed: number of leading keys that policy and admission rule in Python have observed.
+        num_observations: number of calls in which they observed them.
+        hints: labels from the engine.
+        owner: the manager. Slot hints of one manager are invalid in another.
     """
 
     __slots__ = (
@@ -133,8 +134,8 @@ class RequestContext:
     def __repr__(self) -> str:
         return f"RequestContext({self.request_id!r}, {self.length} blocks{', finished' * self.finished})"
 
-    def tell(self, hints: Hints, label: int) -> None:
-        """What the engine has come to know of it, and its number."""
+    def set_hints(self, hints: Hints, label: int) -> None:
+        """Set the request's hints and their label number."""
         self.hints = hints
         self.memory[_LABEL : _LABEL + 8] = label.to_bytes(8, "little")
 
@@ -144,31 +145,32 @@ class RequestContext:
         return int.from_bytes(self.memory[_LENGTH : _LENGTH + 8], "little")
 
     def flush(self) -> None:
-        """Add the keys that were looked up one by one to the path."""
+        """Add the keys of single lookups to the path."""
         if self.unpacked_keys:
-            asked, self.unpacked_keys = self.unpacked_keys, []
-            self.see(asked)
+            keys, self.unpacked_keys = self.unpacked_keys, []
+            self.add(keys)
 
     def extend(self, keys: Sequence[bytes]) -> I32Array:
-        """Add `keys` to the path; returns the position of each on it (a view, until the next call for the
-        request). Cost: O(keys). Raises `ValueError` that names the first key of a wrong length.
+        """Add `keys` to the path; return the position of each (a view, valid until the request's next call).
+
+        Cost: O(keys). Raises `ValueError` that names the first key of a wrong length.
         """
-        self.see(keys)
+        self.add(keys)
         return self.positions(len(keys))
 
-    def see(self, keys: Sequence[bytes]) -> None:
-        """As `extend`, for those who do not ask where the keys are."""
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Add `keys` to the path, as `extend`."""
         self.flush()
         batch = batch_of(keys, self.key_bytes)
-        while (problem := _see(self.memory, batch)) < AGAIN:
+        while (problem := _add_batch(self.memory, batch)) < AGAIN:
             self.make_room(keys, problem)
 
     def positions(self, count: int) -> I32Array:
-        """The positions of the last batch (a view)."""
+        """Return the path positions of the last batch (a view)."""
         return Path.array(self.memory, "positions", count)
 
     def used(self, count: int) -> tuple[I32Array, BoolArray]:
-        """The blocks that the last batch uses, as for a policy's `access` (views)."""
+        """Return the blocks that the last batch uses, as arguments of a policy's `access` (views)."""
         start = memoryview(self.memory).cast("q")[_USED]
         return (
             Used.array(self.memory, "slots", count, start),
@@ -176,13 +178,15 @@ class RequestContext:
         )
 
     def keys(self) -> Keys:
-        """The path: every key of the request, in the order of first appearance (a view)."""
+        """Return the path: every key of the request, in order of first appearance (a view)."""
         start = memoryview(self.memory).cast("q")[_INDEX]
         return Keys(Index.array(self.memory, "keys", self.length, start), self.key_bytes)
 
     def make_room(self, keys: Sequence[bytes], problem: int) -> None:
-        """After `see` has said `FULL`, enlarge the path for the batch; after `WRONG`, raise what is wrong
-        with its first wrong key: `ValueError`, or `TypeError` for what is no ``bytes``."""
+        """Enlarge the path after `FULL`; after `WRONG`, raise the error of the first invalid key.
+
+        Raises: `ValueError` for a wrong length, `TypeError` for an object that is not ``bytes``.
+        """
         if problem == WRONG and (error := wrong_key(keys, self.key_bytes)):
             raise error
         self.room = room_for(max(2 * self.room, self.length + len(keys)))
@@ -192,7 +196,7 @@ class RequestContext:
 
 
 def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
-    """`keys` as kernels take them. Raises `ValueError` for packed keys of another length."""
+    """Convert `keys` to a kernel's `KeyBatch`. Raises `ValueError` for packed keys of another length."""
     if type(keys) is list:
         return keys
     if isinstance(keys, Keys):
@@ -203,13 +207,13 @@ def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
 
 
 def room_for(count: int) -> int:
-    """The next power of two, so that few different sizes of memory are made."""
+    """Return the next power of two, so that few different sizes are allocated."""
     return max(SMALLEST_ROOM, 1 << (count - 1).bit_length())
 
 
 @lru_cache(maxsize=64)
 def _blank_path(room: int, key_bytes: int) -> bytes:
-    # A row more than there are keys: a new key is packed there before its place is known.
+    # One spare row: a new key is packed there before its bucket is known.
     index = {"table": 2 * room + 1, "keys": (room + 1, words_per_key(key_bytes))}
     blank = bytearray(
         Path.blank(
@@ -222,8 +226,10 @@ def _blank_path(room: int, key_bytes: int) -> bytes:
 
 @inline
 def _place_of(path: Path, length: int, row: int) -> int:
-    """Position of the key ``keys[row]`` of the path's index; `length` if it is new, and then it is put there.
-    ABSENT if there is no room for it."""
+    """Return the path position of the key in row `row` of the path's index, inserting a new key at `length`.
+
+    Returns ABSENT if there is no room.
+    """
     index, records = path.index, path.records
     h = hash_row(index.keys, row)
     bucket = bucket_of(index, index.keys, row, h)
@@ -236,9 +242,11 @@ def _place_of(path: Path, length: int, row: int) -> int:
 
 
 @inline
-def see(path: Path, batch: KeyBatch) -> int:
-    """Fill in the position of each key on the path, where new keys are added; returns how many keys there
-    are, or `FULL` or `WRONG`."""
+def add_batch(path: Path, batch: KeyBatch) -> int:
+    """Add the new keys of a batch to the path, and write the position of each key to ``path.positions``.
+
+    Returns the number of keys, or `FULL` or `WRONG`.
+    """
     index, positions = path.index, path.positions
     keys, key_bytes = index.keys, index.key_bytes
     num_words = keys.shape[1]
@@ -251,7 +259,7 @@ def see(path: Path, batch: KeyBatch) -> int:
         if address == WRONG_KEY:
             problem = WRONG
             break
-        # Batches of one request repeat each other: most keys follow their predecessor on the path.
+        # Batches of one request repeat each other, so most keys follow their predecessor on the path.
         position = following
         if following >= length or not is_key_at(address, key_bytes, keys, following):
             pack_key(address, key_bytes, keys, length)
@@ -271,13 +279,13 @@ def see(path: Path, batch: KeyBatch) -> int:
 
 
 @kernel
-def _see(path: Path, batch: KeyBatch) -> int:
-    return see(path, batch)
+def _add_batch(path: Path, batch: KeyBatch) -> int:
+    return add_batch(path, batch)
 
 
 @kernel
 def _enlarge(path: Path, larger: Path) -> None:
-    """Copy a path into memory with more room."""
+    """Copy a path into larger memory."""
     keys = path.index.keys
     for position in range(path.length):
         for word in range(keys.shape[1]):

@@ -1,9 +1,8 @@
-"""What a victim tier remembers of a block while no policy orders it: whether it was used again.
+"""Uses of blocks while they are duplicates in a victim tier and no policy orders them.
 
-A policy forgets a block that the device holds as well, and the block would be as new when the device drops
-it. So the tier itself remembers the keys that requests used, in two lists: of blocks used once, and of blocks
-used again, by another request or as a hit from this tier. Decides nothing: the policy is told when a block
-returns.
+A policy forgets a duplicate, and would treat the block as new when the device drops it. So the tier itself
+remembers used keys in two lists: blocks used once, and blocks used again, by another request or as a hit from
+this tier. Decides nothing: the policy receives the flag when the block returns.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Memory for as many keys in each list as the tier has slots; for none if it is not needed.
+    """Create the lists: room for as many keys in each as the tier has slots, or for none if not needed.
 
-    A device with as many blocks as the tier needs no more. Of a larger one the keys used longest ago are
-    forgotten, and their blocks return as new. Memory: 56 bytes a slot, and two keys.
+    That suffices for a device with as many blocks as the tier. With a larger device the least recently used
+    keys are forgotten, and their blocks return as new. Memory: 56 bytes a slot, and two keys.
     """
     return KeyLists(2 * len(index.keys) if is_needed else 0, index.key_bytes, 2)
 
 
 @inline
 def note_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64, again: bool) -> None:
-    """A request uses the block with the key ``batch[row]``: again if that is known, or if it was used before.
+    """Record a use of the block with key ``batch[row]``; `again` marks the block as reused at its first use.
 
-    Cost: one index probe; another to forget a key for a new one.
+    Cost: one index probe, and another if a key must be forgotten for a new key.
     """
     lists, links = known.lists, known.lists.links
     if lists.num_positions == 0:
@@ -48,8 +47,8 @@ def note_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64, again: b
 
 
 @inline
-def take_out(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64) -> bool:
-    """A block returns, and the policy will know it: forget it here. Whether it was used again."""
+def pop_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64) -> bool:
+    """Forget the key of a block that returns to the policy; return whether the block was used again."""
     lists = known.lists
     if lists.num_positions == 0:
         return False

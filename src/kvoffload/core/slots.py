@@ -1,6 +1,6 @@
-"""The slots of a cache: the state of each, and which are free.
+"""The slots of a cache and their states.
 
-Owns pins, versions, the stack of free slots and the condemned ones. Does not know keys, orders or requests.
+Owns pins, versions, the stack of free slots and the condemned slots. Does not know keys, orders or requests.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from kvoffload.structures.jit import BoolArray, I32Array, ReadI32Array, U32Array
 from kvoffload.structures.structs import Struct
 
 SlotArray: TypeAlias = npt.NDArray[np.int32]
-"""Shape ``(n,)``: numbers of slots."""
+"""Slot numbers, shape ``(n,)``."""
 
 FREE, WRITING = -2, -1
-"""Values of `ref_cnt` for slots without a readable block; for a ready block it is the number of pins."""
+"""Values of `ref_cnt` for slots without a readable block.
+
+For a ready block `ref_cnt` is the number of pins.
+"""
 
 
 class Slots(Struct):
     """`capacity` slots, all free at first. Memory: 13 bytes a slot.
 
-    A slot is *free*, *writing* (a store is in flight), *ready* (its block can be read, and is pinned while it
-    is read), or *condemned*: its block is forgotten and a transfer still uses the slot, which is free after
-    that; or the slot is withheld.
+    States of a slot: *free*; *writing*, while a store is in flight; *ready*, when the block can be read (a
+    reader pins it); *condemned*, when the block is forgotten but a transfer still uses the slot, or the slot
+    is withheld. A condemned slot becomes free when the transfer ends.
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
-        version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot. A hint that a
-            request has recorded for that block is then invalid.
+        version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot, which invalidates
+            the slot hints that requests recorded for the block.
         condemned: shape ``(capacity,)``, bool.
-        stack: int32: the first `num_free` are the free slots; the next one to be used is the last of them.
+        stack: int32: its first `num_free` entries are the free slots, used from the end.
         num_free, num_writing, num_condemned: slots in that state.
-        num_evictable: ready blocks without a pin, without condemned ones.
+        num_evictable: ready blocks without a pin; condemned slots do not count.
     """
 
     ref_cnt: I32Array
@@ -48,7 +51,7 @@ class Slots(Struct):
     num_condemned: int
 
     def __init__(self, capacity: int) -> None:
-        # Written now, so that no later call waits for the system to provide the memory.
+        # Writing to the arrays now lets the system provide their pages before any later call needs them.
         super().__init__(
             ref_cnt=np.full(capacity, FREE, np.int32),
             version=np.full(capacity, 0, np.uint32),
@@ -61,19 +64,22 @@ class Slots(Struct):
 
     @property
     def num_ready(self) -> int:
-        """Blocks that can be read."""
+        """Number of readable blocks."""
         return self.capacity - self.num_free - self.num_writing - self.num_condemned
 
     def free(self) -> list[int]:
-        """The free slots; the next one to be used is last. Cost: O(capacity), for audits."""
+        """Return the free slots, the next slot to be used last. Cost: O(capacity), for audits."""
         return list(map(int, self.stack[: self.num_free]))
 
     def ready(self) -> SlotArray:
-        """The slots of all blocks that can be read. Cost: O(capacity)."""
+        """Return the slots of all readable blocks. Cost: O(capacity)."""
         return np.flatnonzero((self.ref_cnt >= 0) & ~self.condemned).astype(np.int32)
 
     def condemn(self, slots: SlotArray) -> None:
-        """Forget the ready blocks in these slots: slots without a pin are free at once, the others later."""
+        """Forget the ready blocks in these slots.
+
+        Unpinned slots are freed now, pinned slots when unpinned.
+        """
         idle = self.ref_cnt[slots] == 0
         self.num_evictable -= int(np.count_nonzero(idle))
         self.condemned[slots[~idle]] = True
@@ -81,9 +87,9 @@ class Slots(Struct):
         _free(self.memory, slots[idle])
 
     def withhold(self, count: int) -> SlotArray:
-        """Take so many free slots out of use, those that would be used last, until they are released.
+        """Take the `count` free slots that would be used last out of use, until they are released.
 
-        They count as condemned: a `reset` leaves them out of use too.
+        Withheld slots count as condemned, also after a `reset`.
         """
         taken = self.stack[:count].copy()
         self.stack[: self.num_free - count] = self.stack[count : self.num_free].copy()
@@ -94,7 +100,7 @@ class Slots(Struct):
         return taken
 
     def release(self, slots: SlotArray) -> int:
-        """Free those of `slots` that are condemned and have no pin; returns how many."""
+        """Free the condemned slots among `slots` that have no pin; return how many."""
         idle = np.fromiter(dict.fromkeys(slots.tolist()), np.int32)
         idle = idle[self.condemned[idle] & (self.ref_cnt[idle] <= 0)]
         self.condemned[idle] = False
@@ -103,7 +109,7 @@ class Slots(Struct):
         return len(idle)
 
     def reset(self, *, drop_in_flight: bool) -> None:
-        """Forget every block. Slots that a transfer uses are condemned, unless `drop_in_flight`.
+        """Forget every block and condemn the slots that a transfer uses, unless `drop_in_flight`.
 
         Cost: O(capacity).
         """
@@ -119,7 +125,7 @@ class Slots(Struct):
 
 @inline
 def give_back(slots: Slots, slot: int) -> None:
-    """A slot is free from now on."""
+    """Mark a slot as free."""
     slots.ref_cnt[slot] = FREE
     slots.stack[slots.num_free] = slot
     slots.num_free += 1

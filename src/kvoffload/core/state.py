@@ -1,6 +1,6 @@
-"""What the control plane's kernels see: the state of a cache, and the blocks of one store or load.
+"""Structs of the manager's kernels: a cache, and the blocks of one store or load.
 
-Owns how that lies in memory, and what may leave a cache. Decides nothing.
+Owns their memory layout, and the rule for which blocks may be evicted. Decides nothing.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from kvoffload.structures.lists import PREV, Lists
 from kvoffload.structures.structs import Struct
 
 REFUSED = -1
-"""What `EvictionPolicy.replace` writes in place of a victim: the new block does not enter."""
+"""Written by `EvictionPolicy.replace` in place of a victim to refuse the new block."""
 
 
 class Cache(Struct):
-    """A manager in kernels.
+    """The state of a manager, for kernels.
 
     Attributes:
-        index: key -> slot; slots: the state of each.
-        duplicates: one list of the slots whose block the device holds as well; only if `follows_device`.
-        known: keys that requests used, of blocks that the policy does not order (`returning`). Of no keys if
-            the policy is not told of them, and if not `follows_device`.
-        expected: what waiting requests will ask for: of no keys before the first waits (`make_queue`);
-            spares: 1 while the store at hand has room without that.
-        policy: address of the policy's state; expect, observe, finished, access, replace, remove: of its
-            functions. 0 if the manager calls the policy in Python.
+        index: maps keys to slots.
+        slots: the state of each slot.
+        duplicates: one list of the slots whose block the device also holds; empty unless `follows_device`.
+        known: used keys of blocks that the policy does not order (`returning`). Empty unless `follows_device`
+            and the policy needs them.
+        expected: keys that waiting requests expect. Without room until the first request waits
+        (`make_queue`).
+        spares: 1 while the current store has enough room without evicting expected blocks.
+        policy: address of the policy's state.
+        expect, observe, finished, access, replace, remove: addresses of the policy's functions; 0 if the
+            manager calls the policy in Python.
         follows_device: 1 in a victim tier.
         stored, ...: as in `ManagerStats`.
     """
@@ -64,25 +67,26 @@ class Cache(Struct):
     discarded: int
 
     def make_queue(self) -> Expected:
-        """Room for what waiting requests will ask for: of a cache that had none."""
+        """Replace the empty `expected` by one with room for the keys of waiting requests."""
         room = Expected(most_expected(self.slots.capacity), self.index.key_bytes)
         self.exchange("expected", room)
         return room
 
 
 class Entering(Struct):
-    """The blocks of one store: what a plan keeps, and what a policy's `replace` is about.
+    """The blocks of one store: the memory of a `StorePlan`, and the argument of a policy's `replace`.
 
     Attributes:
-        keys: of the missing blocks, in the order of the offer; rows: theirs in the offered batch.
-        slots: where the first `count` of them go; the first `num_given` are given, and of these the first
-            `num_free` are free and the others those of duplicates. The rest is for the policy to fill with
-            its victims.
-        evicted: the keys of the blocks that have left: of duplicates and victims.
-        count: how many are stored; num_offered, num_missing: how many were offered, and not here.
+        keys: keys of the missing blocks, in the order of the offer.
+        rows: row of each missing block in the offered batch.
+        slots: slots of the first `count` missing blocks. The first `num_free` were free, the next, up to
+            `num_given`, held duplicates. The policy fills the rest with its victims.
+        evicted: keys of the evicted duplicates and victims.
+        count: number of blocks to store.
+        num_offered, num_missing: number of offered blocks, and of absent blocks among them.
         num_dropped, num_refused: as in `StorePlan`.
         one_prefix: 1 if the blocks follow one another in one request.
-        admitted: 1 if the policy may refuse none.
+        admitted: 1 if the policy may refuse no block.
     """
 
     keys: U64Matrix
@@ -108,12 +112,12 @@ class Pinned(Struct):
 
 
 def blank_store(num_blocks: int, key_bytes: int) -> Any:
-    """Memory for an `Entering` of so many blocks, or more."""
+    """Return memory for an `Entering` of at least `num_blocks` blocks."""
     return bytearray(_blank_store((num_blocks - 1).bit_length(), key_bytes))
 
 
 def entering(keys: Keys, slots: SlotArray, num_given: int) -> Entering:
-    """Some blocks, of which the first `num_given` have their slots."""
+    """Create an `Entering` of these blocks; the first `num_given` have their slots."""
     count = len(slots)
     new = Entering.over(blank_store(count, keys.key_bytes))
     new.keys[:count], new.slots[:count] = keys.words, slots
@@ -122,7 +126,7 @@ def entering(keys: Keys, slots: SlotArray, num_given: int) -> Entering:
 
 
 def blank_load(num_blocks: int) -> Any:
-    """Memory for a `Pinned` of so many blocks, or more."""
+    """Return memory for a `Pinned` of at least `num_blocks` blocks."""
     return bytearray(_blank_load((num_blocks - 1).bit_length()))
 
 
@@ -139,7 +143,7 @@ def _blank_load(bits: int) -> bytes:
 
 @inline
 def can_leave(cache: Cache, path: Path, slot: int) -> bool:
-    """Whether the block in `slot` is ready, not pinned, and not on the storing request's path."""
+    """Return whether the block in `slot` is ready, not pinned, and not on the storing request's path."""
     if cache.slots.ref_cnt[slot] != 0:
         return False
     keys = cache.index.keys
@@ -148,8 +152,7 @@ def can_leave(cache: Cache, path: Path, slot: int) -> bool:
 
 @inline
 def evictable(cache: Cache, path: Path, slot: int) -> bool:
-    """Whether the block in `slot` may leave now: it can, and it is not expected, if there is room without
-    those that are."""
+    """Return whether the store may evict the block in `slot`: `can_leave`, and not spared as expected."""
     if not can_leave(cache, path, slot):
         return False
     keys = cache.index.keys
@@ -158,13 +161,13 @@ def evictable(cache: Cache, path: Path, slot: int) -> bool:
 
 @inline
 def is_expected(cache: Cache, new: Entering, row: int) -> bool:
-    """Whether a request that waits will ask for this new block: then no policy should refuse it."""
+    """Return whether a waiting request expects this new block; then a policy should not refuse it."""
     return find(cache.expected.keys.index, new.keys, row, hash_row(new.keys, row)) != ABSENT
 
 
 @inline
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
-    """The coldest block of a list, from `slot` towards its head, that may leave; the sentinel if none may."""
+    """Return the coldest evictable block of a list, from `slot` towards the head, or the sentinel."""
     while slot != sentinel and not evictable(cache, path, slot):
         slot = links[slot, PREV]
     return slot
@@ -172,9 +175,9 @@ def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sen
 
 @inline
 def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
-    """The coldest block of a list that may leave, or ABSENT: the list's search passes those that may not.
+    """Advance the list's search to the coldest evictable block; return the block or ABSENT.
 
-    What was protected before still is, so the blocks of one store search with one `rewind`.
+    A protected block stays protected during a store, so one `rewind` serves all blocks of the store.
     """
     sentinel = lists.num_positions + number
     slot = coldest_evictable(cache, path, lists.links, lists.cursors[number], sentinel)
@@ -184,7 +187,7 @@ def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
 
 @inline
 def victim_of_either(cache: Cache, path: Path, lists: Lists, number: int) -> int:
-    """`next_victim` of one of two lists; of the other if all blocks of the first are protected."""
+    """Return `next_victim` of list `number`, or of the other of two lists if all its blocks are protected."""
     victim = next_victim(cache, path, lists, number)
     if victim == ABSENT:
         victim = next_victim(cache, path, lists, 1 - number)

@@ -1,4 +1,4 @@
-"""2Q: a queue for new blocks, a memory of those that left it, and a list for those that returned.
+"""2Q: a FIFO queue of new blocks, ghosts of blocks evicted from the queue, and an LRU list.
 
 Source: Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm",
 VLDB 1994, the full version.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.ghosts import comes_back, leave_ghost, prefetch_exchange
+from kvoffload.core.ghosts import leave_ghost, pop_ghost, prefetch_exchange
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
 from kvoffload.core.state import Cache, Entering, victim_of_either
@@ -23,14 +23,16 @@ A1OUT = 0
 
 
 class State(Struct):
-    """A1in and Am; A1out.
+    """The state of a 2Q cache.
 
     Attributes:
-        arriving: whether a block of A1in has yet to get its final place there.
-        max_a1in: Kin; A1in may be larger when it need not provide a victim.
-        new_a1in: blocks of the batch at hand that will join A1in. They join after its last victim was chosen;
-            until then they count here, and those for Am have their slots marked (`push_marked`).
-        is_victim_tier: there a use is told of a block that returns, at once.
+        lists: A1in and Am.
+        a1out: ghosts.
+        arriving: True for a block of A1in that has not yet got its final place.
+        max_a1in: Kin; A1in can be larger while no victims are needed.
+        new_a1in: blocks of the current batch that will join A1in. They join after the batch's last victim was
+            chosen; blocks that will join Am have their slots marked (`push_marked`).
+        is_victim_tier: 1 if `access` reports returning blocks.
     """
 
     lists: Lists
@@ -42,29 +44,28 @@ class State(Struct):
 
 
 class TwoQ(CompiledPolicy):
-    """New blocks wait in a FIFO; those asked for again join an LRU.
+    """New blocks enter a FIFO; blocks requested again after their eviction enter an LRU list.
 
-    The paper's full version: A1in, A1out and Am, for batches with pins.
+    The paper's full version with A1in, A1out and Am, for batches with pins.
 
-    A new block enters A1in, first in, first out. A hit there does nothing: uses in quick succession count as
-    one. While A1in holds more than Kin = 25 % of the blocks, its oldest leaves, and A1out
-    remembers its key; otherwise the coldest of Am leaves, and is forgotten. A block that A1out remembers
-    enters Am, a list by recency. A1out remembers Kout = 50 % as many keys as there are blocks.
+    A new block enters A1in, a FIFO. A hit in A1in does nothing, so that uses in quick succession count as
+    one. While A1in holds more than Kin = 25 % of the blocks, its oldest block is evicted, and A1out remembers
+    the key. Otherwise the coldest block of Am is evicted and forgotten. A block whose key is in A1out enters
+    Am, an LRU list. A1out holds Kout = 50 % as many keys as the cache has blocks.
 
-    Where the paper is silent, because it knows neither batches, pins nor failures:
+    The paper does not cover batches, pins and failures. There we choose:
 
-    - A batch is processed block by block: each finds the lists as the one before left them. Blocks of one
-      batch never evict each other, and its head is the youngest.
+    - A batch is processed block by block, each on the lists that the previous block left. Blocks of one batch
+      never evict each other, and the head of the batch is the youngest.
     - A block gets its final place in A1in when the request that stored it finishes, so that a path that was
-      stored in parts is lost from its tail, too. In Am a request's own store is no second access, but the
+      stored in parts also loses its tail first. In Am a request's own store is no second access, but the
       block moves to the front with its path.
-    - In a victim tier a block that returns used again joins Am: it was new when it came for the first time.
-    - The key of a block that A1out remembers is removed from A1out before a victim leaves for it.
-    - If the list that should provide the victim is empty or all its blocks are protected, the victim is
-      taken from the other one; blocks that leave A1in are remembered, those that leave Am are not, in any
-      case.
-    - While slots are free no victim is needed, and A1in may grow beyond Kin, as in the paper.
-    - A block whose store failed, or that was damaged, is not remembered: it did not leave as a victim.
+    - In a victim tier a returning block that was used again joins Am, because it entered A1in when it was
+    new. - The key of a returning block is removed from A1out before a victim is chosen. - If the list that
+    should provide the victim is empty or fully protected, the other list provides it.
+      Victims from A1in are always remembered, victims from Am never.
+    - While slots are free no victim is needed, and A1in can grow beyond Kin, as in the paper.
+    - A block whose store failed, or that was damaged, is not remembered, because it was no victim.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block
     for the lists, and for each two blocks 28 bytes and a key for A1out.
@@ -108,8 +109,10 @@ class TwoQ(CompiledPolicy):
 
 @TwoQ.compiled
 def access(own: State, used: Used) -> None:
-    """A hit moves a block to the front of Am; in A1in only the end of the storing request moves it, and in a
-    victim tier that it returns."""
+    """Move a block of Am to the front.
+
+    Blocks of A1in move only when the storing request ends or they return.
+    """
     links, arriving, am = own.lists.links, own.arriving, own.lists.num_positions + AM
     for i in range(used.count - 1, -1, -1):
         slot = used.slots[i]
@@ -127,13 +130,13 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _a1in_provides(own: State) -> bool:
-    """Whether the next victim is to be one of A1in."""
+    """Return whether A1in provides the next victim."""
     return own.lists.links[own.lists.num_positions + A1IN, LIST] + own.new_a1in > own.max_a1in
 
 
 @inline
 def _evict(own: State, cache: Cache, path: Path) -> int:
-    """A block leaves, and is remembered if it was in A1in. Returns its slot; ABSENT if none may leave."""
+    """Evict a block, remembering a block of A1in; return the slot, or ABSENT if no block is evictable."""
     links, c = own.lists.links, own.lists.num_positions
     victim = victim_of_either(cache, path, own.lists, A1IN if _a1in_provides(own) else AM)
     if victim != ABSENT:
@@ -150,7 +153,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     prefetch_exchange(new, cache, own.lists, A1IN if _a1in_provides(own) else AM, own.a1out, A1OUT)
     rewind(own.lists)
     for i in range(new.count):
-        joins_am = comes_back(own.a1out, new, i)
+        joins_am = pop_ghost(own.a1out, new, i)
         if i >= new.num_given:
             slots[i] = _evict(own, cache, path)
             if slots[i] == ABSENT:

@@ -1,4 +1,4 @@
-"""ARC: a list for blocks used once, a list for blocks used again, and a balance learnt from regret.
+"""ARC: a list of blocks used once, a list of blocks used again, and a balance learnt from ghost hits.
 
 Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4.
 """
@@ -20,12 +20,15 @@ B1, B2 = 0, 1
 
 
 class State(Struct):
-    """T1 and T2; B1 and B2; the target size of T1.
+    """The state of an ARC cache.
 
     Attributes:
-        new_t1, new_t2: blocks of the batch at hand that will join T1 and T2. They join after its last victim
-            was chosen: a reused slot must not be taken for the block that left it. Until then they count
-            here, and have their slots marked (`push_marked`) for T2.
+        lists: T1 and T2.
+        ghosts: B1 and B2.
+        target: target size of T1.
+        new_t1, new_t2: blocks of the current batch that will join T1 and T2. They join after the batch's last
+            victim was chosen, because a reused slot must not be mistaken for its old block. The slots of
+            blocks for T2 are marked (`push_marked`).
     """
 
     lists: Lists
@@ -36,18 +39,19 @@ class State(Struct):
 
 
 class ARC(CompiledPolicy):
-    """Balances recency and frequency by what it evicted too early.
+    """Balances recency and frequency by the blocks that it evicted too early.
 
-    The paper's algorithm, with all four cases and its bounds, for batches with pins.
+    The paper's algorithm with all four cases and bounds, for batches with pins.
 
-    T1 holds blocks used by one request, T2 by more; B1 and B2 remember the keys of blocks that left them. A
-    miss that B1 remembers raises the target size `p` of T1, a miss that B2 remembers lowers it, and the block
-    enters T2. At all times ``|T1| + |B1| <= c`` and ``|T1| + |T2| + |B1| + |B2| <= 2c``.
+    T1 holds blocks used by one request, T2 blocks used by more; B1 and B2 hold the keys of blocks evicted
+    from T1 and T2. A miss whose key is in B1 raises the target size `p` of T1, a miss whose key is in B2
+    lowers the target, and the block enters T2. Invariants: ``|T1| + |B1| <= c``, ``|T1| + |T2| + |B1| + |B2|
+    <= 2c``.
 
-    Where the paper is silent, because it knows neither batches, pins nor failures:
+    The paper does not cover batches, pins and failures. There we choose:
 
-    - A batch is processed block by block: each finds the lists and the target as the one before left them.
-      Blocks of one batch never evict each other.
+    - A batch is processed block by block, each on the lists and target that the previous block left. Blocks
+      of one batch never evict each other.
     - A request's own store is no second access: when it finishes, the block moves to the front of the
       list that it is in, with the rest of its path.
     - A miss counts when the block is stored. A refused block changes nothing, not even the target.
@@ -55,9 +59,9 @@ class ARC(CompiledPolicy):
       list and becomes a ghost of the list that it was in.
     - While slots are free (at the start, after failures), no victim is needed: REPLACE is skipped, the rest
       of the case runs, so the target learns and the bounds hold.
-    - A block whose store failed, or that was damaged, leaves no ghost: it was not chosen as a victim. While
-      the slot of a damaged block is still pinned, the lists are shorter than the cache; still at most `c`
-      ghosts are kept (the coldest of B2 is dropped, then the coldest of B1).
+    - A block whose store failed, or that was damaged, leaves no ghost, because it was no victim. While the
+      slot of a damaged block is pinned, the lists are shorter than the cache; at most `c` ghosts are kept
+      (the coldest of B2 is dropped, then the coldest of B1).
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
     for the lists, and 28 bytes and the key for each of `c` ghosts.
@@ -102,7 +106,7 @@ class ARC(CompiledPolicy):
 
 @ARC.compiled
 def access(own: State, used: Used) -> None:
-    """Case I: a hit makes the block the most recent of T2."""
+    """Make a hit block the most recent of T2 (case I)."""
     links, t2 = own.lists.links, own.lists.num_positions + T2
     for i in range(used.count - 1, -1, -1):
         slot = used.slots[i]
@@ -116,7 +120,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch(own: State, new: Entering, cache: Cache) -> None:
-    """Ask for what will leave as the lists are now; the balance may tip within the batch."""
+    """Prefetch the likely victims. The balance may change within the batch, so this is a guess."""
     links, c = own.lists.links, own.lists.num_positions
     number = T1 if links[c + T1, LIST] > own.target else T2
     ghost_number = B1 if links[c + T1, LIST] + own.ghosts.lists.links[c + B1, LIST] == c else B2
@@ -125,9 +129,9 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 
 @inline
 def _learn(own: State, ghost: int) -> bool:
-    """A miss: adapt the target if it is remembered, and keep the bounds if it is not (cases II to IV).
+    """Process a miss: adapt the target for a ghost, else enforce the bounds (cases II to IV).
 
-    Returns whether the block that leaves for it is remembered.
+    Returns whether the victim becomes a ghost.
     """
     links, ghosts = own.lists.links, own.ghosts
     c, sizes = own.lists.num_positions, ghosts.lists.links
@@ -152,7 +156,7 @@ def _learn(own: State, ghost: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
-    """A block leaves; its key joins B1 or B2. The coldest ghost makes room, if there is none."""
+    """Evict a block and add its key to B1 or B2, dropping the coldest ghost if there is no room."""
     c, sizes = own.lists.num_positions, own.ghosts.lists.links
     if keeps_ghost:
         if sizes[sizes.shape[0] - 1, LIST] == 0:

@@ -1,4 +1,4 @@
-"""First in, first out: the block that was stored first leaves first, no matter how often it is used."""
+"""FIFO: evicts blocks in the order of their stores, regardless of their uses."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class State(Struct):
 
 
 class FIFO(CompiledPolicy):
-    """The block stored first leaves first.
+    """Evicts the block stored first.
 
-    One queue in the order of the stores; nothing else moves a block. The simplest yardstick.
+    One queue in the order of the stores. The simplest baseline.
 
-    Where the paper, which knows single pages, leaves a choice:
+    The paper covers single pages. For batches we choose:
 
-    - The blocks of a batch join the queue in prefix order, so a prefix loses its head before its tail. That
-      is what the name says, and it gives the golden numbers to the last digit. The reverse order, as in LRU,
-      is worth up to 0.0023 of the prefix-hit ratio on a chat trace.
-    - No access changes anything, so a finished request does not change the order.
-    - A protected block is skipped and keeps its place: it leaves as soon as it may.
+    - The blocks of a batch join the queue in prefix order, so a prefix loses its head before its tail. This
+      order reproduces the golden numbers exactly. The reverse order, as in LRU, gains up to 0.0023 of the
+      prefix-hit ratio on a chat trace.
+    - Accesses and finished requests do not change the order.
+    - A protected block is skipped and keeps its place, so it leaves as soon as it is evictable.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold end. Memory: 12 bytes a block.
     """
 
     name = "fifo"
     counts_uses = False
-    good_for = "nothing in particular: a yardstick that shows what recency is worth"
+    good_for = "no workload in particular: a baseline that shows the value of recency"
     paper = (
         "Belady, A study of replacement algorithms for a virtual-storage computer, "
         "IBM Systems Journal 5(2), 1966"
@@ -56,7 +56,7 @@ class FIFO(CompiledPolicy):
 
 @FIFO.compiled
 def access(own: State, used: Used) -> None:
-    """A use changes nothing."""
+    """Do nothing."""
 
 
 @FIFO.compiled

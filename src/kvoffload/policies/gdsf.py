@@ -1,4 +1,4 @@
-"""GDSF: the block that is cheapest to lose leaves first, by frequency and cost to recompute, with aging.
+"""GDSF: evicts the block of lowest frequency times recomputation cost, with aging.
 
 Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy",
 HP Laboratories technical report HPL-98-69R1, 1998; after Cao and Irani, "Cost-Aware WWW Proxy Caching
@@ -24,12 +24,13 @@ FREQUENCY, DEPTH = 0, 1
 
 
 class State(Struct):
-    """The heap, by H; what H is made of.
+    """The state of a GDSF cache.
 
     Attributes:
+        heap: all blocks, ordered by H.
         weights: shape ``(capacity, 2)``: frequency and depth of each block.
         inflation: L.
-        block_attention_ratio: as the user set it.
+        block_attention_ratio: the parameter of the policy.
     """
 
     heap: Heap
@@ -39,42 +40,41 @@ class State(Struct):
 
 
 class GDSF(CompiledPolicy):
-    """The least uses x cost / size leaves; what is old ages.
+    """Evicts the least frequency x cost / size; old blocks age.
 
-    A heap by H = L + frequency x cost / size, the least first; L is the H of the last victim.
+    A min-heap by H = L + frequency x cost / size; L is the H of the last victim.
 
-    All blocks have size 1. The cost of a block is that of computing it again::
+    All blocks have size 1. The cost of a block is the cost of its recomputation::
 
         cost(depth) = 1 + depth * block_attention_ratio
 
-    The 1 is the part that does not depend on depth: the linear layers, 2 FLOPs for each parameter and token.
-    The rest is attention over the `depth` blocks before it: 4 FLOPs for each token, layer, unit of model
-    width and token of context. So the ratio is ``2 * tokens in a block * layers * width / parameters``:
-    0.0005 for blocks of 16 tokens and a model of 8 billion parameters (32 layers of width 4,096). It grows
-    with the block: a subclass for blocks of 512 tokens sets 0.017. Depth is the key's place on the path of
-    the request that stored it, from 0; so give `begin_request` the whole path.
+    The 1 stands for the linear layers, 2 FLOPs for each parameter and token. The second term is attention
+    over the `depth` blocks before: 4 FLOPs for each token, layer, unit of model width and token of context.
+    So the ratio is ``2 * tokens in a block * layers * width / parameters``: 0.0005 for blocks of 16 tokens
+    and a model of 8 billion parameters (32 layers of width 4,096). The ratio grows with the block: a subclass
+    for blocks of 512 tokens sets 0.017. Depth is the key's position on the path of the storing request, from
+    0, so pass the whole path to `begin_request`.
 
-    This does not optimise the prefix-hit ratio. Blocks are judged one by one, and a deep block costs more
-    than the head: of blocks that are used equally often, a path loses its head a little before its tail, and
-    a tail without its head cannot be reached. With the small ratio the depth changes a block's time in the
-    cache by a few percent, and the rest is LFU with aging. A frequency is forgotten when its block leaves.
+    GDSF does not optimise the prefix-hit ratio. It rates blocks one by one, and a deep block costs more than
+    the head. So of equally frequent blocks a path loses its head a little before its tail, and the tail is
+    then unreachable. With the small ratio the depth changes a block's time in the cache by a few percent, and
+    the rest is LFU with aging. The frequency of an evicted block is forgotten.
 
-    Where the paper is silent, because it knows neither batches, pins nor failures:
+    The paper does not cover batches, pins and failures. There we choose:
 
-    - L rises with each block that leaves for a batch; the H of all its new blocks is computed with the last
-      L. Blocks of one batch never evict each other.
-    - Equal H: the block that was used longer ago leaves first. The head of a batch counts as used last.
-    - A request's own store is no second access: when it finishes, the frequency of the block stays, and its
-      H is computed again with the present L, which gives its place in the order.
-    - Protected blocks are skipped. L never decreases: a block that was protected, with an H below that of
-      the block that left instead, keeps its H.
-    - While slots are free no block leaves, and L stays.
+    - L rises with each victim of a batch; the H of all new blocks is computed with the last L. Blocks of one
+      batch never evict each other.
+    - Of equal H the block used longer ago is evicted first. The head of a batch counts as used last.
+    - A request's own store is no second access. When the request finishes, the frequency of the block stays,
+      and its H is computed again with the current L.
+    - Protected blocks are skipped and keep their H. L never decreases.
+    - While slots are free there are no victims, and L stays.
     - A block whose store failed, or that was damaged, does not raise L.
 
-    Cost per block: O(log n) for n chains of blocks whose H follow each other (`structures.heap`), which are
-    fewer than there are blocks where requests are long; and as much for each protected block at the cold end.
-    A block's life costs 1.8 times as much as with LRU in a cache of 100,000 blocks, 1.9 times in one of a
-    million, with requests of 64 to 4,096 blocks. Memory: 40 bytes a block.
+    Cost per block: O(log n) for n chains of blocks with consecutive H (`structures.heap`), of which there are
+    few if requests are long, and the same for each protected block at the cold end. The life of a block costs
+    1.8 times the CPU time of LRU in a cache of 100,000 blocks, 1.9 times in a cache of a million blocks, with
+    requests of 64 to 4,096 blocks. Memory: 40 bytes a block.
     """
 
     name = "gdsf"
@@ -84,7 +84,7 @@ class GDSF(CompiledPolicy):
         "HP Laboratories HPL-98-69R1, 1998"
     )
     block_attention_ratio: Annotated[float, msgspec.Meta(ge=0)] = 0.0005
-    """Attention over one block of context, by the linear work on a block."""
+    """Cost of attention over one block of context, relative to the linear layers."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -104,15 +104,10 @@ class GDSF(CompiledPolicy):
     def order(self) -> list[int]:
         return self.state.heap.members()
 
-    def ranks(self) -> list[tuple[int, float, float]]:
-        """Slot, frequency and H of every block, the least H first. Cost: O(n log n), for tests."""
-        heap, weights = self.state.heap, self.state.weights
-        return [(s, float(weights[s, FREQUENCY]), float(heap.order[s, RANK])) for s in heap.members()]
-
 
 @inline
-def _enter(own: State, slot: int) -> None:
-    """Put a block that is not in the heap where its frequency, its depth and the present L say."""
+def _push(own: State, slot: int) -> None:
+    """Push a block with the H of its frequency, its depth and the current L."""
     cost = 1.0 + own.weights[slot, DEPTH] * own.block_attention_ratio
     push(own.heap, slot, own.inflation + own.weights[slot, FREQUENCY] * cost)
 
@@ -128,7 +123,7 @@ def access(own: State, used: Used) -> None:
         slot = used.slots[i]
         weights[slot, FREQUENCY] += 1 if used.reused[i] else 0
         take_out(heap, slot)
-        _enter(own, slot)
+        _push(own, slot)
 
 
 @GDSF.compiled
@@ -139,7 +134,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _take_least(own: State, cache: Cache) -> int:
-    """Take the least block out of the heap, and ask for what the question whether it may leave needs."""
+    """Pop the least block from the heap, and prefetch the data that `evictable` reads."""
     slot = own.heap.firsts[0]
     prefetch(cache.slots.ref_cnt, slot)
     prefetch(cache.index.keys, slot)
@@ -150,7 +145,7 @@ def _take_least(own: State, cache: Cache) -> int:
 
 @inline
 def _name_victims(own: State, new: Entering, cache: Cache, path: Path) -> int:
-    """Let the least blocks that may leave do so: L rises with them. Returns how many slots have a name."""
+    """Evict the least evictable blocks and raise L; return the number of assigned slots."""
     heap, slots, named = own.heap, new.slots, new.num_given
     while named < new.count and heap.size > 0:
         stop = min(new.count, named + heap.size)
@@ -176,4 +171,4 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
         slot = new.slots[i]
         own.weights[slot, FREQUENCY] = 1
         own.weights[slot, DEPTH] = find(path.index, new.keys, i, hash_row(new.keys, i))
-        _enter(own, slot)
+        _push(own, slot)

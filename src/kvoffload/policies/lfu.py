@@ -1,4 +1,4 @@
-"""Least frequently used: the block that the fewest requests have used leaves first.
+"""LFU: evicts the block that the fewest requests have used.
 
 Source of the rule: Aho, Denning and Ullman, "Principles of Optimal Page Replacement", Journal of the ACM
 18(1), 1971. Source of the lists: Shah, Mitra and Matani, "An O(1) algorithm for implementing the LFU cache
@@ -20,28 +20,27 @@ from kvoffload.structures.structs import Struct
 
 
 class State(Struct):
-    """A list for each number of uses, from one use on."""
+    """One list for each number of uses, from one use on."""
 
     by_count: Lists
 
 
 class LFU(CompiledPolicy):
-    """The block used least often leaves; of several the oldest.
+    """Evicts the block used least often; of several, the least recent.
 
-    A list for each number of uses, most recent first; the victim is the last of the lowest one.
+    One list for each number of uses, most recent first; the victim is the last block of the lowest list.
 
-    If requests drew their blocks independently of each other and always with the same probabilities, the
-    best victim would be the least probable block (Aho, Denning and Ullman); its count estimates that.
+    If requests drew their blocks independently with constant probabilities, the best victim would be the
+    least probable block (Aho, Denning and Ullman). The count estimates that probability.
 
     Where the papers leave a choice:
 
-    - A block is counted while it is here. A block that returns after an eviction starts at 1 again. No count
-      ever becomes smaller: a block that was popular once stays until all others have higher counts.
-    - Counts stop at `max_count`: blocks that reach it share one list, the least recently used first. That
-      matters only if every block that may leave has been used that often; and because the list of a block
-      is its count, no counts are stored.
-    - A request's own store is its first use, and not a second one when it finishes: the block moves to the
-      front of the list that it is in. Of equal counts the least recent leaves, the head of a path last.
+    - A block is counted while it is resident. A block that returns after an eviction starts at 1 again.
+      Counts never decrease: a block that was popular once stays until all other blocks have higher counts.
+    - Counts stop at `max_count`: blocks that reach it share one list in LRU order. This matters only if every
+      evictable block has been used that often. The list of a block is its count, so no counts are stored.
+    - A request's own store is the first use, and the end of the request is no second use: the block moves to
+      the front of its list. Of equal counts the least recent block leaves, the head of a path last.
     - Protected blocks are skipped, then the lists of higher counts are searched.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends; per call at most
@@ -49,7 +48,7 @@ class LFU(CompiledPolicy):
     """
 
     name = "lfu"
-    good_for = "a fixed set of shared prompts; conversations, which end, it keeps long after"
+    good_for = "a fixed set of shared prompts; it keeps conversations long after their end"
     paper = "Aho, Denning and Ullman, Principles of Optimal Page Replacement, Journal of the ACM 18(1), 1971"
     max_count: Annotated[int, msgspec.Meta(ge=1)] = 256
 

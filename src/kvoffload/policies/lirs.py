@@ -1,4 +1,4 @@
-"""LIRS: blocks whose last two uses are close together stay, the others pass through a short queue.
+"""LIRS: keeps blocks whose last two uses are close together; other blocks pass through a short queue.
 
 Source: Jiang and Zhang, "LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to Improve
 Buffer Cache Performance", SIGMETRICS 2002.
@@ -34,13 +34,17 @@ NO_BOTTOM = 2**63 - 1
 
 
 class State(Struct):
-    """The LIR blocks and Q; the keys of blocks that have left; when each was used last.
+    """The state of a LIRS cache.
 
     Attributes:
-        used_at: of each block; gone_used_at: of each key of a block that has left; clock: the last time.
-        max_lir: how many LIR blocks there may be.
-        new_lir: LIR blocks of the batch at hand. Its blocks join their lists after its last victim was
-            chosen; until then they count here, and have their slots marked (`push_marked`).
+        lists: the LIR blocks, and Q.
+        gone: ghosts, the keys of evicted blocks.
+        used_at: time of the last use of each block.
+        gone_used_at: time of the last use of each ghost.
+        clock: the current time.
+        max_lir: largest number of LIR blocks.
+        new_lir: LIR blocks of the current batch. The batch joins its lists after its last victim was chosen;
+            the slots of LIR blocks are marked (`push_marked`).
     """
 
     lists: Lists
@@ -53,40 +57,38 @@ class State(Struct):
 
 
 class LIRS(CompiledPolicy):
-    """Blocks used at short intervals stay; others pass through.
+    """Keeps blocks used at short intervals; other blocks pass through a queue.
 
     The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
 
-    S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and keys of HIR blocks
-    that have left. A HIR block, resident or not, that is used while in S becomes LIR, and the coldest LIR
-    block becomes HIR and the last in Q. A HIR block that is used while not in S stays HIR, and moves to the
-    end of Q. The first of Q leaves; if it is in S, its key stays there.
+    S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and ghosts of HIR blocks. A
+    HIR block, resident or not, that is used while in S becomes LIR, and the coldest LIR block becomes HIR and
+    the last in Q. A HIR block that is used while not in S stays HIR, and moves to the end of Q. The first
+    block of Q is evicted; if it is in S, its key stays there.
 
-    There is no stack to prune: every block and key has the time of its last use, and is in S if that is
-    later than that of the coldest LIR block. The decisions are those of the stack (the naive twin has one),
-    and no call pays for a long pruning.
+    Unlike the paper there is no stack to prune: a block or ghost is in S if its last use is later than the
+    last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a stack), and
+    no call pays for a long pruning.
 
-    Where the paper is silent, because it knows neither batches, pins nor failures:
+    The paper does not cover batches, pins and failures. There we choose:
 
-    - A batch is processed block by block: each finds S and Q as the one before left them.
-      Blocks of one batch never evict each other, and its head is the most recent.
-    - Q is short, so a long request soon finds all of Q protected. Then the coldest LIR block that may
-      leave does, and is not remembered, since it was at the bottom of S. The new block is still HIR, and Q
-      has more than its 1 % for a while: so a scan does not take over the LIR set. (To let it enter as LIR
-      costs a third of all hits on a recorded chat, with 1,000 to 2,000 blocks.)
-    - While the LIR set is not full, a block that gets a free slot is LIR, as in the paper, and so is a HIR
-      block that is used again, in S or not: otherwise a lost LIR set would never grow again.
-    - A request's own store is no second access: when it finishes, the block moves to the top of S, and to
-      the end of Q if it is HIR, with the rest of its path.
-    - At most `c` keys of blocks that have left are kept; those that left first are forgotten first, in S or
-      not.
-      (In the paper S has no bound.)
-    - A block whose store failed, or that was damaged, is not remembered.
+    - A batch is processed block by block, each on the S and Q that the previous block left. Blocks of one
+      batch never evict each other, and the head of the batch is the most recent.
+    - Q is short, so for a long request all of Q is soon protected. Then the coldest evictable LIR block is
+      evicted without a ghost, since it was at the bottom of S. The new block is still HIR, and Q has more
+      than its 1 % for a while. So a scan does not take over the LIR set. (If the block entered as LIR, a
+      recorded chat would lose a third of all hits, with 1,000 to 2,000 blocks.)
+    - While the LIR set is not full, a block that gets a free slot is LIR, as in the paper. So is a HIR block
+      that is used again, in S or not; otherwise a lost LIR set would never grow again.
+    - A request's own store is no second access. When the request finishes, the block moves to the top of S
+      with the rest of its path, and, if it is HIR, to the end of Q.
+    - At most `c` ghosts are kept, oldest evictions forgotten first. (In the paper S has no bound.)
+    - A block whose store failed, or that was damaged, leaves no ghost.
 
-    A cache of one block has no LIR block: it behaves as LRU.
+    A cache of one block has no LIR block, and behaves as LRU.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 20 bytes a block,
-    and 36 bytes and the key for each of `c` keys of blocks that have left.
+    and 36 bytes and the key for each of `c` ghosts.
     """
 
     name = "lirs"
@@ -122,7 +124,7 @@ class LIRS(CompiledPolicy):
         return self.state.lists.members(QUEUE)[::-1] + self.state.lists.members(LIR)[::-1]
 
     def lists(self) -> tuple[list[bytes], list[int], list[int], list[bytes]]:
-        """Keys in S, slots of the LIR blocks and in Q, keys of blocks that have left; the latest first.
+        """Return the keys in S, the slots of LIR blocks and of Q, and the ghosts; most recent first.
 
         Cost: O(blocks), for tests.
         """
@@ -138,7 +140,7 @@ class LIRS(CompiledPolicy):
 
 @inline
 def _bottom(own: State) -> int:
-    """Time of the coldest LIR block's last use: keys used later are in S. Never decreases."""
+    """Return the last use of the coldest LIR block; keys used later are in S. Never decreases."""
     lir = own.lists.num_positions + LIR
     coldest = own.lists.links[lir, PREV]
     return np.int64(NO_BOTTOM) if coldest == lir else own.used_at[coldest]
@@ -151,7 +153,7 @@ def _num_lir(own: State) -> int:
 
 @inline
 def _limit_lir(own: State) -> None:
-    """If there is a LIR block too many, the coldest becomes HIR and the last in Q."""
+    """Turn the coldest LIR block into the last HIR block in Q, if there is a LIR block too many."""
     if _num_lir(own) > own.max_lir:
         carry(own.lists, QUEUE, own.lists.links[own.lists.num_positions + LIR, PREV])
 
@@ -178,7 +180,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch(own: State, new: Entering, cache: Cache) -> None:
-    """Ask for what will leave as the lists are now: Q first, then the coldest LIR blocks."""
+    """Prefetch the likely victims: Q first, then the coldest LIR blocks."""
     prefetch_exchange(new, cache, own.lists, QUEUE, own.gone, GONE)
     in_queue = own.lists.links[own.lists.num_positions + QUEUE, LIST]
     prefetch_keys(cache.index.keys, own.lists, LIR, new.count - new.num_given - in_queue)
@@ -186,7 +188,7 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 
 @inline
 def _returns_to_stack(own: State, new: Entering, i: int) -> bool:
-    """Whether a new block's key is in S. It is forgotten, in S or not."""
+    """Forget the ghost of a new block; return whether the ghost was in S."""
     gone = find(own.gone.index, new.keys, i, hash_row(new.keys, i))
     if gone == ABSENT:
         return False
@@ -196,8 +198,10 @@ def _returns_to_stack(own: State, new: Entering, i: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path) -> int:
-    """The first of Q leaves, and is remembered if it is in S; if all of Q is protected, the coldest LIR block
-    does. Returns the slot; ABSENT if none may leave."""
+    """Evict the first block of Q, remembered if in S, or the coldest LIR block if all of Q is protected.
+
+    Returns the slot, or ABSENT if no block is evictable.
+    """
     victim = next_victim(cache, path, own.lists, QUEUE)
     if victim == ABSENT:
         victim = next_victim(cache, path, own.lists, LIR)

@@ -1,4 +1,4 @@
-"""Least recently used: the block that was used longest ago leaves first."""
+"""LRU: evicts the least recently used block."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class State(Struct):
 
 
 class LRU(CompiledPolicy):
-    """The block used longest ago leaves.
+    """Evicts the least recently used block.
 
-    One list, most recent first. The default, and the yardstick for every other policy.
+    One list, most recent first. The default policy, and the baseline for all others.
 
-    A store counts as a use; the head of the stored blocks is the most recent. When a request finishes, its
-    whole path moves to the front, its head first of all (see `EvictionPolicy.access`).
+    A store counts as a use; the first stored block is the most recent. When a request finishes, its whole
+    path moves to the front, the head of the path foremost (see `EvictionPolicy.access`).
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold end.
     """
 
     name = "lru"
     counts_uses = False
-    good_for = "caches that hold the live working set; the yardstick"
+    good_for = "caches that hold the live working set; the baseline"
     paper = "Mattson et al., Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970"
 
     def __init__(self, index: Index) -> None:

@@ -1,4 +1,4 @@
-"""S3-FIFO: three static queues: of new blocks, of blocks that have proven useful, of keys that have left.
+"""S3-FIFO: three static queues, for new blocks, for blocks used again, and for keys of evicted blocks.
 
 Source: Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023,
 algorithm 1.
@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvoffload.core.ghosts import comes_back, leave_ghost, prefetch_exchange
+from kvoffload.core.ghosts import leave_ghost, pop_ghost, prefetch_exchange
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
 from kvoffload.core.state import Cache, Entering, victim_of_either
@@ -24,18 +24,22 @@ from kvoffload.structures.structs import Struct
 SMALL, MAIN = 0, 1
 GHOSTS = 0
 MAX_COUNT = 3
-"""Limit of a block's count of uses since it entered or was last spared: two bits in the paper."""
+"""Largest use count of a block, counted since it entered or was last spared: two bits, as in the paper."""
 
 
 class State(Struct):
-    """S and M; G; the counts of the blocks in S and M.
+    """The state of an S3-FIFO cache.
 
     Attributes:
-        small_blocks: the share of S; patience: how many blocks a call may spare.
-        new_small: blocks of the batch at hand that will join S. They join after its last victim was chosen;
-            until then they count here, and those for M have their slots marked (`push_marked`).
+        queues: S and M.
+        ghosts: G.
+        counts: uses of each block in S and M.
+        small_blocks: the share of S.
+        patience: largest number of blocks that a call spares.
+        new_small: blocks of the current batch that will join S. They join after the batch's last victim was
+            chosen; the slots of blocks for M are marked (`push_marked`).
         num_spared: blocks that this call has spared.
-        is_victim_tier: there a use is told of a block that returns, at once.
+        is_victim_tier: 1 if `access` reports returning blocks.
     """
 
     queues: Lists
@@ -49,9 +53,9 @@ class State(Struct):
 
 
 class S3FIFO(CompiledPolicy):
-    """A small FIFO for new blocks, a main one for what was used again.
+    """A small FIFO for new blocks, and a main FIFO for blocks used again.
 
-    The paper's algorithm, for batches with pins, and with a limit to the search in one call.
+    The paper's algorithm for batches with pins, and with a limit on the search in one call.
 
     A new block joins the small queue S, or the main queue M if the ghost queue G remembers its key. The
     victim is taken from S if S has its share of the slots, else from M. At the cold end of S, a block with
@@ -67,23 +71,23 @@ class S3FIFO(CompiledPolicy):
       their sizes from the start, as in the authors' simulator. The paper's algorithm sends every new block to
       S, from which all victims are then taken until M has grown. On a chat trace, as a flat stream, that hits
       0.285 instead of 0.242 with 20,000 blocks, and 0.139 instead of 0.151 with 5,000.
-    - One victim at a time: if a block that moves makes M larger than its share, the paper also takes one
-      block from M; here this victim still comes from S, and the next one from M, since S is then short.
-    - A batch is processed block by block as far as counts and ghosts are concerned. The blocks join their
-      queues together, after the last victim, the head of the prefix last, so that it outlives its tail.
-    - In a victim tier a block that returns used again joins M: to leave and return is more than two uses. To
-      count it as a use is nothing to S, which asks for two, and costs 15 points with agents.
+    - One victim at a time: if a block that moves makes M larger than its share, the paper also evicts a block
+      from M. Here this victim comes from S, and the next victim from M, since S is then below its share.
+    - A batch is processed block by block for counts and ghosts. The blocks join their queues together, after
+      the last victim, the head of the prefix last, so that the head outlives the tail.
+    - In a victim tier a returning block that was used again joins M. If the return counted as one use, S,
+      which requires two, would ignore it, and agents would lose 15 points of hit ratio.
     - A request's own store is no use of the block, and a finished path does not change the order.
-    - Protected blocks are skipped, and keep their place and count. If all blocks of one queue are protected,
-      the victim is taken from the other; from M it leaves no ghost.
-    - A block whose store failed, or that was damaged, leaves no ghost: it was not chosen as a victim.
-    - A call spares at most `patience` used blocks; then the next one that may leave does, used or not.
-      Without this limit a call could go round M three times, a fifth of a second for a million blocks. It
-      changes one of 18 replays of recorded traces, from a prefix-hit ratio of 0.8217 to 0.8213.
+    - Protected blocks are skipped, and keep their place and count. If one queue is fully protected, the other
+      provides the victim. Victims from M leave no ghost.
+    - A block whose store failed, or that was damaged, leaves no ghost, because it was no victim.
+    - A call spares at most `patience` used blocks, then evicts the next evictable block, used or not. Without
+      this limit a call could scan M three times, a fifth of a second for a million blocks. The limit changes
+      one of 18 replays of recorded traces, from a prefix-hit ratio of 0.8217 to 0.8213.
 
-    Cost per block: O(1) on average, since each spared block was used before; at most O(patience) in a
-    call; and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block, and 28 bytes and
-    the key for each of at most nine ghosts to ten blocks.
+    Cost per block: O(1) on average, since each spared block was used before; at most O(patience) in a call;
+    and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block, and 28 bytes and the key
+    for each ghost, of which there are at most 9 for 10 blocks.
     """
 
     name = "s3fifo"
@@ -118,7 +122,10 @@ class S3FIFO(CompiledPolicy):
         return self.state.queues.members(SMALL)[::-1] + self.state.queues.members(MAIN)[::-1]
 
     def queues(self) -> tuple[list[int], list[int], list[bytes], dict[int, int]]:
-        """Slots of S and M, keys of G, each the newest first; counts by slot. Cost: O(blocks), for tests."""
+        """Return slots of S and M and keys of G, newest first, and counts by slot.
+
+        Cost: O(blocks), for tests.
+        """
         state = self.state
         small, main = state.queues.members(SMALL), state.queues.members(MAIN)
         counts = {slot: int(state.counts[slot]) for slot in small + main}
@@ -145,14 +152,14 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _provider(own: State) -> int:
-    """The queue that has to provide the next victim: S, if it has its share."""
+    """Return the queue that provides the next victim: S, if S has its share."""
     size = own.queues.links[own.queues.num_positions + SMALL, LIST] + own.new_small
     return SMALL if size >= own.small_blocks else MAIN
 
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Whether the block at the cold end of a queue has uses that spare it; it pays with them."""
+    """Return whether uses spare the block at the cold end of a queue, and reduce its count."""
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
         return False
@@ -163,7 +170,7 @@ def _is_spared(own: State, slot: int, queue: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path, queue: int) -> int:
-    """A block leaves, and is remembered if it was in S. Returns its slot; ABSENT if none may leave."""
+    """Evict a block, remembering a block of S; return the slot, or ABSENT if no block is evictable."""
     while True:
         slot = victim_of_either(cache, path, own.queues, queue)
         if slot == ABSENT:
@@ -186,7 +193,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     prefetch_exchange(new, cache, own.queues, _provider(own), own.ghosts, GHOSTS)
     rewind(own.queues)
     for i in range(new.count):
-        joins_main = comes_back(own.ghosts, new, i)
+        joins_main = pop_ghost(own.ghosts, new, i)
         queue = _provider(own)
         if i >= new.num_given:
             slots[i] = _evict(own, cache, path, queue)

@@ -1,4 +1,4 @@
-"""SIEVE: a queue in which no block moves, and a hand that evicts blocks not visited since it last passed.
+"""SIEVE: a queue without moves, and a hand that evicts blocks not visited since the hand last passed.
 
 Source: Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction
 Algorithm for Web Caches", NSDI 2024, algorithm 1.
@@ -21,12 +21,15 @@ from kvoffload.structures.structs import Struct
 
 
 class State(Struct):
-    """The queue, newest first, and what was visited.
+    """The state of a SIEVE cache.
 
     Attributes:
-        hand: the slot at which the hand rests, or ABSENT for the oldest block.
+        queue: all blocks, newest first.
+        visited: the mark of each block.
+        hand: slot at which the next search begins, or ABSENT for the oldest block.
         num_visited: number of visited blocks.
-        patience: of the policy; left: what is left of it in this call.
+        patience: the parameter of the policy.
+        left: remaining patience of this call.
     """
 
     queue: Lists
@@ -38,27 +41,27 @@ class State(Struct):
 
 
 class SIEVE(CompiledPolicy):
-    """A hand goes along one FIFO and spares what was used.
+    """Scans a FIFO with a hand that spares used blocks.
 
-    The paper's algorithm, for batches with pins, and with a limit to the search in one call.
+    The paper's algorithm for batches with pins, and with a limit on the search in one call.
 
-    A hit marks a block as visited, and moves nothing. A new block joins the queue at its head. To find a
-    victim the hand moves from the oldest block towards the head, and from there to the oldest again; it
-    clears the mark of a visited block, which keeps its place, and the first block without a mark leaves. The
-    next search continues from there.
+    A hit marks a block as visited, and moves nothing. A new block joins the queue at the head. To find a
+    victim the hand moves from the oldest block towards the head, then starts at the oldest block again. It
+    clears the marks of visited blocks, which keep their places, and evicts the first block without a mark.
+    The next search continues from there.
 
     Where the paper leaves a choice:
 
-    - The blocks of a batch join the queue together, after the last victim, in prefix order. A victim at
-      the head therefore sends the hand to the oldest block, as in the paper, even if blocks of its batch
-      came before it. Prefix order means that of unused blocks the head of a prefix leaves first; it gives
-      the golden numbers to the last digit, and costs up to 0.003 of the prefix-hit ratio on a chat trace.
+    - The blocks of a batch join the queue together, after the last victim, in prefix order. So a victim at
+      the head sends the hand to the oldest block, as in the paper, even if the batch has other blocks before
+      it. In prefix order the head of an unused prefix leaves first. This order reproduces the golden numbers
+      exactly, and costs up to 0.003 of the prefix-hit ratio on a chat trace.
     - A request's own store is no visit, and a finished path does not change the order.
     - The hand passes a protected block without changing its mark.
-    - When the block at which the hand rests is removed, the hand moves to the next one, as for a victim.
-    - A call spares at most `patience` visited blocks; then the next block that may leave does, visited or
-      not. Without this limit the hand could go round the whole cache in one call, a fifth of a second for a
-      million blocks. The limit changes no decision on the recorded traces.
+    - When the block under the hand is removed, the hand moves to the next block, as for a victim.
+    - A call spares at most `patience` visited blocks, then evicts the next evictable block, visited or not.
+      Without this limit a call could scan the whole cache, a fifth of a second for a million blocks. The
+      limit changes no decision on the recorded traces.
 
     Cost per block: O(1) on average, since each spared block was visited before; at most O(patience) in a
     call; and O(skipped) for protected blocks. Memory: 13 bytes a block.
@@ -93,7 +96,10 @@ class SIEVE(CompiledPolicy):
         return self.state.queue.members(0)[::-1]
 
     def marks(self) -> tuple[int | None, list[int]]:
-        """Slot at which the hand rests, None for the oldest; visited slots. Cost: O(blocks), for tests."""
+        """Return the slot under the hand, None for the oldest, and visited slots.
+
+        Cost: O(blocks), for tests.
+        """
         hand = self.state.hand
         return None if hand == ABSENT else hand, np.flatnonzero(self.state.visited).tolist()
 
@@ -110,15 +116,15 @@ def access(own: State, used: Used) -> None:
 
 @inline
 def _next_victim(own: State, cache: Cache, path: Path, hand: int) -> int:
-    """Where the hand finds a block that leaves; the sentinel if no block may.
+    """Return the next victim from `hand` on, sparing visited blocks while there is patience.
 
-    It spares visited blocks while there is patience.
+    Returns the sentinel if no block is evictable.
     """
     links, sentinel, visited = own.queue.links, own.queue.num_positions, own.visited
     rounds = 0
     while True:
         if hand == sentinel:
-            # The rest of the round it was in, one that clears the marks, one that finds the victim.
+            # Three rounds: the rest of the current one, one that clears the marks, one that finds the victim.
             rounds += 1
             if rounds == 4:
                 return hand

@@ -1,4 +1,4 @@
-"""Segmented LRU: a block has to be used by a second request before it may stay for long.
+"""Segmented LRU: two LRU lists, for blocks used by one request and for blocks used by several.
 
 Source: Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance", IEEE Computer
 27(3), 1994.
@@ -21,32 +21,32 @@ PROBATION, PROVEN = 0, 1
 
 
 class State(Struct):
-    """The blocks on probation and the proven ones; how many of those there may be."""
+    """Two lists, of blocks on probation and of proven blocks, and the largest number of proven blocks."""
 
     segments: Lists
     most_proven: int
 
 
 class SLRU(CompiledPolicy):
-    """New blocks are on probation; a second use protects them.
+    """New blocks are on probation; a second use makes them proven.
 
-    Two LRU lists: blocks on probation, from which victims are taken, and blocks that have proven useful.
+    Two LRU lists: blocks on probation, which provide the victims, and proven blocks.
 
-    A new block is on probation. A hit makes it the most recent proven block; if there are now more proven
-    blocks than their share, the least recent of them goes back to probation, as its most recent. The paper
-    calls the second segment protected; here that word means pinned, in flight, or of the same request.
+    A new block is on probation. A hit makes it the most recent proven block. If there are now too many proven
+    blocks, the least recent of them becomes the most recent block on probation. The paper calls the second
+    segment protected; in this package protected means pinned, in flight, or of the same request.
 
     Where the paper leaves a choice:
 
-    - The share of the proven blocks is `proven_share`, rounded down. It is small, because turns come back
-      by recency: on a chat trace with 5,000 blocks the prefix-hit ratio is 0.130 with a share of 0.2, 0.114
-      with 0.5, 0.110 with 0.8, and 0.124 with LRU. For documents that return for ever 0.5 is better.
-    - Probation has no size of its own: it holds all other slots, at the start all of them.
-    - A request's own store is no hit: when it finishes, the block moves to the front of the list that it
-      is in, with the rest of its path. The head of a path ends in front, so prefixes are evicted, and go
-      back to probation, from the tail.
-    - If every block on probation is protected, the least recent proven block that may leave does.
-    - To go back to probation is not to leave: pinned blocks do it like others.
+    - The share of proven blocks is `proven_share`, rounded down. The default is small, because the turns of a
+      chat return by recency: on a chat trace with 5,000 blocks the prefix-hit ratio is 0.130 with a share of
+      0.2, 0.114 with 0.5, 0.110 with 0.8, and 0.124 with LRU. For documents that return for ever 0.5 is
+      better.
+    - Probation has no fixed size: it holds all other blocks.
+    - A request's own store is no hit. When the request finishes, the block moves to the front of its list
+      with the rest of its path, the head foremost. So prefixes lose their tails first.
+    - If every block on probation is protected, the least recent evictable proven block is the victim.
+    - Pinned blocks return to probation like others.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block.
     """

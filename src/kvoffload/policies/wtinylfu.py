@@ -1,4 +1,4 @@
-"""W-TinyLFU: a small LRU window, a large segmented LRU, and a duel of frequencies between the two.
+"""W-TinyLFU: a small LRU window in front of a large segmented LRU that admits by frequency.
 
 Source: Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
 Transactions on Storage 13(4), 2017.
@@ -29,17 +29,20 @@ from kvoffload.structures.sketch import FrequencySketch, add, estimate, prefetch
 from kvoffload.structures.structs import Struct
 
 WINDOW, PROBATION, PROTECTED = 0, 1, 2
-_PARTS = (WINDOW, PROBATION, PROTECTED)
+_SEGMENTS = (WINDOW, PROBATION, PROTECTED)
 
 
 class State(Struct):
-    """Window, probation and protected; the frequencies; how many blocks each part should have at most.
+    """The state of a W-TinyLFU cache.
 
     Attributes:
-        index: the manager's, for the keys of the blocks.
-        num_entering: blocks of the batch at hand so far. They join the window after its last victim was
-            chosen; until then they count here.
-        is_victim_tier: there a use is told of a block that returns, at once.
+        index: the manager's index, for the keys of the blocks.
+        lists: window, probation and protected.
+        sketch: the frequencies.
+        max_window, max_main, max_protected: largest number of blocks of each segment.
+        num_entering: blocks of the current batch so far. They join the window after the batch's last victim
+            was chosen.
+        is_victim_tier: 1 if `access` reports returning blocks.
     """
 
     index: Index
@@ -53,34 +56,33 @@ class State(Struct):
 
 
 class WTinyLFU(CompiledPolicy):
-    """A small LRU; what leaves it must be more popular than a victim.
+    """A small LRU window; a block leaves it for the main cache only if more popular than the victim.
 
-    The paper's algorithm, with its 1 % window and its 80/20 main cache, for batches with pins.
+    The paper's algorithm with a 1 % window and an 80/20 main cache, for batches with pins.
 
-    A new block enters the window. When the window is full its coldest block duels with the coldest of the
-    main cache: the one that was seen less often recently leaves, or the one from the window if they are
-    equal. A winner enters the main cache on probation; a block that is used again there is protected, and if
-    there are too many protected blocks the coldest goes back on probation. Frequencies are those of a sketch
-    that ages (`structures.sketch`): every use counts, and every store, which is the use that missed.
+    A new block enters the window. When the window is full, its coldest block duels with the coldest block of
+    the main cache: the block with the lower recent frequency is evicted; of equals, the block of the window.
+    A winner enters the main cache on probation. A block that is used again there becomes protected, and if
+    there are too many protected blocks, the coldest goes back to probation. A sketch with aging estimates the
+    frequencies (`structures.sketch`); it counts uses and stores.
 
-    Where the paper is silent, because it knows neither batches, pins nor failures:
+    The paper does not cover batches, pins and failures. There we choose:
 
-    - A batch is processed block by block: each finds the lists and the sketch as the one before left
-      them. Blocks of one batch never evict each other, and its head is the most recent.
-    - A request may be longer than the window. Once no other block of the window may leave, a block of the
-      main cache leaves without a duel; the window is then larger than its share. Later candidates still duel,
-      and the loser leaves; but until the main cache has its share back, one winner for each new block enters
-      it without a victim, and the next candidate duels in its place.
-    - While the window is within its share (blocks of it were discarded), a block of the main cache leaves
-      without a duel.
-    - If every block of one part is protected, the victim is taken from the other. In the main cache that is
-      the coldest block on probation that may leave, then the coldest protected one.
-    - While slots are free no block leaves, and the coldest block of a window that is too large enters the
-      main cache, if that has room, without a duel; once for every free slot, after the batch has entered.
-    - In a victim tier a block that returns used again enters the main cache without a duel, on probation. The
-      sketch counts its store, as of any block, and no more.
-    - A request's own store is no second use: when it finishes, the block moves to the front of the list
-      that it is in, with the rest of its path, and the sketch counts nothing.
+    - A batch is processed block by block, each on the lists and sketch that the previous block left. Blocks
+      of one batch never evict each other, and the head of the batch is the most recent.
+    - A request may be longer than the window. Once no other block of the window is evictable, a block of the
+      main cache leaves without a duel, and the window grows beyond its share. Later candidates still duel,
+      and the loser is evicted. Until the main cache has its share back, one winner for each new block enters
+      it without a victim, and the next candidate duels instead.
+    - While the window is within its share, after discards, a block of the main cache leaves without a duel.
+    - If one segment is fully protected, the other provides the victim: in the main cache the coldest
+      evictable block on probation, then the coldest evictable protected block.
+    - While slots are free there are no victims. For each free slot, after the batch has entered, the coldest
+      block of a window that is too large enters the main cache without a duel, if there is room.
+    - In a victim tier a returning block that was used again enters the main cache without a duel, on
+      probation. The sketch counts only its store.
+    - A request's own store is no second use. When the request finishes, the block moves to the front of its
+      list with the rest of its path, and the sketch counts nothing.
     - A miss counts in the sketch when the block is stored; a refused block changes nothing.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
@@ -112,21 +114,24 @@ class WTinyLFU(CompiledPolicy):
         self.state.sketch.clear()
 
     def stats(self) -> dict[str, float]:
-        window, probation, protected = (self.state.lists.size(part) for part in _PARTS)
+        window, probation, protected = (self.state.lists.size(segment) for segment in _SEGMENTS)
         return {"window_blocks": window, "probation_blocks": probation, "protected_blocks": protected}
 
     def order(self) -> list[int]:
-        return [slot for part in _PARTS for slot in self.state.lists.members(part)[::-1]]
+        return [slot for segment in _SEGMENTS for slot in self.state.lists.members(segment)[::-1]]
 
     def lists(self) -> tuple[list[int], list[int], list[int]]:
-        """Slots of window, probation and protected, each most recent first. Cost: O(blocks), for tests."""
-        window, probation, protected = (self.state.lists.members(part) for part in _PARTS)
+        """Return the slots of window, probation and protected, most recent first.
+
+        Cost: O(blocks), for tests.
+        """
+        window, probation, protected = (self.state.lists.members(segment) for segment in _SEGMENTS)
         return window, probation, protected
 
 
 @inline
 def _prefetch_used(own: State, used: Used) -> None:
-    """Ask for the cache lines of blocks that are used."""
+    """Prefetch the cache lines of used blocks."""
     links, keys = own.lists.links, own.index.keys
     for i in range(used.count):
         prefetch(links, used.slots[i])
@@ -163,8 +168,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch_duels(own: State, new: Entering) -> None:
-    """Ask for the cache lines of a batch: of its keys, and of blocks that are likely to duel, as the lists
-    are now."""
+    """Prefetch the cache lines of a batch's keys and of the blocks that are likely to duel."""
     links, keys, window = own.lists.links, own.index.keys, own.lists.num_positions + WINDOW
     num_leaving = new.count - new.num_given
     for i in range(new.count):
@@ -184,28 +188,28 @@ def _window_is_too_large(own: State) -> bool:
 
 @inline
 def _main_has_room(own: State) -> bool:
-    """Whether the main cache has less than its share."""
+    """Return whether the main cache has less than its share."""
     links, c = own.lists.links, own.lists.num_positions
     return links[c + PROBATION, LIST] + links[c + PROTECTED, LIST] < own.max_main
 
 
 @inline
 def _defender(own: State, cache: Cache, path: Path) -> int:
-    """The coldest block on probation that may leave, or the coldest protected one; ABSENT if none may."""
+    """Return the coldest evictable block on probation, else the coldest evictable protected one, or ABSENT."""
     slot = next_victim(cache, path, own.lists, PROBATION)
     return slot if slot != ABSENT else next_victim(cache, path, own.lists, PROTECTED)
 
 
 @inline
 def _wins(own: State, candidate: int, defender: int) -> bool:
-    """Whether the block of the window was seen more often recently."""
+    """Return whether the block of the window has the higher recent frequency."""
     keys = own.index.keys
     return estimate(own.sketch, hash_row(keys, candidate)) > estimate(own.sketch, hash_row(keys, defender))
 
 
 @inline
 def _victim(own: State, cache: Cache, path: Path) -> int:
-    """The block that leaves for the next new one; ABSENT if none may. Winners of duels move."""
+    """Return the next victim, moving winners of duels, or ABSENT if no block is evictable."""
     may_grow = True
     while True:
         candidate = next_victim(cache, path, own.lists, WINDOW)
@@ -225,7 +229,7 @@ def _victim(own: State, cache: Cache, path: Path) -> int:
 
 @inline
 def _fill_main(own: State, num_free: int) -> None:
-    """For each slot that was free, the coldest block of a window that is too large enters the main cache."""
+    """Move the coldest blocks of a window that is too large to the main cache, one for each free slot."""
     links, c = own.lists.links, own.lists.num_positions
     for _ in range(num_free):
         if not (_window_is_too_large(own) and _main_has_room(own)):

@@ -1,6 +1,6 @@
-"""Batches of keys in kernels, as callers give them: a list of ``bytes``, or the words of a `Keys`.
+"""Batches of keys as arguments of kernels: a list of ``bytes``, or the words of a `Keys`.
 
-A list is read in place, through Python's own interface: nothing is joined, packed or copied first. So kernels
+Kernels read a list in place through Python's C interface, without packing or copying it first. So kernels
 that take a `KeyBatch` keep the GIL.
 """
 
@@ -19,13 +19,13 @@ from kvoffload.structures.jit import U64Matrix, inline
 from kvoffload.structures.structs import c_function
 
 WRONG_KEY = 0
-"""What `key_at` returns for a key of another length, or another type."""
+"""Result of `key_at` for a key of another length or type."""
 
 _WORD, _INT, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
 
 class KeyBatchType(nb.Type):
-    """A batch in kernels: where it is, whether that is a list, and its length in keys or in bytes."""
+    """numba's type of a batch: its address, its length in keys or bytes, and a flag for lists."""
 
     def __init__(self) -> None:
         super().__init__(name="KeyBatch")
@@ -36,7 +36,7 @@ KeyBatch: TypeAlias = Annotated[Any, KeyBatchType()]
 
 
 class OneKeyType(nb.Type):
-    """One key in kernels: where its bytes are, and how many."""
+    """numba's type of a single key: the address and number of its bytes."""
 
     def __init__(self) -> None:
         super().__init__(name="OneKey")
@@ -73,7 +73,7 @@ def _unbox(kind: Any, value: Any, c: Any) -> Any:
     has_buffer = cgutils.is_not_null(builder, builder.call(check, [value]))
     with builder.if_else(has_buffer) as (words, a_list):
         with words:
-            # Without flags: bytes in a row, or an error.
+            # Without flags the buffer is contiguous, or an error is raised.
             get = c_function(builder, _INT, [api.pyobj, buffer.type, _INT], "PyObject_GetBuffer")
             result = builder.call(get, [value, buffer, _INT(0)])
             builder.store(cgutils.is_not_null(builder, result), failed)
@@ -106,7 +106,7 @@ def _unbox_key(kind: Any, value: Any, c: Any) -> Any:
 
 
 def _listed_key(typing_context: Any, address: Any, row: Any, key_bytes: Any) -> Any:
-    """Where the bytes of a list's item are; `WRONG_KEY` if they are not `key_bytes` long, or no bytes."""
+    """Return the address of a list item's bytes, or `WRONG_KEY` unless it is ``bytes`` of `key_bytes`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _BYTE.as_pointer()
@@ -115,15 +115,15 @@ def _listed_key(typing_context: Any, address: Any, row: Any, key_bytes: Any) -> 
             [builder.inttoptr(arguments[0], pointer), arguments[1]],
         )
         data, length = cgutils.alloca_once(builder, pointer), cgutils.alloca_once(builder, _WORD)
-        found = cgutils.alloca_once_value(builder, _WORD(WRONG_KEY))
+        key_address = cgutils.alloca_once_value(builder, _WORD(WRONG_KEY))
         get = c_function(builder, _INT, [pointer, data.type, length.type], "PyBytes_AsStringAndSize")
         is_wrong = cgutils.is_not_null(builder, builder.call(get, [item, data, length]))
         with builder.if_else(is_wrong, likely=False) as (wrong, right):
             with wrong:
                 builder.call(c_function(builder, ir.VoidType(), [], "PyErr_Clear"), [])
             with right, builder.if_then(builder.icmp_signed("==", builder.load(length), arguments[2])):
-                builder.store(builder.ptrtoint(builder.load(data), _WORD), found)
-        return builder.load(found)
+                builder.store(builder.ptrtoint(builder.load(data), _WORD), key_address)
+        return builder.load(key_address)
 
     return nb.int64(nb.int64, nb.int64, nb.int64), generate
 
@@ -153,13 +153,13 @@ _load8, _load4, _load2, _load1 = (
 
 @inline
 def num_keys(batch: KeyBatch, num_words: int) -> int:
-    """How many keys there are, if a packed one has `num_words` words."""
+    """Return the number of keys; a packed key has `num_words` words."""
     return batch.size if batch.is_list else batch.size // (8 * num_words)
 
 
 @inline
 def key_at(batch: KeyBatch, row: int, key_bytes: int, num_words: int) -> int:
-    """The address of a key's bytes, or `WRONG_KEY`."""
+    """Return the address of a key's bytes, or `WRONG_KEY`."""
     if batch.is_list:
         return _key_in_list(batch.address, row, key_bytes)
     return batch.address + row * 8 * num_words
@@ -167,7 +167,7 @@ def key_at(batch: KeyBatch, row: int, key_bytes: int, num_words: int) -> int:
 
 @inline
 def word_at(address: int, word: int, key_bytes: int) -> np.uint64:
-    """A word of the key at an address, as `Keys.pack` makes it. Reads nothing behind the key."""
+    """Return one word of the key at an address, as `Keys.pack` makes it. Reads nothing beyond the key."""
     start, left = address + 8 * word, key_bytes - 8 * word
     if left >= 8:
         return _load8(start)
@@ -190,7 +190,7 @@ def pack_key(address: int, key_bytes: int, keys: U64Matrix, row: int) -> None:
 
 @inline
 def is_key_at(address: int, key_bytes: int, keys: U64Matrix, row: int) -> bool:
-    """Whether the key at an address is ``keys[row]``."""
+    """Return whether the key at an address equals ``keys[row]``."""
     for word in range(keys.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if keys[row, word] != word_at(address, word, key_bytes):
             return False

@@ -1,12 +1,12 @@
-"""A heap over positions that can be found, moved and removed: for policies that order by priority.
+"""An indexed heap of positions, for policies that order blocks by priority.
 
-Owns the arrays of a heap of chains, the least first, equal ranks in the order of their stamps. Does not know
-keys, nor what a rank means.
+Owns the arrays of a min-heap of chains; positions of equal rank are ordered by their stamps. Does not know
+keys, or the meaning of a rank.
 
-Positions that are pushed one after the other in order, ascending or descending, are linked to a chain. Only
-the first of a chain is in the heap; when it leaves, the next one takes its place. Ranks of a path's blocks
-often follow the path: then the heap holds paths rather than blocks, and is small enough for the processor's
-cache. If no two pushes are in order, it is a plain heap.
+Consecutive pushes in ascending or descending order are linked into a chain. Only the first position of a
+chain is in the heap; when it leaves, the next position takes its place. The ranks of a path's blocks often
+follow the path. Then the heap holds paths instead of blocks, and fits into the processor's cache. Without
+ordered pushes it is a plain heap.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Heap(Struct):
     """An empty heap over `num_positions` positions. Memory: 32 bytes a position.
 
     Attributes:
-        order: shape ``(num_positions, 2)``: rank and stamp of each position. A stamp is a count,
-            so as a float it is exact.
-        links: shape ``(num_positions, 3)``: the positions before and after each one in its chain, or NONE;
-            the place in `firsts` of a chain's first one.
-        firsts: the first positions of all chains in heap order; only `num_chains` entries are valid.
-        size: how many positions are inside; clock: the last stamp.
+        order: shape ``(num_positions, 2)``: rank and stamp of each position. Stamps are integers.
+        links: shape ``(num_positions, 3)``: the previous and next position in the chain, or NONE, and for the
+            first position of a chain its place in `firsts`.
+        firsts: first positions of the chains, in heap order; only `num_chains` entries are valid.
+        size: number of positions inside.
+        clock: the last stamp.
         last: the position that was pushed last, or NONE.
-        aside: the position that was set aside last, or NONE. AFTER links it to the one before.
+        aside: the position that was set aside last, or NONE. AFTER links it to the previous such position.
     """
 
     order: F64Matrix
@@ -58,16 +58,16 @@ class Heap(Struct):
         self.last = self.aside = NONE
 
     def chains(self) -> list[list[int]]:
-        """Positions inside, by chain. Cost: O(n), for tests and reports."""
-        found = []
+        """Return the positions by chain. Cost: O(n), for tests and reports."""
+        chains = []
         for position in self.firsts[: self.num_chains].tolist():
-            found.append([position])
+            chains.append([position])
             while (position := int(self.links[position, AFTER])) != NONE:
-                found[-1].append(position)
-        return found
+                chains[-1].append(position)
+        return chains
 
     def members(self) -> list[int]:
-        """Positions inside, the least first. Cost: O(n log n), for tests and reports."""
+        """Return the positions in ascending order. Cost: O(n log n), for tests and reports."""
         inside = np.array([position for chain in self.chains() for position in chain], np.int32)
         in_order: list[int] = inside[
             np.lexsort((self.order[inside, STAMP], self.order[inside, RANK]))
@@ -77,7 +77,7 @@ class Heap(Struct):
 
 @inline
 def _precedes(order: F64Matrix, a: int, b: int) -> bool:
-    """Whether position `a` is less than position `b`."""
+    """Return whether position `a` is less than position `b`."""
     if order[a, RANK] == order[b, RANK]:
         return order[a, STAMP] < order[b, STAMP]
     return order[a, RANK] < order[b, RANK]
@@ -85,14 +85,14 @@ def _precedes(order: F64Matrix, a: int, b: int) -> bool:
 
 @inline
 def _put(heap: Heap, place: int, position: int) -> None:
-    """Make a position the entry of the heap at a place."""
+    """Write a position to a place of the heap."""
     heap.firsts[place] = position
     heap.links[position, PLACE] = place
 
 
 @inline
 def _sift_up(heap: Heap, hole: int, position: int) -> None:
-    """Put a position into a hole of the heap, or above it where it belongs."""
+    """Put a position into a hole of the heap, or further up if it is less than its parents."""
     order, firsts = heap.order, heap.firsts
     while hole > 0:
         parent = (hole - 1) >> 1
@@ -105,7 +105,7 @@ def _sift_up(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _sift_down(heap: Heap, hole: int, position: int) -> None:
-    """Put a position into a hole of the heap, or below it where it belongs."""
+    """Put a position into a hole of the heap, or further down if it is greater than its children."""
     order, firsts, size = heap.order, heap.firsts, heap.num_chains
     while True:
         child = 2 * hole + 1
@@ -122,7 +122,7 @@ def _sift_down(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _end_chain(heap: Heap, place: int) -> None:
-    """The last position of a chain leaves: the heap's last entry fills its place."""
+    """Remove an empty chain: the heap's last entry fills its place."""
     heap.num_chains -= 1
     moved = heap.firsts[heap.num_chains]
     if place < heap.num_chains:
@@ -132,8 +132,11 @@ def _end_chain(heap: Heap, place: int) -> None:
 
 @inline
 def _insert(heap: Heap, position: int) -> None:
-    """Insert a position whose rank and stamp are set: next to the one that was pushed last if it belongs
-    there and that one is an end of its chain, or else as a chain of its own."""
+    """Insert a position whose rank and stamp are set.
+
+    The position extends the chain of the last pushed position if that position is the matching end of its
+    chain. Otherwise it starts a new chain.
+    """
     links, last = heap.links, heap.last
     is_less = last != NONE and _precedes(heap.order, position, last)
     heap.size += 1
@@ -153,7 +156,7 @@ def _insert(heap: Heap, position: int) -> None:
 
 @inline
 def push(heap: Heap, position: int, rank: float) -> None:
-    """Insert a position. Of equal ranks it is the last."""
+    """Insert a position, after all positions of equal rank."""
     heap.clock += 1
     heap.order[position, RANK], heap.order[position, STAMP] = rank, heap.clock
     _insert(heap, position)
@@ -161,7 +164,7 @@ def push(heap: Heap, position: int, rank: float) -> None:
 
 @inline
 def take_out(heap: Heap, position: int) -> None:
-    """Remove a position, wherever it is. Its rank can still be read."""
+    """Remove a position. Its rank stays readable."""
     links = heap.links
     before, after = links[position, BEFORE], links[position, AFTER]
     heap.size -= 1
@@ -181,14 +184,14 @@ def take_out(heap: Heap, position: int) -> None:
 
 @inline
 def set_aside(heap: Heap, position: int) -> None:
-    """Keep a position that was taken out for `put_back`."""
+    """Keep a removed position for `put_back`."""
     heap.links[position, AFTER] = heap.aside
     heap.aside = position
 
 
 @inline
 def put_back(heap: Heap) -> None:
-    """Insert what was set aside again, with the ranks and stamps that it had."""
+    """Insert the positions that were set aside again, with their old ranks and stamps."""
     while heap.aside != NONE:
         position = heap.aside
         heap.aside = heap.links[position, AFTER]

@@ -1,12 +1,12 @@
-"""Key -> position, over flat arrays: the index of a manager, a ghost directory, the path of a request.
+"""A hash index from keys to positions, over flat arrays. Used for managers, ghosts and request paths.
 
 Owns two arrays. `table` is an open-addressing hash table with linear probing: an entry is 0 (empty) or
-``tag << 32 | position + 1``, where the tag is the upper half of the key's hash. `keys` holds the key of
-each position. The caller chooses the position of each key; nothing here knows what a position means.
+``tag << 32 | position + 1``, where the tag is the upper half of the key's hash. `keys` holds the key of each
+position. The caller chooses the position of each key and gives positions their meaning.
 
-The home bucket of a key is ``tag * buckets >> 32``: the number of buckets is arbitrary, and an entry's home
-is known without its key, so that a removal closes the gap (backward shift) without reading `keys`. Both
-arrays have their final size from the start: no rehash, no tombstones, no pause.
+The home bucket of a key is ``tag * buckets >> 32``. So the number of buckets is arbitrary, and a removal
+closes the gap (backward shift) without reading `keys`. Both arrays have their final size from the start:
+there are no rehashes, tombstones or pauses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Index(Struct):
         )
 
     def populate(self) -> Index:
-        """Touch all memory now: a page that is first touched inside a request delays it by up to 1 ms."""
+        """Touch all memory now, because the first touch of a page delays a request by up to 1 ms."""
         self.table.fill(0)
         self.keys.fill(0)
         return self
@@ -54,7 +54,7 @@ class Index(Struct):
         self.table.fill(0)
 
     def position_of(self, key: bytes) -> int:
-        """Position of a key, or ABSENT."""
+        """Return the position of a key, or ABSENT."""
         return _find(self.memory, key)
 
     def put(self, key: bytes, position: int) -> None:
@@ -62,11 +62,11 @@ class Index(Struct):
         _insert(self.memory, Keys.pack([key], self.key_bytes).words, position)
 
     def keys_at(self, positions: np.ndarray) -> Keys:
-        """Copy of the keys at `positions`."""
+        """Return a copy of the keys at `positions`."""
         return Keys(taken(self.keys, positions), self.key_bytes)
 
     def key_at(self, position: int) -> bytes:
-        """The key at `position`."""
+        """Return the key at `position`."""
         row: bytes = self.keys[position].tobytes()
         return row[: self.key_bytes]
 
@@ -85,7 +85,7 @@ def _finish(h: np.uint64) -> np.uint64:
 
 @inline
 def hash_row(keys: U64Matrix, row: int) -> np.uint64:
-    """64-bit hash of a packed key: a multiply and a shift a word, and murmur3's finisher."""
+    """Return the 64-bit hash of a packed key: multiply and shift for each word, then murmur3's finalizer."""
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):
         h = _mix(h, keys[row, word])
@@ -94,7 +94,7 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
 
 @inline
 def same_key(a: U64Array, i: int, b: U64Array, j: int) -> bool:
-    """Whether the rows `a[i]` and `b[j]` are the same key."""
+    """Return whether the rows `a[i]` and `b[j]` are the same key."""
     for word in range(a.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if a[i, word] != b[j, word]:
             return False
@@ -110,13 +110,13 @@ def copy_key(to: U64Array, i: int, source: U64Array, j: int) -> None:
 
 @inline
 def home_bucket(table: U64Array, h: np.uint64) -> int:
-    """The bucket in which the search for a key with hash `h` begins."""
+    """Return the bucket in which the search for a key with hash `h` begins."""
     return np.int64(((h >> np.uint64(32)) * np.uint64(table.shape[0])) >> np.uint64(32))
 
 
 @inline
 def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Bucket of the key `batch[row]`, whose hash is `h`; its empty bucket if the key is absent."""
+    """Return the bucket of the key `batch[row]` with hash `h`, or its empty bucket if the key is absent."""
     table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -131,19 +131,19 @@ def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
 
 @inline
 def position_in(entry: np.uint64) -> int:
-    """Position in a bucket's entry; ABSENT for an empty bucket."""
+    """Return the position in a bucket's entry; ABSENT for an empty bucket."""
     return np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
 
 
 @inline
 def find(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Position of the key `batch[row]`, whose hash is `h`, or ABSENT."""
+    """Return the position of the key `batch[row]` with hash `h`, or ABSENT."""
     return position_in(index.table[bucket_of(index, batch, row, h)])
 
 
 @inline
 def fill_bucket(index: Index, bucket: int, batch: U64Matrix, row: int, h: np.uint64, position: int) -> None:
-    """Put the key `batch[row]` at `position`; `bucket` is the empty one that `bucket_of` returned."""
+    """Put the key `batch[row]` at `position`; `bucket` is the empty bucket from `bucket_of`."""
     copy_key(index.keys, position, batch, row)
     index.table[bucket] = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
 
@@ -192,7 +192,7 @@ def remove(index: Index, position: int) -> None:
 
 @inline
 def find_key(index: Index, address: int) -> int:
-    """`find` for a key that is not packed: the path of engines that ask key by key."""
+    """Return the position of a key that is not packed, or ABSENT; for engines that look up single keys."""
     table, keys, key_bytes = index.table, index.keys, index.key_bytes
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):

@@ -1,8 +1,8 @@
-"""Compiles loops over flat arrays to machine code: the only place that knows how numba is used.
+"""Compilation of kernels, loops over flat arrays, with numba. Only this module configures numba.
 
-A kernel has one signature, its annotations: it is compiled before it is needed (from numba's on-disk cache in
-milliseconds, the first time in about a second), never inside a request, and a call with other types fails
-instead of compiling silently.
+The annotations of a kernel are its one signature. A kernel is compiled before it is needed, never inside a
+request: in about a second the first time, in milliseconds from numba's on-disk cache. A call with other types
+fails instead of compiling silently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ U64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, 
 ReadI32Array: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 1, "C", readonly=True)]
 ReadI64Array: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 1, "C", readonly=True)]
 ReadU64Array: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 1, "C", readonly=True)]
-ReadBoolArray: TypeAlias = Annotated[npt.NDArray[np.bool_], nb.Array(nb.boolean, 1, "C", readonly=True)]
 ReadU64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, "C", readonly=True)]
 _PLAIN = {
     int: nb.int64,
@@ -56,17 +55,18 @@ _PLAIN = {
 }
 
 
-# numba counts references to arrays with atomic instructions at every call of a helper, also in inner loops:
-# up to six times the cost of the loop itself. A kernel gets all of its arrays from its caller, which keeps
-# them alive, and makes none; so counting is off (`_nrt`), and `np.empty` in a kernel does not compile.
+# numba counts references to arrays with atomic instructions at every call of a helper, even in inner loops,
+# which costs up to six times the loop itself. The caller keeps all arrays of a kernel alive, and a kernel
+# creates none. So counting is off (`_nrt`), and `np.empty` in a kernel does not compile.
 _OPTIONS: Any = {"cache": kernel_cache.prepare(), "_nrt": False}
 
 
 class Kernel:
-    """A function that will be machine code: when it is first needed, and with it all others that are known.
+    """A function that is compiled on first use, together with all other registered kernels.
 
-    Whoever makes a manager or a pool calls `compile_all`, so that nothing is compiled inside a request; and a
-    command that needs no kernel starts without any. A call after that finds the machine code itself.
+    Constructors of managers and pools call `compile_all`, so that nothing is compiled inside a request, and a
+    command that needs no kernel compiles none. After compilation the machine code replaces this object in its
+    module.
     """
 
     def __init__(self, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Any]) -> None:
@@ -80,7 +80,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Where the machine code of a function `by_address` is."""
+        """The address of the machine code of a function `by_address`."""
         compile_all()
         address: int = self.made.address
         return address
@@ -92,7 +92,7 @@ class Kernel:
             try:
                 self._made = self._make(self.function)
             except (EOFError, pickle.UnpicklingError):
-                # What was kept of it is not whole.
+                # The cached file is incomplete.
                 kernel_cache.forget(self.function)
                 self._made = self._make(self.function)
             home = vars(sys.modules[self.function.__module__])
@@ -105,52 +105,52 @@ _WAITING: list[Kernel] = []
 
 
 def compile_all() -> int:
-    """Compile every kernel that is known and is not yet compiled, through numba's on-disk cache; returns how
-    many there were.
+    """Compile every registered kernel that is not yet compiled; return how many there were.
 
-    Cost: nothing if there is none; 1 s a kernel the first time, 1 ms from the cache. Thread: any.
+    Cost: 1 s for each kernel the first time, 1 ms from numba's on-disk cache. Thread: any.
     """
     count = 0
     if _WAITING:
-        kernel_cache.say_that_it_takes_long()
+        kernel_cache.announce_compilation()
     while _WAITING:
-        _WAITING.pop().made  # noqa: B018  (to ask for it makes it)
+        _WAITING.pop().made  # noqa: B018  (the property compiles)
         count += 1
     return count
 
 
 def kernel(function: F) -> F:
-    """Mark a function that is compiled for exactly the types of its annotations.
+    """Mark a function to compile for exactly the types of its annotations. The kernel keeps the GIL.
 
-    It keeps the GIL. A kernel that takes a struct or a batch of keys is called directly: only the control
-    plane calls it, with what is its own. Of others numba checks every argument, which costs 0.1 us or more a
-    call.
+    A kernel that takes a struct or a batch of keys is called without type checks, because only the control
+    plane calls it. For other kernels numba checks every argument, which costs 0.1 us or more a call.
     """
     return cast(F, Kernel(function, compiled))
 
 
 def compiled(function: F, *, cache: bool = True) -> F:
-    """Compile a kernel now; without `cache` for tests, whose files numba would not compile anew when helpers
-    change."""
+    """Compile a kernel now.
+
+    Tests pass ``cache=False``, because numba would not recompile a test's kernel when its helpers change.
+    """
     made = numba.njit(_signature(function), **(_OPTIONS | {"cache": cache and _OPTIONS["cache"]}))(function)
     if all(isinstance(kind, nb.Array) or kind in _PLAIN.values() for kind in _arguments(function)):
         return cast(F, made)
-    # numba has no public name for it: the wrapper that its dispatcher calls when it has checked the types.
+    # The wrapper that numba's dispatcher calls after its type checks; numba has no public name for it.
     return cast(F, made.overloads[made.signatures[0]].entry_point)
 
 
 def long_kernel(function: F) -> F:
-    """As `kernel`, without the GIL, for loops over bytes: other threads run meanwhile."""
-    return cast(F, Kernel(function, lambda it: numba.njit(_signature(it), nogil=True, **_OPTIONS)(it)))
+    """Mark a kernel that releases the GIL, for loops over bytes."""
+    return cast(F, Kernel(function, lambda f: numba.njit(_signature(f), nogil=True, **_OPTIONS)(f)))
 
 
 def by_address(function: Callable[..., Any]) -> Kernel:
     """Mark a function that kernels call by its `address` (`structs.call_2`). It returns nothing."""
-    return Kernel(function, lambda it: numba.cfunc(_signature(it), **_OPTIONS)(it))
+    return Kernel(function, lambda f: numba.cfunc(_signature(f), **_OPTIONS)(f))
 
 
 def inline(function: F) -> F:
-    """Mark a helper that kernels call: compiled into each of them, never called from Python."""
+    """Mark a helper that is compiled into each kernel that calls it, and is never called from Python."""
     options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
     return cast(F, numba.njit(**options)(function))
 
@@ -168,18 +168,18 @@ def _arguments(function: Callable[..., Any]) -> list[Any]:
 def _compiled_type(hint: Any) -> Any:
     if get_origin(hint) is tuple:
         make_tuple: Any = nb.Tuple
-        return make_tuple([_compiled_type(part) for part in get_args(hint)])
+        return make_tuple([_compiled_type(item) for item in get_args(hint)])
     if hint in _PLAIN:
         return _PLAIN[hint]
-    # A class is a struct: it says itself what it is in kernels.
+    # A class is a struct, which knows its own type.
     return hint.__metadata__[0] if hasattr(hint, "__metadata__") else hint.compiled_type()
 
 
 def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
-    """Ask the processor to fetch the first bytes of ``array[row]``; the kernel continues meanwhile.
+    """Prefetch the first bytes of ``array[row]`` into the processor's cache, without waiting.
 
-    With a million blocks most of the control plane's time is waiting for memory, one cache line after the
-    other. A loop that first asks for all its lines waits about once.
+    With a million blocks the control plane mostly waits for memory, one cache line after the other. A loop
+    that prefetches all its lines first waits about once.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

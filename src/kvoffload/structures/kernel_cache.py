@@ -1,11 +1,11 @@
-"""Where compiled kernels are kept, so that only the first start compiles.
+"""The on-disk cache of compiled kernels, so that only the first start compiles.
 
-In ``NUMBA_CACHE_DIR`` if that is set, else in the package's own ``__pycache__`` directories; where they
-cannot be written, as in a container with a read-only file system, in the user's cache, or in a directory of
-this process alone. Kernels that were compiled when the image was built are taken from the package.
+The cache is in ``NUMBA_CACHE_DIR`` if that is set, else in the package's ``__pycache__`` directories. If
+these are not writable, as in a read-only container, it is in the user's cache directory, or in a temporary
+directory of this process. Kernels that were compiled when an image was built are copied from the package.
 
-A kernel is machine code and runs as it is found: outside of the package it is taken only from directories
-that are this user's, and that nobody else can write.
+Cached kernels are machine code that runs unchecked. So outside the package they are loaded only from
+directories that belong to this user and that no other user can write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numba
 
 COMPILING = logging.getLogger("kvoffload.compiling")
-"""Says, at level INFO, when a start will take long."""
+"""Logger of a message, at level INFO, that compilation delays this start."""
 _USUAL_S = 20
 _config: Any = numba.config
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -33,23 +33,23 @@ _STAMP = _PACKAGE / "structures" / "__pycache__" / "kernels.stamp"
 
 
 def prepare() -> bool:
-    """Choose the place, once, before anything is compiled; whether there is one. Raises: nothing."""
-    digest, given = _digest_of_sources(), _config.CACHE_DIR
+    """Choose the cache directory, once, before the first compilation; return False if there is none."""
+    digest, configured = _digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""
-    if given and _is_safe(Path(given)) and (place := _own_place(Path(given), digest)):
+    if configured and _is_safe(Path(configured)) and (place := _private_directory(Path(configured), digest)):
         _use(place, digest)
         return True
-    if _is_kept_in_package(digest):
+    if _prepare_package(digest):
         return True
     home = _users_cache()
-    place = _own_place(home, digest) if home is not None and _is_safe(home) else None
+    place = _private_directory(home, digest) if home is not None and _is_safe(home) else None
     if place is None:
         try:
             place = Path(tempfile.mkdtemp(prefix="kvoffload-kernels-"))
         except OSError:
             COMPILING.warning(
-                "kvoffload: kernels are compiled at every start: no directory of this user alone can be "
-                "written; set NUMBA_CACHE_DIR to one"
+                "kvoffload: kernels are compiled at every start, because no cache directory is writable by "
+                "this user only; set NUMBA_CACHE_DIR to such a directory"
             )
             return False
         atexit.register(shutil.rmtree, place, ignore_errors=True)
@@ -57,14 +57,14 @@ def prepare() -> bool:
     return True
 
 
-def say_that_it_takes_long() -> None:
-    """Once, if no kernel has been kept."""
+def announce_compilation() -> None:
+    """Log that compilation delays this start, if no kernel is cached."""
     if not any(any(kept.glob("*.nbi")) for _, kept in _places()):
         COMPILING.info("kvoffload: compiling kernels, once for this installation (about %d s) ...", _USUAL_S)
 
 
 def forget(function: Callable[..., Any]) -> None:
-    """Delete what is kept of a kernel that cannot be read: a write was cut off. Raises `OSError`."""
+    """Delete the unreadable cache files of a kernel, which an interrupted write left. Raises `OSError`."""
     source = Path(function.__code__.co_filename).resolve()
     for directory, kept in _places():
         if directory == source.parent:
@@ -73,14 +73,13 @@ def forget(function: Callable[..., Any]) -> None:
 
 
 def _use(place: Path, digest: str) -> None:
-    """Keep kernels in this directory from now on; take those of the package there, if they are of these
-    sources. What cannot be taken is compiled."""
+    """Cache kernels in this directory, and copy the package's kernels if they match the sources."""
     _config.CACHE_DIR = str(place)
     with contextlib.suppress(OSError):
         if _STAMP.read_text() != digest:
             return
         for directory, kept in _places():
-            # numba finds a kernel by its index, so the index comes last.
+            # numba looks up a kernel by its index file, so the index file is copied last.
             for pattern in ("*.nbc", "*.nbi"):
                 for kernel in directory.glob(f"__pycache__/{pattern}"):
                     if not (kept / kernel.name).exists():
@@ -88,7 +87,7 @@ def _use(place: Path, digest: str) -> None:
 
 
 def _copy(kernel: Path, kept: Path) -> None:
-    """All of it or nothing: other processes of the same engine start at this moment."""
+    """Copy a file atomically, because other processes of the same engine start at the same time."""
     kept.mkdir(mode=0o700, exist_ok=True)
     unfinished = kept / f".{kernel.name}.{os.getpid()}"
     try:
@@ -99,10 +98,10 @@ def _copy(kernel: Path, kept: Path) -> None:
 
 
 def _places() -> Iterator[tuple[Path, Path]]:
-    """Every directory of the package, and where numba keeps the kernels of its files."""
+    """Yield every directory of the package with numba's cache directory for its files."""
     for directory in sorted({source.parent for source in _PACKAGE.rglob("*.py")}):
         if _config.CACHE_DIR:
-            # As numba names it: without that they are compiled once more, and kept.
+            # numba's naming scheme. If it changes, the kernels are compiled and cached again.
             digest = hashlib.sha1(str(directory).encode()).hexdigest()
             yield directory, Path(_config.CACHE_DIR) / f"{directory.name}_{digest}"
         else:
@@ -114,8 +113,8 @@ def _users_cache() -> Path | None:
     return home if home.is_absolute() else None
 
 
-def _own_place(home: Path, digest: str) -> Path | None:
-    """A directory below `home` that only this user can write; None if it cannot be had."""
+def _private_directory(home: Path, digest: str) -> Path | None:
+    """Create a directory below `home` that only this user can write; return None if that fails."""
     place = home / f"kvoffload-{digest[:16]}"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -126,14 +125,14 @@ def _own_place(home: Path, digest: str) -> Path | None:
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether it is a directory of this user that nobody else can write."""
+    """Return whether this user owns the directory and no other user can write it."""
     status = directory.lstat()
     others_write = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not others_write
 
 
 def _is_safe(home: Path) -> bool:
-    """Whether nobody else can put another directory in the place of one in here, or make this one."""
+    """Return whether no other user can create this directory, or replace directories in it."""
     place = home
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -156,10 +155,10 @@ def _can_write(directory: Path) -> bool:
 
 
 def _digest_of_sources() -> str:
-    """Of all files that have kernels, or helpers that are compiled into them.
+    """Hash all files with kernels, or with helpers that are compiled into kernels.
 
-    numba checks only the file that has the kernel: after an edit of `lists.py`, or an upgrade, a policy would
-    keep running the old code.
+    numba checks only the file of the kernel itself. After an edit of `lists.py`, or an upgrade, a policy
+    would keep running old code.
     """
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
@@ -169,8 +168,8 @@ def _digest_of_sources() -> str:
     return digest.hexdigest()
 
 
-def _is_kept_in_package(digest: str) -> bool:
-    """Whether the package can be written. Then kernels in it that are of other sources are deleted."""
+def _prepare_package(digest: str) -> bool:
+    """Delete the package's kernels of other sources; return False if the package is not writable."""
     if not _can_write(_STAMP.parent):
         return False
     try:
@@ -179,6 +178,6 @@ def _is_kept_in_package(digest: str) -> bool:
                 cached.unlink(missing_ok=True)
             _STAMP.write_text(digest)
     except OSError:
-        # Somebody else has compiled here, as with sudo.
+        # Another user, such as root, has compiled here.
         return False
     return True

@@ -1,6 +1,6 @@
-"""Keys in recency lists, without blocks: ghosts of evicted blocks, counters of keys.
+"""Recency lists of keys without blocks, such as ghosts of evicted blocks or counted keys.
 
-Owns an index over a fixed number of positions, the lists that order them and a list of spare positions.
+Owns an index over a fixed number of positions, the lists that order them, and a list of spare positions.
 Does not know why a key is remembered.
 """
 
@@ -17,7 +17,7 @@ from kvoffload.structures.structs import Struct
 class KeyLists(Struct):
     """At most `capacity` keys in `num_lists` lists, most recent first.
 
-    The list after those holds the spare positions. Memory: 28 bytes a key, and the key.
+    One further list holds the spare positions. Memory: 28 bytes a key, and the key.
     """
 
     index: Index
@@ -34,7 +34,7 @@ class KeyLists(Struct):
         self._fill_spare()
 
     def members(self, number: int) -> list[bytes]:
-        """Keys of list `number`, most recent first. Cost: O(members), for tests and reports."""
+        """Return the keys of list `number`, most recent first. Cost: O(members), for tests and reports."""
         return [self.index.key_at(position) for position in self.lists.members(number)]
 
     def _fill_spare(self) -> None:
@@ -50,7 +50,7 @@ class KeyLists(Struct):
 
 @inline
 def remember(keys: KeyLists, sentinel: int, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Put the absent key `batch[row]` at the head of a list; there must be a spare position."""
+    """Put the absent key `batch[row]` at the head of a list; return its position. Needs a spare position."""
     links = keys.lists.links
     position = links[links.shape[0] - 1, PREV]
     unlink(links, position)
@@ -61,7 +61,7 @@ def remember(keys: KeyLists, sentinel: int, batch: U64Matrix, row: int, h: np.ui
 
 @inline
 def forget(keys: KeyLists, position: int) -> None:
-    """Forget the key at `position`, which becomes spare."""
+    """Forget the key at `position`; the position becomes spare."""
     links = keys.lists.links
     remove(keys.index, position)
     unlink(links, position)
@@ -76,7 +76,7 @@ def forget_coldest(keys: KeyLists, sentinel: int) -> None:
 
 @inline
 def prefetch_keys(keys: U64Matrix, lists: Lists, number: int, count: int) -> None:
-    """Ask for the keys of the `count` coldest members of a list."""
+    """Prefetch the keys of the `count` coldest members of a list."""
     links, sentinel = lists.links, lists.num_positions + number
     position = links[sentinel, PREV]
     for _ in range(min(count, np.int64(links[sentinel, LIST]))):
@@ -86,7 +86,7 @@ def prefetch_keys(keys: U64Matrix, lists: Lists, number: int, count: int) -> Non
 
 @inline
 def prefetch_buckets(table: U64Array, keys: U64Matrix, lists: Lists, number: int, count: int) -> None:
-    """Ask for where an index has these keys, which `prefetch_keys` has asked for."""
+    """Prefetch the index buckets of the same keys; call `prefetch_keys` first."""
     links, sentinel = lists.links, lists.num_positions + number
     position = links[sentinel, PREV]
     for _ in range(min(count, np.int64(links[sentinel, LIST]))):

@@ -1,7 +1,7 @@
-"""Batches of block keys, packed once so that kernels can read them.
+"""Batches of block keys in the packed form that kernels read.
 
-Owns the packed form of keys. Does not know what a key means: for the control plane a key is a byte string,
-and all keys of one manager have the same length.
+Does not know the meaning of a key: to the control plane a key is a byte string, and all keys of one manager
+have the same length.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ KeyDigests: TypeAlias = npt.NDArray[np.uint64]
 class Keys(Sequence[bytes]):
     """A batch of keys of one length, packed into rows of 64-bit words.
 
-    Every method of the manager takes either a list of ``bytes`` or a `Keys`. A list is packed on each
-    call (about 30 ns a key); pack once with `Keys.pack` and pass slices (`keys[:n]`, a view) where the
-    same keys are used again. Immutable by contract: the manager keeps references to the rows.
+    The manager's methods take a list of ``bytes`` or a `Keys`. A list is packed in each call, at about 30 ns
+    a key; to reuse keys, pack them once with `Keys.pack` and pass slices (`keys[:n]`, a view). Immutable by
+    contract: the manager keeps references to the rows.
 
     Attributes:
         words: shape ``(len(keys), words_per_key(key_bytes))``, uint64, C-contiguous, little-endian; a row
@@ -48,7 +48,7 @@ class Keys(Sequence[bytes]):
         count, num_words = len(keys), words_per_key(key_bytes)
         padding = bytes(8 * num_words - key_bytes)
         joined = padding.join([*keys, b""]) if padding else b"".join(keys)
-        # The total length is not enough: one key may be too long and another too short.
+        # The total length is no proof: one key may be too long and another too short.
         if list(map(len, keys)).count(key_bytes) != count and (problem := wrong_key(keys, key_bytes)):
             raise problem
         return cls(np.ndarray((count, num_words), np.uint64, joined), key_bytes)
@@ -77,7 +77,7 @@ class Keys(Sequence[bytes]):
         return row[: self.key_bytes]
 
     def take(self, rows: npt.NDArray[Any]) -> Keys:
-        """The keys of `rows`, which are row numbers or a mask."""
+        """Return the keys of `rows`, which are row numbers or a mask."""
         digests = None if self._digests is None else self._digests[rows]
         return Keys(taken(self.words, rows), self.key_bytes, digests)
 
@@ -101,15 +101,15 @@ class Keys(Sequence[bytes]):
 
 
 def words_per_key(key_bytes: int) -> int:
-    """Number of 64-bit words that hold one key."""
+    """Return the number of 64-bit words that hold one key."""
     return (key_bytes + 7) // 8
 
 
 def taken(words: KeyWords, rows: npt.NDArray[Any]) -> KeyWords:
-    """The words of `rows`, which are row numbers or a mask: a copy.
+    """Return a copy of the words of `rows`, which are row numbers or a mask.
 
-    As one array of whole rows: to index in two dimensions numpy gives up the interpreter's lock, and the
-    scheduler's thread would get it back when other threads are done with it, milliseconds later.
+    Indexes whole rows as one-dimensional items. For a two-dimensional index numpy releases the GIL, and the
+    scheduler's thread might wait milliseconds to get it back.
     """
     if rows.dtype == np.bool_:
         rows = rows.nonzero()[0]
@@ -124,7 +124,7 @@ def _whole_row(num_words: int) -> np.dtype[np.void]:
 
 
 def wrong_key(keys: Sequence[bytes], key_bytes: int) -> ValueError | TypeError | None:
-    """What is wrong with the first of these keys that is not `key_bytes` long, or no ``bytes``."""
+    """Return an error for the first key that is not ``bytes`` of length `key_bytes`, or None."""
     for position, key in enumerate(keys):
         if not isinstance(key, bytes):
             return TypeError(f"key {position} is {type(key).__name__} {key!r}; keys are bytes")

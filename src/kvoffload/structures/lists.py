@@ -1,11 +1,11 @@
-"""Doubly linked lists over positions: the building blocks of policies.
+"""Doubly linked lists over positions, the building blocks of policies.
 
-Owns one int32 array with a row for each position and each list. A position is in at most one list; to move
-it takes a few writes. A list's row is the sentinel of a ring: its NEXT is the head (most recent), its PREV
-the tail (coldest), its LIST the number of members. Does not know keys, nor why an order changes.
+Owns one int32 array with a row for each position and each list. A position is in at most one list, and moving
+it takes a few writes. The row of a list is the sentinel of a ring: NEXT is the head (most recent), PREV the
+tail (coldest), LIST the number of members. Does not know keys, or why an order changes.
 
-Every list also has a cursor, for a search from its tail to its head that goes on where it stopped: `rewind`
-begins one, `take` and `carry` are `unlink` and `move_to_head` while it lasts.
+Every list has a cursor for a resumable search from tail to head. `rewind` starts a search; during a search,
+`take` replaces `unlink` and `carry` replaces `move_to_head`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Lists(Struct):
 
     Attributes:
         links: shape ``(num_positions + num_lists, 3)``, int32. List `i` is the row `sentinel(i)`.
-        cursors: shape ``(num_lists,)``, int32: the coldest member of each list that its search has not
-            passed; the sentinel if there is none.
+        cursors: shape ``(num_lists,)``, int32: the coldest member that the search of each list has not
+            passed, or the sentinel.
     """
 
     links: I32Matrix
@@ -42,7 +42,7 @@ class Lists(Struct):
 
     @property
     def num_lists(self) -> int:
-        """How many lists there are."""
+        """Number of lists."""
         return len(self.links) - self.num_positions
 
     def clear(self) -> None:
@@ -52,25 +52,25 @@ class Lists(Struct):
             self.links[row] = (row, row, 0)
 
     def sentinel(self, number: int) -> int:
-        """Row of list `number`."""
+        """Return the row of list `number`."""
         return self.num_positions + number
 
     def size(self, number: int) -> int:
-        """Members of list `number`."""
+        """Return the number of members of list `number`."""
         return int(self.links[self.num_positions + number, LIST])
 
     def members(self, number: int) -> list[int]:
-        """Positions in list `number`, head first. Cost: O(members), for tests and reports."""
-        found, row = [], int(self.links[self.sentinel(number), NEXT])
+        """Return the positions in list `number`, head first. Cost: O(members), for tests and reports."""
+        members, row = [], int(self.links[self.sentinel(number), NEXT])
         while row != self.sentinel(number):
-            found.append(row)
+            members.append(row)
             row = int(self.links[row, NEXT])
-        return found
+        return members
 
 
 @inline
 def push_head(links: I32Matrix, sentinel: int, position: int) -> None:
-    """Make `position`, which is in no list, the head."""
+    """Make `position`, which must be in no list, the head of a list."""
     head = links[sentinel, NEXT]
     links[position, PREV] = sentinel
     links[position, NEXT] = head
@@ -92,7 +92,7 @@ def unlink(links: I32Matrix, position: int) -> None:
 
 @inline
 def move_to_head(links: I32Matrix, sentinel: int, position: int) -> None:
-    """Make `position`, wherever it is, the head of the list."""
+    """Move `position` from its list to the head of a list."""
     unlink(links, position)
     push_head(links, sentinel, position)
 
@@ -106,15 +106,18 @@ def unlink_all(links: I32Matrix, positions: I32Array, count: int) -> None:
 
 @inline
 def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -> None:
-    """Put the first `count` of `positions`, which are in no list, at the head, the first of them foremost."""
+    """Put the first `count` of `positions`, which must be in no list, at the head of a list, in order."""
     for i in range(count - 1, -1, -1):
         push_head(links, sentinel, positions[i])
 
 
 @inline
 def push_marked(links: I32Matrix, sentinel: int, marked: int, positions: I32Array, count: int) -> None:
-    """As `push_all`, for two lists: a position that is marked (written as ``~position``) joins the one with
-    the sentinel `marked`, and the mark is removed."""
+    """Put positions at the heads of two lists, as `push_all`.
+
+    A marked position, written as ``~position``, joins the list with the sentinel `marked`; the mark is
+    removed.
+    """
     for i in range(count - 1, -1, -1):
         if positions[i] < 0:
             positions[i] = ~positions[i]
@@ -125,7 +128,7 @@ def push_marked(links: I32Matrix, sentinel: int, marked: int, positions: I32Arra
 
 @inline
 def rewind(lists: Lists) -> None:
-    """Begin a search in every list, at its tail."""
+    """Start a search at the tail of every list."""
     links, cursors, first = lists.links, lists.cursors, lists.num_positions
     for number in range(cursors.shape[0]):
         cursors[number] = links[first + number, PREV]
@@ -133,7 +136,7 @@ def rewind(lists: Lists) -> None:
 
 @inline
 def take(lists: Lists, position: int) -> None:
-    """`unlink` during a search."""
+    """Remove `position` from its list during a search."""
     links, cursors = lists.links, lists.cursors
     number = links[position, LIST] - lists.num_positions
     if cursors[number] == position:
@@ -143,7 +146,7 @@ def take(lists: Lists, position: int) -> None:
 
 @inline
 def carry(lists: Lists, number: int, position: int) -> None:
-    """`move_to_head` of list `number` during a search, which will find `position` there."""
+    """Move `position` to the head of list `number` during a search, which will find it there."""
     cursors, sentinel = lists.cursors, lists.num_positions + number
     take(lists, position)
     push_head(lists.links, sentinel, position)

@@ -1,7 +1,6 @@
-"""How often keys were used recently, in a few bits a key: a count-min sketch that ages.
+"""A count-min sketch with aging, which estimates how often keys were used recently.
 
-Owns a table of 4-bit counters, and the number of references counted. Knows hashes, but not keys, nor what a
-count is used for.
+Owns a table of 4-bit counters and the number of counted references. Knows hashes, not keys.
 
 Source: Cormode and Muthukrishnan, "An Improved Data Stream Summary: The Count-Min Sketch and its
 Applications", J. Algorithms 55(1), 2005; with the aging of Einziger, Friedman and Manes, "TinyLFU: A Highly
@@ -23,24 +22,24 @@ SAMPLE_PER_KEY = 10
 
 
 class FrequencySketch(Struct):
-    """Counts references to keys, up to 15; an estimate is never too low, until counts age.
+    """Counts references to keys, up to 15. Until counts age, an estimate is never too low.
 
-    After `sample` references every count is halved, and again after every further half of that: past
-    popularity is forgotten, and an estimate is about the references in the last `sample`. Halving is spread
-    over the references that follow, one cache line each, so that no call pays for the whole table; meanwhile
-    some counts are halved and others not yet.
+    All counts are halved after `sample` references, and again after every further `sample` / 2. So an
+    estimate covers about the last `sample` references. The halving is spread over the following references,
+    one cache line each, so that no call pays for the whole table; meanwhile only some counts are halved.
 
     All four counters of a key are in one cache line, so a key costs one cache miss. A reference increments
-    only the lowest of its four counters (conservative update), so that keys are overestimated less. There is
-    no doorkeeper: it could only gain what collisions with keys used once cost, and that is little. With four
-    times the counters W-TinyLFU hits 0.4 to 0.6 points more of a recorded chat's blocks (caches of 5,000 and
-    10,000), while a doorkeeper for a sample would need more memory than the counters.
+    only the lowest of its four counters (conservative update), which reduces overestimates. There is no
+    doorkeeper, because it would reduce only the small cost of collisions with keys used once: even four times
+    as many counters gain W-TinyLFU only 0.4 to 0.6 points of hit ratio on a recorded chat (caches of 5,000
+    and 10,000 blocks). A doorkeeper would need more memory than the counters.
 
-    Memory: 64 bits a key of `capacity`.
+    Memory: 64 bits for each key of `capacity`.
 
     Attributes:
-        table: uint64, sixteen 4-bit counters a word, eight words a line, a key's four in one line.
-        additions: references since the last halving; sample: how many there are between two.
+        table: uint64, sixteen 4-bit counters a word, eight words a line; a key's four counters share a line.
+        additions: references since the last halving.
+        sample: references between two halvings.
         sweep: the next line to halve.
     """
 
@@ -65,32 +64,32 @@ class FrequencySketch(Struct):
 
 @inline
 def line_of(table: U64Array, h: np.uint64) -> int:
-    """First word of the line that has the counters of a key with hash `h`."""
+    """Return the first word of the line with the counters of a key with hash `h`."""
     lines = np.uint64(table.shape[0] // LINE_WORDS)
     return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
 
 
 @inline
 def prefetch_count(sketch: FrequencySketch, h: np.uint64) -> None:
-    """Ask for the line that has the counters of a key with hash `h`."""
+    """Prefetch the line with the counters of a key with hash `h`."""
     prefetch(sketch.table, line_of(sketch.table, h))
 
 
 @inline
 def _word(line: int, h: np.uint64, row: int) -> int:
-    """Index of the word that holds the key's counter of a row."""
+    """Return the index of the word that holds the key's counter of a row."""
     return line + 2 * row + np.int64((h >> np.uint64(5 * row + 4)) & np.uint64(1))
 
 
 @inline
 def _shift(h: np.uint64, row: int) -> np.uint64:
-    """First bit, in its word, of the key's counter of a row."""
+    """Return the first bit of the key's counter of a row, in its word."""
     return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
 
 
 @inline
 def estimate(sketch: FrequencySketch, h: np.uint64) -> int:
-    """How often the key with hash `h` was used recently, 0 to 15; other keys may make it too high."""
+    """Return the estimated recent uses of the key with hash `h`, 0 to 15; collisions may raise it."""
     table = sketch.table
     line = line_of(table, h)
     lowest = MAX_COUNT

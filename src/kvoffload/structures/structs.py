@@ -1,13 +1,12 @@
-"""Arrays and numbers that kernels take together, as one argument: by address.
+"""Structs: arrays and numbers that kernels take as one argument, by address.
 
-A call of a kernel costs 50 ns and as much again for every few arrays that are passed to it. So arrays that
-belong together are one `Struct`, and a kernel gets its address; inside, ``struct.field`` is an array or a
-number, and the compiler sees through it. This is the only place that knows how a struct lies in memory: a
-field is one 64-bit word, and one more for each dimension of an array. The word of an array, or of another
-struct, is its distance from the struct itself: so memory that holds both may be copied.
+A kernel call costs 50 ns, and as much again for every few array arguments. So related arrays form one
+`Struct`, and a kernel gets its address; in the kernel ``struct.field`` is an array or a number. This module
+owns the memory layout: a field is one 64-bit word, plus one word for each dimension of an array. The word of
+an array or a nested struct is its offset from the struct, so that memory that holds both can be copied.
 
-A struct's arrays are set once, when it is made, and never replaced: compiled code holds their addresses. A
-struct in it may be, between two calls of kernels (`Struct.exchange`).
+The arrays of a struct are never replaced, because compiled code assumes that their addresses are constant. A
+nested struct can be replaced between two kernel calls (`Struct.exchange`).
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ from numba.np.numpy_support import as_dtype
 
 _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _WRITABLE = 1
-"""`PyBUF_WRITABLE` without any other flag: bytes in a row, which may be changed."""
+"""`PyBUF_WRITABLE` without any other flag: a contiguous, writable buffer."""
 
 S = TypeVar("S", bound="Struct")
 
 
 class Field(NamedTuple):
-    """One field: the word at which it begins, and numba's type of it; of an array also numpy's, and its
-    number of dimensions."""
+    """A field: its first word, its numba type, and for arrays the numpy type and number of dimensions."""
 
     at: int
     type: Any
@@ -45,7 +43,7 @@ class Field(NamedTuple):
 
 
 class StructType(nb.Type):
-    """A struct in kernels: a 64-bit address."""
+    """numba's type of a struct: a 64-bit address."""
 
     def __init__(self, struct: type[Struct]) -> None:
         self.struct = struct
@@ -53,17 +51,19 @@ class StructType(nb.Type):
 
 
 class Struct:
-    """What kernels get of an object. Its annotations are its fields: arrays of `jit`'s types, ``int``,
-    ``float`` or other structs; in Python they are attributes as in kernels.
+    """Base class of the arguments of kernels.
+
+    The annotations of a subclass are its fields: arrays of `jit`'s types, ``int``, ``float`` or structs. They
+    are attributes in Python and in kernels.
 
     Args:
-        fields: every field by name. Numbers may be left out: they are 0.
+        fields: every field by name. Missing numbers are 0.
 
     Attributes:
-        memory: what is passed to a kernel for the struct.
+        memory: the argument that is passed to a kernel.
 
-    Thread: that of its owner. Cost: a number read or written in Python takes 0.1 us; an array is an
-    attribute. Raises: `AttributeError` when an array or a struct is replaced.
+    Thread: the owner's. Cost: reading or writing a number in Python takes 0.1 us. Raises: `AttributeError`
+    when an array or a struct is replaced.
     """
 
     fields: ClassVar[dict[str, Field]] = {}
@@ -85,17 +85,17 @@ class Struct:
 
     @classmethod
     def compiled_type(cls) -> StructType:
-        """What a kernel's argument of this type is to numba."""
+        """Return numba's type of this struct."""
         return StructType(cls)
 
     def __init__(self, **fields: Any) -> None:
-        self._take(bytearray(8 * self.num_words))
+        self._attach(bytearray(8 * self.num_words))
         here = _address(self.memory)
         for name, field in self.fields.items():
             if isinstance(field.type, nb.Array):
                 array = fields[name]
                 if array.dtype != field.dtype or not array.flags.c_contiguous:
-                    raise TypeError(f"{name} is an array of {array.dtype}, its field is one of {field.type}")
+                    raise TypeError(f"{name}: expected an array of type {field.type}, got {array.dtype}")
                 self._words[field.at] = array.ctypes.data - here
                 for dimension in range(field.ndim):
                     self._words[field.at + 1 + dimension] = array.shape[dimension]
@@ -108,23 +108,25 @@ class Struct:
 
     @property
     def address(self) -> int:
-        """Where its memory is, for other structs and kernels to keep."""
+        """The address of the struct's memory, for other structs and kernels."""
         return _address(self.memory)
 
     def exchange(self, name: str, struct: Struct) -> None:
-        """Put another struct of the same kind in the place of one, between two calls of kernels. Nobody else
-        may keep the address of the one before."""
+        """Replace a nested struct by another of the same type, between two kernel calls.
+
+        No other object may hold the address of the old struct.
+        """
         self._words[self.fields[name].at] = _address(struct.memory) - _address(self.memory)
         self._fields[name] = struct
 
     def contents(self) -> dict[str, Any]:
-        """Every field: numbers, arrays and structs, by name."""
+        """Return all fields by name."""
         return {name: getattr(self, name) for name in self.fields}
 
     def __reduce__(self) -> Any:
         return _restored, (type(self), self.contents())
 
-    def _take(self, memory: bytearray) -> None:
+    def _attach(self, memory: bytearray) -> None:
         self.memory: Any = memory
         self._words = memoryview(memory).cast("q")
         self._fields: dict[str, Any] = {}
@@ -132,9 +134,9 @@ class Struct:
 
     @classmethod
     def blank(cls, **shapes: Any) -> bytes:
-        """Memory for a struct, its arrays and those of structs in it, in one piece; all zero.
+        """Return zeroed memory for a struct, its arrays and its nested structs, in one piece.
 
-        ``bytearray(blank)`` is passed to kernels; `over` shows what is in it.
+        Pass ``bytearray(blank)`` to kernels; read it through `over`.
 
         Args:
             shapes: the shape of each array; for a struct, a dictionary of its shapes.
@@ -161,28 +163,27 @@ class Struct:
 
     @classmethod
     def over(cls: type[S], memory: bytearray, start: int = 0) -> S:
-        """The struct that begins at byte `start` of memory that was made by `blank`. Its arrays are made when
-        they are asked for."""
+        """Return the struct at byte `start` of memory from `blank`. Its arrays are created on access."""
         self = cls.__new__(cls)
-        self._take(memory)
+        self._attach(memory)
         self._start = start
         if start:
             self._words = self._words[start // 8 :]
         return self
 
-    def _part(self, name: str) -> Any:
-        """An array or a struct of a piece of memory, the first time that it is asked for."""
+    def _view(self, name: str) -> Any:
+        """Create and keep the view of an array or struct in the memory."""
         at, kind, _, num_dimensions = self.fields[name]
         if num_dimensions == 0:
-            part: Any = kind.struct.over(self.memory, self._start + self._words[at])
+            view: Any = kind.struct.over(self.memory, self._start + self._words[at])
         else:
-            part = self.array(self.memory, name, start=self._start)
-        self._fields[name] = part
-        return part
+            view = self.array(self.memory, name, start=self._start)
+        self._fields[name] = view
+        return view
 
     @classmethod
     def array(cls, memory: bytearray, name: str, count: int = -1, start: int = 0) -> npt.NDArray[Any]:
-        """One array of a struct that `blank` made, or its first `count` rows."""
+        """Return an array of a struct in memory from `blank`, or its first `count` rows."""
         at, _, dtype, num_dimensions = cls.fields[name]
         words = memoryview(memory).cast("q")
         at += start // 8
@@ -198,11 +199,11 @@ def _restored(cls: type[S], contents: dict[str, Any]) -> S:
 
 
 class Anything(Struct):
-    """Any struct, where its kind does not matter."""
+    """A struct of any type."""
 
 
 def _type_of(hint: Any) -> Any:
-    """numba's type of a field."""
+    """Return numba's type of a field."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         return StructType(hint)
     plain = {int: nb.int64, float: nb.float64}
@@ -214,7 +215,7 @@ def _address(memory: bytearray) -> int:
 
 
 def _attribute(name: str, at: int, kind: Any) -> Any:
-    """A field in Python."""
+    """Create the Python property of a field."""
 
     def get_float(self: Struct) -> Any:
         return self._words[at : at + 1].cast("B").cast("d")[0]
@@ -228,7 +229,7 @@ def _attribute(name: str, at: int, kind: Any) -> Any:
         return property(
             lambda self: self._words[at], lambda self, value: self._words.__setitem__(at, int(value))
         )
-    return property(lambda self: self._fields[name] if name in self._fields else self._part(name))
+    return property(lambda self: self._fields[name] if name in self._fields else self._view(name))
 
 
 # ---- structs in kernels
@@ -241,13 +242,13 @@ class _Address(models.PrimitiveModel):
 
 
 def c_function(builder: Any, result: Any, arguments: list[Any], name: str) -> Any:
-    """A function of Python's own C interface, for compiled code to call."""
+    """Declare a function of Python's C interface, for compiled code to call."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 @unbox(StructType)
 def _unbox(kind: Any, value: Any, c: Any) -> Any:
-    """The address of anything that can be written: raises `TypeError` for other objects."""
+    """Take the address of a writable buffer. Raises `TypeError` for other objects."""
     buffer = c.pyapi.alloca_buffer()
     get = c_function(c.builder, _INT, [c.pyapi.pyobj, buffer.type, _INT], "PyObject_GetBuffer")
     failed = cgutils.is_not_null(c.builder, c.builder.call(get, [value, buffer, _INT(_WRITABLE)]))
@@ -270,7 +271,7 @@ class _FieldTypes(AttributeTemplate):
 def _load(builder: Any, address: Any, word: int, *, fixed: bool) -> Any:
     value = builder.load(_word_at(builder, address, word))
     if fixed:
-        # It never changes: so it is read once, and not after every write to anything.
+        # The value is constant, so the compiler may read it once instead of after every write.
         value.set_metadata("invariant.load", builder.module.add_metadata([]))
     return value
 
@@ -326,7 +327,7 @@ def _call_2(typing_context: Any, function: Any, a: Any, b: Any) -> Any:
 
 
 def _call_4(typing_context: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """As `call_2`, with four structs."""
+    """Call a function as `call_2`, with four structs."""
     return nb.void(nb.int64, a, b, c, d), _jump
 
 

@@ -1,4 +1,4 @@
-"""Conformance of admission rules: what every rule must do, as a class that pytest runs.
+"""The conformance suite of admission rules, as a class that pytest runs.
 
     from kvoffload.testing.admission_conformance import AdmissionConformance
 
@@ -6,7 +6,7 @@
         def make(self):
             return MyRule(window=1000)
 
-Knows no rule. Whether a rule admits the *right* blocks is checked by `kvoffload replay`, and by a twin.
+The suite does not check that a rule admits the *right* blocks; use `kvoffload replay`, or a twin.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _SEEDS = range(4)
 
 
 class AdmissionConformance:
-    """Derive a class from it, override `make`, and pytest runs every check on the rule.
+    """Base class of a rule's tests: override `make`, and pytest runs every check on the rule.
 
     Attributes:
-        max_examples: examples that Hypothesis tries.
-        remembers_keys: number of fresh keys after which the state of a rule does not grow.
+        max_examples: number of Hypothesis examples.
+        remembers_keys: number of fresh keys after which the state of a rule stops growing.
     """
 
     max_examples: ClassVar[int] = 20
     remembers_keys: ClassVar[int] = 4_000
 
     def make(self) -> Admission:
-        """A new rule, for keys of 20 bytes."""
+        """Create a rule for keys of 20 bytes."""
         raise AssertionError(f"{type(self).__name__} does not implement `make`")
 
     def twin(self) -> Admission | None:
-        """Another rule that must admit the same, if there is one."""
+        """Create another rule that must admit the same blocks, or return None."""
         return None
 
     def test_life_cycle(self) -> None:
-        """Every invariant of a manager holds with this rule, for each of two policies."""
+        """Check that every invariant of a manager holds with this rule, for each of two policies."""
         for policy in ("lru", "arc"):
             machine = manager_machine(
                 policy,
@@ -60,7 +60,7 @@ class AdmissionConformance:
             run_state_machine_as_test(machine, settings=machine.TestCase.settings)
 
     def test_it_answers_for_each_block_and_admits_a_length(self) -> None:
-        """`admit` returns a bool for each key, `leading` the place of the first False; both are queries."""
+        """Check the results of `admit` and `leading`, and that neither changes the rule."""
         for seed in _SEEDS:
             rule = self.make()
             for _, _, numbers in random_script(seed, num_steps=100):
@@ -68,34 +68,36 @@ class AdmissionConformance:
                 rule.count(keys)
                 before = state_of(rule)
                 allowed = rule.admit(keys)
-                assert state_of(rule) == before, f"seed {seed}: a question changed the rule"
+                assert state_of(rule) == before, f"seed {seed}: admit() changed the rule"
                 assert allowed.dtype == np.bool_, f"admit returns {allowed!r}, not bools"
                 assert allowed.shape == (len(keys),), f"admit returns {allowed!r} for {len(keys)} keys"
                 refused = np.flatnonzero(~allowed)
                 expected = int(refused[0]) if len(refused) else len(keys)
                 leading = rule.leading(keys)
                 assert leading == expected, f"leading returns {leading}, admit {allowed}"
-                assert state_of(rule) == before, f"seed {seed}: a question changed the rule"
-            assert rule.leading(_keys([])) == 0, "of no blocks, none is admitted"
+                assert state_of(rule) == before, f"seed {seed}: leading() changed the rule"
+            assert rule.leading(_keys([])) == 0, "leading() of no blocks is not 0"
 
     def test_it_admits_the_same_again(self) -> None:
-        """Another instance gives equal answers to equal calls."""
+        """Check that another instance gives equal answers to equal calls."""
         for seed in _SEEDS:
             script = random_script(seed, num_steps=250)
             once, again = (_answers(self.make(), script) for _ in range(2))
-            assert once == again, f"seed {seed}: the second time the same offers had other answers"
+            assert once == again, f"seed {seed}: another instance gave other answers"
 
     def test_reset_forgets_everything(self) -> None:
-        """After `reset` a rule answers as a new one does."""
+        """Check that after `reset` a rule answers like a new one."""
         for seed in _SEEDS:
             rule = self.make()
             _answers(rule, random_script(seed, num_steps=200))
             rule.reset()
             script = random_script(seed + 1000, num_steps=200)
-            assert _answers(rule, script) == _answers(self.make(), script), f"seed {seed}: it remembers"
+            assert _answers(rule, script) == _answers(self.make(), script), (
+                f"seed {seed}: reset() kept counts"
+            )
 
     def test_it_admits_as_its_twin(self) -> None:
-        """Step by step. Does nothing without a `twin`."""
+        """Compare the rule with its `twin`, if there is one, on random scripts."""
         if self.twin() is None:
             return
         for seed in range(20):
@@ -105,7 +107,7 @@ class AdmissionConformance:
             assert _answers(self.make(), script) == _answers(twin, script), f"seed {seed}: the twin differs"
 
     def test_memory_is_bounded(self) -> None:
-        """A long scan of fresh keys does not make the rule grow for ever."""
+        """Check that the rule stops growing during a long scan of fresh keys."""
         rule, sizes = self.make(), []
         for stretch in range(3):
             for number in range(0, self.remembers_keys, 4):
@@ -116,7 +118,7 @@ class AdmissionConformance:
             sizes.append(len(pickle.dumps(state_of(rule))))
         assert sizes[-1] <= 1.5 * sizes[0] + 256, (
             f"the state grows for ever: {sizes} bytes after 1, 2, 3 times {self.remembers_keys} fresh keys; "
-            "if it is bounded and the bound is larger, set `remembers_keys`"
+            "if it has a larger bound, set `remembers_keys`"
         )
 
 
@@ -125,7 +127,7 @@ def _keys(numbers: list[int]) -> Keys:
 
 
 def _answers(rule: Admission, script: list[Step]) -> list[list[bool]]:
-    """Which keys a rule admits, at first and after each step of a script."""
+    """Return the answers of `admit`, at first and after each step of a script."""
     answers = [rule.admit(_keys([*range(16)])).tolist()]
     for action, _, numbers in script:
         keys = _keys(numbers)

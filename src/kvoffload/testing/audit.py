@@ -1,7 +1,7 @@
-"""Checks a manager from the inside: every invariant between its parts, in O(capacity).
+"""Checks of a manager's internal invariants, in O(capacity).
 
-The only module that may read private attributes of others. A test calls `audit` after every step; a failure
-is an `AssertionError` that says which parts disagree, and about which slots or keys.
+The only module that may read private attributes of others. A test calls `audit` after every step. The
+`AssertionError` of a failure names the parts that disagree, and the slots or keys.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import Path, RequestContext
 from kvoffload.core.slots import FREE, WRITING
-from kvoffload.policies.arc import ARC
 from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, PathRuns
 from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
 from kvoffload.structures.structs import Struct
-from support.naive.arc import NaiveARC
 
 
 def audit(manager: Any) -> None:
-    """Check everything that must hold between two calls of a manager. Changes nothing.
+    """Check all invariants that hold between two calls of a manager. Changes nothing.
 
-    Of any policy it checks the `Lists`, `KeyLists` and `PathRuns` among its attributes, and its `order`.
+    For any policy it checks the `Lists`, `KeyLists` and `PathRuns` among its attributes, and its `order`.
 
     Raises:
-        AssertionError: says what is wrong.
+        AssertionError: names the violated invariant.
     """
     manager = getattr(manager, "ram_manager", manager)
     _audit_slots(manager)
@@ -43,7 +41,7 @@ def audit(manager: Any) -> None:
     resident = _indexed_slots(manager)
     _audit_index("the manager's index", manager.index, resident)
     _audit_policy(manager.policy, resident, manager)
-    _audit_key_lists("what waiting requests will ask for", manager._state.expected.keys)
+    _audit_key_lists("the expected keys", manager._state.expected.keys)
     if isinstance(manager.admission, ReuseAdmission):
         rule = manager.admission
         _audit_key_lists("the tracker of reuse", rule._tracker)
@@ -52,12 +50,12 @@ def audit(manager: Any) -> None:
 
 
 def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
-    """All of the state of `thing`, nested, in values that compare with ``==``: arrays byte for byte.
+    """Return the whole nested state of `thing` in values that compare with ``==``; arrays byte for byte.
 
-    Two equal snapshots prove that nothing has changed between them.
+    Equal snapshots prove that the state has not changed.
 
     Args:
-        thing: anything made of plain values, containers, arrays and objects; no cycles.
+        thing: an object of plain values, containers, arrays and objects, without cycles.
         ignore: names of attributes to leave out, at any depth.
     """
     if isinstance(thing, np.ndarray):
@@ -65,12 +63,12 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
     if thing is None or isinstance(thing, (bool, int, str, bytes, Enum, type)):
         return thing
     if isinstance(thing, float):
-        return repr(thing)  # nan equals itself here
+        return repr(thing)  # so that nan equals itself
     if isinstance(thing, RequestContext):
-        # A call that is refused may have read its keys; and its owner would be a cycle.
+        # The path is left out, because a refused call may have added keys, and the owner would be a cycle.
         return (thing.request_id, Path.over(thing.memory).num_expected)
     if isinstance(thing, bytearray):
-        return None  # the memory of a struct, which is seen through its fields
+        return None  # the memory of a struct, whose fields are compared
     if isinstance(thing, Struct):
         thing = {name: value for name, value in thing.contents().items() if name not in ignore}
     if isinstance(thing, Mapping):
@@ -85,10 +83,11 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
 
 
 def state_of(thing: Any) -> bytes | Any:
-    """The whole state of a policy or an admission rule, in a form that compares with ``==``.
+    """Return the whole state of a policy or an admission rule, in a form that compares with ``==``.
 
-    Unlike `snapshot` it handles cycles and foreign objects (`random.Random`); but equal values of different
-    objects may give different states: compare only states of one object. A policy's `index` is the manager's.
+    Unlike `snapshot` it handles cycles and foreign objects (`random.Random`). Compare only states of one
+    object, because equal objects may give different states. A policy's `index` is left out; it is the
+    manager's.
     """
     state = {name: value for name, value in vars(thing).items() if name != "index"}
     try:
@@ -98,7 +97,7 @@ def state_of(thing: Any) -> bytes | Any:
 
 
 def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
-    """Slots of the duplicates, the first to leave first; None if it is no victim tier."""
+    """Return the slots of the duplicates in order of eviction; None unless this is a victim tier."""
     mode = manager.store_mode
     return mode.cache.duplicates.members(0) if mode.follows_device else None
 
@@ -114,7 +113,7 @@ def _indexed_slots(manager: OffloadingManager) -> set[int]:
 
 def _audit_slots(manager: OffloadingManager) -> None:
     ref_cnt = manager.slots.ref_cnt
-    assert (ref_cnt >= FREE).all(), f"slots in no known state: {np.flatnonzero(ref_cnt < FREE)}"
+    assert (ref_cnt >= FREE).all(), f"slots in an unknown state: {np.flatnonzero(ref_cnt < FREE)}"
     stack = manager.slots.free()
     twice = [slot for slot, n in Counter(stack).items() if n > 1]
     assert not twice, f"slots are free twice: {twice}"
@@ -127,15 +126,15 @@ def _audit_slots(manager: OffloadingManager) -> None:
 
 def _audit_counters(manager: OffloadingManager) -> None:
     stats, ref_cnt, kept = manager.stats(), manager.slots.ref_cnt, ~manager.slots.condemned
-    found = {
+    actual = {
         "free": int((ref_cnt == FREE).sum()),
         "writing": int((kept & (ref_cnt == WRITING)).sum()),
         "ready": int((kept & (ref_cnt >= 0)).sum()),
         "evictable": int((kept & (ref_cnt == 0)).sum()),
         "condemned": int((~kept).sum()),
     }
-    counted = {name: getattr(stats, name) for name in found}
-    assert counted == found, f"the counters say {counted}, the slots say {found}"
+    counted = {name: getattr(stats, name) for name in actual}
+    assert counted == actual, f"counters {counted}, but slots {actual}"
     slots = stats.free + stats.writing + stats.ready + stats.condemned
     assert slots == stats.capacity == manager.capacity_blocks, f"{slots} slots of {stats.capacity}"
     left = stats.ready + stats.evicted + stats.discarded
@@ -152,12 +151,12 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
     assert set(listed) == positions, f"{what} and its owner disagree about {set(listed) ^ positions}"
     for position in listed:
         key = index.key_at(position)
-        found = index.position_of(key)
-        assert found == position, f"{what} does not find {key.hex()} at {position}, but {found}"
+        actual = index.position_of(key)
+        assert actual == position, f"{what} finds {key.hex()} at {actual}, not at {position}"
 
 
 def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
-    """Check that links and sizes agree; returns the members of each list."""
+    """Check that links and sizes agree; return the members of each list."""
     previous, following, owner = (lists.links[:, column].tolist() for column in (PREV, NEXT, LIST))
     all_members: list[list[int]] = []
     for number in range(lists.num_lists):
@@ -166,16 +165,16 @@ def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
         row = following[sentinel]
         while row != sentinel:
             assert len(members) < lists.num_positions, f"list {number} of {what} does not end"
-            assert owner[row] == sentinel, f"{row} is in list {number} of {what}, and denies it"
+            assert owner[row] == sentinel, f"{row} is in list {number} of {what}, but records another list"
             assert previous[following[row]] == row, f"links of {what} disagree at {row}"
             members.append(row)
             row = following[row]
         size = lists.size(number)
-        assert size == len(members), f"list {number} of {what} has {len(members)} members, says {size}"
+        assert size == len(members), f"list {number} of {what} has {len(members)} members, but size {size}"
         all_members.append(members)
     num_listed = sum(map(len, all_members))
     claims = lists.num_positions - owner[: lists.num_positions].count(UNLISTED)
-    assert num_listed == claims, f"{claims} positions of {what} say they are in a list, {num_listed} are"
+    assert num_listed == claims, f"{claims} positions of {what} record a list, but {num_listed} are listed"
     return all_members
 
 
@@ -188,16 +187,16 @@ def _audit_key_lists(what: str, key_lists: KeyLists) -> None:
 
 def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: OffloadingManager) -> None:
     _audit_parts(policy, policy.name)
-    if isinstance(policy, (ARC, NaiveARC)):
+    if "target_t1_blocks" in policy.stats():  # ARC, or a twin in the tests
         _audit_arc(policy, manager)
     if isinstance(policy, Hazard):
         _audit_hazard(policy)
     duplicates = set(duplicate_slots(manager) or ())
     if manager.store_mode.follows_device:
         _audit_lists("the duplicates", manager.store_mode.cache.duplicates)
-        _audit_key_lists("what the tier knows of blocks", manager.store_mode.cache.known)
+        _audit_key_lists("the known keys", manager.store_mode.cache.known)
     ready = {slot for slot in resident if manager.slots.ref_cnt[slot] >= 0}
-    assert duplicates <= ready, f"duplicates that are not here, or not ready: {duplicates - ready}"
+    assert duplicates <= ready, f"duplicates that are absent or not ready: {duplicates - ready}"
     listed = policy.order()
     if listed is None:
         return
@@ -209,7 +208,7 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
 
 
 def _audit_parts(thing: Any, owner: str) -> None:
-    """Check every structure of ours among the attributes of `thing`."""
+    """Check every structure of this package among the attributes of `thing`."""
     parts = thing.contents() if isinstance(thing, Struct) else vars(thing)
     for name, value in parts.items():
         what = f"{name} of {owner}"
@@ -230,15 +229,15 @@ def _audit_runs(what: str, runs: PathRuns) -> None:
     assert len(set(numbers)) == len(numbers), f"{what}: one run in two places: {members}"
     for number, run in zip(numbers, members, strict=True):
         length, tail = int(runs.runs[number, LENGTH]), int(runs.runs[number, TAIL])
-        assert (length, tail) == (len(run), run[-1]), f"{what}: run {run} says {length} and tail {tail}"
+        assert (length, tail) == (len(run), run[-1]), f"{what}: run {run} has length {length}, tail {tail}"
     height = int(runs.runs[-1, SPARE])
     unused = set(runs.runs[:height, SPARE].tolist())
-    assert len(unused) == height, f"{what}: a run is unused twice"
-    assert unused.isdisjoint(numbers), f"{what}: a run in use is called unused"
+    assert len(unused) == height, f"{what}: a run is listed as unused twice"
+    assert unused.isdisjoint(numbers), f"{what}: a run in use is listed as unused"
     assert height + len(numbers) == len(runs.runs) - 1, f"{what}: runs were lost"
 
 
-def _audit_arc(policy: ARC | NaiveARC, manager: OffloadingManager) -> None:
+def _audit_arc(policy: Any, manager: OffloadingManager) -> None:
     c = manager.capacity_blocks
     t1, t2, b1, b2 = policy.lists()
     target = policy.stats()["target_t1_blocks"]
@@ -249,9 +248,9 @@ def _audit_arc(policy: ARC | NaiveARC, manager: OffloadingManager) -> None:
     assert 0 <= target <= c, f"the target {target} is not in 0..{c}"
     ghosts = b1 + b2
     twice = [key.hex() for key, n in Counter(ghosts).items() if n > 1]
-    assert not twice, f"keys are remembered twice: {twice}"
+    assert not twice, f"ghosts are listed twice: {twice}"
     both = [key.hex() for key in ghosts if manager.index.position_of(key) != ABSENT]
-    assert not both, f"keys are here and remembered as gone: {both}"
+    assert not both, f"keys are resident and ghosts: {both}"
 
 
 def _audit_hazard(policy: Hazard) -> None:

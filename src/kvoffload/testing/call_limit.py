@@ -1,4 +1,4 @@
-"""A limit to one call of a policy: an endless loop in it ends a test and names the place; nothing hangs."""
+"""A CPU time limit for a policy's calls, so that an endless loop fails a test instead of hanging it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from kvoffload.core.policy import EvictionPolicy
 
 
 class EndlessLoopError(BaseException):
-    """A policy has not returned. Not an `Exception`: Hypothesis would try again and again, to shrink it."""
+    """A call of a policy that does not return. Not an `Exception`, so that Hypothesis does not shrink it."""
 
 
 class CallLimit:
-    """Between `begin` and `end` no call of a policy may take more than twice `cpu_s` of CPU time.
+    """A limit of twice `cpu_s` of CPU time for each call of a policy between `begin` and `end`.
 
-    Looks now and then whether the policy is still in the call in which it was at the last look. A loop in a
-    compiled policy is not seen: Python's signals wait for its end. Thread: the main one; elsewhere it does
-    nothing.
+    A timer checks whether the policy is still in the same call as at the last tick. Loops in compiled code
+    are not detected, because Python delays signals until they end. Thread: main; other threads have no limit.
     """
 
     def __init__(self, cpu_s: float) -> None:
@@ -26,19 +25,19 @@ class CallLimit:
         self._last: FrameType | None = None
 
     def begin(self) -> None:
-        """Begin to look."""
+        """Start the timer."""
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGVTALRM, self._look)
+            self._before = signal.signal(signal.SIGVTALRM, self._check)
             signal.setitimer(signal.ITIMER_VIRTUAL, self._cpu_s, self._cpu_s)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop the timer."""
         if threading.current_thread() is threading.main_thread():
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, self._before)
         self._last = None
 
-    def _look(self, number: int, frame: FrameType | None) -> None:
+    def _check(self, number: int, frame: FrameType | None) -> None:
         call, name, inner = None, "", frame
         while frame is not None:
             if isinstance(frame.f_locals.get("self"), EvictionPolicy):

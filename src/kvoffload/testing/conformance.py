@@ -1,13 +1,13 @@
-"""Conformance of eviction policies: what every policy must do, ours or yours, as a class that pytest runs.
+"""The conformance suite of eviction policies, as a class that pytest runs.
 
     from kvoffload.testing.conformance import PolicyConformance
 
     class TestMine(PolicyConformance):
         policy = "examples/my_policy.py:MyPolicy"
 
-Knows no policy. It checks a policy's decisions through a manager, and reads its state only to see whether it
-changes or grows. Whether it keeps the *right* blocks is not checked here: use `kvoffload replay` for hit
-ratios, and `PolicyConformance.twin` to compare it with a twin of yours.
+The suite checks a policy's decisions through a manager, and reads the policy's state only to detect changes
+and growth. It does not check that a policy keeps the *right* blocks: use `kvoffload replay` for hit ratios,
+and `PolicyConformance.twin` to compare the policy with your twin of it.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged
 
 
 class PolicyConformance:
-    """Derive a class from it, set `policy`, and pytest runs every check on it.
+    """Base class of a policy's tests: set `policy`, and pytest runs every check on the policy.
 
-    A failure says what happened; random checks print their seed, or are shrunk by Hypothesis. Takes a few
-    seconds for a policy. Override checks that do not fit: each is a method of its own.
+    Random checks print their seed, or Hypothesis shrinks them. A run takes a few seconds. Each check is a
+    method; set a check that does not apply to None.
 
     Attributes:
         policy: a name, ``module:Class``, ``path/to/file.py:Class``, or the class.
-        twin: another policy that must make the same decisions, if there is one.
-        admissions: rules that it is tested with, ``all`` first.
-        max_examples: examples that Hypothesis tries in each check.
-        remembers_blocks: number of fresh blocks after which the state of a policy of 16 blocks does not grow.
-        call_cpu_s: CPU time that one call of a policy in Python may take.
+        twin: another policy that must make the same decisions, or None.
+        admissions: admission rules to combine with the policy, ``all`` first.
+        max_examples: number of Hypothesis examples in each check.
+        remembers_blocks: number of fresh blocks after which the state of a policy of 16 blocks stops growing.
+        call_cpu_s: largest CPU time of one call of a policy in Python.
     """
 
     policy: ClassVar[Any]
@@ -73,37 +73,37 @@ class PolicyConformance:
     call_cpu_s: ClassVar[float] = 10.0
 
     def setup_method(self) -> None:
-        """Called by pytest before each check: calls of policies get a limit."""
+        """Start the limit of policy calls. Called by pytest before each check."""
         self._limit = CallLimit(self.call_cpu_s)
         self._limit.begin()
 
     def teardown_method(self) -> None:
-        """Called by pytest after each check."""
+        """Stop the limit of policy calls. Called by pytest after each check."""
         self._limit.end()
 
-    # ---- what it is
+    # ---- form
 
     def test_it_is_found_and_says_its_name(self) -> None:
-        """The manager finds it, it has a name for reports; `stats` and `order` have the specified form."""
-        found = POLICIES.find(self.policy)
-        missing = sorted(getattr(found, "__abstractmethods__", ()))
-        assert not missing, f"{found.__name__} does not implement {', '.join(missing)}"
-        name = getattr(found, "name", None)
-        assert isinstance(name, str), f"{found.__name__} has no `name`"
-        assert name, f"the name of {found.__name__} is empty"
+        """Check that the policy can be found and has a name, and the form of `stats` and `order`."""
+        policy_class = POLICIES.find(self.policy)
+        missing = sorted(getattr(policy_class, "__abstractmethods__", ()))
+        assert not missing, f"{policy_class.__name__} does not implement {', '.join(missing)}"
+        name = getattr(policy_class, "name", None)
+        assert isinstance(name, str), f"{policy_class.__name__} has no `name`"
+        assert name, f"the name of {policy_class.__name__} is empty"
         policy = _manager(self.policy, 3).policy
         reported = policy.stats()
         odd = {key: value for key, value in reported.items() if not isinstance(value, (int, float))}
-        assert not odd, f"stats() of {name}: these are not numbers: {odd}"
+        assert not odd, f"stats() of {name} has values that are not numbers: {odd}"
         order = policy.order()
-        assert not order, f"order() of {name} has slots, and nothing is stored: {order}"
+        assert not order, f"order() of {name} is not empty, although nothing is stored: {order}"
 
-    # ---- what may never happen
+    # ---- safety
 
     def test_life_cycle(self) -> None:
-        """Every invariant of a manager holds at every step of the lives that a state machine generates.
+        """Check every invariant of a manager at every step of random histories.
 
-        Also: the policy's `order` has exactly the resident blocks, and the events give the readable blocks.
+        Also checks that `order` has exactly the resident blocks, and that events give the readable blocks.
         """
         lives = [("all", 1, self.max_examples // 4)]
         lives += [(admission, 5, self.max_examples // len(self.admissions)) for admission in self.admissions]
@@ -118,7 +118,7 @@ class PolicyConformance:
             _run_machine(machine)
 
     def test_protection(self) -> None:
-        """Only blocks that may leave do: none that is pinned, in flight, or of the storing request."""
+        """Check that no block is evicted that is pinned, in flight, or of the storing request."""
 
         @settings(max_examples=self.max_examples * 3, deadline=None)
         @given(
@@ -132,7 +132,7 @@ class PolicyConformance:
         check()
 
     def test_it_takes_any_hints(self) -> None:
-        """Whatever an engine says of requests, when they begin and when they end, nothing breaks."""
+        """Check that arbitrary hints, at the beginning and end of requests, break nothing."""
 
         @settings(max_examples=self.max_examples, deadline=None)
         @given(scripts(), st.lists(known_of_requests, min_size=1, max_size=20), st.sampled_from([1, 3, 8]))
@@ -144,7 +144,7 @@ class PolicyConformance:
         check()
 
     def test_every_block_can_leave(self) -> None:
-        """The only block that may leave is found, whatever happened before: the policy loses none."""
+        """Check that the policy finds the only evictable block after random histories."""
         for seed in SEEDS:
             manager = _full_manager(self.policy, 7, seed)
             for last in _resident(manager):
@@ -152,21 +152,21 @@ class PolicyConformance:
                 plan = _store(manager, [b"f" * _KEY_BYTES], ctx)
                 left = list(plan.evicted)
                 assert left == [last] or plan.num_refused, (
-                    f"seed {seed}: {_hex(left)} left, only {last.hex()} could"
+                    f"seed {seed}: {_hex(left)} left, but only {last.hex()} was evictable"
                 )
                 manager.complete_store(plan, success=False)
                 manager.complete_store(_store(manager, [last]))
                 audit(manager)
 
     def test_asking_changes_nothing(self) -> None:
-        """Neither a refusal nor a query changes the policy; `stats` and `order` are queries too."""
+        """Check that neither a refusal nor a query, such as `stats` or `order`, changes the policy."""
         for seed in SEEDS:
             _check_asking(_full_manager(self.policy, 6, seed), seed)
 
     # ---- as a victim tier
 
     def test_life_as_a_victim_tier(self) -> None:
-        """As `test_life_cycle`, where blocks leave the order when the device holds them, and return."""
+        """Check random histories of a victim tier, where blocks leave the order for the device and return."""
         _run_machine(
             manager_machine(
                 self.policy,
@@ -178,19 +178,19 @@ class PolicyConformance:
         )
 
     def test_it_is_told_of_blocks_that_return(self) -> None:
-        """Of blocks that the device drops, `access` says which were used again, and of no others.
+        """Check that `access` marks exactly the dropped blocks that were used again.
 
-        A policy that observes all traffic, or to which uses do not count, is told of none.
+        A policy that observes all traffic, or that ignores uses, gets no such report.
         """
-        found = POLICIES.find(self.policy)
-        told: list[tuple[bytes, bool]] = []
+        policy_class = POLICIES.find(self.policy)
+        accesses: list[tuple[bytes, bool]] = []
 
-        class Listening(found):  # type: ignore[misc, valid-type]
+        class Recording(policy_class):  # type: ignore[misc, valid-type]
             def access(self, slots: SlotArray, reused: BoolArray) -> None:
-                told.extend(zip(self.index.keys_at(slots), reused.tolist(), strict=True))
+                accesses.extend(zip(self.index.keys_at(slots), reused.tolist(), strict=True))
                 super().access(slots, reused)
 
-        manager = _manager(Listening, 8, ON_DEVICE_EVICTION)
+        manager = _manager(Recording, 8, ON_DEVICE_EVICTION)
         once, twice, hit, other = (key_of(number, _KEY_BYTES) for number in range(4))
         for path in ([once, twice], [twice]):  # the second is served by the device
             manager.finish_request(manager.begin_request("computes", path))
@@ -200,30 +200,30 @@ class PolicyConformance:
         manager.finish_request(reads)
         _drop(manager, [hit, other])
         _drop(manager, [once, twice, hit, other])
-        reused = [key for key, is_reuse in told if is_reuse]
-        expected = [twice, hit] if found.is_told_of_returns() else []
-        assert reused == expected, f"told that these were used again: {_hex(reused)}, not {_hex(expected)}"
+        reused = [key for key, is_reuse in accesses if is_reuse]
+        expected = [twice, hit] if policy_class.needs_returns() else []
+        assert reused == expected, f"reported as used again: {_hex(reused)}, not {_hex(expected)}"
         audit(manager)
 
-    # ---- what it does again
+    # ---- determinism
 
     def test_it_decides_the_same_again(self) -> None:
-        """Equal calls, equal decisions: instances share no state, and nothing is random."""
+        """Check that equal calls give equal decisions: no shared state, no randomness."""
         for seed in SEEDS:
             once, again = (decisions(self.policy, seed) for _ in range(2))
             assert once == again, f"seed {seed}: the second time the same calls had other decisions"
 
     def test_it_decides_the_same_elsewhere(self) -> None:
-        """Also in another process, where hashes of bytes differ, and so does the order of a set of keys.
+        """Check that decisions are equal in another process, with another hash seed.
 
-        A class that was made inside a function cannot be found there, and is not checked.
+        Skips a class that was defined inside a function, because another process cannot import it.
         """
         name = self.policy if isinstance(self.policy, str) else _address(self.policy)
         if name is not None:
             check_elsewhere([name])
 
     def test_reset_forgets_everything(self) -> None:
-        """After `reset` a policy decides, counts and orders as a new one does."""
+        """Check that after `reset` a policy behaves like a new one."""
         for seed in SEEDS:
             used, new = _manager(self.policy, 6), _manager(self.policy, 6)
             play(used, random_script(seed, num_steps=200, settle=True))
@@ -231,19 +231,19 @@ class PolicyConformance:
             audit(used)
             assert not used.policy.order(), f"seed {seed}: after reset, order() has {used.policy.order()}"
             assert used.policy.stats() == new.policy.stats(), (
-                f"seed {seed}: after reset, stats() says {used.policy.stats()}, new {new.policy.stats()}"
+                f"seed {seed}: after reset, stats() is {used.policy.stats()}, not {new.policy.stats()}"
             )
             _compare(f"seed {seed}, after reset", used, new, random_script(seed + 1000, num_steps=200))
 
     def test_it_decides_as_its_twin(self) -> None:
-        """Step by step, on random scripts, at several capacities. Does nothing without a `twin`."""
+        """Compare the policy with its `twin`, if there is one, on random scripts and several capacities."""
         if self.twin is None:
             return
 
         @settings(max_examples=self.max_examples * 2, deadline=None)
         @given(scripts(), st.sampled_from([1, 3, 5, 8]), st.sampled_from(STORES))
         def check(script: list[Step], capacity: int, store: str) -> None:
-            policy, twin = (_manager(one, capacity, store) for one in (self.policy, self.twin))
+            policy, twin = (_manager(policy, capacity, store) for policy in (self.policy, self.twin))
             _compare("the twin", policy, twin, script)
 
         check()
@@ -251,10 +251,10 @@ class PolicyConformance:
             script = random_script(seed, num_steps=300)
             _compare(f"seed {seed}, the twin", _manager(self.policy, 6), _manager(self.twin, 6), script)
 
-    # ---- how much it remembers
+    # ---- memory
 
     def test_memory_is_bounded(self) -> None:
-        """A long scan, with hits, failures, damage and new words, does not make the policy grow for ever."""
+        """Check that the policy stops growing in a long scan with hits, failures, damage and new hints."""
         capacity_blocks, sizes = 16, []
         manager = _manager(self.policy, capacity_blocks)
         for stretch in range(3):
@@ -272,20 +272,19 @@ class PolicyConformance:
                     manager.discard(keys[3:])
             sizes.append(len(pickle.dumps(state_of(manager.policy))) + _size_of_class(type(manager.policy)))
         audit(manager)
-        # Unbounded state is three times as large at the end; larger numbers may take a few bytes more.
+        # Unbounded state triples until the end. The margin allows for larger numbers in the pickle.
         assert sizes[-1] <= 1.5 * sizes[0] + 256, (
             f"the state grows for ever: {sizes} bytes after 1, 2 and 3 times {self.remembers_blocks} "
-            f"fresh blocks, with {capacity_blocks} in the cache; if it is bounded and the bound is larger, "
-            "set `remembers_blocks`"
+            f"fresh blocks, with {capacity_blocks} in the cache; if it has a larger bound, set "
+            "`remembers_blocks`"
         )
 
-    # ---- what it is worth
+    # ---- hits
 
     def test_it_is_never_above_the_optimum(self) -> None:
-        """On several workloads, capacities and admission rules, without and behind a device cache.
+        """Check that hits do not exceed the optimum, and that with room for all each block misses once.
 
-        More hits than the optimum means false hits. With room for everything, every block misses exactly
-        once.
+        Covers several workloads, capacities and admission rules, with and without a device cache.
         """
         for name in ("chat", "agent", "rag"):
             trace = workload(name)
@@ -299,25 +298,25 @@ class PolicyConformance:
                 report = replay.run()
                 audit(replay.manager)
                 ratio, best = report.prefix_hit_ratio, report.optimum_hit_ratio
-                assert ratio <= best, f"{name}, {config}: hit ratio {ratio}, the optimum has {best}"
-            everything = report.infinite_hit_ratio
-            assert ratio == everything, f"{name}: hit ratio {ratio} with room for all, not {everything}"
+                assert ratio <= best, f"{name}, {config}: hit ratio {ratio} is above the optimum {best}"
+            unlimited = report.infinite_hit_ratio
+            assert ratio == unlimited, f"{name}: hit ratio {ratio} with room for all, not {unlimited}"
 
 
 def decisions(policy: PolicyLike, seed: int) -> list[Any]:
-    """The decisions, `stats` and `order` of a policy on `random_script`, step by step."""
-    said = (Hints("tool_calls"), Hints("stop", tenant="me"), Hints(priority=1))
-    return play(_manager(policy, 6), random_script(seed, num_steps=250), _reported, said)
+    """Return the decisions, `stats` and `order` of a policy on `random_script`, step by step."""
+    hints = (Hints("tool_calls"), Hints("stop", tenant="me"), Hints(priority=1))
+    return play(_manager(policy, 6), random_script(seed, num_steps=250), _reported, hints)
 
 
 def digest(log: Sequence[Any]) -> str:
-    """One line for a log of decisions."""
+    """Return the SHA-256 of a log of decisions."""
     return hashlib.sha256(repr(log).encode()).hexdigest()
 
 
 @cache
 def workload(name: str) -> Trace:
-    """A small trace of a built-in workload."""
+    """Generate a small trace of a built-in workload."""
     sessions = {"chat": 60, "agent": 2, "rag": 80}[name]
     return generate(builtin(name, sessions=sessions, block_tokens=1024))
 
@@ -327,14 +326,12 @@ def _manager(policy: PolicyLike, capacity_blocks: int, store: str = ON_COMPUTE) 
 
 
 def _drop(manager: OffloadingManager, keys: list[bytes]) -> None:
-    """The device drops blocks."""
-    plan = manager.prepare_store(keys)
-    assert plan is not None, f"no room for {_hex(keys)}"
-    manager.complete_store(plan)
+    """Store blocks that the device drops."""
+    manager.complete_store(_store(manager, keys))
 
 
 def _full_manager(policy: PolicyLike, capacity_blocks: int, seed: int) -> OffloadingManager:
-    """A used manager whose blocks are all ready and unpinned, and which has no free slot."""
+    """Create a used manager whose blocks are all ready and unpinned, and which has no free slot."""
     manager = _manager(policy, capacity_blocks)
     play(manager, random_script(seed, num_steps=150, settle=True))
     for number in range(100, 100 + manager.stats().free):
@@ -373,7 +370,7 @@ def _short(value: object) -> str:
 
 
 def _run_machine(machine: type[ManagerMachine]) -> None:
-    """Run a state machine. Of a failure the steps come first, and what is wrong last."""
+    """Run a state machine; a failure's message lists the steps first, and the violation last."""
     try:
         run_state_machine_as_test(machine, settings=machine.TestCase.settings)
     except Exception as error:
@@ -385,19 +382,19 @@ def _run_machine(machine: type[ManagerMachine]) -> None:
 
 
 def _size_of_class(policy: type) -> int:
-    """Bytes of what a policy keeps in attributes of its class, where all of its instances share it."""
-    held = [
+    """Return the size in bytes of a policy's mutable class attributes."""
+    values = [
         value
         for cls in policy.__mro__
         if cls.__module__ not in ("builtins", "abc", EvictionPolicy.__module__)
         for name, value in vars(cls).items()
         if isinstance(value, (dict, list, set, bytearray, deque)) and not name.startswith("__")
     ]
-    return sum(len(repr(value)) for value in held)
+    return sum(len(repr(value)) for value in values)
 
 
 def _check_protection(manager: OffloadingManager, roles: list[str], touched: list[int], offered: int) -> None:
-    """Fill a cache with blocks in these roles, offer as many new ones, and check which leave."""
+    """Fill a cache with blocks in these roles, offer new blocks, and check the victims."""
     keys = [key_of(number, _KEY_BYTES) for number in range(len(roles))]
     for key, role in zip(keys, roles, strict=True):
         entering = _store(manager, [key])
@@ -420,25 +417,25 @@ def _check_protection(manager: OffloadingManager, roles: list[str], touched: lis
     audit(manager)
     left = list(plan.evicted) if plan is not None else []
     wrong = set(left) - may_leave
-    assert not wrong, f"{_hex([*wrong])} left, which may not; roles: {roles}"
+    assert not wrong, f"{_hex([*wrong])} left, although protected; roles: {roles}"
     wanted = min(offered, len(may_leave)) - (plan.num_refused if plan is not None else 0)
     assert len(left) >= wanted, f"{len(left)} of {wanted} blocks left; roles: {roles}"
 
 
 def _check_asking(manager: OffloadingManager, seed: int) -> None:
-    """Make every query and a refusal on a full manager; the policy must not change."""
+    """Check that no query and no refusal of a full manager changes the policy."""
     here = _resident(manager)
     fresh = [key_of(number, _KEY_BYTES) for number in range(240, 245)]
-    own = manager.begin_request("of everybody", here)
+    own = manager.begin_request("whole cache", here)
     pins: list[LoadPlan] = []
     asking: dict[str, Callable[[], Any]] = {
         "stats()": manager.policy.stats,
         "order()": manager.policy.order,
         "lookup": lambda: manager.lookup(here + fresh),
         "lookup_key": lambda: [manager.lookup_key(key) for key in here + fresh],
-        "a refusal: everything is of this request": lambda: manager.prepare_store(fresh, own),
+        "a refusal: all blocks are of this request": lambda: manager.prepare_store(fresh, own),
         "prepare_load": lambda: pins.append(manager.prepare_load(here)),
-        "a refusal: everything is pinned": lambda: manager.prepare_store(fresh),
+        "a refusal: all blocks are pinned": lambda: manager.prepare_store(fresh),
         "complete_load": lambda: manager.complete_load(pins.pop()),
     }
     before = state_of(manager.policy)
@@ -449,7 +446,7 @@ def _check_asking(manager: OffloadingManager, seed: int) -> None:
 
 
 def _address(policy: type[EvictionPolicy]) -> str | None:
-    """The name by which another process finds this class; None if it cannot."""
+    """Return the name by which another process can import this class, or None."""
     if "." in policy.__qualname__:
         return None
     if policy.__module__.startswith("kvoffload."):
@@ -459,7 +456,7 @@ def _address(policy: type[EvictionPolicy]) -> str | None:
 
 
 def check_elsewhere(names: Sequence[str]) -> None:
-    """Compare the decisions of these policies with those in a fresh process with other hashes."""
+    """Compare the decisions of these policies with the decisions in a process with another hash seed."""
     code = (
         "from kvoffload.testing.conformance import decisions, digest\n"
         f"for name in {list(names)!r}: print(digest(decisions(name, 0)))"

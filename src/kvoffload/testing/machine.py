@@ -1,9 +1,8 @@
-"""A Hypothesis state machine of a manager's life, against a model of two dicts and a list.
+"""A Hypothesis state machine of a manager, compared with a model of two dicts and a list.
 
-Jobs that finish, fail and are lost are rules of their own, so a single-threaded test explores every
-interleaving of completions. The model knows no order: which block *should* leave is for the tests of a
-policy; here the checks are that each block that leaves *may* leave, that duplicates of a victim tier leave
-before all others, and that nothing else changes.
+The completion, failure and loss of jobs are rules, so a single-threaded test explores every interleaving of
+completions. The model knows no order: it checks that every victim was evictable, that duplicates of a victim
+tier leave first, and that nothing else changes. The *right* victim is for the tests of a policy.
 
     TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
 """
@@ -44,14 +43,14 @@ COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped",
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
 batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
-"""Numbers of keys: prefixes of chains, as engines send them, and any other lists, with repeats."""
+"""Key numbers: prefixes of chains, as engines send them, and arbitrary lists with repeats."""
 
 
 @dataclass
 class Request:
     """An inference request and its path so far, which protects its blocks.
 
-    `accessed` is the part of the path that the request has already touched, or stored itself.
+    `accessed` holds the keys that the request has touched or stored.
     """
 
     ctx: RequestContext | None
@@ -61,7 +60,7 @@ class Request:
 
 @dataclass
 class Job:
-    """A transfer under way. `reset` may have made it stale (forgotten) or void (never to end)."""
+    """A transfer in flight. `reset` may have made it stale (forgotten) or void (it never ends)."""
 
     plan: LoadPlan | StorePlan
     stale: bool = False
@@ -70,12 +69,17 @@ class Job:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """The rules and the model. Make a class of it with `manager_machine`.
+    """The rules and the model; `manager_machine` creates subclasses.
 
-    The model: `state`, key to WRITING or READY, and `slot_of`, key to slot. Also `pins`, the readers of each
-    slot, and `memory`, the contents of each slot of a tier: the bytes of a block are its key. In a victim
-    tier, `duplicates` are the keys of blocks that the device holds as well, the first to leave first. Of
-    requests that wait, in their order, `waiting` has the keys that are expected.
+    Attributes:
+        state: the model: each key's state, WRITING or READY.
+        slot_of: the model: each key's slot.
+        pins: number of readers of each slot.
+        memory: contents of each slot; the bytes of a block are its key.
+        duplicates: in a victim tier, keys of blocks that the device also holds, in order of eviction.
+        waiting: expected keys of each waiting request, in order of arrival.
+        condemned: slots of forgotten blocks that a transfer still uses.
+        readable: keys of readable blocks, according to the events.
     """
 
     make: Callable[[], OffloadingManager]
@@ -108,18 +112,18 @@ class ManagerMachine(RuleBasedStateMachine):
         return Request(self.manager.begin_request("test", keys, hints=hints), dict.fromkeys(keys))
 
     @rule(target=requests)
-    def nameless(self) -> Request:
-        """Each call without a context is a request of its own."""
+    def begin_without_context(self) -> Request:
+        """Create a request whose calls have no context, so that each call is a separate request."""
         return Request(None)
 
     @rule(request=consumes(requests), hints=known_of_requests)
     def finish(self, request: Request, hints: Hints = NO_HINTS) -> None:
         if request.ctx is not None:
             self.manager.finish_request(request.ctx, hints=hints)
-            self._wait_no_more(request.ctx)
-            self._held_by_device([*request.path])
-            self._refused_as_misuse(lambda: self.manager.finish_request(request.ctx))  # type: ignore[arg-type]
-            self._refused_as_misuse(lambda: self.manager.touch(self.universe, request.ctx))
+            self._end_wait(request.ctx)
+            self._mark_duplicates([*request.path])
+            self._expect_misuse(lambda: self.manager.finish_request(request.ctx))  # type: ignore[arg-type]
+            self._expect_misuse(lambda: self.manager.touch(self.universe, request.ctx))
 
     @rule(request=requests)
     def expect(self, request: Request) -> None:
@@ -132,33 +136,33 @@ class ManagerMachine(RuleBasedStateMachine):
     def withdraw(self, request: Request) -> None:
         if request.ctx is not None:
             self.manager.withdraw(request.ctx)
-            self._wait_no_more(request.ctx)
+            self._end_wait(request.ctx)
 
     @rule(request=requests, numbers=batches)
     def touch(self, request: Request, numbers: list[int]) -> None:
-        keys = self._seen(request, numbers)
+        keys = self._add_to_path(request, numbers)
         self.manager.touch(keys, request.ctx)
-        self._held_by_device([key for key in keys if key not in request.accessed])
+        self._mark_duplicates([key for key in keys if key not in request.accessed])
         if request.ctx is not None:
             request.accessed.update(keys)
 
     @rule(request=requests, numbers=batches)
     def lookup(self, request: Request, numbers: list[int]) -> None:
-        keys = self._seen(request, numbers)
-        assert self.manager.lookup(keys, request.ctx) == self._expected(keys)
+        keys = self._add_to_path(request, numbers)
+        assert self.manager.lookup(keys, request.ctx) == self._expected_lookup(keys)
         assert self.manager.contains(keys, request.ctx).tolist() == [key in self.state for key in keys]
 
     @rule(request=requests, number=st.integers(0, NUM_KEYS - 1))
     def lookup_key(self, request: Request, number: int) -> None:
-        [key] = self._seen(request, [number])
+        [key] = self._add_to_path(request, [number])
         assert self.manager.lookup_key(key, request.ctx) is self.state.get(key, LookupResult.MISS)
 
     # ---- jobs
 
     @rule(target=stores, request=requests, numbers=batches, promoted=st.sampled_from([False, False, True]))
     def prepare_store(self, request: Request, numbers: list[int], promoted: bool = False) -> Job:
-        """`promoted` blocks come from a tier behind: neither admission rule nor policy may refuse them."""
-        manager, keys = self.manager, self._seen(request, numbers)
+        """Start a store. Neither admission rule nor policy may refuse `promoted` blocks."""
+        manager, keys = self.manager, self._add_to_path(request, numbers)
         protected = {*request.path, *keys}
         missing = [key for key in dict.fromkeys(keys) if key not in self.state]
         may_leave = {key for key in self.state if self._is_evictable(key) and key not in protected}
@@ -171,30 +175,32 @@ class ManagerMachine(RuleBasedStateMachine):
         before = snapshot(manager, ignore=["dropped"])
         plan = manager.prepare_store(keys, request.ctx, admitted=promoted)
         if plan is None:
-            assert missing, "None, with nothing to store"
-            assert room == 0, f"refused, with room for {room}"
-            assert snapshot(manager, ignore=["dropped"]) == before, "a refusal left a trace"
-            # A refused store has nothing to complete; an empty store takes its place.
-            return self._started(manager.prepare_store([]))
-        assert room or not missing, "no room for anything is None, not an empty plan"
-        assert [keys[row] for row in plan.rows] == list(plan.keys), "rows are not those of the keys"
+            assert missing, "None, although nothing is to be stored"
+            assert room == 0, f"None, although there is room for {room}"
+            assert snapshot(manager, ignore=["dropped"]) == before, "a refusal changed the manager"
+            # A refused store cannot be completed, so an empty store replaces it.
+            return self._add_job(manager.prepare_store([]))
+        assert room or not missing, "an empty plan, although there is no room"
+        assert [keys[row] for row in plan.rows] == list(plan.keys), "rows do not match the keys"
         evicted = list(plan.evicted)
         assert len(set(evicted)) == len(evicted) == max(0, len(plan.keys) - num_free)
-        assert may_leave.issuperset(evicted), f"may not leave: {set(evicted) - may_leave}"
+        assert may_leave.issuperset(evicted), f"evicted, although protected: {set(evicted) - may_leave}"
         first_to_leave = [key for key in self.duplicates if key in may_leave]
-        assert evicted[: len(first_to_leave)] == first_to_leave[: len(evicted)], "not the duplicates first"
+        assert evicted[: len(first_to_leave)] == first_to_leave[: len(evicted)], (
+            "duplicates did not leave first"
+        )
         num_given = num_free + len(first_to_leave)
         if promoted:
-            assert plan.keys == missing[:room], "not all that has room"
-            assert plan.num_refused == 0, "refused what had been admitted"
+            assert plan.keys == missing[:room], "not all blocks with room are stored"
+            assert plan.num_refused == 0, "admitted blocks were refused"
             assert plan.num_dropped == len(missing) - len(plan.keys)
         elif admitted is None:
             self._check_prefix(plan, missing, room, num_given)
         else:
             self._check_one_by_one(plan, keys, missing, admitted, room, num_given)
-        self._hold_alone(evicted)
-        self._hold_alone(keys)
-        if request.ctx is not None:  # The blocks that a call without a context stores are not remembered.
+        self._unmark_duplicates(evicted)
+        self._unmark_duplicates(keys)
+        if request.ctx is not None:  # A call without a context has no path.
             request.accessed.update(plan.keys)
         for key in evicted:
             del self.state[key], self.slot_of[key]
@@ -203,17 +209,17 @@ class ManagerMachine(RuleBasedStateMachine):
         assert len({*slots, *busy}) == len(slots) + len(busy), f"slots {slots} are in use: {busy}"
         for key, slot in zip(plan.keys, slots, strict=True):
             self.state[key], self.slot_of[key], self.memory[slot] = WRITING, slot, b"half written"
-        return self._started(plan)
+        return self._add_job(plan)
 
     @rule(numbers=runs)
     def serve(self, numbers: list[int]) -> None:
-        """A whole request, uninterrupted: blocks that are here are loaded, the others are stored."""
+        """Run a whole request: load the resident blocks, store the others."""
         request = self.begin(numbers)
         self.complete_load(self.prepare_load(request, numbers), damaged=set())
         if self._is_victim_tier:
             self.finish(request)
-            # The device drops them at once.
-            self.complete_store(self.prepare_store(self.nameless(), numbers), success=True)
+            # The device drops the blocks at once.
+            self.complete_store(self.prepare_store(self.begin_without_context(), numbers), success=True)
         else:
             self.complete_store(self.prepare_store(request, numbers), success=True)
             self.finish(request)
@@ -223,7 +229,7 @@ class ManagerMachine(RuleBasedStateMachine):
         plan = job.plan
         assert isinstance(plan, StorePlan)
         self.manager.complete_store(plan, success)
-        self._refused_as_misuse(lambda: self.manager.complete_store(plan))
+        self._expect_misuse(lambda: self.manager.complete_store(plan))
         self.jobs.remove(job)
         for key, slot in zip(plan.keys, plan.slots.tolist(), strict=True):
             if job.stale:
@@ -235,28 +241,28 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=loads, request=requests, numbers=batches)
     def prepare_load(self, request: Request, numbers: list[int]) -> Job:
-        keys = self._seen(request, numbers)
-        ready, _ = self._expected(keys)
+        keys = self._add_to_path(request, numbers)
+        ready, _ = self._expected_lookup(keys)
         if ready < len(keys):
-            failed = self._refused_as_misuse(lambda: self.manager.prepare_load(keys, request.ctx))
-            assert keys[ready].hex() in failed, "the error does not name the key"
+            message = self._expect_misuse(lambda: self.manager.prepare_load(keys, request.ctx))
+            assert keys[ready].hex() in message, "the error does not name the key"
         plan = self.manager.prepare_load(keys[:ready], request.ctx)
         assert plan.slots.tolist() == [self.slot_of[key] for key in keys[:ready]]
         self.pins.update(plan.slots.tolist())
-        return self._started(plan)
+        return self._add_job(plan)
 
     @rule(target=loads, numbers=batches)
     def pin(self, numbers: list[int]) -> Job:
-        """A tier behind reads blocks."""
+        """Start to read blocks for another tier."""
         keys = self._keys(numbers)
-        ready, _ = self._expected(keys)
+        ready, _ = self._expected_lookup(keys)
         if ready < len(keys):
-            assert keys[ready].hex() in self._refused_as_misuse(lambda: self.manager.pin(keys))
+            assert keys[ready].hex() in self._expect_misuse(lambda: self.manager.pin(keys))
         before = self.manager.stats()
         plan = self.manager.pin(keys[:ready])
         assert replace(self.manager.stats(), evictable=before.evictable) == before, "a pin was counted"
         self.pins.update(plan.slots.tolist())
-        job = self._started(plan)
+        job = self._add_job(plan)
         job.to_device = False
         return job
 
@@ -270,7 +276,7 @@ class ManagerMachine(RuleBasedStateMachine):
         rows = sorted(row for row in damaged if row < len(slots))
         complete = self.manager.complete_load if job.to_device else self.manager.unpin
         complete(plan, rows)
-        self._refused_as_misuse(lambda: complete(plan))
+        self._expect_misuse(lambda: complete(plan))
         self.jobs.remove(job)
         if job.void:
             return
@@ -281,17 +287,17 @@ class ManagerMachine(RuleBasedStateMachine):
                 self._forget(plan.keys[row])
         if job.to_device and not job.stale:
             loaded = zip(plan.keys, slots, strict=True)
-            self._held_by_device([key for key, slot in loaded if self.slot_of.get(key) == slot])
+            self._mark_duplicates([key for key, slot in loaded if self.slot_of.get(key) == slot])
 
     @rule(numbers=batches)
     def discard(self, numbers: list[int]) -> None:
         keys = self._keys(numbers)
-        here = {key for key in keys if self.state.get(key) is READY}
-        assert self.manager.discard(keys) == len(here)
-        for key in here:
+        ready = {key for key in keys if self.state.get(key) is READY}
+        assert self.manager.discard(keys) == len(ready)
+        for key in ready:
             self._forget(key)
 
-    # Only when there is much to forget: at any time a reset would come too often.
+    # Resets only of a full manager, because they would otherwise be too frequent.
 
     @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
@@ -300,20 +306,20 @@ class ManagerMachine(RuleBasedStateMachine):
         self.condemned |= {slot for key, slot in self.slot_of.items() if not self._is_evictable(key)}
         for job in self.jobs:
             job.stale = not job.void
-        for forgotten in (self.state, self.slot_of, self.duplicates):
-            forgotten.clear()
+        for collection in (self.state, self.slot_of, self.duplicates):
+            collection.clear()
 
     @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
     def reset_after_jobs_were_lost(self) -> None:
-        """As after a broken connection: no transfer runs, and later reports mean nothing."""
+        """Reset as after a broken connection: no transfer runs, and completions have no effect."""
         self.manager.reset(drop_in_flight=True)
         for job in self.jobs:
             job.stale, job.void = False, True
-        for forgotten in (self.state, self.slot_of, self.duplicates, self.pins, self.condemned):
-            forgotten.clear()
+        for collection in (self.state, self.slot_of, self.duplicates, self.pins, self.condemned):
+            collection.clear()
 
-    # ---- what holds at every step
+    # ---- invariants
 
     @invariant()
     def sound_inside(self) -> None:
@@ -335,9 +341,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def events_give_the_readable_blocks(self) -> None:
         for event in self.manager.take_events():
             keys = set(event.keys)
-            assert len(keys) == len(event.keys) > 0, f"empty, or keys twice: {event}"
+            assert len(keys) == len(event.keys) > 0, f"no keys, or a key twice: {event}"
             if event.removed:
-                assert keys <= self.readable, f"removed, and was not here: {event}"
+                assert keys <= self.readable, f"removed, but was not readable: {event}"
             else:
                 assert not keys & self.readable, f"stored twice: {event}"
             self.readable ^= keys
@@ -355,12 +361,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert getattr(stats, name) >= getattr(self.before, name), f"{name} went down"
         self.before = stats
 
-    # ---- what a plan may say
+    # ---- checks of plans
 
     def _check_prefix(self, plan: StorePlan, missing: list[bytes], room: int, num_given: int) -> None:
-        """Blocks of a request's path: the head of the missing ones, as many as may enter and have room."""
+        """Check a plan of path blocks: the head of the missing blocks, as far as admitted and with room."""
         stored = len(plan.keys)
-        assert plan.keys == missing[:stored], "not the head of what was missing"
+        assert plan.keys == missing[:stored], "not the head of the missing blocks"
         assert stored + plan.num_dropped + plan.num_refused == len(missing), (
             "blocks are lost or counted twice"
         )
@@ -380,58 +386,60 @@ class ManagerMachine(RuleBasedStateMachine):
         room: int,
         num_given: int,
     ) -> None:
-        """Blocks that the device drops: each may enter on its own."""
+        """Check a plan of blocks that the device drops, each of which may enter independently."""
         considered, dropped = admitted[:room], admitted[room:]
         stored = list(plan.keys)
         refused = [key for key in considered if key not in stored]
-        assert stored == [key for key in considered if key in stored], "not those that may enter, in order"
+        assert stored == [key for key in considered if key in stored], (
+            "blocks that may not enter, or no order"
+        )
         assert not refused or self.manager.policy.refuses, "there was room for more"
         assert stored[:num_given] == considered[: min(num_given, len(stored))], "free slots were refused"
         assert len(stored) >= min(num_given, len(considered)), "free slots were refused"
         left_out = [*dropped, *refused, *(key for key in missing if key not in admitted)]
-        assert [keys[row] for row in plan.missing_rows] == [*stored, *left_out], "rows of others"
+        assert [keys[row] for row in plan.missing_rows] == [*stored, *left_out], "wrong missing_rows"
         assert plan.num_dropped == len(dropped)
         assert plan.num_refused == len(missing) - len(stored) - len(dropped)
 
-    # ---- inside
+    # ---- private
 
     @property
     def _is_victim_tier(self) -> bool:
         return duplicate_slots(self.manager) is not None
 
     def _admitted(self, missing: list[bytes]) -> list[bytes]:
-        """Which of the absent blocks the admission rule admits, each on its own."""
+        """Return the absent blocks that the admission rule admits independently."""
         if self.manager.admission is None:
             return missing
-        # Asked of a copy: a rule may admit and count the first blocks without a check.
+        # A copy of the rule, because a call of `admit` may change its state.
         allowed = deepcopy(self.manager.admission).admit(Keys.pack(missing, self.manager.key_bytes))
         return [key for key, is_allowed in zip(missing, allowed.tolist(), strict=True) if is_allowed]
 
-    def _held_by_device(self, keys: list[bytes]) -> None:
-        """In a victim tier: the device now also holds those of these blocks that are here and ready."""
+    def _mark_duplicates(self, keys: list[bytes]) -> None:
+        """Record, for a victim tier, that the device also holds the ready blocks among these."""
         if self._is_victim_tier:
             latest = [key for key in dict.fromkeys(keys) if self.state.get(key) is READY]
             self.duplicates = [*latest, *(key for key in self.duplicates if key not in latest)]
 
-    def _hold_alone(self, keys: list[bytes]) -> None:
+    def _unmark_duplicates(self, keys: list[bytes]) -> None:
         self.duplicates = [key for key in self.duplicates if key not in keys]
 
     def _keys(self, numbers: list[int]) -> list[bytes]:
         return [self.universe[number % NUM_KEYS] for number in numbers]
 
-    def _seen(self, request: Request, numbers: list[int]) -> list[bytes]:
+    def _add_to_path(self, request: Request, numbers: list[int]) -> list[bytes]:
         keys = self._keys(numbers)
         if request.ctx is not None:
             request.path.update(dict.fromkeys(keys))
         return keys
 
-    def _expected(self, keys: list[bytes]) -> PrefixLookup:
+    def _expected_lookup(self, keys: list[bytes]) -> PrefixLookup:
         states = [self.state.get(key, LookupResult.MISS) for key in keys]
         ready = next((i for i, state in enumerate(states) if state is not READY), len(keys))
         return PrefixLookup(ready, (*states, READY)[ready])
 
     def _expect_all(self, ctx: RequestContext) -> bool:
-        """What this request will ask for is expected, from its head on, as far as there is room."""
+        """Expect the keys of a request, head first, while there is room; return False if room ran out."""
         others, own = {key for keys in self.waiting.values() for key in keys}, self.waiting[ctx]
         for key in list(ctx.keys())[len(own) :]:
             if len(others | {key}) > self.manager.capacity_blocks * 7 // 8:
@@ -440,8 +448,8 @@ class ManagerMachine(RuleBasedStateMachine):
             others.add(key)
         return True
 
-    def _wait_no_more(self, ctx: RequestContext) -> None:
-        """Those who wait longest get the room."""
+    def _end_wait(self, ctx: RequestContext) -> None:
+        """Remove a waiting request; the longest waiting requests get its room."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 
@@ -449,24 +457,25 @@ class ManagerMachine(RuleBasedStateMachine):
         return self.state[key] is READY and not self.pins[self.slot_of[key]]
 
     def _forget(self, key: bytes) -> None:
-        self._hold_alone([key])
+        self._unmark_duplicates([key])
         slot = self.slot_of.pop(key)
         del self.state[key]
         if self.pins[slot]:
             self.condemned.add(slot)
 
-    def _started(self, plan: LoadPlan | StorePlan | None) -> Job:
+    def _add_job(self, plan: LoadPlan | StorePlan | None) -> Job:
         assert plan is not None
         job = Job(plan)
         self.jobs.append(job)
         return job
 
-    def _refused_as_misuse(self, call: Callable[[], object]) -> str:
+    def _expect_misuse(self, call: Callable[[], object]) -> str:
+        """Check that a call raises `MisuseError` and changes nothing; return the message."""
         before = snapshot(self.manager)
         try:
             call()
         except MisuseError as error:
-            assert snapshot(self.manager) == before, "a misuse changed something"
+            assert snapshot(self.manager) == before, "a misuse changed the manager"
             return str(error)
         raise AssertionError("a misuse was accepted")
 
@@ -481,15 +490,16 @@ def manager_machine(
     max_examples: int | None = None,
     step_count: int = 40,
 ) -> type[ManagerMachine]:
-    """A state machine for managers with this policy and admission; its `TestCase` is what pytest runs.
+    """Create a state machine for managers with this policy and admission; pytest runs its `TestCase`.
 
     Args:
-        policy: as `OffloadingManager` takes it.
-        admission: a name, or a function that makes a rule, since one rule serves one manager.
-        store: when blocks are offered: ``on-compute``, or ``on-device-eviction`` for a victim tier.
-        capacity_blocks: keep it small: everything interesting happens when there is no room.
-        max_examples: number of lives; None for that of Hypothesis' profile.
-        step_count: most steps of a life.
+        policy: as for `OffloadingManager`.
+        admission: a name, or a function that creates a rule, since one rule serves one manager.
+        store: ``on-compute``, or ``on-device-eviction`` for a victim tier.
+        capacity_blocks: number of slots; keep it small, so that there is often no room.
+        key_bytes: length of the keys.
+        max_examples: number of random histories; None for the value of Hypothesis' profile.
+        step_count: largest number of steps of a history.
     """
 
     def make() -> OffloadingManager:

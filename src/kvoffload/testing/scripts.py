@@ -1,14 +1,14 @@
-"""Random scripts for a manager, and the log of its decisions: twins are compared with them.
+"""Random scripts for a manager, and the log of the manager's decisions, for comparisons of twins.
 
 A script is data, so that several managers can play it. Its steps name requests, keys and jobs by numbers that
-are valid for every manager, whatever it decides; two managers that decide alike give equal logs.
+are valid for every manager. Two managers that decide alike give equal logs.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,10 +32,10 @@ known_of_requests = st.builds(
     time_to_live_s=st.none() | st.floats(),
     tenant=st.sampled_from(["", "me"]) | st.text(max_size=3),
 )
-"""Anything that an engine may say of a request, nonsense too."""
+"""Arbitrary hints, including invalid values."""
 
 Step: TypeAlias = tuple[str, int, list[int]]
-"""Name of a step; number of a request or job; numbers of keys."""
+"""The name of a step, the number of a request or job, and numbers of keys."""
 
 ACTIONS = (
     ["store", "stored"] * 4
@@ -45,14 +45,14 @@ ACTIONS = (
 
 
 def scripts(num_keys: int = 12, num_requests: int = 3, max_steps: int = 60) -> st.SearchStrategy[list[Step]]:
-    """Scripts over prefixes of a few chains, by interleaved requests."""
+    """Draw scripts of interleaved requests over prefixes of a few chains."""
     chain = st.tuples(st.integers(0, num_keys - 1), st.integers(1, 5)).map(lambda r: [*range(r[0], sum(r))])
     step = st.tuples(st.sampled_from(ACTIONS), st.integers(0, num_requests - 1), chain)
     return long_lists(step, max_steps)
 
 
 def random_script(seed: int, num_steps: int, settle: bool = False) -> list[Step]:
-    """A long script, always the same for a seed. With `settle`, every job and request ends."""
+    """Generate a long script from a seed. With `settle`, every job and request ends."""
     rng = random.Random(seed)
     script: list[Step] = []
     for _ in range(num_steps):
@@ -65,7 +65,7 @@ def random_script(seed: int, num_steps: int, settle: bool = False) -> list[Step]
 
 
 def long_lists(elements: st.SearchStrategy[T], max_size: int) -> st.SearchStrategy[list[T]]:
-    """Lists with equally likely lengths up to `max_size`; `st.lists` makes about five elements."""
+    """Draw lists with uniformly distributed lengths up to `max_size`; `st.lists` prefers short lists."""
     return st.integers(0, max_size).flatmap(lambda n: st.lists(elements, min_size=n, max_size=n))
 
 
@@ -75,58 +75,102 @@ def play(
     after_step: Callable[[OffloadingManager], Any] = lambda manager: None,
     hints: Sequence[Hints] = (NO_HINTS,),
 ) -> list[Any]:
-    """Play a script; returns every decision in order, with the result of `after_step`.
+    """Play a script; return each step's name, decision, and result of `after_step`.
 
     Requests begin and end with these `hints`, in turn.
     """
-    said = cycle(hints)
-    contexts: dict[int, RequestContext] = {}
-    stores: list[StorePlan] = []
-    loads: list[LoadPlan] = []
-    log: list[Any] = []
-    for action, number, key_numbers in script:
-        keys = [key_of(n, manager.key_bytes) for n in key_numbers]
-        if number not in contexts:
-            contexts[number] = manager.begin_request(f"request {number}", hints=next(said))
-        ctx = contexts[number]
-        decision: Any = None
-        if action == "store":
-            plan = manager.prepare_store(keys, ctx)
-            if plan is not None:
-                stores.append(plan)
-                decision = (list(plan.keys), plan.slots.tolist(), list(plan.evicted), plan.num_refused)
-        elif action in ("stored", "failed") and stores:
-            manager.complete_store(stores.pop(number % len(stores)), action == "stored")
-        elif action == "load":
-            found = manager.lookup(keys, ctx)
-            loads.append(manager.prepare_load(keys[: found.num_ready], ctx))
-            decision = found
-        elif action in ("loaded", "damaged") and loads:
-            load = loads.pop(number % len(loads))
-            manager.complete_load(load, [0] if action == "damaged" and len(load.keys) else [])
-        elif action == "touch":
-            manager.touch(keys, ctx)
-        elif action == "discard":
-            decision = manager.discard(keys[:1])
-        elif action == "wait":
-            manager.lookup(keys, ctx)
-            manager.expect(ctx)
-        elif action == "served":
-            manager.withdraw(ctx)
-        elif action == "finish":
-            manager.finish_request(contexts.pop(number), hints=next(said))
-        log.append((action, decision, after_step(manager)))
-    return log
+    player = Player(manager, hints)
+    return [(step[0], player.play(step), after_step(manager)) for step in script]
+
+
+class Player:
+    """Plays the steps of a script on one manager, and keeps the open requests, stores and loads."""
+
+    def __init__(self, manager: OffloadingManager, hints: Sequence[Hints]) -> None:
+        self.manager, self._hints = manager, cycle(hints)
+        self.contexts: dict[int, RequestContext] = {}
+        self.stores: list[StorePlan] = []
+        self.loads: list[LoadPlan] = []
+
+    def play(self, step: Step) -> Any:
+        """Play one step; return the manager's decision, or None."""
+        action, number, key_numbers = step
+        if number not in self.contexts:
+            self.contexts[number] = self.manager.begin_request(f"request {number}", hints=next(self._hints))
+        keys = [key_of(n, self.manager.key_bytes) for n in key_numbers]
+        return _STEPS[action](self, number, keys)
+
+    def store(self, number: int, keys: list[bytes]) -> Any:
+        """Start a store."""
+        plan = self.manager.prepare_store(keys, self.contexts[number])
+        if plan is None:
+            return None
+        self.stores.append(plan)
+        return list(plan.keys), plan.slots.tolist(), list(plan.evicted), plan.num_refused
+
+    def complete_store(self, number: int, keys: list[bytes], success: bool = True) -> None:
+        """End a store, if any is open."""
+        if self.stores:
+            self.manager.complete_store(self.stores.pop(number % len(self.stores)), success)
+
+    def load(self, number: int, keys: list[bytes]) -> Any:
+        """Look up blocks and start to load the ready ones."""
+        ctx = self.contexts[number]
+        result = self.manager.lookup(keys, ctx)
+        self.loads.append(self.manager.prepare_load(keys[: result.num_ready], ctx))
+        return result
+
+    def complete_load(self, number: int, keys: list[bytes], damaged: bool = False) -> None:
+        """End a load, if any is open."""
+        if self.loads:
+            plan = self.loads.pop(number % len(self.loads))
+            self.manager.complete_load(plan, [0] if damaged and len(plan.keys) else [])
+
+    def touch(self, number: int, keys: list[bytes]) -> None:
+        """Touch blocks."""
+        self.manager.touch(keys, self.contexts[number])
+
+    def discard(self, number: int, keys: list[bytes]) -> int:
+        """Discard a block."""
+        return self.manager.discard(keys[:1])
+
+    def wait(self, number: int, keys: list[bytes]) -> None:
+        """Put a request into the queue."""
+        self.manager.lookup(keys, self.contexts[number])
+        self.manager.expect(self.contexts[number])
+
+    def serve(self, number: int, keys: list[bytes]) -> None:
+        """Take a request out of the queue."""
+        self.manager.withdraw(self.contexts[number])
+
+    def finish(self, number: int, keys: list[bytes]) -> None:
+        """End a request."""
+        self.manager.finish_request(self.contexts.pop(number), hints=next(self._hints))
+
+
+_STEPS: dict[str, Callable[[Player, int, list[bytes]], Any]] = {
+    "store": Player.store,
+    "stored": Player.complete_store,
+    "failed": partial(Player.complete_store, success=False),
+    "load": Player.load,
+    "loaded": Player.complete_load,
+    "damaged": partial(Player.complete_load, damaged=True),
+    "touch": Player.touch,
+    "discard": Player.discard,
+    "wait": Player.wait,
+    "served": Player.serve,
+    "finish": Player.finish,
+}
 
 
 def key_of(number: int, key_bytes: int) -> bytes:
-    """The key that has `number` in a script."""
+    """Return the key with this number in a script."""
     return bytes([number]) * key_bytes
 
 
 @cache
 def colliding_keys(num_keys: int, capacity_blocks: int, key_bytes: int) -> list[bytes]:
-    """`num_keys` keys whose home buckets are the last ones of a manager's index, so that they wrap around."""
+    """Return keys whose home buckets are the last of a manager's index, so that probing wraps around."""
     rng = np.random.default_rng(0)
     keys = Keys.pack(list({rng.bytes(key_bytes): None for _ in range(num_keys * 20)}), key_bytes)
     homes = []

@@ -1,8 +1,8 @@
-"""Moves blocks between devices and pools in host memory. The only package that uses torch, and only when a
-caller passes a tensor: importing it does not import torch.
+"""Copies of blocks between devices and pools in host memory.
 
-`copies` copies rows between host arrays, with the stores of `streaming`; `engine` is the one interface over
-all devices, `cuda` implements it for CUDA tensors. Nothing here decides what to move or knows keys.
+The only package that uses torch; it imports torch only when a caller passes a tensor. `copies` copies rows
+between host arrays, with the streaming stores of `streaming`. `engine` is the interface to all devices, and
+`cuda` its implementation for CUDA tensors. The package does not know keys, or decide which blocks to move.
 """
 
 from kvoffload.transfer.copies import Blocks, Rows, check_rows, copy_blocks

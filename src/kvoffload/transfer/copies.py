@@ -1,10 +1,8 @@
-"""Copies of scattered blocks between two arrays in host memory, at the speed of one big memcpy.
+"""Copies of scattered blocks between two arrays in host memory, at the speed of one large memcpy.
 
-Owns the copy kernel and the coalescing of neighbouring rows. Does not know devices or tiers: a block is a row
-of bytes.
-
-A block that is copied to the pool is not read again soon, so it is written around the CPU's caches
-(`streaming`). `docs/performance.md` has the numbers.
+Owns the copy kernel and the coalescing of consecutive rows. Does not know devices or tiers: a block is a row
+of bytes. A block in the pool is not read again soon, so copies bypass the CPU's caches (`streaming`).
+`docs/performance.md` has measurements.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from kvoffload.structures.jit import ReadI64Array, kernel, long_kernel
 from kvoffload.transfer.streaming import fence, memcpy, stream
 
 Blocks: TypeAlias = npt.NDArray[np.uint8]
-"""Shape ``(num_blocks, block_bytes)``; the bytes of a row are contiguous, there may be gaps between rows."""
+"""Shape ``(num_blocks, block_bytes)``. The bytes of a row are contiguous; rows may have gaps between them."""
 
 Rows: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
-"""Shape ``(n,)``: numbers of rows."""
+"""Row numbers, shape ``(n,)``."""
 
 STREAM_FROM_BYTES = 16 * 1024
-"""Smaller copies go through the caches: their reader probably runs next."""
+"""Smallest copy that bypasses the caches. Smaller copies are probably read soon."""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -32,11 +30,11 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
 
     Args:
         src: ``(any, block_bytes)``.
-        dst: ``(any, block_bytes)``, writeable. It must not overlap the rows that are read.
-        src_rows, dst_rows: ``(n,)``. A destination named twice ends up with the later block.
+        dst: ``(any, block_bytes)``, writeable. It must not overlap the source rows.
+        src_rows, dst_rows: ``(n,)``. A repeated destination ends up with the later block.
 
-    Cost: 6 µs a call, then memory speed. Releases the GIL: several threads may copy at a time, into
-    different rows. When it returns, every thread sees the bytes.
+    Cost: 6 µs a call, then memory speed. Thread: any; releases the GIL, and several threads may copy into
+    different rows at a time. After the call every thread sees the bytes.
     Raises: `IndexError` that names the first row out of range, `ValueError` for arrays whose shapes do not
     match; in both cases no byte has been copied.
     """
@@ -73,7 +71,7 @@ def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def coalesce(src_rows: npt.NDArray[np.int64], dst_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Starts of the runs of rows that are neighbours on both sides: ``(runs + 1,)``, the last entry is `n`.
+    """Return the starts of the runs of rows that are consecutive on both sides: ``(runs + 1,)``, `n` last.
 
     Run `r` copies rows ``src_rows[starts[r]]`` onwards to ``dst_rows[starts[r]]`` onwards, as many as
     ``starts[r + 1] - starts[r]``.
@@ -92,7 +90,7 @@ def _check_blocks(name: str, blocks: Blocks) -> None:
 
 
 def address_of(array: npt.NDArray[np.uint8]) -> int:
-    """Address of the first byte of `array`."""
+    """Return the address of the first byte of `array`."""
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -108,7 +106,7 @@ def _copy(
     block_bytes: int,
     streaming: bool,
 ) -> None:
-    """Copy checked rows between two addresses, runs that are contiguous on both sides at once."""
+    """Copy checked rows between two addresses; copy a run that is contiguous on both sides at once."""
     packed = src_stride == block_bytes and dst_stride == block_bytes
     first = 0
     while first < len(src_rows):
@@ -132,7 +130,7 @@ def _copy(
 
 @kernel
 def _first_outside(rows: ReadI64Array, num_rows: int) -> int:
-    """Position of the first row outside ``[0, num_rows)``; ``len(rows)`` when there is none."""
+    """Return the position of the first row outside ``[0, num_rows)``, or ``len(rows)``."""
     for position in range(len(rows)):
         if rows[position] < 0 or rows[position] >= num_rows:
             return position

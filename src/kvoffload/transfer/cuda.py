@@ -1,18 +1,17 @@
 """The engine of a CUDA tensor: pinned pools, a stream for each direction, batched copies.
 
-Imports torch, and is imported only for a CUDA tensor. There are two ways across the bus, and `plan` chooses:
+Imports torch, and is imported only for a CUDA tensor. `plan` chooses between two ways to copy a batch:
 
-- *runs*: one `cudaMemcpyAsync` for each run of neighbours. No other work, but a launch costs 5-10 µs of
-  host time, in which the bus moves half a megabyte.
-- *gathered*: the device gathers scattered blocks into one buffer, which crosses the bus in one copy, and
-  the host then copies the blocks into their slots; the reverse for a load. Faster for many small blocks,
-  where launches would take longer than the bytes.
+- *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. A launch costs 5-10 µs of host time, in
+  which the bus moves half a megabyte.
+- *gathered*: the device gathers scattered blocks into one buffer, which crosses the bus in one copy; the host
+  then copies the blocks into their slots. A load works in reverse. Faster for many small blocks, where the
+  launches would take longer than the bytes.
 
-A pool that cannot be pinned is never given to CUDA: its blocks go through a pinned buffer as well, and the
-host copies them.
+CUDA never reads or writes a pool that cannot be pinned: the host copies its blocks through a pinned buffer.
 
-Functions over tensors move the bytes and are tested with CPU tensors; the class adds streams. Pinning is in
-`pinned`.
+The functions move bytes between tensors and are tested with CPU tensors; the class adds streams. `pinned`
+owns the pinning.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ Tensor: TypeAlias = Any
 Stream: TypeAlias = Any
 
 RUN_BYTES = 256 * 1024
-"""Blocks are gathered if their runs are smaller than this on average."""
+"""Average size of a run below which blocks are gathered."""
 
 RowsArray = npt.NDArray[np.int64]
 
 
 class Plan(NamedTuple):
-    """How one batch crosses the bus: `starts` of its runs as from `coalesce`, and whether to gather."""
+    """The copy plan of a batch: the `starts` of its runs, as from `coalesce`, and True to gather."""
 
     starts: RowsArray
     gathered: bool
@@ -49,8 +48,8 @@ class Plan(NamedTuple):
 def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: bool = True) -> Plan:
     """Choose between runs and gathering, by the average size of a run.
 
-    If the blocks are not `packed` on both sides, a run is one block: torch copies memory with gaps through a
-    temporary buffer of its own, and then `non_blocking` would be a race.
+    Unless the blocks are `packed` on both sides, a run is one block: torch would copy memory with gaps
+    through a temporary buffer, which races with `non_blocking`.
     """
     starts = coalesce(device_rows, slots) if packed else np.arange(len(slots) + 1)
     num_runs = len(starts) - 1
@@ -60,17 +59,17 @@ def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: boo
 class CudaEngine:
     """Moves blocks between a CUDA tensor and pools in host memory, while the engine computes.
 
-    Both directions begin after the work that is already on the caller's current stream: a store reads what
-    that work computes, a load does not overwrite what it still reads. No stream waits for a transfer: `wait`
-    for a load (or check `done`) before launching work that reads its rows, and for a store before launching
-    work that overwrites them.
+    Both directions start after the work that is already on the caller's current stream: a store reads the
+    results of that work, and a load does not overwrite data that the work still reads. No stream waits for a
+    transfer: `wait` for a load (or check `done`) before launching work that reads its rows, and for a store
+    before launching work that overwrites its rows.
 
     The host's part of a gathered store, a copy at memory speed, runs in the call of `done` or `wait` that
-    finds the bytes arrived: so call one of them for every transfer.
+    finds the bytes arrived. So call one of them for every transfer.
 
-    A pool is pinned (`cudaHostRegister`, which also populates it) on its first use until `close`, and must
-    exist that long: close the engine before the tier. If that fails (no memory to pin, read-only memory,
-    pages that are pinned for something else), a line in the log says so, and copies of this pool are slower.
+    A pool is pinned (`cudaHostRegister`, which also populates it) from its first use until `close`, and must
+    exist that long: close the engine before the tier. If pinning fails (no memory to pin, read-only memory,
+    pages pinned by another owner), a warning is logged, and copies of this pool are slower.
 
     Args:
         device: CUDA tensor as for `byte_rows`, kept alive by the engine.
@@ -122,9 +121,9 @@ class CudaEngine:
             return _CudaTransfer(self._loading)
 
     def close(self) -> None:
-        """Wait for the copies under way and unpin the pools. Once more does nothing.
+        """Wait for the copies in flight and unpin the pools. A second call does nothing.
 
-        Raises: the device's error, if it has one. Then pools are unpinned only if nothing can run any more.
+        Raises: the device's error, if any. Then pools are unpinned only if the device can be synchronized.
         """
         failed: Exception | None = None
         with on_device(self.blocks.device):
@@ -143,7 +142,7 @@ class CudaEngine:
     def _checked(
         self, device_rows: Rows, pool: Blocks, slots: Rows
     ) -> tuple[RowsArray, RowsArray, Tensor | None]:
-        """Rows and slots, checked, and the pool as a pinned tensor; None if it cannot be pinned."""
+        """Check rows and slots; return them, and the pool as a pinned tensor or None."""
         if pool.shape[1] != self.block_bytes:
             raise ValueError(f"pool has blocks of {pool.shape[1]} bytes, the device of {self.block_bytes}")
         rows = check_rows("device_rows", device_rows, self.num_blocks)
@@ -153,22 +152,22 @@ class CudaEngine:
         return rows, checked_slots, self._pools.tensor(pool)
 
     def _plan(self, rows: RowsArray, slots: RowsArray, host: Tensor | None) -> Plan:
-        if host is None:  # they cross the bus to or from a buffer in which they are neighbours
+        if host is None:  # the blocks are consecutive in a buffer
             return plan(rows, np.arange(len(rows)), self.block_bytes, self.blocks.is_contiguous())
         packed = self.blocks.is_contiguous() and host.is_contiguous()
         return plan(rows, slots, self.block_bytes, packed)
 
     def _submitting(self, stream: Stream) -> Any:
-        """Context in which work goes to `stream`, after the work on the caller's stream."""
+        """Return a context in which work goes to `stream`, after the work on the caller's stream."""
         stream.wait_stream(torch.cuda.current_stream(self.blocks.device))
-        # The engine may be dropped with copies under way: before they are done the allocator must not reuse
-        # the memory of a tensor that only the engine still holds.
+        # The engine may be deleted with copies in flight. Until they are done the allocator must not reuse
+        # the memory of a tensor that only the engine holds.
         self.blocks.record_stream(stream)
         return torch.cuda.stream(stream)
 
 
 def copy_runs(src: Tensor, src_rows: RowsArray, dst: Tensor, dst_rows: RowsArray, starts: RowsArray) -> None:
-    """Copy each run of neighbours at once. Tensors are ``(num_blocks, block_bytes)`` uint8, any devices."""
+    """Copy each run at once. Tensors are ``(num_blocks, block_bytes)`` uint8 on any devices."""
     for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         s, d, n = int(src_rows[start]), int(dst_rows[start]), end - start
         dst[d : d + n].copy_(src[s : s + n], non_blocking=True)
@@ -176,8 +175,8 @@ def copy_runs(src: Tensor, src_rows: RowsArray, dst: Tensor, dst_rows: RowsArray
 
 def gather(device: Tensor, device_rows: RowsArray, bounce: Tensor) -> None:
     """Copy scattered rows of the device into the contiguous rows of `bounce`."""
-    found = _wide(device).index_select(0, _indices(device_rows, device))
-    bounce.copy_(found.view(torch.uint8), non_blocking=True)
+    gathered = _wide(device).index_select(0, _indices(device_rows, device))
+    bounce.copy_(gathered.view(torch.uint8), non_blocking=True)
 
 
 def scatter(bounce: Tensor, device: Tensor, device_rows: RowsArray) -> None:
@@ -188,12 +187,12 @@ def scatter(bounce: Tensor, device: Tensor, device_rows: RowsArray) -> None:
 
 
 def tensor_over(array: npt.NDArray[Any]) -> Tensor:
-    """The array as a tensor in host memory; nothing is copied."""
+    """View an array as a tensor in host memory, without a copy."""
     return torch.from_numpy(array)
 
 
 def _wide(blocks: Tensor) -> Tensor:
-    """The same rows as 8-byte words if possible: a device moves one item per thread."""
+    """View the rows as 8-byte words if possible, because a device moves one item per thread."""
     aligned = blocks.data_ptr() | blocks.shape[1] | blocks.stride(0) | blocks.storage_offset()
     return blocks.view(torch.int64) if aligned % 8 == 0 else blocks
 
@@ -201,17 +200,17 @@ def _wide(blocks: Tensor) -> Tensor:
 def _indices(rows: RowsArray, device: Tensor) -> Tensor:
     if device.device.type == "cpu":
         return torch.from_numpy(rows.copy())
-    # Pinned: a copy from pageable memory may wait on the host until the stream has reached it.
-    found = host_buffer((len(rows),), torch.int64)
-    found.numpy()[:] = rows
-    return found.to(device.device, non_blocking=True)
+    # Pinned, because a copy from pageable memory may block the host until the stream reaches it.
+    indices = host_buffer((len(rows),), torch.int64)
+    indices.numpy()[:] = rows
+    return indices.to(device.device, non_blocking=True)
 
 
 class _CudaTransfer:
-    """Done when the stream has passed this point and the host's part, if there is one, has run."""
+    """A transfer that is done when the stream has passed this point and the host's part, if any, has run."""
 
     def __init__(self, stream: Stream, finish: Callable[[], None] | None = None) -> None:
-        self._passed = torch.cuda.Event(blocking=True)  # who waits sleeps
+        self._passed = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
         self._passed.record(stream)
         self._finish = finish
 

@@ -1,4 +1,4 @@
-"""Which engine moves the blocks of a device."""
+"""The choice of a copy engine for a device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvoffload.transfer.engine import CopyEngine, DeviceArray, HostEngine, is_te
 
 
 def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
-    """The engine for a device: a numpy array, a torch tensor, or an engine, which is returned as it is.
+    """Create the engine for a numpy array or a torch tensor; return an engine unchanged.
 
-    Cost: small on the host; on CUDA it creates streams, so make one engine for each device and keep it.
+    Cost: small on the host; on CUDA it creates streams, so create one engine for each device and keep it.
     Raises: `TypeError` for anything else, `ValueError` as `as_blocks`.
     """
     if isinstance(device, CopyEngine):
@@ -23,13 +23,13 @@ def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
 
 
 def gpu_blocks(num_blocks: int, block_bytes: int) -> DeviceArray | None:
-    """Blocks on the first CUDA device, to measure copies with; None without torch, or if it sees none."""
+    """Allocate blocks on the first CUDA device, for measurements; return None without torch or a device."""
     torch = _torch_with_gpu()
     return None if torch is None else torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
 
 
 def gpu_name() -> str:
-    """What the first CUDA device is called; empty as above."""
+    """Return the name of the first CUDA device; empty without torch or a device."""
     torch = _torch_with_gpu()
     return "" if torch is None else str(torch.cuda.get_device_name(0))
 

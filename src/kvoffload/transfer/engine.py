@@ -1,7 +1,7 @@
-"""One interface over every device: store rows of a device into slots of a pool, load them back.
+"""The copy engine interface: stores rows of a device into slots of a pool, and loads them back.
 
-Defines what a device is: an array whose first dimension is blocks. `device` chooses its engine. Does not know
-what the bytes mean, which block is in a slot, or how a copy is done.
+A device is an array whose first dimension is blocks. `device` chooses the engine. Does not know the meaning
+of the bytes, or which block is in a slot.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ DeviceArray: TypeAlias = Any
 
 
 class Transfer(Protocol):
-    """Copies under way. Thread: one at a time, any."""
+    """Copies in flight. Thread: any, one at a time."""
 
     def done(self) -> bool:
-        """Whether every byte has arrived. Never waits for the device; True stays True."""
+        """Return whether every byte has arrived, without waiting. Once True, always True."""
         ...
 
     def wait(self) -> None:
-        """Return when every byte has arrived."""
+        """Wait until every byte has arrived."""
         ...
 
 
@@ -35,16 +35,15 @@ class Transfer(Protocol):
 class CopyEngine(Protocol):
     """Moves blocks between one device and pools in host memory.
 
-    From the call until the transfer is done, its rows and slots belong to the transfer: the caller must not
-    write those that are read, nor touch those that are written. Transfers under way at the same time are
-    unordered: load a slot only after its store is done.
+    While a transfer is in flight, the caller must not write its source, or read or write its destination.
+    Transfers in flight at the same time are unordered: load a slot only after its store is done.
 
-    Thread: one at a time. Rows and slots are checked before any byte moves: `IndexError` names the first one
-    out of range, `ValueError` names the shapes that do not match.
+    Thread: any, one at a time. Rows and slots are checked before any byte moves: `IndexError` names the first
+    row out of range, `ValueError` names shapes that do not match.
 
     Attributes:
-        num_blocks: rows of the device.
-        block_bytes: bytes of one of them; the width of every pool.
+        num_blocks: number of rows of the device.
+        block_bytes: bytes of a row, and width of every pool.
     """
 
     @property
@@ -66,12 +65,12 @@ class CopyEngine(Protocol):
 
 
 class HostEngine:
-    """The engine of a device in host memory: each copy is done when the call returns.
+    """The engine of a device in host memory. Each copy is done when the call returns.
 
     Args:
         device: as for `as_blocks`; its memory is used in place.
 
-    Thread: no state but the device; two threads may copy different rows at a time.
+    Thread: any; two threads may copy different rows at a time.
     """
 
     def __init__(self, device: DeviceArray) -> None:
@@ -92,7 +91,7 @@ class HostEngine:
 
 
 class _Done:
-    """A transfer that is already done."""
+    """A finished transfer."""
 
     def done(self) -> bool:
         return True
@@ -109,9 +108,9 @@ def as_blocks(device: DeviceArray, block_bytes: int | None = None) -> Blocks:
 
     Args:
         device: numpy array or torch CPU tensor of any dtype (also bfloat16), shape ``(num_blocks, ...)``.
-            The bytes of a block are contiguous; there may be gaps between blocks. A view that splits a
-            block (keys and values in different places) is two devices.
-        block_bytes: the size of a block that the caller expects.
+            The bytes of a block are contiguous; blocks may have gaps between them. If a block is split (keys
+            and values in different places), pass two devices.
+        block_bytes: the expected size of a block.
 
     Raises: `TypeError` for other objects or devices; `ValueError` when a block is not contiguous or has
     another size than `block_bytes`.
@@ -159,12 +158,15 @@ def _not_blocks(device: DeviceArray) -> ValueError:
 
 
 def cpu_capability() -> str:
-    """torch's name for this CPU (``AVX512``); engines' KV layout depends on it. Empty without torch."""
+    """Return torch's name for this CPU's capability, such as ``AVX512``; empty without torch.
+
+    The KV layout of engines depends on it.
+    """
     torch = sys.modules.get("torch")
     return "" if torch is None else str(torch.backends.cpu.get_cpu_capability())
 
 
 def is_tensor(candidate: object) -> bool:
-    """Whether this is a torch tensor. Does not import torch: a program with a tensor has done so."""
+    """Return whether this is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(candidate, torch.Tensor)

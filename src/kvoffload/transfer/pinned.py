@@ -3,8 +3,8 @@
 Owns the list of pinned pools, and the current device and the pending error around calls of the CUDA runtime.
 Does not know blocks or slots.
 
-A range of memory is pinned as a whole or not at all: a copy across the end of a pinned range is an error of
-CUDA. So a pool that overlaps a pinned range without lying inside counts as not pinned.
+A range of memory is pinned as a whole or not at all, because a copy across the end of a pinned range is a
+CUDA error. So a pool that only partly overlaps a pinned range counts as not pinned.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ logger = logging.getLogger(__name__)
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
 _ABANDONED: list[Blocks] = []
-"""Pools that a device may still write, because it could not be synchronized: their memory is never reused."""
+"""Pools that a device may still write, because synchronizing it failed. Their memory is never reused."""
 
 
 def on_device(device: Any) -> Any:
-    """Context in which this device is the current one; nothing for other devices than CUDA.
+    """Return a context in which this CUDA device is the current device; an empty context for other devices.
 
-    A call of the CUDA runtime acts on the current device, and makes a context there (0.5 GiB).
+    A call of the CUDA runtime acts on the current device, and creates a CUDA context there (0.5 GiB).
     """
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def synchronized(device: Any) -> bool:
-    """Wait for everything on this device; False if it cannot be waited for."""
+    """Wait for all work on this device; return False if that fails."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elif device.type != "cpu":
             torch.accelerator.synchronize(device)
     except Exception:
-        logger.exception("cannot wait for %s", device)
+        logger.exception("cannot synchronize device %s", device)
         return False
     return True
 
 
 def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """A tensor in pinned memory. If none is available, in pageable memory: then copies block the host.
+    """Allocate a tensor in pinned memory, or in pageable memory if that fails; then copies block the host.
 
-    torch's pinned allocator keeps buffers and reuses one only when the copies that use it are done.
+    torch's pinned allocator reuses a buffer only when the copies that use it are done.
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
-        _say_once(f"no pinned memory for a buffer, copies wait on the host: {error}")
+        _warn_once(f"no pinned memory for a buffer, so copies block the host: {error}")
         return torch.empty(shape, dtype=dtype)
 
 
 class PinnedPools:
-    """The pools of one engine that CUDA may copy directly, pinned on their first use.
+    """The pools of one engine that CUDA may copy directly, pinned on first use.
 
     Args:
-        device: the engine's; pinning is done there.
+        device: the engine's device.
 
-    Thread: one at a time.
+    Thread: any, one at a time.
     """
 
     def __init__(self, device: Any) -> None:
@@ -78,7 +78,7 @@ class PinnedPools:
         self._refused: set[tuple[int, int]] = set()
 
     def tensor(self, pool: Blocks) -> Tensor | None:
-        """The pool as a tensor in pinned memory; None if it is not and cannot be pinned."""
+        """Return the pool as a tensor in pinned memory, pinning it if needed; None if that fails."""
         start, end = extent = _extent(pool)
         if not len(pool) or any(first <= start and end <= last for first, last in self._pinned):
             return torch.from_numpy(pool)
@@ -86,24 +86,26 @@ class PinnedPools:
             return None
         with on_device(self._device):
             if not pool.flags.writeable:
-                why = "it is read-only"
+                reason = "it is read-only"
             elif any(_pages(extent).overlaps(_pages(other)) for other in self._pinned):
-                why = "it shares pages with another pool, which is pinned"
+                reason = "it shares pages with another pool, which is pinned"
             elif all(_is_pinned(corner) for corner in (pool[:1, :1], pool[-1:, -1:])):
-                return torch.from_numpy(pool)  # by somebody else, who unpins it
+                return torch.from_numpy(pool)  # pinned by another owner, which unpins it
             elif error := _register(start, end - start):
-                why = f"cudaHostRegister: error {error}"
+                reason = f"cudaHostRegister: error {error}"
             else:
                 self._pinned[extent] = pool
                 return torch.from_numpy(pool)
         self._refused.add(extent)
         logger.warning(
-            "a pool of %d bytes is not pinned (%s): its copies go through a buffer, slower", end - start, why
+            "a pool of %d bytes is not pinned (%s): its copies go through a buffer, slower",
+            end - start,
+            reason,
         )
         return None
 
     def unpin(self) -> None:
-        """Undo the pinning done here. Nothing may use the pools any more."""
+        """Unpin the pools that this object pinned. They must no longer be in use."""
         with on_device(self._device):
             for start, _ in self._pinned:
                 error = int(torch.cuda.cudart().cudaHostUnregister(start))
@@ -114,16 +116,16 @@ class PinnedPools:
         self._refused.clear()
 
     def abandon(self) -> None:
-        """Leave the pools pinned, and keep their memory: the device may still write it."""
+        """Keep the pools pinned and their memory allocated, because the device may still write it."""
         if self._pinned:
-            logger.error("%d pools stay pinned: the device cannot be waited for", len(self._pinned))
+            logger.error("%d pools stay pinned: the device cannot be synchronized", len(self._pinned))
         _ABANDONED.extend(self._pinned.values())
         self._pinned.clear()
         self._refused.clear()
 
 
 class _Range(tuple[int, int]):
-    """First address and the one behind the last."""
+    """A range of addresses: the first address, and the end after the last."""
 
     def overlaps(self, other: _Range) -> bool:
         return self[0] < other[1] and other[0] < self[1]
@@ -135,18 +137,18 @@ def _extent(pool: Blocks) -> tuple[int, int]:
 
 
 def _pages(extent: tuple[int, int]) -> _Range:
-    """The pages of a range: memory is pinned by pages."""
+    """Extend a range to whole pages, the unit of pinning."""
     page = mmap.PAGESIZE
     return _Range((extent[0] // page * page, -(-extent[1] // page) * page))
 
 
 def _is_pinned(corner: Blocks) -> bool:
-    # A tensor of its own, because torch looks at the first byte of a tensor's memory only.
+    # A separate tensor, because torch checks only the first byte of a tensor's memory.
     return bool(torch.from_numpy(corner).is_pinned())
 
 
 def _register(address: int, num_bytes: int) -> int:
-    """Pin a range; returns CUDA's error, 0 for none."""
+    """Pin a range; return CUDA's error code, or 0."""
     error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
     if error:
         _clear_error()
@@ -154,20 +156,20 @@ def _register(address: int, num_bytes: int) -> int:
 
 
 def _clear_error() -> None:
-    """Clear the runtime's pending error: the check behind the next launch of any kernel would raise it."""
+    """Clear the runtime's pending error, which the check after the next kernel launch would raise."""
     cudart = torch.cuda.cudart()
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
     elif library := _loaded_library("libcudart"):
         ctypes.CDLL(library).cudaGetLastError()
     else:
-        # torch's check behind a launch reads and clears the error.
+        # torch's check after a launch reads and clears the error.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
 
 
 def _loaded_library(name: str) -> str | None:
-    """Path of a shared library that this process has loaded."""
+    """Return the path of a shared library that this process has loaded, or None."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             path = line.partition("/")[2]
@@ -176,10 +178,10 @@ def _loaded_library(name: str) -> str | None:
     return None
 
 
-def _say_once(message: str) -> None:
-    if message not in _SAID:
-        _SAID.add(message)
+def _warn_once(message: str) -> None:
+    if message not in _WARNED:
+        _WARNED.add(message)
         logger.warning("%s", message)
 
 
-_SAID: set[str] = set()
+_WARNED: set[str] = set()

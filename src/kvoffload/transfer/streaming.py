@@ -1,9 +1,9 @@
 """Memory copies that bypass the caches, as building blocks for kernels.
 
-An ordinary store first reads the line that it overwrites (three transfers on the bus instead of two) and
-displaces other threads' data from the caches. LLVM turns a vector store that is marked `!nontemporal`
-into the machine's streaming store (`vmovntps` on x86, `stnp` on ARM) and into an ordinary one where there
-is none: one source serves every architecture. Addresses are plain integers here; nothing is checked.
+An ordinary store first reads the line that it overwrites (three bus transfers instead of two) and evicts
+other threads' data from the caches. LLVM compiles a vector store that is marked `!nontemporal` to the
+machine's streaming store (`vmovntps` on x86, `stnp` on ARM), or to an ordinary store if the machine has none.
+Addresses are plain integers and are not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _QUARTERS_FROM_LINES = 192
 
 @_intrinsic
 def _stream_line(typing_context: Any, dst: int, src: int) -> Any:
-    """Copy one cache line, bypassing the caches. `dst` is aligned to 64 bytes, `src` need not be."""
+    """Copy one cache line, bypassing the caches. `dst` must be aligned to 64 bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), 8).as_pointer()
@@ -40,7 +40,7 @@ def _stream_line(typing_context: Any, dst: int, src: int) -> Any:
 
 @_intrinsic
 def memcpy(typing_context: Any, dst: int, src: int, num_bytes: int) -> Any:
-    """The C library's memcpy."""
+    """Copy bytes with the C library's memcpy."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
@@ -54,11 +54,11 @@ def memcpy(typing_context: Any, dst: int, src: int, num_bytes: int) -> Any:
 
 @_intrinsic
 def fence(typing_context: Any) -> Any:
-    """Make streaming stores visible to other threads: on x86 they are not ordered with ordinary ones."""
+    """Make streaming stores visible to other threads; x86 does not order them with ordinary stores."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # One instruction on every architecture (`lock or`, `mfence`, `dmb`); each drains the buffers that
-        # collect streaming stores.
+        # One instruction on every architecture (`lock or`, `mfence`, `dmb`), which drains the buffers of
+        # streaming stores.
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -67,13 +67,13 @@ def fence(typing_context: Any) -> Any:
 
 @inline
 def stream(dst: int, src: int, num_bytes: int) -> None:
-    """Copy one run, bypassing the caches except for the partial lines at both ends."""
+    """Copy a run, bypassing the caches except for partial lines at both ends."""
     head = min(-dst % _LINE, num_bytes)
     memcpy(dst, src, head)
     dst, src, num_bytes = dst + head, src + head, num_bytes - head
     lines = num_bytes // _LINE
-    # Four streams, not one: a hardware prefetcher follows a stream within a page and has to restart in the
-    # next one; four streams hide each other's restarts. 20 % faster at 16 KiB, slower for less.
+    # Four streams, because a hardware prefetcher restarts at each page of a stream, and four streams hide
+    # each other's restarts. 20 % faster at 16 KiB, slower for smaller copies.
     quarter = lines // 4 * _LINE if lines >= _QUARTERS_FROM_LINES else 0
     for offset in range(0, quarter, _LINE):
         _stream_line(dst + offset, src + offset)

@@ -1,4 +1,4 @@
-"""``hazard``: `policy` is the policy, the other files are what it learns from."""
+"""``hazard``, our own policy. `policy` decides; the other files are its data structures."""
 
 from kvoffload.policies.hazard.policy import Hazard
 

@@ -1,6 +1,6 @@
-"""Ages in buckets: how tables over the time since a block's last use are indexed.
+"""Age buckets, the index of tables over the time since a block's last use.
 
-Time is counted in block references that a policy has observed. Owns no clock.
+The unit of time is one block reference that a policy has observed. Owns no clock.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ NUM_AGES = 48
 
 
 def age_bounds() -> npt.NDArray[np.int64]:
-    """Where each bucket begins, and where the last ends: 0, 8, 11, 16, 22, ... (two an octave)."""
+    """Return the start of each bucket and the end of the last: 0, 8, 11, 16, 22, ... (two an octave)."""
     octaves = [8 << octave for octave in range(NUM_AGES // 2 + 1)]
     return np.array([0, *(b for o in octaves for b in (o, math.isqrt(2 * o * o)))][: NUM_AGES + 1], np.int64)
 
 
 @inline
 def bucket_of_age(bounds: I64Array, age: int) -> int:
-    """The bucket of an age."""
+    """Return the bucket of an age."""
     low, high = 0, NUM_AGES
     while high - low > 1:
         middle = (low + high) // 2
@@ -36,9 +36,9 @@ def bucket_of_age(bounds: I64Array, age: int) -> int:
 
 @inline
 def at_age(table: F64Array, bounds: I64Array, row: int, age: int) -> float:
-    """The value of a row of `table` at an age: linear between the starts of two buckets."""
+    """Return the value of a row of `table` at an age, interpolated linearly between bucket starts."""
     bucket = bucket_of_age(bounds, age)
     if bucket == NUM_AGES - 1:
         return table[row, bucket]
-    part = (age - bounds[bucket]) / (bounds[bucket + 1] - bounds[bucket])
-    return table[row, bucket] * (1.0 - part) + table[row, bucket + 1] * part
+    weight = (age - bounds[bucket]) / (bounds[bucket + 1] - bounds[bucket])
+    return table[row, bucket] * (1.0 - weight) + table[row, bucket + 1] * weight

@@ -1,6 +1,6 @@
-"""The history of keys, resident or not: how often and how regularly they are used.
+"""The use history of keys, resident or not: their frequency and regularity.
 
-Owns the history of one policy. Does not know slots, nor what a class is worth.
+Does not know slots, or the worth of a class.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from kvoffload.structures.structs import Struct
 
 NUM_COUNT_CLASSES, NUM_GAP_CLASSES = 5, 10
 ENDED, NUM_KINDS = NUM_LABELS, NUM_LABELS + 1
-"""What is known of the last request: a label, or only that it has ended."""
+"""Kinds of the last request: a label of a request, or `ENDED` without a label."""
 NUM_CLASSES = NUM_COUNT_CLASSES * NUM_GAP_CLASSES * NUM_KINDS
 _UNKNOWN = -1.0
 
 
 class History(Struct):
-    """The keys used last: how often each was used, and its typical gap between two uses.
+    """The most recently used keys, with the use count and the typical gap between uses of each.
 
-    A key's *class* is what its past predicts: how often it was used (1, 2, 3-4, 5-9, 10 and more), its
-    typical gap in octaves, and the label of the request that used it last (`hints.Labels`), or `ENDED`. A new
-    block takes the gap of the block before it on its path, because its request is a turn of the same session.
-    Times are numbers of block references so far.
+    A key's *class* is: its use count (1, 2, 3-4, 5-9, 10 and more), its typical gap in octaves, and the label
+    of its last request (`hints.Labels`), or `ENDED`. A new block inherits the gap of the previous block on
+    its path, because its request is a turn of the same session. Times are numbers of block references.
 
-    A request is observed by `begin_path`, and then `use_key` for each of its blocks, from the last to the
-    first: so a path is forgotten from its tail.
+    A request is observed by `begin_path`, then by `use_key` for each of its blocks, from last to first, so
+    that a path's tail is forgotten first.
 
     Args:
         capacity: number of keys, kept by recency.
-        gap_unit: gaps below it count as one octave.
-        capacity_blocks: of the cache.
+        key_bytes: length of a key.
+        gap_unit: gaps below this count as one octave.
+        capacity_blocks: capacity of the cache.
 
     Attributes:
         keys: one list, most recent first.
-        counts, gaps, last: of each position: uses, typical gap in octaves (below 0: not known), time of the
-            last use. labels: that of the last request; label: of the one at hand.
-        shadow: which of them LRU would hold.
-        inherited: the gap that new blocks of the request at hand take.
-        places: where the blocks of its path were, from row `start` to row `end`, or ABSENT; for those after
-            that there is no room.
+        counts: use count of each position.
+        gaps: typical gap of each position, in octaves; negative if unknown.
+        last: time of the last use of each position.
+        labels: label of the last request of each position.
+        label: label of the current request.
+        shadow: the keys that LRU would hold.
+        inherited: the gap for new blocks of the current request.
+        places: previous positions of the current path's blocks from row `start` to row `end`, or ABSENT.
+            There is no room for later blocks.
 
     Memory: 72 bytes a key, and the key. Cost: one index probe a key and a few writes.
     """
@@ -83,10 +86,10 @@ class History(Struct):
 
 @inline
 def _octaves(x: int) -> float:
-    """Base-2 logarithm of `x` >= 1, linear between powers of two: the same number on every machine."""
-    octave, rest = 0, x
-    while rest >= 2:
-        rest >>= 1
+    """Return log2 of `x` >= 1, linear between powers of two, so that the result is equal on every machine."""
+    octave, shifted = 0, x
+    while shifted >= 2:
+        shifted >>= 1
         octave += 1
     return octave + (x / (1 << octave) - 1.0)
 
@@ -110,7 +113,7 @@ def _class_of(count: int, gap: float, label: int) -> int:
 
 @inline
 def _gap_now(history: History, place: int, now: int) -> float:
-    """Moving average of the gaps of a known key that is used now."""
+    """Return the moving average of the gaps of a known key that is used now."""
     gap, unit = history.gaps[place], history.gap_unit
     octaves = _octaves(now - history.last[place] + unit) - _octaves(unit)
     if gap < 0.0 or history.counts[place] < 2:
@@ -120,10 +123,10 @@ def _gap_now(history: History, place: int, now: int) -> float:
 
 @inline
 def begin_path(history: History, path: U64Matrix, start: int, label: int, now: int) -> None:
-    """A request uses the blocks of `path` from `start` on; no key is there twice."""
+    """Begin a request that uses the blocks of `path` from `start` on. No key occurs twice."""
     index, places = history.keys.index, history.places
     history.label = label
-    # Of a request longer than the history only the head is remembered.
+    # If a request is longer than the history, only its head is remembered.
     history.start, history.end = start, min(path.shape[0], start + places.shape[0])
     last_leading, is_leading = ABSENT, False
     for row in range(history.end - 1, start - 1, -1):
@@ -143,13 +146,12 @@ def begin_path(history: History, path: U64Matrix, start: int, label: int, now: i
 
 @inline
 def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int) -> int:
-    """The request uses the next block, ``path[row]``, whose hash is `h`; returns its position, or ABSENT if
-    there is no room for it."""
+    """Record a use of the block ``path[row]`` with hash `h`; return its position, or ABSENT without room."""
     if row >= history.end:
         return np.int64(ABSENT)
     keys, links = history.keys, history.keys.lists.links
     recent, place = keys.lists.num_positions, history.places[row - history.start]
-    # New blocks of this request may have taken the place of a known one that was nearly forgotten.
+    # New blocks of this request may have taken over the position of a known, nearly forgotten key.
     if place != ABSENT and same_key(keys.index.keys, place, path, row):
         move_to_head(links, recent, place)
         history.gaps[place] = _gap_now(history, place, now)
@@ -167,7 +169,7 @@ def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int)
 
 @inline
 def end_use(history: History, path: U64Matrix, row: int, h: np.uint64, label: int, now: int) -> int:
-    """A request that used the block ``path[row]`` has ended; returns as `use_key`."""
+    """Record the end of a request that used the block ``path[row]``; return as `use_key`."""
     place = find(history.keys.index, path, row, h)
     if place != ABSENT:
         history.last[place], history.labels[place] = now, label
@@ -176,14 +178,14 @@ def end_use(history: History, path: U64Matrix, row: int, h: np.uint64, label: in
 
 @inline
 def is_used_at(history: History, path: U64Matrix, row: int, now: int) -> bool:
-    """Whether the block ``path[row]`` was used last, or the request that used it ended, at this time."""
+    """Return whether the last recorded time of the block ``path[row]`` is `now`."""
     place = find(history.keys.index, path, row, hash_row(path, row))
     return place != ABSENT and history.last[place] == now
 
 
 @inline
 def class_at(history: History, place: int) -> int:
-    """The class of the key at a position; of a block of the request at hand for which there was no room."""
+    """Return the class of the key at a position, or for ABSENT the class of a new block of this request."""
     if place == ABSENT:
         return np.int64(_class_of(1, history.inherited, history.label))
     return np.int64(_class_of(history.counts[place], history.gaps[place], history.labels[place]))
@@ -191,7 +193,7 @@ def class_at(history: History, place: int) -> int:
 
 @inline
 def classify(history: History, keys: U64Matrix, row: int, now: int) -> tuple[int, int]:
-    """The class of the key ``keys[row]`` and the time of its last use; an unknown key is new and used now."""
+    """Return class and last use of the key ``keys[row]``; an unknown key counts as new and used now."""
     place = find(history.keys.index, keys, row, hash_row(keys, row))
     if place == ABSENT:
         return np.int64(0), np.int64(now)

@@ -1,6 +1,7 @@
-"""How long blocks of each class stay unused: a life table of sampled keys, and what it makes a block worth.
+"""Life tables: the distribution of the time to a block's next use, and a block's worth, for each class.
 
-Owns the sample, the table and the worth computed from it. Does not know slots, nor what a class means.
+Owns the sampled keys, the tables and the worth computed from them. Does not know slots, or the meaning of a
+class.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
 _PRIOR_WEIGHT = 50.0
-"""Number of observed keys that weigh as much as the estimate of the larger group."""
+"""Number of observed keys that weigh as much as the estimate of the parent group."""
 _LABEL_PRIOR_WEIGHT = 500.0
-"""The same for classes that differ in their label: what is told may be wrong, so it has to prove more."""
+"""The prior weight of classes that differ only in their label; larger, because labels may be wrong."""
 
 
 _ENTERING = 0.05
-"""What it costs to put a block into a slot, in turns of the cache: so long the slot earns nothing. Without it
-blocks that are worth much for a very short time would push each other out."""
+"""Cost of an insertion as slot-time without hits, in turnovers of the cache. Without this cost, blocks with a
+high worth for a very short time would evict each other."""
 
 
 class Lives(Struct):
-    """The sampled keys whose lives go on.
+    """The sampled keys with a current life, the interval from a use to the next.
 
     Attributes:
-        keys: a list for each bucket of ages, ordered by when their lives began, and one of those whose lives
-            have stopped because a request waits for them.
-        class_of, began: of each key: the class of its life, and when that began; stopped: in which bucket of
-            ages it has stopped.
+        keys: one list for each age bucket, ordered by start time, and one list of keys whose lives have
+            stopped because a waiting request expects them.
+        class_of: class of each life.
+        began: start time of each life.
+        stopped: age bucket in which a stopped life ended.
     """
 
     keys: KeyLists
@@ -52,40 +54,40 @@ class Lives(Struct):
 
 
 class Lifetimes(Struct):
-    """The chance that a block of a class is used again, by the time since its last use, or since the end of
-    the request that used it.
+    """The chance that a block of a class is used again, by the time since its last use or its request's end.
 
-    Both are lives of the same block, in two classes, side by side: while a request runs, its blocks are
-    judged by how long it takes until somebody uses them again, whether that request ends before or not.
+    A block has up to two lives at the same time, in two classes: one since its last use, and one since the
+    end of the request that used it. While a request runs, its blocks are rated by the first.
 
-    A life ends when the block is used, or stops before, when a request begins to wait for it: from then on
-    nothing has to be guessed. It counts when the request is served.
+    A life ends when the block is used. It stops earlier if a request starts to wait for the block, because
+    the reuse is then certain. It counts when the request is served.
 
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
-    age reaches, and as reused in the bucket in which it is used; a future that is not yet known counts as
-    neither (the actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence fades with a half-life.
-    The estimate of a class is shrunk towards that of the classes that differ in their label only, that
-    towards all with its use count, and that towards all.
+    age reaches, and as reused in the bucket in which it is used. Open lives count as exposed only (the
+    actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence decays with a half-life. The estimate
+    of a class is shrunk towards the classes that differ only in their label, their estimate towards all
+    classes with the same use count, and theirs towards all classes.
 
-    `worth` is the Gittins index of a block at the start of an age: the maximum, over all times for which it
-    may be kept, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
+    `worth` is the Gittins index of a block at the start of an age bucket: the maximum, over all holding
+    times, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
 
-    A request is observed by `let_age`, and then `live_on` for each of its blocks, from the last to the first;
-    its end by `let_age` and `live_after`; that it waits, before, by `let_age` and `stop`.
+    A request is observed by `let_age`, then by `live_on` for each of its blocks, from last to first; its end
+    by `let_age` and `live_after`; its wait in the queue, before, by `let_age` and `stop`.
 
     Args:
-        num_classes: number of classes; `group_size` neighbouring classes have one use count, and `num_labels`
-            neighbours among them differ in their label only.
-        capacity_blocks: of the cache; it determines how many keys are sampled.
+        num_classes: number of classes. `group_size` consecutive classes have one use count; `num_labels`
+            consecutive classes among them differ only in their label.
+        capacity_blocks: capacity of the cache; determines the sampling rate.
         sample_capacity: keys in the sample.
-        half_life: references after which evidence counts half; raised to four times the capacity if less.
+        half_life: references after which evidence counts half; at least four times the capacity.
 
     Attributes:
-        begun: lives since the last use; ended: since the end of a request.
-        bounds: where the buckets begin, and where the last ends.
+        begun: lives since the last use.
+        ended: lives since the end of a request.
+        bounds: start of each age bucket, and end of the last.
         reused, exposed: shape ``(num_classes, NUM_AGES)``, float64: the evidence.
-        hazard, worth: the same shape: what follows from it, as of time `evaluated`.
-        next_evaluation: the time from which on `evaluate` is due.
+        hazard, worth: same shape: the estimates as of time `evaluated`.
+        next_evaluation: time of the next `evaluate`.
 
     Cost: for one key in `sampled_one_in` an index probe and a few writes; every 16,384 references O(classes
     * ages^2), 0.2 ms. Memory: 3 MB and 60,000 keys.
@@ -150,7 +152,7 @@ class Lifetimes(Struct):
         self.evaluate(0)
 
     def evaluate(self, now: int) -> None:
-        """Let the evidence fade, and compute what follows from it."""
+        """Decay the evidence and recompute the estimates."""
         _evaluate_now(self.memory, now)
 
 
@@ -158,7 +160,7 @@ class Lifetimes(Struct):
 def _age(lifetimes: Lifetimes, lives: Lives, now: int) -> None:
     links, class_of, began = lives.keys.lists.links, lives.class_of, lives.began
     bounds, exposed, youngest = lifetimes.bounds, lifetimes.exposed, lives.keys.lists.num_positions
-    # Each list is a bucket of ages, ordered by time: keys that are too old for it are at its end.
+    # Each list is an age bucket, ordered by time, so keys that are too old for the bucket are at the end.
     for age in range(NUM_AGES - 1):
         key = links[youngest + age, PREV]
         while key != youngest + age and began[key] + bounds[age + 1] <= now:
@@ -169,7 +171,7 @@ def _age(lifetimes: Lifetimes, lives: Lives, now: int) -> None:
 
 @inline
 def let_age(lifetimes: Lifetimes, now: int) -> None:
-    """Move the keys that have become too old for their bucket to the next one."""
+    """Move the keys that have become too old for their age bucket to the next bucket."""
     _age(lifetimes, lifetimes.begun, now)
     _age(lifetimes, lifetimes.ended, now)
 
@@ -185,7 +187,7 @@ def _forget_oldest(lives: Lives) -> None:
 
 @inline
 def _end(lifetimes: Lifetimes, lives: Lives, key: int, now: int, is_hit: bool) -> None:
-    """A life has ended by a use, which was a hit or none."""
+    """Record that a use, a hit or not, has ended a life."""
     age = bucket_of_age(lifetimes.bounds, now - lives.began[key])
     if lives.keys.lists.links[key, LIST] == lives.keys.lists.num_positions + NUM_AGES:
         age = lives.stopped[key]
@@ -205,7 +207,7 @@ def _stop(lifetimes: Lifetimes, lives: Lives, path: U64Matrix, row: int, h: np.u
 def _begin(
     lifetimes: Lifetimes, lives: Lives, path: U64Matrix, row: int, h: np.uint64, key: int, block_class: int
 ) -> int:
-    """A life begins, in this class; returns its position."""
+    """Begin a life in this class; return its position."""
     links, youngest = lives.keys.lists.links, lives.keys.lists.num_positions
     if key == ABSENT:
         if links[links.shape[0] - 1, LIST] == 0:
@@ -222,8 +224,10 @@ def _begin(
 def live_on(
     lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int, asked: bool
 ) -> None:
-    """The block ``path[row]``, whose hash is `h`, is used, and has this class now. If it was not `asked` for,
-    because the device has it, its life so far ended without a hit, and without counting as one."""
+    """Record a use of the block ``path[row]`` with hash `h`, and begin a life in its new class.
+
+    If `asked` is False, because the device served the block, the previous life does not count as reused.
+    """
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
     begun, ended = lifetimes.begun, lifetimes.ended
@@ -243,7 +247,7 @@ def live_on(
 def live_after(
     lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int
 ) -> None:
-    """The request that used the block ``path[row]`` has ended, and its label is part of this class."""
+    """Begin a life at the end of the request that used ``path[row]``; the class includes the label."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
     ended = lifetimes.ended
@@ -253,7 +257,7 @@ def live_after(
 
 @inline
 def stop(lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, now: int) -> None:
-    """A request waits that will use the block ``path[row]``."""
+    """Stop the lives of the block ``path[row]``, which a waiting request expects."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
     _stop(lifetimes, lifetimes.begun, path, row, h, now)
@@ -262,8 +266,7 @@ def stop(lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, now: int
 
 @inline
 def _estimate(lifetimes: Lifetimes, age: int) -> None:
-    """The chance of a reuse in a bucket of ages, for each class: that of its parent, as far as it has no
-    evidence of its own."""
+    """Estimate the chance of a reuse in an age bucket for each class, shrunk towards its parent classes."""
     reused, exposed, hazard = lifetimes.reused, lifetimes.exposed, lifetimes.hazard
     num_classes, num_labels, group_size = reused.shape[0], lifetimes.num_labels, lifetimes.group_size
     all_reused, all_exposed = 0.5, 1.5
@@ -276,11 +279,11 @@ def _estimate(lifetimes: Lifetimes, age: int) -> None:
             group_reused += reused[block_class, age]
             group_exposed += exposed[block_class, age]
         for parent in range(group, group + group_size, num_labels):
-            some_reused, some_exposed = _PRIOR_WEIGHT * (group_reused / group_exposed), _PRIOR_WEIGHT
+            parent_reused, parent_exposed = _PRIOR_WEIGHT * (group_reused / group_exposed), _PRIOR_WEIGHT
             for block_class in range(parent, parent + num_labels):
-                some_reused += reused[block_class, age]
-                some_exposed += exposed[block_class, age]
-            likely = min(some_reused / some_exposed, 1.0)
+                parent_reused += reused[block_class, age]
+                parent_exposed += exposed[block_class, age]
+            likely = min(parent_reused / parent_exposed, 1.0)
             for block_class in range(parent, parent + num_labels):
                 hazard[block_class, age] = likely
                 if exposed[block_class, 0] > 0.0 and lifetimes.has_labels:
@@ -292,8 +295,10 @@ def _estimate(lifetimes: Lifetimes, age: int) -> None:
 
 @inline
 def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
-    """The best ratio of hits to slot-time, over all times to stop, for a block at the start of an age. To
-    enter costs slot-time too."""
+    """Return the best ratio of hits to slot-time over all holding times, for a block at the start of an age.
+
+    The slot-time includes the cost of an insertion.
+    """
     hazard, bounds = lifetimes.hazard, lifetimes.bounds
     alive, hits, slot_time = 1.0, 0.0, lifetimes.entering
     best_hits, best_time = 0.0, 1.0
@@ -311,9 +316,9 @@ def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
 
 @inline
 def evaluate(lifetimes: Lifetimes, now: int) -> None:
-    """Let the evidence fade, and compute what follows from it."""
+    """Decay the evidence and recompute the estimates."""
     reused, exposed, worth = lifetimes.reused, lifetimes.exposed, lifetimes.worth
-    # Not `0.5 **`: the compiler would make another function of it, with other last digits.
+    # Not `0.5 **`: the compiler would choose another function, with other last digits.
     faded = math.pow(lifetimes.half, (now - lifetimes.evaluated) / lifetimes.half_life)
     for block_class in range(reused.shape[0]):
         for age in range(NUM_AGES):
@@ -329,7 +334,7 @@ def evaluate(lifetimes: Lifetimes, now: int) -> None:
         else:
             for age in range(NUM_AGES):
                 worth[block_class, age] = worth[block_class - label, age]
-    # At first each request changes the estimates much.
+    # Early on each request changes the estimates much, so evaluations are more frequent.
     lifetimes.evaluated = now
     lifetimes.next_evaluation = now + min(max(now // 8, 64), 16384)
 

@@ -1,7 +1,7 @@
-"""An order of slots that also records what is left of each request's path.
+"""A recency order of slots that also tracks the remaining blocks of each request's path.
 
-Owns a list of slots, most recent first, divided into *runs*: a run is a sequence of slots that were put there
-together, the last one deepest. Does not know why an order changes.
+Owns a list of slots, most recent first, divided into *runs*. A run is a sequence of slots that entered
+together, the deepest block last. Does not know why the order changes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class PathRuns(Struct):
 
     Attributes:
         order: the list.
-        runs: shape ``(num_positions + 2, 4)``, int32. Row `r` is run `r`: its last position and its
-            length; row `p` also says which run position `p` is in. The column SPARE is a stack of unused
-            runs, its height in the last row.
+        runs: shape ``(num_positions + 2, 4)``, int32. Columns TAIL and LENGTH of row `r` are the last
+            position and the length of run `r`. Column RUN_OF of row `p` is the run of position `p`. Column
+            SPARE is a stack of unused runs, with its height in the last row.
     """
 
     order: Lists
     runs: I32Matrix
 
     def __init__(self, num_positions: int) -> None:
-        # One run more than positions: a position leaves its old run after the new one was made.
+        # One run more than positions, because a position leaves its old run after the new run was created.
         super().__init__(order=Lists(num_positions, 1), runs=np.zeros((num_positions + 2, 4), np.int32))
         self.clear()
 
@@ -41,18 +41,18 @@ class PathRuns(Struct):
         self.runs[:, SPARE] = np.arange(height + 1)
 
     def members(self) -> list[list[int]]:
-        """The runs, most recent first, each with its head first. Cost: O(members), for audits."""
-        found: list[list[int]] = []
+        """Return the runs, most recent first, each with its head first. Cost: O(members), for audits."""
+        runs: list[list[int]] = []
         for position in self.order.members(0):
-            if not found or self.runs[position, RUN_OF] != self.runs[found[-1][0], RUN_OF]:
-                found.append([])
-            found[-1].append(position)
-        return found
+            if not runs or self.runs[position, RUN_OF] != self.runs[runs[-1][0], RUN_OF]:
+                runs.append([])
+            runs[-1].append(position)
+        return runs
 
 
 @inline
 def new_run(order: PathRuns) -> int:
-    """An empty run. A position must join it, otherwise its row is lost."""
+    """Return an empty run. A position must join it, otherwise the run's row is lost."""
     runs = order.runs
     height = runs.shape[0] - 1
     runs[height, SPARE] -= 1
@@ -63,7 +63,7 @@ def new_run(order: PathRuns) -> int:
 
 @inline
 def join(order: PathRuns, run: int, position: int) -> None:
-    """Make `position` the head of the order, and of `run`, which is at the head or empty."""
+    """Make `position` the head of the order and of `run`, which must be the first run or empty."""
     runs = order.runs
     push_head(order.order.links, order.order.num_positions, position)
     if runs[run, LENGTH] == 0:
@@ -89,5 +89,5 @@ def leave(order: PathRuns, position: int) -> None:
 
 @inline
 def deepest_of_run(order: PathRuns, position: int) -> int:
-    """The last position of the run that `position` is in."""
+    """Return the last position of the run of `position`."""
     return order.runs[order.runs[position, RUN_OF], TAIL]

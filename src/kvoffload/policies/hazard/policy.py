@@ -1,6 +1,6 @@
-"""Hazard: a block stays as long as its chance of being used again is worth its slot.
+"""The policy Hazard, which evicts the block with the lowest chance of a hit per slot and time.
 
-Our own policy. `Hazard` explains the idea; `history` and `lifetimes` are what it learns from.
+`Hazard` explains the idea; `history` and `lifetimes` hold the statistics that the policy learns.
 """
 
 from __future__ import annotations
@@ -37,41 +37,44 @@ from kvoffload.structures.structs import Struct
 
 _VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
-"""A write cost below -1: then every new block is worth enough."""
+"""A write cost below -1 accepts every new block."""
 _PROMISE, _PROMISE_OF_FEW_WRITES = 0.003, 0.02
 _TOLERATED, _FORGIVEN = 0.4, 0.28
-"""Shares of the promise: by how much LRU may lead before it decides, because to become LRU again costs hits
-too; and how little that has to be of all references until it decides no more."""
+"""Limits of LRU's lead, as shares of `promise` and of all references. LRU decides when its lead exceeds
+`_TOLERATED`, until the lead falls to `_FORGIVEN`. The gap exists because a switch to LRU also costs hits."""
 _SHORTEST_RUN = 100_000
-"""References of the shortest run that the promise is about: over fewer a few requests decide, by chance."""
+"""References of the shortest run that the promise covers. In shorter runs a few requests decide by chance."""
 _CREDIT = 0.01
-"""How much of an own lead counts, as a share of all references."""
+"""Largest lead over LRU that is credited, as a share of all references."""
 _VICTIM_TURNS = 4
-"""Times `warm_up`: a victim tier that is LRU again has what LRU has only when the device has dropped it."""
+"""Factor of `warm_up` in a victim tier, which gets the blocks of LRU only when the device drops them."""
 _NO_RUN = -1
 
 
 class State(Struct):
-    """What the policy has learnt, how it orders its blocks, and the batch at hand.
+    """The state of a Hazard cache.
 
     Attributes:
-        lists: an LRU list for each class; runs: all blocks in one order, by request.
-        last: of each slot: when its block was used last; classes: the class that it entered with.
-        cursors: of each class: the candidate, its coldest block that may leave, or the list's sentinel;
-            scores: what that is worth. They are valid within one call of `replace`.
-        active: the first `num_active` are the classes that have blocks, and perhaps others; is_active: of
-            each class whether it is there.
-        entered: of each slot: row of the batch whose block has just entered it; ABSENT between calls.
-        run, run_time: the run that new blocks of the batch join if they were last used at that time.
-        threshold: how many times the worth of the candidate a new block must be worth; below 0: none is
-            refused.
-        write_cost, victim_write_cost: that of blocks of a prefix, and of blocks that come one by one.
+        lists: an LRU list for each class.
+        runs: all blocks in recency order, grouped by request.
+        last: last use of the block in each slot.
+        cursors: candidate of each class, its coldest evictable block, or the list's sentinel. Valid, like
+            `scores`, within one call of `replace`.
+        scores: worth of each candidate.
+        classes: class with which the block in each slot entered.
+        entered: batch row of the block that has just entered each slot; ABSENT between calls.
+        active: its first `num_active` entries are the classes that have blocks, and perhaps others.
+        is_active: 1 for each class in `active`.
+        run, run_time: the run for new blocks of the batch that were last used at that time.
+        threshold: factor by which the worth of a new block must exceed the candidate's; if negative, no block
+            is refused.
+        write_cost, victim_write_cost: write cost of blocks of a prefix, and of blocks of a victim tier.
         warm_up, promise: as in `Hazard`.
-        references: block references observed so far, the clock; now: its value when the last request began,
-            or ended.
-        is_victim_tier: 1 if the blocks of the last store came one by one.
-        oldest_victim: the highest age at which LRU has evicted lately.
-        lru_decides: 1 while the promise needs it.
+        references: the clock, the number of observed block references.
+        now: the clock at the beginning or end of the last request.
+        is_victim_tier: 1 if the blocks of the last store were independent.
+        oldest_victim: the highest age of recent victims of LRU.
+        lru_decides: 1 while LRU decides, to keep the promise.
     """
 
     history: History
@@ -101,48 +104,47 @@ class State(Struct):
 
 
 class Hazard(CompiledPolicy):
-    """The block least likely to be hit, for its time, leaves.
+    """Evicts the block with the lowest chance of a hit, per slot and time.
 
-    Evict the block whose chance of a hit, per slot and time, is lowest; refuse a new block below that.
+    Refuses a new block whose chance is lower still.
 
-    Blocks fall into classes by how often and at what gaps they were used (`History`). The chance that a
-    block of a class is used again, given its age, is learnt on-line from sampled keys of all traffic,
-    resident or not (`Lifetimes`); from it follows each block's worth, a Gittins index. Each class is an LRU
-    list, so its last block is its candidate. The candidate of lowest worth determines a request; of what is
-    left of that request's path the *deepest* block leaves, since no block is useful without those before it.
-    A new block that is worth less than the candidate is refused, which saves its write, unless a request that
-    waits will ask for it.
+    Blocks are classified by the number and the gaps of their uses (`History`). The chance that a block of a
+    class is used again, given its age, is learnt on-line from sampled keys of all traffic, resident or not
+    (`Lifetimes`). It yields each block's worth, a Gittins index. Each class is an LRU list, and its last
+    block is its candidate. The candidate of lowest worth selects a request; of the request's remaining path
+    the *deepest* block is evicted, since a block is useless without the blocks before it. A new block that is
+    worth less than the candidate is refused, which saves its write, unless a waiting request expects it.
 
-    Two guards keep it from being much worse than LRU:
+    Two guards limit the loss against LRU:
 
-    - Until it has observed three times the age at which LRU evicts, it *is* LRU: it does not yet know the
-      ages that matter. In a victim tier at least twelve times the capacity.
-    - An exact shadow of LRU (`ShadowLRU`) counts what each request would have been served. Once that leads by
-      half of the `promise`, LRU decides, until that lead is little beside the traffic that followed: so each
-      attempt has to wait for as much traffic again. (Set duelling, Qureshi et al., ISCA 2007, with the whole
-      cache as the sample.)
+    - Until the policy has observed three times the age at which LRU evicts, it *is* LRU, because it does not
+      yet know the relevant ages. In a victim tier this takes at least twelve times the capacity.
+    - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. Once LRU leads by
+      0.4 of the `promise`, LRU decides, until later traffic has made the lead small in proportion. So each
+      new attempt has to wait for more traffic. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache
+      as the sample.)
 
-    Where a device serves the head of a request, this tier was not asked for it: that is no hit to hope for.
-    Ages count from the end of a request, if the engine says when that is (`finished`), and its label is then
-    part of the class of its blocks.
+    Blocks that a device serves are not looked up in this tier, and count neither as hits nor as misses. If
+    the engine reports the end of a request (`finished`), ages count from the end, and the request's label
+    becomes part of the class of its blocks.
 
-    `write_cost` trades hits for writes: a new block must be worth ``1 + write_cost`` times the block that
-    leaves. By default 0, and -0.2 in a victim tier, where writes stay in the host.
+    `write_cost` trades hits for writes: a new block must be worth ``1 + write_cost`` times the victim. The
+    default is 0, and -0.2 in a victim tier, where writes stay in the host.
 
-    Time is counted in block references. Cost per block: three index probes, and a scan of the classes that
-    have blocks (at most 50 without labels) for a victim. Memory: 56 bytes a slot, 72 bytes and the key for
-    each of 65,536 keys of history (or twice the capacity, if that is more), and 4 MB.
+    The unit of time is one block reference. Cost per block: three index probes, and for a victim a scan of
+    the classes that have blocks (at most 50 without labels). Memory: 56 bytes a slot, 72 bytes and the key
+    for each of 65,536 keys of history (or twice the capacity, if more), and 4 MB.
 
-    Its parameters are read when it is made.
+    Parameters are read by the constructor.
 
     Attributes:
         write_cost: see above.
-        history_capacity: keys of history, if that is more than twice the capacity.
+        history_capacity: keys of history; at least twice the capacity is used.
         sample_capacity, half_life: as in `Lifetimes`.
-        warm_up: it is LRU until this many times the age at which LRU evicts have passed.
-        promise: by how much its hit ratio may be below LRU's, in a run of 100,000 references or more: an aim,
-            mostly kept (docs/decisions.md); 1 switches the guard off. By default 0.003, and 0.02 with a
-            `write_cost` above 0, which buys fewer writes with hits.
+        warm_up: duration of the first guard, as a multiple of the age at which LRU evicts.
+        promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. It is a goal
+            that is mostly reached (docs/decisions.md); 1 disables the guard. The default is 0.003, and 0.02
+            with a `write_cost` above 0, which accepts fewer hits for fewer writes.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
@@ -200,8 +202,8 @@ class Hazard(CompiledPolicy):
         state = self.state
         self.history.clear()
         self.lifetimes.clear()
-        for part in (state.lists, state.runs):
-            part.clear()
+        state.lists.clear()
+        state.runs.clear()
         state.entered.fill(ABSENT)
         state.is_active.fill(0)
         state.num_active = 0
@@ -209,8 +211,8 @@ class Hazard(CompiledPolicy):
 
     @property
     def is_lru(self) -> bool:
-        """Whether LRU decides now."""
-        return _asks_lru(self.state.memory)
+        """True while LRU decides."""
+        return _read_is_lru(self.state.memory)
 
     def stats(self) -> dict[str, float]:
         return {
@@ -225,18 +227,18 @@ class Hazard(CompiledPolicy):
 
 
 def promised(promise: float | None, write_cost: float | None) -> float:
-    """What `Hazard.promise` is, given or not."""
+    """Return the value of `Hazard.promise`, or its default."""
     if promise is not None:
         return promise
     return _PROMISE if write_cost is None or write_cost <= 0 else _PROMISE_OF_FEW_WRITES
 
 
-# ---- what all traffic teaches
+# ---- observation of all traffic
 
 
 @inline
 def _keep_promise(own: State) -> None:
-    """Let LRU decide once it would have served too much more, until that is little beside all traffic."""
+    """Let LRU decide while its lead is too large in proportion to all traffic."""
     shadow, references = own.history.shadow, max(own.references, _SHORTEST_RUN)
     shadow.lead = max(shadow.lead, -_CREDIT * references)
     if shadow.lead > _TOLERATED * own.promise * references:
@@ -247,7 +249,7 @@ def _keep_promise(own: State) -> None:
 
 @inline
 def _list(own: State, block_class: int, slot: int) -> None:
-    """The block in `slot` is the most recent of its class."""
+    """Make the block in `slot` the most recent of its class."""
     links, sentinel = own.lists.links, own.lists.num_positions + block_class
     if own.is_active[block_class] == 0:
         own.is_active[block_class] = 1
@@ -262,14 +264,14 @@ def _list(own: State, block_class: int, slot: int) -> None:
 
 @Hazard.compiled
 def expect(own: State, path: Path) -> None:
-    """What is expected is settled: there is no more to learn of it until it is used."""
+    """Stop the lives of expected blocks, whose reuse is certain."""
     history, keys, shadow = own.history, path.index.keys[: path.length], own.history.shadow
     let_age(own.lifetimes, own.references)
     for row in range(path.num_expected - 1, path.foreseen - 1, -1):
         h = path.records[row, HASH]
         stop(own.lifetimes, keys, row, h, own.references)
         place = find(history.keys.index, keys, row, h)
-        # An LRU that knows the queue spares the block, for about as long as if it had been used.
+        # An LRU that knows the queue would spare the block, about as long as after a use.
         if place != ABSENT and shadow.blocks.links[place, LIST] != UNLISTED:
             enter_shadow(shadow, place)
 
@@ -302,11 +304,11 @@ def observe(own: State, path: Path) -> None:
 
 @Hazard.compiled
 def finished(own: State, path: Path) -> None:
-    """Ages count from the end of a request, and from then on its label is known."""
+    """Restart the ages of the request's blocks, and add its label to their classes."""
     if path.length == 0:
         return
     history, links, keys = own.history, own.lists.links, path.index.keys[: path.length]
-    # If nothing has happened since it began, its end is its beginning.
+    # Without other references since its beginning, the request's end is its beginning.
     is_at_once = own.now + path.length == own.references and is_used_at(
         history, keys, path.length - 1, own.now
     )
@@ -341,7 +343,7 @@ def _is_lru(own: State) -> bool:
 
 
 @kernel
-def _asks_lru(own: State) -> bool:
+def _read_is_lru(own: State) -> bool:
     return _is_lru(own)
 
 
@@ -354,7 +356,7 @@ def access(own: State, used: Used) -> None:
     for i in range(used.count - 1, -1, -1):
         slot = slots[i]
         leave(own.runs, slot)
-        # In a victim tier blocks of several requests come in one batch: each request gets its own run.
+        # A batch of a victim tier has blocks of several requests; each request gets its own run.
         if run == _NO_RUN or (own.is_victim_tier and last[slot] != last[slots[i + 1]]):
             run = new_run(own.runs)
         join(own.runs, run, slot)
@@ -368,18 +370,18 @@ def remove(own: State, used: Used) -> None:
         leave(own.runs, used.slots[i])
 
 
-# ---- who leaves
+# ---- victims
 
 
 @inline
 def _worth(own: State, block_class: int, last: int) -> float:
-    """What a block of this class is worth now, if it was used last then."""
+    """Return the current worth of a block of this class that was last used at time `last`."""
     return at_age(own.lifetimes.worth, own.lifetimes.bounds, block_class, max(own.now - last, 0))
 
 
 @inline
 def _propose(own: State, block_class: int, slot: int) -> None:
-    """This block is the candidate of its class; the list's sentinel, of infinite worth, means none."""
+    """Set the candidate of a class. The list's sentinel, of infinite worth, stands for none."""
     is_block = slot < own.lists.num_positions
     own.cursors[block_class] = slot
     own.scores[block_class] = _worth(own, block_class, own.last[slot]) if is_block else np.inf
@@ -387,7 +389,7 @@ def _propose(own: State, block_class: int, slot: int) -> None:
 
 @inline
 def _find_candidate(own: State, cache: Cache, path: Path, block_class: int, slot: int) -> None:
-    """The candidate of a class is its coldest block that may leave, from `slot` on towards the head."""
+    """Set the candidate of a class to its coldest evictable block, from `slot` on towards the head."""
     sentinel = own.lists.num_positions + block_class
     _propose(own, block_class, coldest_evictable(cache, path, own.lists.links, slot, sentinel))
 
@@ -407,8 +409,7 @@ def _find_candidates(own: State, cache: Cache, path: Path) -> None:
 
 @inline
 def _lowest(own: State) -> int:
-    """The class whose candidate is worth least, of equals the one that was used longest ago; ABSENT if no
-    class has one."""
+    """Return the class whose candidate is worth least, of equals the least recently used; ABSENT for none."""
     scores, cursors, last, lowest, score, time = (
         own.scores,
         own.cursors,
@@ -429,7 +430,7 @@ def _lowest(own: State) -> int:
 
 @inline
 def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
-    """Whether a new block of this class, last used then, is worth too little for the candidate's slot."""
+    """Return whether a new block, of this class and last use, is worth too little for the candidate's slot."""
     worth, score, threshold = _worth(own, block_class, last), own.scores[lowest], own.threshold
     is_older = threshold >= 0.0 and worth == score and last < own.last[own.cursors[lowest]]
     return worth < score * threshold or is_older
@@ -437,7 +438,7 @@ def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
 
 @inline
 def _take_victim(own: State, cache: Cache, path: Path, lowest: int) -> int:
-    """Remove the last block of the run of the lowest candidate, or the candidate if that may not leave."""
+    """Evict the deepest block of the candidate's run, or the candidate if the deepest is protected."""
     links, victim = own.lists.links, own.cursors[lowest]
     deepest = deepest_of_run(own.runs, victim)
     if evictable(cache, path, deepest):
@@ -450,18 +451,18 @@ def _take_victim(own: State, cache: Cache, path: Path, lowest: int) -> int:
     return victim
 
 
-# ---- who enters
+# ---- new blocks
 
 
 @inline
 def _assign(own: State, slot: int, block_class: int, last: int) -> None:
-    """The slot, which is in no list, is for a new block of this class, last used then."""
+    """Assign an unlisted slot to a new block with this class and last use."""
     own.classes[slot], own.last[slot] = block_class, last
 
 
 @inline
-def _enter(own: State, slot: int) -> None:
-    """A new block joins lists and order at their heads. Neighbours that were last used together are a run."""
+def _insert(own: State, slot: int) -> None:
+    """Add a new block at the heads of its list and of the order. Neighbours with one last use form a run."""
     last = own.last[slot]
     if own.run == _NO_RUN or last != own.run_time or own.runs.runs[own.run, LENGTH] == 0:
         own.run, own.run_time = new_run(own.runs), last
@@ -470,15 +471,15 @@ def _enter(own: State, slot: int) -> None:
 
 
 @inline
-def _enter_all(own: State, new: Entering, count: int) -> None:
-    """The first `count` blocks of the batch enter, the first of them foremost."""
+def _insert_all(own: State, new: Entering, count: int) -> None:
+    """Add the first `count` blocks of the batch, in order."""
     for i in range(count - 1, -1, -1):
-        _enter(own, new.slots[i])
+        _insert(own, new.slots[i])
 
 
 @inline
 def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None:
-    """The least recently used blocks leave."""
+    """Replace the least recently used blocks."""
     order, sentinel = own.runs.order.links, own.runs.order.num_positions
     oldest = order[sentinel, PREV]
     for step in range(new.count - new.num_given):
@@ -487,7 +488,7 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
         if oldest == sentinel:
             return
         slot, oldest = oldest, order[oldest, PREV]
-        # What was seen long ago is forgotten in a few turns of the cache: LRU may not lock itself in.
+        # The maximum decays within a few turnovers of the cache, so that LRU does not stay for ever.
         own.oldest_victim *= 1.0 - 1.0 / own.last.shape[0]
         own.oldest_victim = max(own.oldest_victim, np.float64(own.now - own.last[slot]))
         unlink(own.lists.links, slot)
@@ -495,12 +496,12 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
         block_class, last = classify(own.history, new.keys, i, own.now)
         _assign(own, slot, block_class, last)
         new.slots[i] = slot
-    _enter_all(own, new, new.count)
+    _insert_all(own, new, new.count)
 
 
 @inline
 def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> None:
-    """The blocks of a prefix ask for room from its head on; from the first that is refused on all are."""
+    """Choose victims for the blocks of a prefix, head first. After a refused block all are refused."""
     _find_candidates(own, cache, path)
     for i in range(new.num_given, new.count):
         lowest = _lowest(own)
@@ -509,17 +510,19 @@ def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> 
         block_class, last = classify(own.history, new.keys, i, own.now)
         if _is_refused(own, lowest, block_class, last) and not is_expected(cache, new, i):
             new.slots[i : new.count] = REFUSED
-            _enter_all(own, new, i)
+            _insert_all(own, new, i)
             return
         new.slots[i] = _take_victim(own, cache, path, lowest)
         _assign(own, new.slots[i], block_class, last)
-    _enter_all(own, new, new.count)
+    _insert_all(own, new, new.count)
 
 
 @inline
 def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> None:
-    """The blocks that a device drops ask for room from the tail on, and enter at once: each may leave again
-    for one that is nearer to the root."""
+    """Choose victims for the blocks that a device drops, tail first.
+
+    A new block enters at once, and may be replaced by a later block that is nearer to the root.
+    """
     slots, entered = new.slots, own.entered
     _find_candidates(own, cache, path)
     for i in range(new.count - 1, new.num_given - 1, -1):
@@ -535,18 +538,18 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
             slots[entered[slot]] = REFUSED
         slots[i], entered[slot] = slot, i
         _assign(own, slot, block_class, last)
-        _enter(own, slot)
+        _insert(own, slot)
         if own.cursors[block_class] >= own.lists.num_positions:
             _propose(own, block_class, slot)
-    _enter_all(own, new, new.num_given)
+    _insert_all(own, new, new.num_given)
     for i in range(new.num_given, new.count):
         if slots[i] != REFUSED:
             entered[slots[i]] = ABSENT
 
 
 @inline
-def _shadow_takes_in(own: State, new: Entering) -> None:
-    """A victim tier's blocks come when the device drops them, and the first of a batch is the most recent."""
+def _insert_in_shadow(own: State, new: Entering) -> None:
+    """Add the blocks that the device drops to the simulated LRU; the first of a batch is the most recent."""
     history = own.history
     for row in range(new.count - 1, -1, -1):
         place = find(history.keys.index, new.keys, row, hash_row(new.keys, row))
@@ -567,12 +570,12 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     own.is_victim_tier, own.run = not new.one_prefix, _NO_RUN
     own.threshold = _threshold(own, new)
     if own.is_victim_tier:
-        _shadow_takes_in(own, new)
+        _insert_in_shadow(own, new)
     for i in range(new.num_given):
         block_class, last = classify(own.history, new.keys, i, own.now)
         _assign(own, new.slots[i], block_class, last)
     if new.num_given == new.count:
-        _enter_all(own, new, new.count)
+        _insert_all(own, new, new.count)
     elif _is_lru(own):
         _replace_as_lru(own, new, cache, path)
     elif new.one_prefix or new.admitted:

@@ -1,6 +1,6 @@
-"""What plain LRU would hold in the same slots, and how many more or fewer blocks it would have served.
+"""A simulated LRU cache of equal size, which measures how many blocks plain LRU would have served.
 
-Owns one list over the positions of a history of keys. Does not know slots, nor what the count is used for.
+Owns one list over the positions of a history of keys. Does not know slots, or the use of the measurement.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from kvoffload.structures.structs import Struct
 
 
 class ShadowLRU(Struct):
-    """LRU beside a policy, as large as its cache: exact, because a history knows every key that LRU could
-    hold. It counts what a request is served: the leading run of its blocks behind those of the device.
+    """An exact simulation of LRU beside a policy; the history knows every key that LRU could hold.
 
-    A request is observed by `compare` for each of its blocks, from the last to the first, then `end_path`.
+    It counts the blocks that each request is served: the leading run of its blocks after the device's blocks.
+    A request is observed by `compare` for each of its blocks, from last to first, then by `end_path`.
 
     Args:
-        num_keys: positions of the history. capacity_blocks: of the cache.
+        num_keys: positions of the history.
+        capacity_blocks: capacity of the cache.
 
     Attributes:
         blocks: the positions that LRU holds, most recent first.
-        lead: blocks that LRU has served more than the owner, so far; the owner may set it.
-        own_run, lru_run: how many blocks of the request at hand, from the one compared last on, the owner
-            and LRU hold without a gap.
+        lead: blocks served by LRU minus blocks served by the policy. The policy may set it.
+        own_run, lru_run: length of the gapless run, from the last compared block on, that the policy and LRU
+            hold of the current request.
 
     Memory: 12 bytes a position of the history. Cost: a move in a list for each block.
     """
@@ -46,14 +47,14 @@ class ShadowLRU(Struct):
 
 @inline
 def leave_shadow(shadow: ShadowLRU, position: int) -> None:
-    """LRU does not hold this key any more, if it did."""
+    """Remove this key from the simulated LRU, if present."""
     if shadow.blocks.links[position, LIST] != UNLISTED:
         unlink(shadow.blocks.links, position)
 
 
 @inline
 def enter_shadow(shadow: ShadowLRU, position: int) -> None:
-    """This key is the most recent that LRU holds."""
+    """Make this key the most recent of the simulated LRU."""
     links, recent = shadow.blocks.links, shadow.blocks.num_positions
     if links[position, LIST] != UNLISTED:
         move_to_head(links, recent, position)
@@ -63,7 +64,7 @@ def enter_shadow(shadow: ShadowLRU, position: int) -> None:
 
 @inline
 def shrink_to_capacity(shadow: ShadowLRU) -> None:
-    """The least recent blocks leave, as many as are too many."""
+    """Evict the least recent blocks above the capacity."""
     links, recent = shadow.blocks.links, shadow.blocks.num_positions
     while links[recent, LIST] > shadow.capacity_blocks:
         unlink(links, links[recent, PREV])
@@ -71,10 +72,10 @@ def shrink_to_capacity(shadow: ShadowLRU) -> None:
 
 @inline
 def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_victim_tier: int) -> None:
-    """A request uses the key at `position`, and the owner has its block or not. Whether it was `asked` for:
-    otherwise the device had it.
+    """Record a use of the key at `position`, whose block the policy holds (`is_held`) or not.
 
-    LRU stores what it misses. A victim tier's blocks leave for the device, and come when that drops them.
+    `asked` is False if the device served the block. LRU stores the blocks that it misses. In a victim tier a
+    used block leaves for the device, and returns when the device drops it.
     """
     if asked:
         is_in_lru = shadow.blocks.links[position, LIST] != UNLISTED
@@ -88,7 +89,7 @@ def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_vic
 
 @inline
 def end_path(shadow: ShadowLRU) -> None:
-    """The blocks of a request were compared."""
+    """Finish the comparison of a request."""
     shrink_to_capacity(shadow)
     shadow.lead += shadow.lru_run - shadow.own_run
     shadow.own_run = shadow.lru_run = 0
