@@ -49,10 +49,9 @@ MAY_IMPORT = {
     "testing": {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
-    "compat": {"admission", "core", "structures", "errors"},
     "integrations": {
-        *("tiering", "tiers", "traces", "transfer", "model", "core", "structures", "settings", "errors"),
-        *("text", "_version"),
+        *("tiering", "tiers", "traces", "transfer", "model", "admission", "core", "structures", "settings"),
+        *("errors", "text", "_version"),
     },
     "cli": {
         *("integrations", "calibration", "model", "pages", "plan", "sweep", "simulate", "replay", "traces"),

@@ -37,7 +37,7 @@ from support.small_hazard import SmallHazard
 
 
 class SmallNaiveHazard(NaiveHazard):
-    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
+    history_capacity, sample_capacity, half_life, warm_up = 9, 2, 40, 1
 
 
 class RefusesAtRandom(NaiveLRU):

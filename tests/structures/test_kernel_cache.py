@@ -7,13 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import kvoffload
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.structures import kernel_cache
+from kvoffload.structures.kernel_cache import trusted_directory
 
 PACKAGE = Path(kvoffload.__file__).parent
 REPLAY = """
@@ -113,39 +112,28 @@ def test_old_kernels_of_the_package_are_not_taken_for_new_sources(tmp_path: Path
     assert "compiling" in done.stderr
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of kernels, which is this user's."""
-    monkeypatch.setattr(kernel_cache, "_digest_of_sources", lambda: "0123456789abcdef")
-    monkeypatch.setattr(kernel_cache, "_config", SimpleNamespace(CACHE_DIR=str(tmp_path)))
-    monkeypatch.setattr(kernel_cache, "_STAMP", tmp_path / "no.stamp")
-    return tmp_path / "kvoffload-0123456789abcdef"
+DIGEST = "0123456789abcdef"
 
 
-def chosen() -> str:
-    assert kernel_cache.prepare()
-    return kernel_cache._config.CACHE_DIR  # type: ignore[no-any-return]
+def test_a_directory_that_other_users_can_write_is_not_trusted(tmp_path: Path) -> None:
+    directory = tmp_path / f"kvoffload-{DIGEST}"
+    assert trusted_directory(tmp_path, DIGEST) == directory
+    directory.chmod(0o777)
+    assert trusted_directory(tmp_path, DIGEST) is None
 
 
-def test_a_directory_that_others_can_write_is_not_trusted(place: Path) -> None:
-    assert chosen() == str(place)
-    kernel_cache._config.CACHE_DIR = str(place.parent)
-    place.chmod(0o777)
-    assert chosen() != str(place)
+def test_a_directory_with_a_subdirectory_that_a_group_can_write_is_not_trusted(tmp_path: Path) -> None:
+    subdirectory = tmp_path / f"kvoffload-{DIGEST}" / "structures_0"
+    subdirectory.mkdir(parents=True)
+    subdirectory.chmod(0o770)
+    assert trusted_directory(tmp_path, DIGEST) is None
 
 
-def test_a_directory_in_it_that_is_a_link_or_of_others_is_not_trusted(place: Path) -> None:
-    (place / "structures_0").mkdir(parents=True)
-    (place / "structures_0").chmod(0o770)
-    assert chosen() != str(place)
-
-
-def test_a_home_in_which_anybody_can_put_something_in_its_place_is_not_trusted(place: Path) -> None:
-    place.parent.chmod(0o777)
-    assert chosen() != str(place)
-    kernel_cache._config.CACHE_DIR = str(place.parent)
-    place.parent.chmod(0o1777)
-    assert chosen() == str(place), "as in /tmp"
+def test_a_directory_that_other_users_can_replace_is_not_trusted(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert trusted_directory(tmp_path, DIGEST) is None
+    tmp_path.chmod(0o1777)  # as /tmp
+    assert trusted_directory(tmp_path, DIGEST) == tmp_path / f"kvoffload-{DIGEST}"
 
 
 def test_a_kernel_that_is_cut_off_is_compiled_again(tmp_path: Path) -> None:

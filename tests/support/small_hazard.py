@@ -1,4 +1,4 @@
-"""Hazard with small tables, for state machines."""
+"""A Hazard policy with small tables, for state machines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from kvoffload.policies.hazard.policy import Hazard
 
 
 class SmallHazard(Hazard):
-    """Small enough that its history and sample overflow, and that its guards change their mind."""
+    """A Hazard policy whose history and sample overflow, and whose guards switch often."""
 
-    history_capacity, sample_capacity, half_life, duel_window, warm_up = 9, 2, 40, 8, 1
+    history_capacity, sample_capacity, half_life, warm_up = 9, 2, 40, 1

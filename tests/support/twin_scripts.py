@@ -1,4 +1,4 @@
-"""Scripts of requests for a kernel and its naive twin."""
+"""Managers of a policy and of its naive twin, for scripts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES, EvictionPolicy
+from kvoffload.policies.gdsf import FREQUENCY
+from kvoffload.structures.heap import RANK
 from kvoffload.structures.index import ABSENT
 from kvoffload.testing.audit import audit
 from support.naive.arc import NaiveARC
@@ -22,7 +24,7 @@ from support.naive.wtinylfu import NaiveWTinyLFU
 
 
 class Pair(NamedTuple):
-    """A policy's twin, and settings that make what is rare at the defaults happen in short scripts."""
+    """A policy's twin, and parameters that make rare cases frequent in short scripts."""
 
     twin: type[EvictionPolicy]
     tight: dict[str, Any]
@@ -44,7 +46,7 @@ PAIRS = {
 
 
 def both(name: str, capacity: int, *, tight: bool = False, **options: Any) -> list[OffloadingManager]:
-    """Managers of a policy and of its twin."""
+    """Create managers of a policy and of its twin."""
     pair = PAIRS[name]
     policies = [POLICIES.find(name), pair.twin]
     if tight:
@@ -53,16 +55,24 @@ def both(name: str, capacity: int, *, tight: bool = False, **options: Any) -> li
 
 
 def inside(manager: OffloadingManager) -> list[Any]:
-    """All that a policy tells of itself, after an audit."""
+    """Return the reported state of a policy or its twin, after an audit."""
     audit(manager)
     policy: Any = manager.policy
-    told: list[Any] = [policy.order(), policy.stats()]
-    told += [
-        getattr(policy, part)() for part in ("lists", "marks", "ranks", "queues") if hasattr(policy, part)
-    ]
+    state: list[Any] = [policy.order(), policy.stats()]
+    state += [getattr(policy, name)() for name in ("lists", "marks", "queues") if hasattr(policy, name)]
+    if "inflation" in policy.stats():
+        state.append(gdsf_ranks(policy))
     if hasattr(policy, "queues"):
         ghosts, index = policy.queues()[2], manager.index
         assert len(set(ghosts)) == len(ghosts) <= max(1, manager.capacity_blocks - 1)
         both = [key for key in ghosts if index.position_of(key) != ABSENT]
-        assert not both, f"keys are here and remembered as gone: {both}"
-    return told
+        assert not both, f"keys are resident and ghosts: {both}"
+    return state
+
+
+def gdsf_ranks(policy: Any) -> list[tuple[int, float, float]]:
+    """Return slot, frequency and H of every block of GDSF or its twin, in ascending order of H."""
+    if isinstance(policy, NaiveGDSF):
+        return policy.ranks()
+    heap, weights = policy.state.heap, policy.state.weights
+    return [(slot, float(weights[slot, FREQUENCY]), float(heap.order[slot, RANK])) for slot in heap.members()]

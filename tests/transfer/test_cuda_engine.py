@@ -165,8 +165,7 @@ def ways_to_clear(runtime: FakeCuda, way: str, monkeypatch: pytest.MonkeyPatch) 
     """Which of the three ways to clear an error this runtime has."""
     assert hasattr(runtime.runtime, "cudaGetLastError") == (way == "torch")
     library = SimpleNamespace(cudaGetLastError=runtime.take_last_error)
-    monkeypatch.setattr(pinned, "_loaded_library", lambda name: "a path" if way == "library" else None)
-    monkeypatch.setattr(pinned.ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(pinned, "_runtime_library", lambda: library if way == "library" else None)
 
 
 @pytest.mark.parametrize("way", ["torch", "library", "launch"])
@@ -226,9 +225,9 @@ def there_and_back_beside(runtime: FakeCuda, pool: Any, blocks: Any) -> None:
 
 @pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
 def test_without_any_pinned_memory_copies_wait_on_the_host(
-    fake: Any, block_bytes: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    fake: Any, block_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pinned, "_WARNED", set())
+    pinned.warn_once.cache_clear()
     runtime = fake(LATE, pin_limit=0)
     with caplog.at_level(logging.WARNING, "kvoffload"):
         there_and_back(runtime, paged(8, block_bytes), numbered(6, block_bytes))
@@ -289,11 +288,10 @@ def test_a_read_only_pool_is_loaded_from(fake: Any) -> None:
 # Errors of the device
 
 
-def test_closing_after_an_error_that_stays_keeps_the_memory(
-    fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_closing_after_a_permanent_error_keeps_the_memory(
+    fake: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the device may still write is neither unpinned nor given back."""
-    monkeypatch.setattr(pinned, "_ABANDONED", kept := [])
+    """Memory that the device may still write is neither unpinned nor freed."""
     runtime, pool = fake(LATE), paged(4, 64)
     engine, _ = engine_on(runtime, numbered(4, 64))
     engine.store(np.arange(4), pool, np.arange(4))
@@ -301,26 +299,26 @@ def test_closing_after_an_error_that_stays_keeps_the_memory(
     with caplog.at_level(logging.ERROR, "kvoffload"), pytest.raises(RuntimeError, match="CUDA error: 700"):
         engine.close()
     assert list(runtime.registered) == [pool.ctypes.data]
-    assert [one is pool for one in kept] == [True]
+    assert pinned.ABANDONED.pop() is pool
     assert "stay pinned" in caplog.text
 
 
-def test_closing_goes_on_if_the_device_can_be_waited_for(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_unpins_if_the_device_can_be_synchronized(fake: Any) -> None:
     runtime, pool = fake(LATE), paged(4, 64)
     engine, _ = engine_on(runtime, numbered(4, 64))
     engine.store(np.arange(4), pool, np.arange(4))
+    [storing] = [stream for stream in runtime.streams if stream.queue]
 
     def fail() -> None:
         raise RuntimeError("this stream is gone")
 
-    monkeypatch.setattr(engine._storing, "synchronize", lambda: fail())
-    streams, runtime.streams = runtime.streams, [one for one in runtime.streams if one is not engine._storing]
-    engine._storing.queue.clear()
+    storing.synchronize = fail
+    storing.queue.clear()
+    runtime.streams.remove(storing)
     with pytest.raises(RuntimeError, match="this stream is gone"):
         engine.close()
     assert runtime.registered == {}
-    runtime.streams = streams
-    monkeypatch.undo()
+    del storing.synchronize
     engine.close()
 
 

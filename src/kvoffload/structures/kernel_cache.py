@@ -36,13 +36,13 @@ def prepare() -> bool:
     """Choose the cache directory, once, before the first compilation; return False if there is none."""
     digest, configured = _digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""
-    if configured and _is_safe(Path(configured)) and (place := _private_directory(Path(configured), digest)):
+    if configured and (place := trusted_directory(Path(configured), digest)):
         _use(place, digest)
         return True
     if _prepare_package(digest):
         return True
     home = _users_cache()
-    place = _private_directory(home, digest) if home is not None and _is_safe(home) else None
+    place = trusted_directory(home, digest) if home is not None else None
     if place is None:
         try:
             place = Path(tempfile.mkdtemp(prefix="kvoffload-kernels-"))
@@ -113,8 +113,10 @@ def _users_cache() -> Path | None:
     return home if home.is_absolute() else None
 
 
-def _private_directory(home: Path, digest: str) -> Path | None:
-    """Create a directory below `home` that only this user can write; return None if that fails."""
+def trusted_directory(home: Path, digest: str) -> Path | None:
+    """Create a directory below `home` that only this user can write or replace; None if that fails."""
+    if not _is_safe(home):
+        return None
     place = home / f"kvoffload-{digest[:16]}"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)

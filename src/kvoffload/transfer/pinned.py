@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import logging
 import mmap
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +27,7 @@ Tensor: TypeAlias = Any
 logger = logging.getLogger(__name__)
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
-_ABANDONED: list[Blocks] = []
+ABANDONED: list[Blocks] = []
 """Pools that a device may still write, because synchronizing it failed. Their memory is never reused."""
 
 
@@ -59,7 +60,7 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
-        _warn_once(f"no pinned memory for a buffer, so copies block the host: {error}")
+        warn_once(f"no pinned memory for a buffer, so copies block the host: {error}")
         return torch.empty(shape, dtype=dtype)
 
 
@@ -119,7 +120,7 @@ class PinnedPools:
         """Keep the pools pinned and their memory allocated, because the device may still write it."""
         if self._pinned:
             logger.error("%d pools stay pinned: the device cannot be synchronized", len(self._pinned))
-        _ABANDONED.extend(self._pinned.values())
+        ABANDONED.extend(self._pinned.values())
         self._pinned.clear()
         self._refused.clear()
 
@@ -160,28 +161,25 @@ def _clear_error() -> None:
     cudart = torch.cuda.cudart()
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
-    elif library := _loaded_library("libcudart"):
-        ctypes.CDLL(library).cudaGetLastError()
+    elif library := _runtime_library():
+        library.cudaGetLastError()
     else:
         # torch's check after a launch reads and clears the error.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
 
 
-def _loaded_library(name: str) -> str | None:
-    """Return the path of a shared library that this process has loaded, or None."""
+def _runtime_library() -> Any | None:
+    """Return the CUDA runtime library that this process has loaded, or None."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             path = line.partition("/")[2]
-            if path.rpartition("/")[2].startswith(name):
-                return f"/{path}"
+            if path.rpartition("/")[2].startswith("libcudart"):
+                return ctypes.CDLL(f"/{path}")
     return None
 
 
-def _warn_once(message: str) -> None:
-    if message not in _WARNED:
-        _WARNED.add(message)
-        logger.warning("%s", message)
-
-
-_WARNED: set[str] = set()
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning, each message once."""
+    logger.warning("%s", message)

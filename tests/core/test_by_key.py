@@ -1,11 +1,12 @@
-"""Every system of the original design, in its old form; the table in docs/concepts.md names these tests."""
+"""The interface of the founding documents, by key; the table in docs/concepts.md names these tests."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvoffload import ConfigError, LookupResult, MisuseError, OffloadingManager
-from kvoffload.compat import (
+from kvoffload.core.policy import POLICIES
+from kvoffload.integrations.by_key import (
     AbstractOffloadingManager,
     ARCOffloadingManager,
     BlockPool,
@@ -17,7 +18,6 @@ from kvoffload.compat import (
     LRUOffloadingManager,
     PrepareStoreOutput,
 )
-from kvoffload.core.policy import POLICIES
 from kvoffload.testing.audit import audit
 from support.naive.lru import NaiveLRU
 
@@ -88,7 +88,7 @@ def test_failed_store_gives_the_block_back() -> None:
 
 
 class NamedPool(BlockPool):
-    """A stranger's pool: blocks are pages of files, handed out by key."""
+    """A pool of another medium: pages of files, allocated by key."""
 
     block_size = 4
     medium = "PAGES"

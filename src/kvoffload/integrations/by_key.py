@@ -1,8 +1,8 @@
-"""The older forms of the offloading interface: managers by key over a pluggable block pool.
+"""Managers that are called by key, over a pluggable block pool: the interface of vLLM's first managers.
 
-For engines and tests written against vLLM's first offloading managers. Each form is a few lines over one
-`OffloadingManager`, which does all of the work; nothing here owns an order, pins or ghosts. They are
-convenient, not fast: a Python object for each key. New code calls `OffloadingManager`.
+For engines and tests written against that interface. Each class is a thin layer over an `OffloadingManager`,
+which owns order, pins and ghosts. They create a Python object for each key, so they are slower. New code
+should call `OffloadingManager`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Plan = TypeVar("Plan", LoadPlan, StorePlan)
 
 
 class LoadStoreSpec(ABC):
-    """Where a worker reads or writes blocks. Only the pool and the worker interpret it."""
+    """The location of blocks that a worker reads or writes. Only the pool and the worker interpret it."""
 
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """Name of the medium; it selects a worker."""
+        """Return the name of the medium, which selects a worker."""
 
 
 class CPULoadStoreSpec(LoadStoreSpec):
-    """Blocks of a pool in host RAM, by number, in the order of the keys."""
+    """Numbers of blocks in host RAM, in the order of the keys."""
 
     def __init__(self, block_ids: Sequence[int]) -> None:
         self.block_ids = list(block_ids)
@@ -49,7 +49,7 @@ class CPULoadStoreSpec(LoadStoreSpec):
 
 @dataclass
 class PrepareStoreOutput:
-    """The blocks to store, where to store them, and the keys of the evicted blocks."""
+    """The keys to store, their location, and the keys of the evicted blocks."""
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
@@ -57,19 +57,19 @@ class PrepareStoreOutput:
 
 
 class BlockPool(ABC):
-    """Allocates the places of blocks: the pluggable part of the older managers."""
+    """An allocator of blocks, the pluggable part of the managers."""
 
     block_size: int
-    """Tokens in a block, for events."""
+    """Number of tokens in a block, for events."""
     medium: str
 
     @abstractmethod
     def get_num_free_blocks(self) -> int:
-        """How many blocks can be allocated. Read once, by the manager's constructor."""
+        """Return the number of free blocks. Called once, by the manager's constructor."""
 
     @abstractmethod
     def allocate_block(self, key: OffloadKey) -> int:
-        """Allocate a free block; returns its number."""
+        """Allocate a free block; return its number."""
 
     @abstractmethod
     def free(self, block_id: int) -> None:
@@ -81,7 +81,7 @@ class BlockPool(ABC):
 
 
 class CPUBlockPool(BlockPool):
-    """Numbers of blocks in host RAM."""
+    """A pool of block numbers in host RAM."""
 
     medium = "CPU"
 
@@ -107,42 +107,43 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[OffloadKey]) -> int:
-        """Length of the leading run of blocks that are ready."""
+        """Return the length of the leading run of ready blocks."""
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadStoreSpec:
-        """Protect blocks from eviction and say where they are."""
+        """Protect blocks from eviction and return their location."""
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that blocks were used, wherever they were served from."""
+        """Record a use of blocks, whichever tier served them."""
 
     @abstractmethod
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
-        """Unpin blocks that were prepared, in any order and grouping."""
+        """Unpin prepared blocks, in any order and grouping."""
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        """Make room for blocks; None if there is none."""
+        """Make room for blocks; return None if there is no room."""
 
     @abstractmethod
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
-        """Make blocks that were prepared loadable, or forget them."""
+        """Make prepared blocks loadable, or forget them."""
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events since the last call: blocks stored and removed."""
+        """Return the events since the last call: blocks stored and removed."""
 
 
 class PooledOffloadingManager(AbstractOffloadingManager):
     """An `OffloadingManager` by key, whose blocks a `BlockPool` allocates.
 
     Args:
-        pool: allocates blocks, for this manager only.
-        policy, store_threshold, max_tracker_size: which blocks leave; how many requests must have asked for a
-            block before it enters (1: no filter), and how many keys are counted.
+        pool: the allocator, used by this manager only.
+        policy: the eviction policy, as for `OffloadingManager`.
+        store_threshold: number of requests that must refer to a block before it is admitted; 1 admits all.
+        max_tracker_size: number of keys whose references are counted.
         key_bytes: length of every key.
-        enable_events: whether events are recorded for `take_events`.
+        enable_events: True to record events for `take_events`.
     """
 
     def __init__(
@@ -173,24 +174,24 @@ class PooledOffloadingManager(AbstractOffloadingManager):
         self._stores: defaultdict[OffloadKey, list[StorePlan]] = defaultdict(list)
 
     def begin_request(self, request_id: str) -> RequestContext:
-        """See `OffloadingManager.begin_request`; without a context every call is a request of its own."""
+        """Begin a request. Without a context every call is a separate request."""
         return self.manager.begin_request(request_id)
 
     def finish_request(self, ctx: RequestContext) -> None:
-        """Recency, frequency and the reuse filter count here: once per request, not at each lookup."""
+        """End a request. Recency, frequency and the reuse filter count once per request, at its end."""
         self.manager.finish_request(ctx)
 
     def lookup(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> int:
         return self.manager.lookup(keys, ctx).num_ready
 
     def lookup_key(self, key: OffloadKey, ctx: RequestContext | None = None) -> LookupResult:
-        """Whether one block is ready (`HIT`), in flight (`HIT_PENDING`) or absent (`MISS`)."""
+        """Return the state of one block: `HIT`, `HIT_PENDING` (in flight) or `MISS`."""
         return self.manager.lookup_key(key, ctx)
 
     def prepare_load(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> LoadStoreSpec:
         plan = self.manager.prepare_load(keys, ctx)
-        for part in plan.split():
-            self._loads[part.keys[0]].append(part)
+        for block_plan in plan.split():
+            self._loads[block_plan.keys[0]].append(block_plan)
         return self.pool.get_load_store_spec([self._blocks[slot] for slot in plan.slots.tolist()])
 
     def touch(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> None:
@@ -198,7 +199,7 @@ class PooledOffloadingManager(AbstractOffloadingManager):
 
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
-            self.manager.complete_load(_taken(self._loads, key, "complete_load"))
+            self.manager.complete_load(_pop_plan(self._loads, key, "complete_load"))
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None
@@ -209,15 +210,15 @@ class PooledOffloadingManager(AbstractOffloadingManager):
         slots = plan.slots.tolist()
         for slot in slots[len(slots) - len(plan.evicted) :]:
             self.pool.free(self._blocks[slot])
-        for part, slot in zip(plan.split(), slots, strict=True):
-            self._stores[part.keys[0]].append(part)
-            self._blocks[slot] = self.pool.allocate_block(part.keys[0])
+        for block_plan, slot in zip(plan.split(), slots, strict=True):
+            self._stores[block_plan.keys[0]].append(block_plan)
+            self._blocks[slot] = self.pool.allocate_block(block_plan.keys[0])
         spec = self.pool.get_load_store_spec([self._blocks[slot] for slot in slots])
         return PrepareStoreOutput(list(plan.keys), spec, list(plan.evicted))
 
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
         for key in keys:
-            plan = _taken(self._stores, key, "complete_store")
+            plan = _pop_plan(self._stores, key, "complete_store")
             self.manager.complete_store(plan, success)
             if not success:
                 self.pool.free(self._blocks.pop(int(plan.slots[0])))
@@ -227,21 +228,21 @@ class PooledOffloadingManager(AbstractOffloadingManager):
 
 
 class LRUOffloadingManager(PooledOffloadingManager):
-    """LRU over any block pool."""
+    """A manager with the policy ``lru`` over any block pool."""
 
     def __init__(self, pool: BlockPool, enable_events: bool = False, key_bytes: int = 32) -> None:
         super().__init__(pool, policy="lru", enable_events=enable_events, key_bytes=key_bytes)
 
 
 class ARCOffloadingManager(PooledOffloadingManager):
-    """ARC, the paper's, over any block pool."""
+    """A manager with the policy ``arc`` over any block pool."""
 
     def __init__(self, pool: BlockPool, enable_events: bool = False, key_bytes: int = 32) -> None:
         super().__init__(pool, policy="arc", enable_events=enable_events, key_bytes=key_bytes)
 
 
 class CPUOffloadingManager(PooledOffloadingManager):
-    """Blocks in host RAM under a cache policy chosen by name, with the reuse filter built in."""
+    """A manager of blocks in host RAM with a policy chosen by name and a built-in reuse filter."""
 
     def __init__(
         self,
@@ -264,10 +265,10 @@ class CPUOffloadingManager(PooledOffloadingManager):
 
 
 class FilterReusedOffloadingManager(AbstractOffloadingManager):
-    """The reuse filter as a decorator around any manager: a lookup counts, `prepare_store` is gated.
+    """A reuse filter around any manager: `lookup` counts references, and `prepare_store` is gated.
 
-    Counts at each lookup, because this interface has no requests. If requests are known, use the built-in
-    filter (`store_threshold`, or ``admission="reuse:N"``): it counts once per request.
+    It counts at each lookup, because the interface has no requests. The built-in filter (`store_threshold`,
+    or ``admission="reuse:N"``) counts once per request.
     """
 
     def __init__(
@@ -303,11 +304,11 @@ class FilterReusedOffloadingManager(AbstractOffloadingManager):
         return self._backing.take_events()
 
 
-def _taken(plans: defaultdict[OffloadKey, list[Plan]], key: OffloadKey, call: str) -> Plan:
-    """Remove and return one plan of `key` that waits for completion."""
+def _pop_plan(plans: defaultdict[OffloadKey, list[Plan]], key: OffloadKey, call: str) -> Plan:
+    """Remove and return an open plan of `key`."""
     if not plans.get(key):
         raise MisuseError(f"{call} of a block that was not prepared: key {key.hex()}")
-    found = plans[key].pop()
+    plan = plans[key].pop()
     if not plans[key]:
         del plans[key]
-    return found
+    return plan
