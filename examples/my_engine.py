@@ -1,7 +1,7 @@
-"""The smallest engine that keeps its KV blocks with kvoffload: one file, no part of the package.
+"""A minimal engine that keeps its KV blocks with kvoffload.
 
-A real engine has attention kernels where this one has a hash. Everything that it says to kvoffload is the
-same: look a prefix up, load what is there, compute the rest, offer it, finish.
+A real engine has attention kernels instead of a hash, and makes the same calls: look up a prefix, load the
+ready blocks, compute the rest, offer all, finish.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ BLOCK_TOKENS, BLOCK_BYTES, DEVICE_BLOCKS = 16, 4096, 64
 
 
 class Engine:
-    """Computes prompts, block by block, and keeps what it has computed in host RAM.
+    """An engine that computes prompts block by block, and keeps computed blocks in host RAM.
 
     Attributes:
-        num_computed: blocks that had to be computed.
+        num_computed: number of computed blocks.
     """
 
     def __init__(self, ram_blocks: int, policy: str = "lru") -> None:
@@ -29,7 +29,7 @@ class Engine:
         self.num_computed = 0
 
     def run(self, name: str, tokens: list[int]) -> bytes:
-        """The KV cache of a prompt of at most `DEVICE_BLOCKS` full blocks."""
+        """Return the KV cache of a prompt with at most `DEVICE_BLOCKS` full blocks."""
         hashes = block_hashes(tokens)
         keys, count = Keys.pack(hashes, key_bytes=32), len(hashes)
         request = self.manager.begin_request(name, keys)
@@ -52,7 +52,7 @@ class Engine:
 
 
 def block_hashes(tokens: list[int]) -> list[bytes]:
-    """A hash for each full block, which stands for everything before it as well."""
+    """Return a hash for each full block, chained with the hashes of all blocks before."""
     found, parent = list[bytes](), b""
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         block = np.array(tokens[start : start + BLOCK_TOKENS], np.int64).tobytes()

@@ -1,4 +1,4 @@
-"""Read a slab without kvoffload: docs/formats.md in code. Run it with the path of a ``kvoffload-*.slab``."""
+"""A reader of slabs without kvoffload, which implements docs/formats.md. Usage: read_slab.py PATH."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HEADER = struct.Struct("<16sQQQQ")
 
 
 def checked(page: bytes, body: bytes | None = None) -> bool:
-    """Bytes 8 to 16 are the checksum of the page, or of a group and the body that it seeds."""
+    """Verify bytes 8 to 16, the checksum of the page, or of a group header and its body."""
     blank = page[:8] + bytes(8) + page[16:]
     seeded = xxh3(blank) if body is None else xxh3(body, xxh3(blank))
     return seeded == int.from_bytes(page[8:16], "little")
 
 
 def read_slab(path: Path) -> Iterator[tuple[bytes, int, int, bytes]]:
-    """Key, slot, generation and bytes of every sound block."""
+    """Yield key, slot, generation and bytes of every valid block."""
     data = path.read_bytes()  # a real reader seeks
     pages = (data[:PAGE], data[PAGE : 2 * PAGE])
     sound = [SUPERBLOCK.unpack_from(p) for p in pages if p.startswith(b"KVOFSLAB") and checked(p)]

@@ -1,4 +1,4 @@
-"""What all tests share: how long Hypothesis tries, kernels that are compiled once, where recordings are."""
+"""Fixtures and settings of all tests: Hypothesis profiles, precompiled kernels, recorded traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
 
 EXAMPLES = {"dev": 20, "ci": 100, "soak": 2_000}
-"""Profile -> examples of each property: `make test`, `make test-all`, and as long as you like."""
+"""Examples of each property by profile: `make test`, `make test-all`, and long runs."""
 
 for name, max_examples in EXAMPLES.items():
     settings.register_profile(
@@ -34,7 +34,7 @@ for name, max_examples in EXAMPLES.items():
 settings.load_profile("dev")
 
 MADE_UP = Path(__file__).parent / "data" / "made_up.jsonl.xz"
-"""In the tree, so that what reads a recording can be tested everywhere."""
+"""A small trace in the repository, so that tests of recordings run everywhere."""
 
 RECORDINGS = {
     "conversation_first60": "mooncake_conversation/conversation_first60.jsonl",
@@ -44,18 +44,21 @@ RECORDINGS = {
     "OLTP": "arc_classic/OLTP.lis.zst",
 }
 LONG = {"agentic_12h", "agentic_3h", "P3", "OLTP"}
-"""Millions of references: for `make test-all`."""
+"""Recordings of millions of references, for `make test-all`."""
 
 
 def recordings_root() -> Path:
-    """Where recorded traces are: ``$KVOFFLOAD_TRACES``, or ``shared/traces`` beside the checkout."""
+    """Return the directory of recorded traces:
+
+    ``$KVOFFLOAD_TRACES``, or ``shared/traces`` beside the checkout.
+    """
     beside = Path(__file__).resolve().parents[2] / "shared" / "traces"
     return Path(os.environ.get("KVOFFLOAD_TRACES", beside))
 
 
 @pytest.fixture(scope="session")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with generated traffic of sixty conversations, `small-chat.jsonl`."""
+    """A file `small-chat.jsonl` with generated traffic of 60 conversations."""
     path = tmp_path_factory.mktemp("traces") / "small-chat.jsonl"
     write_trace(generate(builtin("chat", sessions=60)), path)
     return str(path)
@@ -74,7 +77,7 @@ def scheduler() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def recorded_trace_path() -> Callable[[str], Path]:
-    """A function from a recording's name to its file; skips the test, with the reason, if it is not there."""
+    """A function from a recording's name to its file; it skips the test if there is none."""
 
     def find(name: str) -> Path:
         if name == "made_up":
@@ -121,7 +124,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever is parametrized by the name of a long recording is slow."""
+    """Mark tests that are parametrized by the name of a long recording as slow."""
     for item in items:
         call = getattr(item, "callspec", None)
         if call is not None and call.params.get("name") in LONG:
@@ -129,7 +132,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile all kernels before the first test, so that no two workers compile the same one."""
+    """Compile all kernels before the first test, so that no two workers compile the same kernel."""
     if not getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
         return  # one process compiles what its tests need
     rooms = ("admission", "core", "policies", "replay", "tiers", "transfer")

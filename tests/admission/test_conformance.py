@@ -1,4 +1,4 @@
-"""The conformance suite for admission rules: over ours, and over faults planted on purpose."""
+"""The conformance suite of admission rules, run on the built-in rules and on planted faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reuse-gated admission: what a count is, what is forgotten, and every decision against the naive twin."""
+"""Reuse-gated admission: counts, forgetting, and all decisions compared with the naive twin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gated(admission: str | Admission = "reuse:2", capacity_blocks: int = 8) -> O
 
 
 def offer(manager: OffloadingManager, letters: str) -> str:
-    """One request that offers its blocks once; what was stored."""
+    """Run a request that offers its blocks once; return the stored blocks."""
     ctx = manager.begin_request("r")
     plan = store(manager, letters, ctx)
     manager.finish_request(ctx)

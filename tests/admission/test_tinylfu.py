@@ -1,4 +1,4 @@
-"""TinyLFU admission: what enters unseen, what has to come twice, what is forgotten; the naive twin."""
+"""TinyLFU admission: unchecked blocks, the second reference, aging, and the naive twin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.naive.tinylfu import NaiveTinyLFU
 
 
 def offer(manager: OffloadingManager, letters: str) -> str:
-    """One request that offers its blocks once; what was stored."""
+    """Run a request that offers its blocks once; return the stored blocks."""
     ctx = manager.begin_request("r")
     plan = store(manager, letters, ctx)
     manager.finish_request(ctx)

@@ -1,4 +1,4 @@
-"""Requests that wait in the engine's queue: what they will ask for leaves last (and `testing.machine`)."""
+"""Requests in the engine's queue: their expected blocks are evicted last. See also `testing.machine`."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_in_a_victim_tier_duplicates_leave_first_though_they_are_expected() -> N
 @pytest.mark.parametrize("policy", [Hazard, NaiveHazard])
 @pytest.mark.parametrize("store_mode", ["on-compute", ON_DEVICE_EVICTION])
 def test_what_is_expected_is_not_refused(policy: Any, store_mode: str) -> None:
-    """A policy that refuses every block that is new, unless somebody waits for it."""
+    """A policy that refuses every new block that no waiting request expects."""
 
     class Refuses(policy):  # type: ignore[misc]
         write_cost = 1000.0
@@ -173,7 +173,7 @@ def test_what_is_expected_is_not_refused(policy: Any, store_mode: str) -> None:
 
 
 class Listens(NaiveLRU):
-    """A policy in Python that hears of requests that wait."""
+    """A policy in Python that records expected blocks."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

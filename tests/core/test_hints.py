@@ -1,4 +1,4 @@
-"""What is known of requests: numbers of labels, what policies are told, when requests of a replay end."""
+"""Hints of requests: label numbers, reports to policies, and the end of requests in a replay."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_times_to_live_are_told_apart_by_their_octave() -> None:
 
 
 def test_words_beyond_the_last_number_are_not_known() -> None:
-    """Of how it ended: 0. Of who sent it: the number of how it ended."""
+    """Without a free number, an end gets 0, and a tenant the number of the end."""
     ends = [Hints(f"reason {i}") for i in range(NUM_COARSE + 3)]
     assert numbers_of(*ends) == [*range(1, NUM_COARSE), 0, 0, 0, 0]
     tenants = [Hints("stop", tenant=str(i)) for i in range(NUM_LABELS)]
@@ -115,7 +115,7 @@ def test_what_is_known_at_begin_and_at_the_end_is_all(hints: Hints, other: Hints
 
 
 class Hears(NaiveLRU):
-    """Writes down what it hears of requests, and checks that nothing is used after the end."""
+    """A policy that records the reports of requests, and checks that no use follows the end."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -203,7 +203,7 @@ def test_who_does_not_care_is_not_asked() -> None:
 
 
 class Label(Struct):
-    """What a compiled policy was told."""
+    """Return the reports that a compiled policy received."""
 
     order: Lists
     label: int
@@ -213,7 +213,7 @@ class Label(Struct):
 
 
 class Labelled(LRU):
-    """LRU whose kernels write down the label that they hear."""
+    """LRU whose kernels record the reported labels."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -242,7 +242,7 @@ def finished(own: Label, path: Path) -> None:
 
 
 class UsedInPython(Labelled):
-    """Uses are told in Python, the end is not."""
+    """A policy that receives uses in Python, and the end in a kernel."""
 
     def access(self, slots: SlotArray, reused: Any) -> None:
         assert self.state.uses < 100, "told of the end before the uses"
@@ -250,7 +250,7 @@ class UsedInPython(Labelled):
 
 
 class EndsInPython(Labelled):
-    """The other way round."""
+    """A policy that receives uses in a kernel, and the end in Python."""
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
         self.state.label, self.state.length, self.state.slot = 1, len(path), slots[-1]
@@ -286,7 +286,7 @@ def test_a_path_that_grows_keeps_its_label() -> None:
 
 
 def trace_of(requests: list[tuple[int, int, list[int]]], hints: list[Hints] | None = None) -> Trace:
-    """A trace of these arrival times in ms, output tokens and block ids."""
+    """Create a trace from arrival times in ms, output tokens and block ids."""
     times, tokens, blocks = zip(*requests, strict=True)
     flat = [block for ids in blocks for block in ids]
     ids = list(dict.fromkeys(flat))
@@ -303,7 +303,7 @@ def trace_of(requests: list[tuple[int, int, list[int]]], hints: list[Hints] | No
 
 
 class Log(NaiveLRU):
-    """Writes down, in one list, which requests begin and which end; a request is known by its tenant."""
+    """Records beginnings and ends of requests in one list; the tenant identifies a request."""
 
     log: list[tuple[str, str]] = []  # noqa: RUF012  (of the last replay)
 
@@ -321,8 +321,9 @@ class Log(NaiveLRU):
 
 
 def ends_of(requests: list[tuple[int, int, int]], tokens_per_s: float, **options: Any) -> list[list[int]]:
-    """Which requests end before each request, and, last, at the end of the trace. Requests are (ms, tokens,
-    number of blocks)."""
+    """Return the requests that end before each request, and finally at the end of the trace.
+
+    Requests are (ms, tokens, number of blocks)."""
     hints = [Hints(f"reason {i}", priority=size, tenant=str(i)) for i, (_, _, size) in enumerate(requests)]
     first = np.cumsum([0, *(size for _, _, size in requests)]).tolist()
     rows = [
@@ -362,7 +363,7 @@ def test_a_request_ends_when_it_has_generated_its_answer(mode: dict[str, Any]) -
 def test_each_request_ends_once_in_order_and_never_early(
     requests: list[tuple[int, int, int]], tokens_per_s: float
 ) -> None:
-    """Times may also go back: the order of the file is that of arrival."""
+    """Times may decrease, because the file is in order of arrival."""
     told = ends_of(requests, tokens_per_s)
     end_ms = [ms + tokens * 1000 / tokens_per_s for ms, tokens, _ in requests]
     assert sorted(one for ended in told for one in ended) == [*range(len(requests))]

@@ -1,4 +1,4 @@
-"""The shipped state machine, over every built-in policy and admission rule, and over the naive twins."""
+"""The state machine of `testing.machine` on every built-in policy and admission rule, and on the twins."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SmallNaiveHazard(NaiveHazard):
 
 
 class RefusesAtRandom(NaiveLRU):
-    """LRU that has no use for three blocks in ten, whichever, unless they are admitted."""
+    """LRU that refuses 30 % of the blocks at random, unless they are admitted."""
 
     name = "refuses-at-random"
     refuses = True
@@ -72,7 +72,7 @@ def lives(
     key_bytes: int = 32,
     share: float = 1.0,
 ) -> None:
-    """Live as many lives as the profile says, or a share of them."""
+    """Run the state machine for a share of the profile's number of histories."""
     machine = manager_machine(
         policy,
         admission,
@@ -145,7 +145,7 @@ def test_a_policy_that_refuses_at_random(admission: Any, store: str) -> None:
      NaiveWTinyLFU, NaiveGDSF, SmallNaiveHazard],
 )  # fmt: skip
 def test_a_naive_twin(policy: Any) -> None:
-    """Briefly: a twin is held by the kernels that it is compared with."""
+    """Short, because other tests compare the twins with the kernels."""
     lives(policy, share=0.1)
     lives(policy, store=ON_DEVICE_EVICTION, share=0.05)
 

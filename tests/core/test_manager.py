@@ -1,4 +1,4 @@
-"""Invariants 1 to 5 of the manager (DESIGN 4): slots, protection, refusals, heads of runs, what is a hit."""
+"""Invariants 1 to 5 of the manager (DESIGN 4): slots, protection, refusals, heads of runs, hits."""
 
 from __future__ import annotations
 

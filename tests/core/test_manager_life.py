@@ -1,4 +1,4 @@
-"""Invariants 6 to 10 of the manager (DESIGN 4): accesses, failures, events, and what a HIT promises."""
+"""Invariants 6 to 10 of the manager (DESIGN 4): accesses, failures, events, and the guarantee of a HIT."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def manager(request: pytest.FixtureRequest) -> OffloadingManager:
 
 
 class Recorder(NaiveLRU):
-    """Writes down what a policy is told."""
+    """A policy that records its calls."""
 
     name = "recorder"
 
@@ -50,7 +50,7 @@ class Recorder(NaiveLRU):
 
 
 def told(manager: OffloadingManager) -> str:
-    """Accesses, in prefix order; in brackets what only takes its place."""
+    """Return the accesses in prefix order, with blocks that are only reordered in brackets."""
     assert isinstance(manager.policy, Recorder)
     found, manager.policy.told = manager.policy.told, ""
     return found

@@ -1,4 +1,4 @@
-"""Invariant 11 of the manager (DESIGN 4): misuse names the key and corrupts nothing; so do bad policies."""
+"""Invariant 11 of the manager (DESIGN 4): misuse and bad policies raise errors and corrupt nothing."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_impossible_arguments_are_refused_at_construction() -> None:
 
 
 class Liar(NaiveLRU):
-    """Names the victims that it is told to name."""
+    """A policy that names the victims that the test sets."""
 
     name = "liar"
     lie: tuple[int, ...] = ()
@@ -189,7 +189,7 @@ def test_a_policy_that_names_a_free_slot_is_caught() -> None:
 
 
 class Thief(NaiveLRU):
-    """Takes other free slots than it is given."""
+    """A policy that changes the free slots."""
 
     name = "thief"
 

@@ -1,4 +1,4 @@
-"""A victim tier: duplicates, offers of what the device drops, refusals one by one, two LRUs as one."""
+"""A victim tier: duplicates, offers of dropped blocks, single refusals, equivalence of two LRUs to one."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ def victim_tier(policy: Any = "lru", capacity_blocks: int = 4, **options: Any) -
 
 
 def read(manager: OffloadingManager, letters: str) -> None:
-    """The device loads blocks, without a request, and holds them too from now on."""
+    """Load blocks to the device without a request, which makes them duplicates."""
     manager.complete_load(load(manager, letters))
     audit(manager)
 
 
 def use_on_device(manager: OffloadingManager, letters: str) -> None:
-    """A request that the device serves by itself."""
+    """Run a request that the device serves alone."""
     manager.finish_request(manager.begin_request("r", keys(letters)))
     audit(manager)
 
 
 def leave(manager: OffloadingManager, letters: str = "123") -> str:
-    """Who leaves for new blocks, in order."""
+    """Return the victims for new blocks, in order."""
     return text(store(manager, letters).evicted)
 
 
 @pytest.fixture(params=[*POLICIES, "hazard"])
 def manager(request: pytest.FixtureRequest) -> OffloadingManager:
-    """A victim tier that holds a to d; of equals, d would leave first."""
+    """A victim tier that holds a to d, evicted from d on if equal."""
     manager = victim_tier(request.param)
     store(manager, "abcd")
     readable(manager)
@@ -302,7 +302,7 @@ def test_events_tell_of_duplicates_that_leave_and_not_of_kept_ones(manager: Offl
 
 
 class Told(NaiveLRU):
-    """LRU that notes what it is told of."""
+    """LRU that records its calls."""
 
     name = "told"
 
@@ -319,10 +319,10 @@ class Told(NaiveLRU):
 
 
 class Observing(Told):
-    """A policy that learns from all traffic."""
+    """A policy that observes all traffic."""
 
     def observe(self, path: Keys, slots: SlotArray, start: int, on_device: int) -> None:
-        """It need not be told."""
+        """Do nothing."""
 
 
 def letters_at_index(policy: EvictionPolicy, slots: SlotArray) -> str:
@@ -330,7 +330,7 @@ def letters_at_index(policy: EvictionPolicy, slots: SlotArray) -> str:
 
 
 def told_by(manager: OffloadingManager, letters: str) -> list[tuple[str, list[bool]]]:
-    """What the policy is told when the device drops blocks."""
+    """Return the policy's calls when the device drops blocks."""
     store(manager, letters)
     policy: Any = manager.policy
     told: list[tuple[str, list[bool]]] = policy.take_told()
@@ -410,7 +410,7 @@ def test_reset_forgets_who_was_used() -> None:
 
 
 class NaiveKnown:
-    """The naive model: two bounded lists of keys, the coldest first."""
+    """The naive model: two bounded lists of keys, coldest first."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -557,7 +557,7 @@ def test_an_unknown_mode_is_refused(mode: str) -> None:
 
 
 class Choosy(NaiveLRU):
-    """LRU that has no use for some letters, unless there is a free slot."""
+    """LRU that refuses some letters, unless there is a free slot."""
 
     name = "choosy"
     refuses = True
@@ -580,7 +580,7 @@ class TakesWhatIsBehind(Choosy):
 
 
 def aligned(manager: OffloadingManager, plan: Any, offered: str) -> None:
-    """What the plan says of keys, slots and rows is one thing."""
+    """Check that keys, slots and rows of a plan agree."""
     audit(manager)
     assert letters_at(manager, plan.slots) == text(plan.keys) == "".join(offered[row] for row in plan.rows)
     assert sorted(plan.missing_rows) == sorted(set(plan.missing_rows.tolist()))
@@ -725,7 +725,7 @@ turns = st.tuples(st.integers(0, 30), st.integers(0, 6), st.integers(1, 3))
 
 
 def conversations(steps: list[tuple[int, int, int]], longest: int) -> Trace:
-    """Each step goes on from a part of an earlier request, and appends new blocks."""
+    """Draw requests that each extend a part of an earlier request by new blocks."""
     requests: list[list[int]] = [[]]
     following = 0
     for earlier, part, grown in steps:

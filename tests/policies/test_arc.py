@@ -1,4 +1,4 @@
-"""ARC: the cases of figure 4 one by one, worked by hand; its bounds; decisions against the naive twin."""
+"""ARC: the cases of figure 4 worked by hand, and its bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arc(capacity_blocks: int, policy: type[EvictionPolicy] = ARC) -> OffloadingM
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str, str, float]:
-    """T1, T2, B1, B2, each most recent first as in the paper, and p."""
+    """Return T1, T2, B1, B2, each most recent first as in the paper, and p."""
     audit(manager)
     policy: Any = manager.policy
     t1, t2, b1, b2 = policy.lists()

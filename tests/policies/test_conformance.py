@@ -135,7 +135,7 @@ class RemembersInItsClass(NaiveLRU):
 
 
 class LosesTheHottest(NaiveLRU):
-    """Taken out of the order to be put to its front, and forgotten on the way."""
+    """A policy that loses blocks when it moves them to the front."""
 
     def hit(self, slot: int) -> None:
         if self.slots[-1] == slot and len(self.slots) > 4:
@@ -168,7 +168,7 @@ class HasAFixedSize(NaiveLRU):
 
 
 class CountsAcrossReset(NaiveLRU):
-    """Least frequently used, by counts of keys that nobody clears."""
+    """LFU with counts of keys that are never cleared."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

@@ -1,4 +1,4 @@
-"""GDSF: its formula worked by hand, the conventions, and decisions against the naive twin."""
+"""GDSF: its formula worked by hand, and our conventions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.twin_scripts import gdsf_ranks
 
 
 def state(manager: OffloadingManager) -> tuple[str, list[float], float]:
-    """Blocks and their H, the least first, and L."""
+    """Return the blocks and their H in ascending order, and L."""
     audit(manager)
     policy: Any = manager.policy
     ranks = gdsf_ranks(policy)

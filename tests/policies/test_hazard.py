@@ -1,6 +1,6 @@
-"""Hazard: what it learns, by hand; whom it evicts and refuses; its guards; every decision beside the twin's.
+"""Hazard: its statistics by hand, evictions and refusals, guards, and all decisions compared with the twin.
 
-Digests of its decisions on the built-in workloads are pinned in test_golden.py.
+test_golden.py pins digests of its decisions on the built-in workloads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_buckets_of_ages_are_two_an_octave() -> None:
 
 
 def observe(history: History, letters: str, now: int, start: int = 0) -> list[int]:
-    """The classes of a request's blocks from `start` on."""
+    """Return the classes of a request's blocks from `start` on."""
     return parts.remember(history, Keys.pack(keys(letters), 1), now, start)
 
 
@@ -122,7 +122,7 @@ def test_of_a_request_longer_than_the_history_the_head_is_known() -> None:
 
 
 def life_table(sample_capacity: int = 9, half_life: int = 1 << 40, num_classes: int = 4) -> Lifetimes:
-    """Of keys of one letter, all of them sampled; two classes are a group."""
+    """Create a life table that samples all keys, which are single letters; two classes form a group."""
     table = Lifetimes(num_classes, 2, 1, 1, 1, sample_capacity, half_life)
     table.sampled_one_in = 1
     return table
@@ -227,13 +227,15 @@ def test_worth_is_a_gittins_index(seed: int) -> None:
 
 
 class Learnt(Hazard):
-    """A hazard policy that is no LRU any more, and does not learn while a test runs."""
+    """A Hazard policy after its warm-up that does not learn during a test."""
 
     name = "learnt"
     history_capacity, sample_capacity, warm_up, promise = 64, 64, 0, 1.0
 
     def teach(self, *worth_by_count: float) -> None:
-        """Blocks used once, twice, 3-4 times, ... are worth this at all ages; the last for all others."""
+        """Set the worth at all ages of blocks used once, twice, 3-4 times, ...; the last value is for the
+        rest.
+        """
         self.state.oldest_victim = 1
         table = self.lifetimes
         for each, worth in enumerate(worth_by_count):
@@ -251,7 +253,7 @@ def learnt(
 
 
 def request(manager: OffloadingManager, letters: str) -> tuple[str, str, int]:
-    """One request: what was stored, who left, how many were refused."""
+    """Run a request; return stored blocks, victims, and the number of refused blocks."""
     ctx = manager.begin_request(letters, keys(letters))
     plan = store(manager, letters, ctx)
     manager.finish_request(ctx)
@@ -400,7 +402,7 @@ def test_in_a_victim_tier_requests_that_are_put_in_order_together_keep_their_pat
 
 
 def last_used(manager: OffloadingManager, letters: str) -> list[int]:
-    """When these blocks were used last, as the policy or its twin knows it."""
+    """Return the last use of these blocks in the policy or its twin."""
     policy: Any = manager.policy
     if isinstance(policy, NaiveHazard):
         return [policy.history[key].last for key in keys(letters)]
@@ -454,7 +456,7 @@ def promising() -> Any:
 
 
 def judged(policy: Any, references: int, lead: float) -> bool:
-    """The verdict when LRU leads by so many blocks after so many references: whether it decides."""
+    """Return whether LRU decides when it leads by `lead` blocks after so many references."""
     policy.state.references, policy.history.shadow.lead = references, lead
     parts.keep_promise(policy.state)
     return bool(policy.is_lru)
@@ -491,8 +493,9 @@ def test_an_own_lead_counts_up_to_one_percent() -> None:
 
 
 def test_a_long_time_as_lru_does_not_lock_it_in() -> None:
-    """A block that was idle for long is evicted at an age that says nothing of the traffic that follows: a
-    few turns of the cache later it decides itself, though three times that age have not passed."""
+    """A long idle block is evicted at an untypical age. Hazard must decide a few turnovers of the cache
+    later, before three times that age have passed.
+    """
     manager = make(Hazard, 4)
     policy: Any = manager.policy
     store(manager, "z")
@@ -516,7 +519,7 @@ def test_a_long_time_as_lru_does_not_lock_it_in() -> None:
 
 
 def test_what_the_device_serves_is_no_hit_to_hope_for() -> None:
-    """Two tiers that see the same requests; behind one a device serves each of them."""
+    """Two tiers get the same requests; for one of them a device serves all blocks."""
     learnt_of = []
     for served in (0, 2):
         manager = make(
@@ -536,7 +539,7 @@ def test_what_the_device_serves_is_no_hit_to_hope_for() -> None:
 
 
 def finish_all(manager: OffloadingManager, label: Hints, names: str) -> None:
-    """Requests for these letters side by side; all end, with this label, after all have begun."""
+    """Run concurrent requests for these letters, which end with this label after all have begun."""
     requests = [manager.begin_request(name, keys(name)) for name in names]
     for name, request in zip(names, requests, strict=True):
         plan = manager.prepare_store(keys(name), request)
@@ -560,8 +563,8 @@ def test_ages_count_from_the_end_of_a_request_and_its_label_is_part_of_the_class
 
 
 def test_a_label_that_tells_is_learnt() -> None:
-    """Blocks whose request ended with `go` are used again at once, those with `end` never: after a while a
-    tier without room keeps the ones and lets the others go."""
+    """Blocks whose request ended with `go` are used again at once, blocks with `end` never. The policy learns
+    to prefer the former."""
     manager = make(type("Eager", (Hazard,), {"warm_up": 0}), 6)
     rng = random.Random(5)
     for _ in range(3_000):
@@ -625,7 +628,7 @@ def both(
 
 
 def led_by(lead: float, managers: list[OffloadingManager]) -> list[OffloadingManager]:
-    """As if LRU had served so many blocks more before."""
+    """Set LRU's lead over the policies, as from earlier traffic."""
     for manager in managers:
         policy: Any = manager.policy
         (policy if isinstance(policy, NaiveHazard) else policy.history).shadow.lead = lead
@@ -633,7 +636,7 @@ def led_by(lead: float, managers: list[OffloadingManager]) -> list[OffloadingMan
 
 
 def state(manager: OffloadingManager) -> Any:
-    """All that either of the two knows of its blocks."""
+    """Return the whole state of Hazard or its twin in a common form."""
     audit(manager)
     policy: Any = manager.policy
     if isinstance(policy, NaiveHazard):
@@ -663,7 +666,7 @@ def state(manager: OffloadingManager) -> Any:
 
 
 def youngest_first(lives: dict[bytes, Sampled]) -> list[bytes]:
-    """And then those that have stopped."""
+    """Return the keys with the youngest first, and the stopped ones last."""
     stopped = [key for key, life in lives.items() if life.has_stopped]
     return [key for key in lives if key not in stopped][::-1] + stopped[::-1]
 
@@ -794,7 +797,7 @@ def test_it_decides_the_same_again(store: str) -> None:
 
 
 def test_hashes_of_the_twin_are_those_of_the_index() -> None:
-    """The twin samples the same keys only if it hashes alike; a wrong hash would show as a wrong sample."""
+    """The twin samples the same keys only if its hash is equal."""
     for key_bytes in (1, 7, 8, 20, 36):
         table = Lifetimes(1, 1, 1, 10, key_bytes, 512, 1)
         batch = [key_of(n, key_bytes) for n in range(200)]

@@ -16,7 +16,7 @@ def manager(request: pytest.FixtureRequest) -> OffloadingManager:
 
 
 def order(manager: OffloadingManager) -> str:
-    """Resident keys by count, and the least recent first of equal counts."""
+    """Return the resident keys by count, of equal counts the least recent first."""
     return letters_at(manager, manager.policy.order() or [])
 
 

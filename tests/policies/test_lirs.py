@@ -1,4 +1,4 @@
-"""LIRS: the paper's figure 2, the conventions, and decisions against the naive twin, which has the stack."""
+"""LIRS: the paper's figure 2, and our conventions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.naive.lirs import NaiveLIRS
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str, str]:
-    """Stack S, the LIR blocks, Q, and the keys of blocks that have left, the latest first."""
+    """Return stack S, the LIR blocks, Q, and the ghosts, most recent first."""
     audit(manager)
     policy: Any = manager.policy
     stack, lir, queue, gone = policy.lists()
@@ -30,7 +30,7 @@ def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
 
 @pytest.fixture
 def manager(policy: type[EvictionPolicy]) -> OffloadingManager:
-    """The paper's example at its time 9: two LIR blocks, one HIR block; D has left, and is in S."""
+    """The paper's example at time 9: two LIR blocks, one HIR block, and the ghost D in S."""
     manager = make(policy, 3)
     use(manager, "badae")
     assert state(manager) == ("eadb", "ab", "e", "d")

@@ -1,4 +1,4 @@
-"""What must hold of whole replays, whatever the trace: LRU's hits grow with the cache; nobody beats OPT."""
+"""Properties of replays of any trace: LRU's hits grow with the cache, and no policy beats OPT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEWER = settings(max_examples=settings().max_examples // 2)
 
 @st.composite
 def chained_requests(draw: st.DrawFn, max_requests: int = 40, max_new: int = 5) -> Requests:
-    """Requests that follow an earlier one for a while, then go on with blocks that nobody had."""
+    """Draw requests that follow an earlier request for a while, then continue with new blocks."""
     requests: Requests = []
     blocks = 0
     for _ in range(draw(st.integers(1, max_requests))):
@@ -51,7 +51,7 @@ def trace_of(requests: Requests) -> Trace:
 def prefix_hits(
     requests: Requests, capacity: int, policy: str | type[EvictionPolicy] = "lru", admission: str = "all"
 ) -> list[int]:
-    """Prefix hits of each request: one at a time, looked up, then what is missing stored, then finished."""
+    """Return the prefix hits of each request; requests are looked up, stored and finished one at a time."""
     manager = OffloadingManager(capacity, key_bytes=8, policy=policy, admission=admission)
     hits = []
     for number, request in enumerate(requests):

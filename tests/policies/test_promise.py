@@ -1,8 +1,8 @@
-"""`hazard`'s promise, no more than 0.3 points below LRU, on the seeds on which its guard was also tuned.
+"""The promise of `hazard`, at most 0.3 points below LRU, on the seeds with which its guard was tuned.
 
-The traffic is drawn at random, and resembles no recording: sessions whose think times, lengths and documents
-are mixed, so that what the policy learns from may tell nothing. A run has about 100,000 references; over much
-fewer a single request decides more than the promise is about.
+The traffic is random and unlike any recording: think times, lengths and documents of sessions are mixed, so
+that the policy's statistics may be useless. A run has about 100,000 references. In much shorter runs a single
+request changes the result by more than the promise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMISED = promised(Hazard.promise, Hazard.write_cost)
 
 
 def mixed(seed: int) -> Trace:
-    """Traffic of mixed sessions, different for each seed."""
+    """Generate traffic of mixed sessions from a seed."""
     draw = random.Random(seed)
 
     def around(low: float, high: float, sigma: float) -> LogNormal:

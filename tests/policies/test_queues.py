@@ -1,4 +1,4 @@
-"""FIFO, SLRU, LFU, SIEVE and S3-FIFO, kernels and twins: what all of them owe."""
+"""Common properties of FIFO, SLRU, LFU, SIEVE and S3-FIFO, and of their twins."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_tiny_cache_works(policy: type[EvictionPolicy], capacity: int) -> None
 
 
 def test_the_only_block_that_may_leave_is_found(policy: type[EvictionPolicy]) -> None:
-    """Wherever it is, whatever it did before: all the others are pinned."""
+    """The policy finds the block anywhere in its order while all other blocks are pinned."""
     history = ["abcdef", "ab", "abc", "a", "gh", "ab", "g", "hgab"]
     for free in range(6):
         manager = make(policy, 6)
@@ -83,7 +83,7 @@ def test_reset_forgets_everything(policy: type[EvictionPolicy]) -> None:
 
 
 def test_a_store_is_no_second_use_when_its_request_finishes(policy: type[EvictionPolicy]) -> None:
-    """What the policy counts is the same whether or not the request that stored a block finishes."""
+    """The end of the storing request does not change a policy's counts."""
     finished, running = make(policy, 4), make(policy, 4)
     for manager in (finished, running):
         ctx = manager.begin_request("r")

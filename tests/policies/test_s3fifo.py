@@ -1,4 +1,4 @@
-"""S3-FIFO: algorithm 1 of the paper, worked by hand; batches, pins, and where the paper is silent."""
+"""S3-FIFO: algorithm 1 of the paper worked by hand, batches, pins, and our conventions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support.naive.s3fifo import NaiveS3FIFO
 
 @pytest.fixture(params=[S3FIFO, NaiveS3FIFO])
 def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
-    """With a small queue of two blocks in five: a tenth would be one, and hide what a queue is."""
+    """S3-FIFO with a small queue of two blocks in five; the default tenth would be a single block."""
     return type("Wide", (request.param,), {"small_share": 0.4})
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str]:
-    """S and M with the counts of used blocks, and G, each the oldest first."""
+    """Return S and M with the counts of used blocks, and G, each oldest first."""
     audit(manager)
     policy: Any = manager.policy
     small, main, ghosts, counts = policy.queues()

@@ -1,4 +1,4 @@
-"""The shadow LRU: what it counts, by hand, and beside the policy `lru`, whose contents it must have."""
+"""The simulated LRU: its counts by hand, and its contents compared with the policy `lru`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.hazard_kernels import compare, take_in
 
 
 def use(cache: ShadowLRU, letters: str, held: int = 0, on_device: int = 0) -> float:
-    """A request for these letters, of which the owner holds the first `held`; the lead after it."""
+    """Observe a request whose first `held` blocks the policy holds; return the lead after it."""
     positions = [ord(letter) - ord("a") for letter in letters]
     compare(cache, positions, [row < held for row in range(len(positions))], on_device)
     return cache.lead
@@ -72,7 +72,7 @@ def test_a_victim_tier_has_what_the_device_drops() -> None:
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_lru_to_the_block(store: str, device_share: int, seed: int) -> None:
-    """Whatever its owner does, it serves each request as `lru` does in a replay of its own."""
+    """The simulation serves each request like the policy `lru`, independent of its owner."""
     capacity = random.Random(seed).choice([15, 60, 250])
     trace = generate(builtin("chat", sessions=120, seed=seed))
     hits = []

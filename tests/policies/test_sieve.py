@@ -1,4 +1,4 @@
-"""SIEVE: algorithm 1 of the paper, worked by hand; the hand beside pins, failures and batches."""
+"""SIEVE: algorithm 1 of the paper worked by hand; the hand with pins, failures and batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def policy(request: pytest.FixtureRequest) -> type[EvictionPolicy]:
 
 
 def state(manager: OffloadingManager) -> str:
-    """The queue, oldest first; visited blocks as capitals, the hand as ``>`` before the block it looks at."""
+    """Return the queue, oldest first, with visited blocks as capitals and ``>`` before the hand's block."""
     audit(manager)
     policy: Any = manager.policy
     hand, visited = policy.marks()
@@ -34,7 +34,7 @@ def state(manager: OffloadingManager) -> str:
 
 
 def test_algorithm_1_by_hand(policy: type[EvictionPolicy]) -> None:
-    """Seven blocks, the two oldest and the newest visited; then every line of the algorithm at work."""
+    """Seven blocks, of which the two oldest and the newest are visited, exercise every line."""
     manager = make(policy, 7)
     use(manager, "gfedcba" + "agf")
     assert state(manager) == "GFedcbA"

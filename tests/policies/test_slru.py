@@ -21,12 +21,12 @@ class EvenNaiveSLRU(NaiveSLRU):
 
 @pytest.fixture(params=[EvenSLRU, EvenNaiveSLRU])
 def manager(request: pytest.FixtureRequest) -> OffloadingManager:
-    """Four slots, two of them for proven blocks."""
+    """A policy with four slots, two of them for proven blocks."""
     return make(request.param, 4)
 
 
 def segments(manager: OffloadingManager) -> tuple[str, str]:
-    """Blocks on probation, and the proven ones, each the coldest first."""
+    """Return blocks on probation and proven blocks, each coldest first."""
     listed = letters_at(manager, manager.policy.order() or [])
     on_probation = int(manager.policy.stats()["probation_blocks"])
     return listed[:on_probation], listed[on_probation:]

@@ -1,7 +1,6 @@
-"""Every decision of every kernel against that of a naive twin, which is written to be read, not to be fast.
+"""All decisions of every compiled policy, compared with its naive twin.
 
-`hazard`, which has more inside, is compared in test_hazard.py; what a policy's paper says, worked by hand,
-stands in the file of the policy.
+test_hazard.py compares `hazard`. The file of each policy has the paper's example worked by hand.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def test_with_room_for_queues(name: str, script: list[Step], capacity: int) -> N
 @given(scripts(num_keys=200, max_steps=60))
 @pytest.mark.parametrize("name", PAIRS)
 def test_when_a_hundredth_is_two_blocks(name: str, script: list[Step]) -> None:
-    """The window of W-TinyLFU and the HIR blocks of LIRS, among 200."""
+    """With 200 blocks the window of W-TinyLFU and the HIR part of LIRS have two blocks."""
     logs = []
     for manager in both(name, 200):
         plan = manager.prepare_store([bytes([200 + n % 50, n]) * 4 for n in range(195)])

@@ -1,4 +1,4 @@
-"""2Q: the paper's full version worked by hand, its conventions, and decisions against the naive twin."""
+"""2Q: the paper's full version worked by hand, and our conventions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.naive.two_q import NaiveTwoQ
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str]:
-    """A1in, Am, A1out, each most recent first."""
+    """Return A1in, Am, A1out, each most recent first."""
     audit(manager)
     policy: Any = manager.policy
     a1in, am, a1out = policy.lists()
@@ -24,7 +24,7 @@ def state(manager: OffloadingManager) -> tuple[str, str, str]:
 
 @pytest.fixture(params=[TwoQ, NaiveTwoQ])
 def manager(request: pytest.FixtureRequest) -> OffloadingManager:
-    """Four blocks: Kin = 1, Kout = 2."""
+    """A manager of four blocks: Kin = 1, Kout = 2."""
     return make(request.param, 4)
 
 

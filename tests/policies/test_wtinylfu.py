@@ -1,4 +1,4 @@
-"""W-TinyLFU: duels worked by hand, the conventions, and decisions against the naive twin."""
+"""W-TinyLFU: duels worked by hand, and our conventions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.naive.wtinylfu import NaiveWTinyLFU
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str]:
-    """Window, probation, protected, each most recent first."""
+    """Return window, probation, protected, each most recent first."""
     audit(manager)
     policy: Any = manager.policy
     window, probation, protected = policy.lists()

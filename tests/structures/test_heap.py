@@ -1,4 +1,4 @@
-"""The indexed heap of chains against sorted lists."""
+"""The indexed heap of chains, compared with sorted lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ steps = long_lists(
 
 
 def check_structure(heap: Heap) -> None:
-    """Chains ascend, firsts are a heap, and know their places."""
+    """Check that chains ascend, and that their first positions form a heap with correct places."""
     order = [tuple(pair) for pair in heap.order.tolist()]
     chains = heap.chains()
     firsts = [chain[0] for chain in chains]

@@ -1,4 +1,4 @@
-"""The index against a dict, with keys that are made to collide, in a table that is full and wraps around."""
+"""The index compared with a dict, with colliding keys in a full table that wraps around."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _unmixed(h: int) -> int:
 
 
 def tag_of_home(bucket: int, buckets: int) -> int:
-    """The smallest tag whose home is `bucket`."""
+    """Return the smallest tag whose home is `bucket`."""
     return -(-bucket * 2**32 // buckets)
 
 
 def colliding(key_bytes: int) -> list[bytes]:
-    """Keys at home in the last two buckets and the first, three of each tag: they wrap, run over, touch."""
+    """Return keys of the last two buckets and the first, three for each tag, whose runs wrap and touch."""
     buckets = 2 * NUM_POSITIONS + 1
     homes = [buckets - 2, buckets - 1, 0, 1]
     tags = [tag_of_home(home, buckets) + extra for home in homes for extra in (0, 1)]

@@ -1,4 +1,4 @@
-"""Compiled kernels are found again: also where the package cannot be written, as in many containers."""
+"""The cache of compiled kernels, also with a package that is not writable, as in many containers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def without_kernels(package: Path) -> None:
 
 
 def run_read_only(package: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where the package is on a read-only file system."""
+    """Run Python with the package on a read-only file system."""
     place = package.parent
     command = (
         f"mount --bind '{place}' '{place}' && mount -o remount,ro,bind '{place}' && "

@@ -1,4 +1,4 @@
-"""Lists and lists of keys against Python lists."""
+"""Lists and lists of keys, compared with Python lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frequency sketch: never too low before counts age, halved when they do, equal to its naive twin."""
+"""The frequency sketch: never too low before counts age, halved by aging, equal to its naive twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structs and batches of keys: the same in Python and in kernels; nothing is trusted to be what it is not."""
+"""Structs and batches of keys: equal in Python and in kernels; wrong types are rejected."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvoffload.testing.audit import snapshot
 
 
 class Inner(Struct):
-    """Has an array and a number."""
+    """A struct of an array and a number."""
 
     rows: I32Matrix
     count: int
 
 
 class Outer(Struct):
-    """Has one of each kind of field."""
+    """A struct with a field of each kind."""
 
     inner: Inner
     words: U64Array
@@ -180,7 +180,7 @@ def test_a_batch_with_a_wrong_key_changes_nothing(call: str, wrong: Any, error: 
 
 def test_any_sequence_and_any_bytes_are_keys() -> None:
     class Named(bytes):
-        """Bytes with a name."""
+        """A subclass of ``bytes``."""
 
     manager = OffloadingManager(4, key_bytes=8)
     plan = manager.prepare_store((b"12345678", Named(b"abcdefgh")))  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_any_sequence_and_any_bytes_are_keys() -> None:
 
 @given(st.lists(st.integers(0, 300), max_size=120), st.integers(0, 60))
 def test_a_batch_that_does_not_fit_leaves_the_path_as_it_was(numbers: list[int], known: int) -> None:
-    """It is taken back, and the path is enlarged: a second look gives what one large path gives."""
+    """After a rollback the path is enlarged, and a second try gives the result of a large path."""
     ctx, roomy = RequestContext("", 8), RequestContext("", 8, room=1024)
     for batch in ([b"%8d" % n for n in range(known)], [b"%8d" % n for n in numbers]):
         assert ctx.extend(batch).tolist() == roomy.extend(batch).tolist()
@@ -209,7 +209,7 @@ def test_a_batch_that_does_not_fit_leaves_the_path_as_it_was(numbers: list[int],
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_addresses_stay_what_they_are(policy: str, store: str) -> None:
-    """Over a reset too: an array that was made anew would leave kernels with the memory of the old one."""
+    """Also after a reset, because kernels would keep the memory of a replaced array."""
     manager: Any = OffloadingManager(8, key_bytes=8, policy=policy, store=store)
 
     def addresses(struct: Struct) -> list[Any]:
@@ -239,7 +239,7 @@ def test_what_a_subclass_writes_in_python_is_called() -> None:
     calls = []
 
     class Watched(LRU):
-        """LRU that says what it is asked."""
+        """LRU that records its calls of `replace`."""
 
         def access(self, slots: SlotArray, reused: BoolArray) -> None:
             calls.append("access")
@@ -250,7 +250,7 @@ def test_what_a_subclass_writes_in_python_is_called() -> None:
             super().replace(keys, slots, num_free, protected)
 
     class Listening(LRU):
-        """LRU that hears of everything."""
+        """LRU that records all its calls."""
 
         def observe(self, path: Keys, slots: SlotArray, start: int, on_device: int) -> None:
             calls.append("observe")
@@ -287,10 +287,10 @@ def test_memory_of_a_plan_is_for_as_many_blocks_as_it_has(count: int) -> None:
 
 
 def test_a_policy_may_make_itself_a_new_state_when_it_is_reset() -> None:
-    """Kernels then have the address of the new one."""
+    """Kernels then have the address of the new state."""
 
     class Renewed(LRU):
-        """LRU that forgets by beginning anew."""
+        """LRU whose reset creates a new state."""
 
         def reset(self) -> None:
             self.state = LRU(self.index).state

@@ -1,4 +1,4 @@
-"""What Hazard learns from, part by part: kernels that are compiled for each test run, so never stale."""
+"""The data structures of Hazard as separate kernels, compiled for each test run."""
 
 from __future__ import annotations
 
@@ -62,41 +62,41 @@ def _take_in(of: ShadowLRU, positions: ReadI32Array) -> None:
 
 
 def remember(of: History, path: Keys, now: int, start: int = 0) -> list[int]:
-    """A request uses the blocks of `path` from `start` on: the class of each."""
+    """Observe a request that uses the blocks of `path` from `start` on; return the class of each."""
     classes = np.empty(len(path) - start, np.int32)
     _remember(of.memory, path.words, start, now, classes)
     return classes.tolist()
 
 
 def classify(of: History, keys: Keys, now: int) -> list[tuple[int, int]]:
-    """The class of each key, and the time of its last use."""
+    """Return class and last use of each key."""
     classes, last = np.empty(len(keys), np.int32), np.empty(len(keys), np.int64)
     _classify(of.memory, keys.words, now, classes, last)
     return list(zip(classes.tolist(), last.tolist(), strict=True))
 
 
 def live(of: Lifetimes, path: Keys, now: int, block_class: int = 0, on_device: int = 0) -> None:
-    """A request uses blocks that have this class, and what follows from it where that is due."""
+    """Record uses of blocks of this class, and evaluate if due."""
     _live(of.memory, path.words, now, np.full(len(path), block_class, np.int32), on_device)
     if now >= of.next_evaluation:
         of.evaluate(now)
 
 
 def live_after(of: Lifetimes, path: Keys, now: int, block_class: int) -> None:
-    """A request that used these blocks has ended, and they have this class."""
+    """Record the end of a request that used these blocks, which now have this class."""
     _live_after(of.memory, path.words, now, block_class)
 
 
 def compare(
     of: ShadowLRU, positions: list[int], held: list[bool], on_device: int = 0, is_victim_tier: bool = False
 ) -> None:
-    """A request uses the keys at these positions; `held` are those that the owner has."""
+    """Compare a request's keys at these positions; `held` marks the blocks that the policy holds."""
     of_keys = np.array(positions, np.int32)
     _compare(of.memory, of_keys, np.array(held, np.bool_), on_device, is_victim_tier)
 
 
 def take_in(of: ShadowLRU, positions: list[int]) -> None:
-    """The device drops the blocks of these keys."""
+    """Insert the blocks of these keys, which the device drops."""
     _take_in(of.memory, np.array(positions, np.int32))
 
 
@@ -106,5 +106,5 @@ def _keep_promise(own: State) -> None:
 
 
 def keep_promise(own: State) -> None:
-    """Decide whether LRU decides."""
+    """Update whether LRU decides."""
     _keep_promise(own.memory)

@@ -1,4 +1,4 @@
-"""The helpers that kernels call, as kernels of their own: compiled for each test run, so never stale."""
+"""Inline helpers as separate kernels, compiled for each test run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _estimate(of: FrequencySketch, batch: ReadU64Matrix) -> int:
 
 
 def hash_of(key: bytes) -> int:
-    """The hash that the index has of a key."""
+    """Return the index's hash of a key."""
     return int(_hash(Keys.pack([key], len(key)).words)) % 2**64
 
 
@@ -104,5 +104,5 @@ def add(of: FrequencySketch, key: bytes) -> None:
 
 
 def estimate(of: FrequencySketch, key: bytes) -> int:
-    """How often a key was used."""
+    """Return the estimated uses of a key."""
     return int(_estimate(of.memory, Keys.pack([key], len(key)).words))

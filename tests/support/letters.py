@@ -1,4 +1,4 @@
-"""A manager whose keys are single letters: what the tests of the control plane speak in."""
+"""A manager whose keys are single letters, for tests of the control plane."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text(found: Iterable[bytes]) -> str:
 
 
 def begin_store(manager: OffloadingManager, letters: str, ctx: RequestContext | None = None) -> StorePlan:
-    """Offer blocks, which must not be refused."""
+    """Offer blocks; the manager must return a plan."""
     plan = manager.prepare_store(keys(letters), ctx)
     assert plan is not None
     audit(manager)
@@ -37,7 +37,7 @@ def begin_store(manager: OffloadingManager, letters: str, ctx: RequestContext | 
 
 
 def store(manager: OffloadingManager, letters: str, ctx: RequestContext | None = None) -> StorePlan:
-    """Offer blocks, and complete at once."""
+    """Store blocks."""
     plan = begin_store(manager, letters, ctx)
     manager.complete_store(plan)
     audit(manager)
@@ -49,7 +49,7 @@ def load(manager: OffloadingManager, letters: str, ctx: RequestContext | None = 
 
 
 def use(manager: OffloadingManager, letters: str) -> None:
-    """Each letter is the only block of a request: loaded if it is here, else stored."""
+    """Run a request for each letter, which loads the block if it is ready and stores it otherwise."""
     for letter in letters:
         ctx = manager.begin_request(letter)
         if manager.lookup(keys(letter), ctx).num_ready:
@@ -68,7 +68,7 @@ def letters_at(manager: OffloadingManager, slots: Sequence[int]) -> str:
 
 
 def readable(manager: OffloadingManager) -> str:
-    """What the events since the last call say, in order: +a became readable, -a left."""
+    """Return the events since the last call, in order: +a became readable, -a left."""
     return "".join(
         f"{'-' if event.removed else '+'}{key.decode()}"
         for event in manager.take_events()

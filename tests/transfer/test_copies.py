@@ -1,4 +1,4 @@
-"""Copies of blocks: against a naive loop, on every kind of device there is here."""
+"""Copies of blocks, compared with a naive loop, on every available kind of device."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ needs_cuda = pytest.mark.skipif(
 
 
 def numbered(num_blocks: int, block_bytes: int, seed: int = 0) -> np.ndarray:
-    """Blocks of random bytes, no two alike."""
+    """Create different blocks of random bytes."""
     return np.random.default_rng(seed).integers(0, 256, (num_blocks, block_bytes), np.uint8)
 
 
 def unaligned(num_blocks: int, block_bytes: int, offset: int, gap: int) -> np.ndarray:
-    """Zeroed blocks that start `offset` bytes after a cache line, `gap` bytes apart."""
+    """Create zeroed blocks that start `offset` bytes after a cache line, `gap` bytes apart."""
     memory = np.zeros(num_blocks * (block_bytes + gap) + 128, np.uint8)
     start = -memory.ctypes.data % 64 + offset
     stride = block_bytes + gap
@@ -187,7 +187,7 @@ def test_blocks_may_lie_apart_but_not_be_split():
 
 
 def round_trip(engine, block_bytes: int) -> None:
-    """Store scattered and neighbouring rows, load them to other rows, compare with a loop."""
+    """Store scattered and consecutive rows, load them to other rows, compare with a loop."""
     pool = np.zeros((8, block_bytes), np.uint8)
     rows, slots, back = np.array([4, 0, 1, 2]), np.array([6, 1, 2, 7]), np.array([3, 5, 0, 1])
     transfer = engine.store(rows, pool, slots)

@@ -1,4 +1,4 @@
-"""The CUDA engine on a fake runtime (`fake_cuda`), whose copies are early, late, or anything in between."""
+"""The CUDA engine on a fake runtime (`fake_cuda`), whose copies run early, late, or in between."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbered(num_blocks: int, block_bytes: int, seed: int = 0) -> Any:
 
 
 def paged(num_blocks: int, block_bytes: int) -> Any:
-    """A zeroed pool that shares no page with another one."""
+    """Create a zeroed pool that shares no page with another pool."""
     memory = np.zeros(num_blocks * block_bytes + 2 * PAGE, np.uint8)
     start = -memory.ctypes.data % PAGE
     return memory[start : start + num_blocks * block_bytes].reshape(num_blocks, block_bytes)
@@ -75,7 +75,7 @@ def test_blocks_are_stored_and_loaded(fake: Any, order: str | int, block_bytes: 
 
 @pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
 def test_all_is_done_on_the_tensors_device(fake: Any, block_bytes: int) -> None:
-    """The current device is another one: a call of the runtime there would make a context of half a GiB."""
+    """With another current device, a call of the runtime there would create a context of 0.5 GiB."""
     runtime = fake()
     there_and_back(runtime, paged(8, block_bytes), numbered(6, block_bytes))
     assert runtime.contexts == {3}
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_refused_before_anything_moves(fake: Any) -> None:
 
 
 def ways_to_clear(runtime: FakeCuda, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of the three ways to clear an error this runtime has."""
+    """Give the runtime one of the three ways to clear an error."""
     assert hasattr(runtime.runtime, "cudaGetLastError") == (way == "torch")
     library = SimpleNamespace(cudaGetLastError=runtime.take_last_error)
     monkeypatch.setattr(pinned, "_runtime_library", lambda: library if way == "library" else None)
@@ -210,7 +210,7 @@ def test_a_pool_that_is_not_pinned_goes_through_a_pinned_buffer(
 
 
 def there_and_back_beside(runtime: FakeCuda, pool: Any, blocks: Any) -> None:
-    """As `there_and_back`, where somebody else has pinned memory, and keeps it."""
+    """Run `there_and_back` beside memory that another owner has pinned and keeps."""
     others = dict(runtime.registered)
     engine, device = engine_on(runtime, blocks)
     rows, back = np.array([4, 0, 1, 2]), np.array([3, 5, 0, 1])
@@ -239,7 +239,7 @@ def test_without_any_pinned_memory_copies_wait_on_the_host(
 @pytest.mark.parametrize("first", ["part", "whole"])
 @pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
 def test_views_of_one_pool_may_overlap(fake: Any, first: str, block_bytes: int) -> None:
-    """A copy across the end of what is pinned would be an error."""
+    """A copy across the end of a pinned range would be an error."""
     runtime, whole, blocks = fake(LATE), paged(8, block_bytes), numbered(8, block_bytes)
     engine, device = engine_on(runtime, blocks)
     views = [whole[:3], whole] if first == "part" else [whole, whole[:3]]

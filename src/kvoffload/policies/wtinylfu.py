@@ -195,8 +195,7 @@ def _main_has_room(own: State) -> bool:
 
 @inline
 def _defender(own: State, cache: Cache, path: Path) -> int:
-    """Return the coldest evictable block on probation, else the coldest evictable protected one, or ABSENT.
-    """
+    """Return the coldest evictable block on probation, else the coldest protected one, or ABSENT."""
     slot = next_victim(cache, path, own.lists, PROBATION)
     return slot if slot != ABSENT else next_victim(cache, path, own.lists, PROTECTED)
 

@@ -1,6 +1,5 @@
-"""Naive twins: a simple O(n) version of every fast structure, policy and rule.
+"""Naive twins: a simple O(n) version of every fast structure, policy and rule, with lists and dicts.
 
-Each twin shows in plain Python, with lists and dicts, what its fast counterpart must do. Property tests make
-the same calls to both and compare every decision; to learn *what* a kernel does, read its twin first. The
-policies serve a whole manager: ``OffloadingManager(policy=NaiveARC)``.
+Property tests make the same calls to twin and counterpart and compare every decision. To understand a kernel,
+read its twin first. The policies serve a whole manager: ``OffloadingManager(policy=NaiveARC)``.
 """

@@ -34,12 +34,12 @@ class NaiveARC(BlockwisePolicy):
         self._enters_t2 = False
 
     def hit(self, slot: int) -> None:
-        """Case I: the block becomes the most recent of T2."""
+        """Make the block the most recent of T2 (case I)."""
         home = self.t1 if slot in self.t1 else self.t2
         self.t2[slot] = home.pop(slot)
 
     def refresh(self, slot: int) -> None:
-        """The block becomes the most recent of the list that it is in."""
+        """Make the block the most recent of its list."""
         home = self.t1 if slot in self.t1 else self.t2
         home[slot] = home.pop(slot)
 
@@ -68,7 +68,7 @@ class NaiveARC(BlockwisePolicy):
         raise PolicyError(f"no block may leave for {key.hex()}")
 
     def _learn(self, key: bytes) -> bool:
-        """Cases II, III and IV up to REPLACE; whether a block that leaves for `key` becomes a ghost."""
+        """Run cases II, III and IV up to REPLACE; return whether the victim for `key` becomes a ghost."""
         c = self.capacity_blocks
         self._enters_t2 = key in self.b1 or key in self.b2
         if key in self.b1:  # Case II
@@ -101,5 +101,5 @@ class NaiveARC(BlockwisePolicy):
         return [*self.t1, *self.t2]
 
     def lists(self) -> tuple[list[int], list[int], list[bytes], list[bytes]]:
-        """Slots of T1 and T2, keys of B1 and B2, each most recent first."""
+        """Return slots of T1 and T2 and keys of B1 and B2, each most recent first."""
         return [*self.t1][::-1], [*self.t2][::-1], self.b1[::-1], self.b2[::-1]

@@ -1,4 +1,4 @@
-"""What the twins of policies share."""
+"""A helper of several twins."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from kvoffload.core.protection import Protected
 
 
 def first_unprotected(slots: Iterable[int], protected: Protected) -> int | None:
-    """The first of `slots` that may leave, or None."""
+    """Return the first unprotected slot, or None."""
     return next((slot for slot in slots if slot not in protected), None)

@@ -19,7 +19,7 @@ class NaiveFIFO(BlockwisePolicy):
         self.slots: list[int] = []
 
     def hit(self, slot: int) -> None:
-        """Nothing moves."""
+        """Do nothing."""
 
     def insert(self, slot: int, key: bytes) -> None:
         self.slots.append(slot)

@@ -16,7 +16,7 @@ from support.naive.choice import first_unprotected
 
 @dataclass
 class Block:
-    """What GDSF knows of a resident block."""
+    """A resident block of GDSF."""
 
     cost: float
     frequency: float = 1.0
@@ -73,5 +73,5 @@ class NaiveGDSF(BlockwisePolicy):
         return sorted(self.blocks, key=lambda slot: (self.blocks[slot].rank, self.blocks[slot].used_at))
 
     def ranks(self) -> list[tuple[int, float, float]]:
-        """Slot, frequency and H of every block, the least H first."""
+        """Return slot, frequency and H of every block, in ascending order of H."""
         return [(slot, self.blocks[slot].frequency, self.blocks[slot].rank) for slot in self.order()]

@@ -29,7 +29,7 @@ NUM_KINDS, ENDED = history.NUM_KINDS, history.ENDED
 
 @dataclass
 class Known:
-    """What the history has of a key; a gap below 0 is not known."""
+    """An entry of the history; a negative gap is unknown."""
 
     count: int
     gap: float
@@ -39,8 +39,8 @@ class Known:
 
 @dataclass
 class Sampled:
-    """A life in the table: its class, when it began, and the bucket of ages that it has lived to see; whether
-    it has stopped there, because a request waits for the block."""
+    """A life in the table: its class, its begin, the age bucket that it has reached, and True if it has
+    stopped there, because a waiting request expects the block."""
 
     block_class: int
     began: int
@@ -50,7 +50,7 @@ class Sampled:
 
 @dataclass
 class Block:
-    """A block in the order: its class, its last use, and the run that it was put in order with."""
+    """A block in the order: its class, its last use, and its run."""
 
     block_class: int
     last: int
@@ -166,7 +166,7 @@ class NaiveHazard(EvictionPolicy):
             self.shadow.store([key for key in keys if key in self.shadow.keys])
 
     def _reclass(self, slot: int, block_class: int) -> None:
-        """A block here, if it is one, is used."""
+        """Record a use of the block in `slot`, if it is ordered."""
         block = self.blocks.get(slot)
         if block is not None:
             self.classes[block.block_class].remove(slot)
@@ -183,7 +183,7 @@ class NaiveHazard(EvictionPolicy):
 
     @property
     def is_lru(self) -> bool:
-        """Whether LRU decides at the moment."""
+        """Return whether LRU decides."""
         known = self.warm_up * self.oldest_victim
         if self.is_victim_tier:
             known = max(known, hazard._VICTIM_TURNS * self.warm_up * self.capacity_blocks)
@@ -192,7 +192,7 @@ class NaiveHazard(EvictionPolicy):
     # ---- the history
 
     def _begin(self, path: list[bytes], start: int) -> None:
-        """A request is about to use the blocks of `path` from `start` on: the gap that new ones take."""
+        """Begin a request that uses the blocks of `path` from `start` on: compute the gap of new blocks."""
         keys = path[start : start + self.max_keys]
         leading = [*takewhile(self.history.__contains__, keys)]
         self.inherited = -1.0
@@ -213,7 +213,7 @@ class NaiveHazard(EvictionPolicy):
         return known
 
     def _gap_now(self, known: Known) -> float:
-        """The moving average of the gaps of a key that is used now."""
+        """Return the moving average of the gaps of a key that is used now."""
         octaves = _octaves(self.now - known.last + self.gap_unit) - _octaves(self.gap_unit)
         if known.gap < 0.0 or known.count < 2:
             return octaves
@@ -239,7 +239,7 @@ class NaiveHazard(EvictionPolicy):
                 self.exposed[life.block_class][life.age] += 1.0
 
     def _live(self, lives: dict[bytes, Sampled], key: bytes, block_class: int) -> None:
-        """A life begins now, if the key is sampled."""
+        """Begin a life, if the key is sampled."""
         if hash_of(key) % self.sampled_one_in:
             return
         if key not in lives and len(lives) == self.sample_capacity:
@@ -249,7 +249,7 @@ class NaiveHazard(EvictionPolicy):
         self.exposed[block_class][0] += 1.0
 
     def _evaluate(self) -> None:
-        """Evaluate the life table: the chance of a reuse in each class and bucket of ages."""
+        """Evaluate the life table: the chance of a reuse for each class and age bucket."""
         half_life = max(self.half_life, 4 * self.capacity_blocks)
         faded = math.pow(0.5, (self.now - self.evaluated) / half_life)
         for table in (self.reused, self.exposed):
@@ -265,7 +265,7 @@ class NaiveHazard(EvictionPolicy):
         self.next_evaluation = self.now + min(max(self.now // 8, 64), 16384)
 
     def _pooled(self, members: range, age: int, prior: float, usual: float) -> tuple[float, float]:
-        """Evidence of some classes, and that of a larger group as a prior."""
+        """Return the evidence of some classes, with a larger group as the prior."""
         reused, exposed = prior * usual, prior
         for each, rows in self.evidence.items():
             if each in members:
@@ -274,7 +274,7 @@ class NaiveHazard(EvictionPolicy):
         return reused, exposed
 
     def chance(self, block_class: int, age: int) -> float:
-        """The chance of a reuse in a bucket of ages, for a class, as of the last evaluation."""
+        """Return the chance of a reuse in an age bucket, for a class, as of the last evaluation."""
         if (block_class, age) not in self.chances:
             prior, size = lifetimes._PRIOR_WEIGHT, NUM_GAP_CLASSES * NUM_KINDS
             reused, exposed = 0.5, 1.5
@@ -293,7 +293,9 @@ class NaiveHazard(EvictionPolicy):
         return self.chances[block_class, age]
 
     def worth(self, block_class: int, age: int) -> float:
-        """The Gittins index of a class at the start of a bucket: the best, over all times to stop."""
+        """Return the Gittins index of a class at the start of an age bucket: the maximum over all holding
+        times.
+        """
         if (block_class, age) not in self.worths:
             alive, hits, slot_time = 1.0, 0.0, lifetimes._ENTERING * self.capacity_blocks
             best_hits, best_time = 0.0, 1.0
@@ -310,7 +312,7 @@ class NaiveHazard(EvictionPolicy):
         return self.worths[block_class, age]
 
     def worth_of(self, block: Block) -> float:
-        """The worth of a block now: linear between the starts of two buckets."""
+        """Return the current worth of a block, interpolated between the starts of two buckets."""
         age = max(self.now - block.last, 0)
         bucket = max(b for b in range(NUM_AGES) if self.bounds[b] <= age)
         if bucket == NUM_AGES - 1:
@@ -358,7 +360,7 @@ class NaiveHazard(EvictionPolicy):
     def _replace_prefix(
         self, keys: Keys, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
     ) -> list[int]:
-        """Each block asks for room, the head first; after the first refusal all are refused."""
+        """Choose victims, head first; after the first refusal all blocks are refused."""
         for row in range(num_free, len(arriving)):
             victim = self._victim(arriving[row], protected, protected.expects(keys[row]))
             if victim is None:
@@ -371,7 +373,7 @@ class NaiveHazard(EvictionPolicy):
     def _replace_one_by_one(
         self, keys: Keys, arriving: list[Block], slots: SlotArray, num_free: int, protected: Protected
     ) -> list[int]:
-        """Each block asks for room, the tail first, and may leave again for one that comes after it."""
+        """Choose victims, tail first; a new block may be replaced by a later one."""
         entered: dict[int, int] = {}
         self._first_rows(0)
         for row in reversed(range(num_free, len(arriving))):
@@ -388,7 +390,9 @@ class NaiveHazard(EvictionPolicy):
         return [*range(num_free)]
 
     def _victim(self, arrival: Block, protected: Protected, is_expected: bool) -> int | None:
-        """The victim for a new block; None if no block is worth less, and nobody waits for the new one."""
+        """Return the victim for a new block; None if no block is worth less, and no request expects the new
+        one.
+        """
         candidates = []
         for members in self.classes:
             slot = first_unprotected(members, protected)
@@ -439,12 +443,12 @@ class NaiveHazard(EvictionPolicy):
         return slot
 
     def _first_rows(self, count: int) -> list[int]:
-        """The first rows of a batch, which join the order from the last to the first in runs of their own."""
+        """Add the first rows of a batch to the order, from last to first, in new runs."""
         self._run, self._run_time = -1, -1
         return [*range(count)]
 
     def _enter_in_run(self, slot: int, block: Block) -> None:
-        """Neighbours in a batch with equal times of use are a run."""
+        """Neighbours in a batch with equal last uses form a run."""
         if self._run < 0 or block.last != self._run_time:
             self._run, self._run_time = self._new_run(), block.last
         self._enter(slot, Block(block.block_class, block.last, self._run))

@@ -24,7 +24,7 @@ class NaiveLFU(BlockwisePolicy):
         self.counts[slot] = min(self.counts.pop(slot) + 1, self.max_count)
 
     def refresh(self, slot: int) -> None:
-        """The block becomes the most recent of those with its count."""
+        """Make the block the most recent of the blocks with its count."""
         self.counts[slot] = self.counts.pop(slot)
 
     def insert(self, slot: int, key: bytes) -> None:

@@ -45,7 +45,7 @@ class NaiveLIRS(BlockwisePolicy):
             self.refresh(slot)
 
     def refresh(self, slot: int) -> None:
-        """The block goes to the top of S, and to the end of Q if it is HIR."""
+        """Move the block to the top of S, and, if it is HIR, to the end of Q."""
         home = self.lir if slot in self.lir else self.queue
         home[slot] = home.pop(slot)
         self._to_top(slot)
@@ -123,5 +123,5 @@ class NaiveLIRS(BlockwisePolicy):
         return [*self.queue, *self.lir]
 
     def lists(self) -> tuple[list[bytes], list[int], list[int], list[bytes]]:
-        """Keys in S, slots of the LIR blocks and in Q, keys of blocks that have left; the latest first."""
+        """Return keys in S, slots of LIR blocks and of Q, and ghosts, most recent first."""
         return self.stack[::-1], [*self.lir][::-1], [*self.queue][::-1], self.gone[::-1]

@@ -39,5 +39,5 @@ class NaiveReuse(Admission):
         self.counts.clear()
 
     def tracked(self) -> dict[bytes, int]:
-        """Every tracked key with its count, most recent first."""
+        """Return every tracked key with its count, most recent first."""
         return dict(self.counts)

@@ -47,7 +47,7 @@ class NaiveS3FIFO(BlockwisePolicy):
         self.counts[slot] = min(self.counts[slot] + 1, MAX_COUNT)
 
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        """Each block chooses its queue when its turn comes; they join together, the head last."""
+        """Choose each block's queue in turn; the blocks join together, the head last."""
         self.is_victim_tier = not protected.one_prefix
         self._spares = self.patience
         self._joins_main.clear()
@@ -111,6 +111,6 @@ class NaiveS3FIFO(BlockwisePolicy):
         return [*self.small, *self.main]
 
     def queues(self) -> tuple[list[int], list[int], list[bytes], dict[int, int]]:
-        """Slots of S and M, keys of G, each the newest first; counts by slot."""
+        """Return slots of S and M and keys of G, newest first, and counts by slot."""
         small, main = [*self.small][::-1], [*self.main][::-1]
         return small, main, self.ghosts[::-1], {slot: self.counts[slot] for slot in small + main}

@@ -20,22 +20,22 @@ class NaiveShadow:
         self.lead = 0.0
 
     def judge(self, in_lru: list[bool], held: list[bool]) -> None:
-        """Which of the blocks that a request has asked for LRU had, and which the owner."""
+        """Compare the requested blocks that LRU held with the blocks that the policy held."""
         self.lead += len([*takewhile(bool, in_lru)]) - len([*takewhile(bool, held)])
 
     def store(self, keys: list[bytes]) -> None:
-        """These blocks become the most recent, the first most of all."""
+        """Make these blocks the most recent, the first block foremost."""
         self.forget(keys)
         self.keys += keys[::-1]
         del self.keys[: max(0, len(self.keys) - self.capacity)]
 
     def forget(self, keys: list[bytes]) -> None:
-        """These blocks are not in it any more, if they were."""
+        """Remove these blocks, if present."""
         self.keys = [key for key in self.keys if key not in keys]
 
 
 def hash_of(key: bytes) -> int:
-    """`structures.index.hash_row`."""
+    """Return the hash of `structures.index.hash_row`."""
     h = 0x9E3779B97F4A7C15
     for start in range(0, len(key), 8):
         h = (h ^ int.from_bytes(key[start : start + 8], "little")) * 0xFF51AFD7ED558CCD & _WORD

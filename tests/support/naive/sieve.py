@@ -36,7 +36,7 @@ class NaiveSIEVE(BlockwisePolicy):
         self.visited.add(slot)
 
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        """The batch joins the queue as a whole, after its last victim."""
+        """Add the batch to the queue as a whole, after its last victim."""
         self._spares = self.patience
         for row in range(num_free, len(keys)):
             slots[row] = self.victim(keys[row], protected)
@@ -73,7 +73,7 @@ class NaiveSIEVE(BlockwisePolicy):
         return list(self.queue)
 
     def marks(self) -> tuple[int | None, list[int]]:
-        """Slot where the hand rests, None for the oldest; visited slots, in ascending order."""
+        """Return the slot under the hand, None for the oldest, and visited slots in ascending order."""
         return self.hand, sorted(self.visited)
 
     def _newer(self, slot: int) -> int | None:

@@ -32,7 +32,7 @@ class NaiveSketch:
         self.to_halve: list[int] = []
 
     def estimate(self, key: bytes) -> int:
-        """How often `key` was used recently."""
+        """Return the estimated recent uses of `key`."""
         line, places = self._places(key)
         return min(line[row][place] for row, place in enumerate(places))
 
@@ -52,7 +52,7 @@ class NaiveSketch:
             self.lines[number] = [[count // 2 for count in row] for row in self.lines[number]]
 
     def _places(self, key: bytes) -> tuple[list[list[int]], list[int]]:
-        """The key's line, and its counter in each row."""
+        """Return the key's line, and its counter in each row."""
         h = hash_of(key)
         line = self.lines[(h >> 32) * self.num_lines >> 32]
         return line, [h >> 5 * row & COUNTERS_PER_ROW - 1 for row in range(ROWS)]

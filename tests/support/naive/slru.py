@@ -28,7 +28,7 @@ class NaiveSLRU(BlockwisePolicy):
             self.probation.append(self.proven.pop(0))
 
     def refresh(self, slot: int) -> None:
-        """The block becomes the most recent of the list that it is in."""
+        """Make the block the most recent of its list."""
         home = self._home(slot)
         home.remove(slot)
         home.append(slot)

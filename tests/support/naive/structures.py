@@ -12,7 +12,7 @@ class NaiveIndex:
         self.positions: dict[bytes, int] = {}
 
     def find(self, key: bytes) -> int:
-        """Position of `key`, or ABSENT."""
+        """Return the position of `key`, or ABSENT."""
         return self.positions.get(key, ABSENT)
 
     def insert(self, key: bytes, position: int) -> None:

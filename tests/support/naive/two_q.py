@@ -96,5 +96,5 @@ class NaiveTwoQ(BlockwisePolicy):
         return [*self.a1in, *self.am]
 
     def lists(self) -> tuple[list[int], list[int], list[bytes]]:
-        """Slots of A1in and Am, keys of A1out, each most recent first."""
+        """Return slots of A1in and Am and keys of A1out, each most recent first."""
         return [*self.a1in][::-1], [*self.am][::-1], self.a1out[::-1]

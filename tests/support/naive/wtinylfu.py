@@ -121,5 +121,5 @@ class NaiveWTinyLFU(BlockwisePolicy):
         return [*self.window, *self.probation, *self.protected]
 
     def lists(self) -> tuple[list[int], list[int], list[int]]:
-        """Slots of window, probation and protected, each most recent first."""
+        """Return the slots of window, probation and protected, each most recent first."""
         return [*self.window][::-1], [*self.probation][::-1], [*self.protected][::-1]
