@@ -1,8 +1,8 @@
 """A policy in forty lines: LRU in which new blocks of long prompts age faster.
 
-Chat traffic mixes conversations, which return, and long one-off prompts, which do not. In recorded traffic 80
-% of prompts of one or two blocks are used again, and 33 % of prompts of 64 or more. So a new block ages
-faster the longer its prompt was. A block that was used again ages as in LRU.
+Chat traffic mixes conversations, which return, and long one-off prompts, which do not. In recorded traffic
+four in five prompts of one or two blocks are used again, and one in three prompts of 64 blocks or more. So a
+new block ages faster the longer its prompt was. A block that was used again ages as in LRU.
 
     kvoffload replay chat --policy examples/my_policy.py:MyPolicy
 """

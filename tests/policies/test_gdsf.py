@@ -11,14 +11,14 @@ from kvoffload.policies.gdsf import GDSF
 from kvoffload.testing.audit import audit
 from support.letters import begin_store, keys, letters_at, load, make, store, use
 from support.naive.gdsf import NaiveGDSF
-from support.twin_scripts import gdsf_ranks
+from support.policy_state import lists_of
 
 
 def state(manager: OffloadingManager) -> tuple[str, list[float], float]:
     """Return the blocks and their H in ascending order, and L."""
     audit(manager)
     policy: Any = manager.policy
-    ranks = gdsf_ranks(policy)
+    ranks = lists_of(policy)
     letters = letters_at(manager, [slot for slot, _, _ in ranks])
     return letters, [round(h, 6) for _, _, h in ranks], policy.stats()["inflation"]
 

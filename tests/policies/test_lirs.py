@@ -12,13 +12,14 @@ from kvoffload.policies.lirs import LIRS
 from kvoffload.testing.audit import audit
 from support.letters import begin_store, keys, letters_at, load, make, store, text, use
 from support.naive.lirs import NaiveLIRS
+from support.policy_state import lists_of
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str, str]:
     """Return stack S, the LIR blocks, Q, and the ghosts, most recent first."""
     audit(manager)
     policy: Any = manager.policy
-    stack, lir, queue, gone = policy.lists()
+    stack, lir, queue, gone = lists_of(policy)
     return text(stack), letters_at(manager, lir), letters_at(manager, queue), text(gone)
 
 

@@ -12,6 +12,7 @@ from kvoffload.policies.s3fifo import S3FIFO
 from kvoffload.testing.audit import audit
 from support.letters import begin_store, keys, letters_at, load, make, store, text, use
 from support.naive.s3fifo import NaiveS3FIFO
+from support.policy_state import lists_of
 
 
 @pytest.fixture(params=[S3FIFO, NaiveS3FIFO])
@@ -24,7 +25,7 @@ def state(manager: OffloadingManager) -> tuple[str, str, str]:
     """Return S and M with the counts of used blocks, and G, each oldest first."""
     audit(manager)
     policy: Any = manager.policy
-    small, main, ghosts, counts = policy.queues()
+    small, main, ghosts, counts = lists_of(policy)
 
     def told(slots: list[int]) -> str:
         return "".join(letters_at(manager, [s]) + str(counts[s] or "") for s in reversed(slots))

@@ -12,6 +12,7 @@ from kvoffload.policies.sieve import SIEVE
 from kvoffload.testing.audit import audit
 from support.letters import begin_store, keys, letters_at, load, make, store, text, use
 from support.naive.sieve import NaiveSIEVE
+from support.policy_state import lists_of
 
 
 @pytest.fixture(params=[SIEVE, NaiveSIEVE])
@@ -24,7 +25,7 @@ def state(manager: OffloadingManager) -> str:
     """Return the queue, oldest first, with visited blocks as capitals and ``>`` before the hand's block."""
     audit(manager)
     policy: Any = manager.policy
-    hand, visited = policy.marks()
+    hand, visited = lists_of(policy)
     assert policy.stats()["visited_blocks"] == len(visited)
     queue = ""
     for slot in policy.order():

@@ -12,13 +12,14 @@ from kvoffload.policies._2q import TwoQ
 from kvoffload.testing.audit import audit
 from support.letters import begin_store, keys, letters_at, load, make, store, text, use
 from support.naive.two_q import NaiveTwoQ
+from support.policy_state import lists_of
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str]:
     """Return A1in, Am, A1out, each most recent first."""
     audit(manager)
     policy: Any = manager.policy
-    a1in, am, a1out = policy.lists()
+    a1in, am, a1out = lists_of(policy)
     return letters_at(manager, a1in), letters_at(manager, am), text(a1out)
 
 

@@ -12,13 +12,14 @@ from kvoffload.policies.wtinylfu import WTinyLFU
 from kvoffload.testing.audit import audit
 from support.letters import begin_store, keys, letters_at, load, make, store, use
 from support.naive.wtinylfu import NaiveWTinyLFU
+from support.policy_state import lists_of
 
 
 def state(manager: OffloadingManager) -> tuple[str, str, str]:
     """Return window, probation, protected, each most recent first."""
     audit(manager)
     policy: Any = manager.policy
-    window, probation, protected = policy.lists()
+    window, probation, protected = lists_of(policy)
     return letters_at(manager, window), letters_at(manager, probation), letters_at(manager, protected)
 
 

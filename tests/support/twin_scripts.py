@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES, EvictionPolicy
-from kvoffload.policies.gdsf import FREQUENCY
-from kvoffload.structures.heap import RANK
+from kvoffload.policies.s3fifo import S3FIFO
 from kvoffload.structures.index import ABSENT
 from kvoffload.testing.audit import audit
 from support.naive.arc import NaiveARC
@@ -21,6 +20,7 @@ from support.naive.sieve import NaiveSIEVE
 from support.naive.slru import NaiveSLRU
 from support.naive.two_q import NaiveTwoQ
 from support.naive.wtinylfu import NaiveWTinyLFU
+from support.policy_state import lists_of
 
 
 class Pair(NamedTuple):
@@ -58,21 +58,10 @@ def inside(manager: OffloadingManager) -> list[Any]:
     """Return the reported state of a policy or its twin, after an audit."""
     audit(manager)
     policy: Any = manager.policy
-    state: list[Any] = [policy.order(), policy.stats()]
-    state += [getattr(policy, name)() for name in ("lists", "marks", "queues") if hasattr(policy, name)]
-    if "inflation" in policy.stats():
-        state.append(gdsf_ranks(policy))
-    if hasattr(policy, "queues"):
-        ghosts, index = policy.queues()[2], manager.index
+    lists = lists_of(policy)
+    if isinstance(policy, (S3FIFO, NaiveS3FIFO)):
+        ghosts, index = lists[2], manager.index
         assert len(set(ghosts)) == len(ghosts) <= max(1, manager.capacity_blocks - 1)
         both = [key for key in ghosts if index.position_of(key) != ABSENT]
         assert not both, f"keys are resident and ghosts: {both}"
-    return state
-
-
-def gdsf_ranks(policy: Any) -> list[tuple[int, float, float]]:
-    """Return slot, frequency and H of every block of GDSF or its twin, in ascending order of H."""
-    if isinstance(policy, NaiveGDSF):
-        return policy.ranks()
-    heap, weights = policy.state.heap, policy.state.weights
-    return [(slot, float(weights[slot, FREQUENCY]), float(heap.order[slot, RANK])) for slot in heap.members()]
+    return [policy.order(), policy.stats(), lists]

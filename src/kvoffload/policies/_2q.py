@@ -101,11 +101,6 @@ class TwoQ(CompiledPolicy):
     def order(self) -> list[int]:
         return self.state.lists.members(A1IN)[::-1] + self.state.lists.members(AM)[::-1]
 
-    def lists(self) -> tuple[list[int], list[int], list[bytes]]:
-        """Slots of A1in and Am, keys of A1out, each most recent first. Cost: O(blocks), for tests."""
-        lists = self.state.lists
-        return lists.members(A1IN), lists.members(AM), self.state.a1out.members(A1OUT)
-
 
 @TwoQ.compiled
 def access(own: State, used: Used) -> None:

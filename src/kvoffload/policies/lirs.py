@@ -123,20 +123,6 @@ class LIRS(CompiledPolicy):
     def order(self) -> list[int]:
         return self.state.lists.members(QUEUE)[::-1] + self.state.lists.members(LIR)[::-1]
 
-    def lists(self) -> tuple[list[bytes], list[int], list[int], list[bytes]]:
-        """Return the keys in S, the slots of LIR blocks and of Q, and the ghosts; most recent first.
-
-        Cost: O(blocks), for tests.
-        """
-        state, gone = self.state, self.state.gone
-        lir, queue = state.lists.members(LIR), state.lists.members(QUEUE)
-        used_at = {self.index.key_at(slot): int(state.used_at[slot]) for slot in lir + queue}
-        for position in gone.lists.members(GONE):
-            used_at[gone.index.key_at(position)] = int(state.gone_used_at[position])
-        bottom = int(state.used_at[lir[-1]]) if lir else NO_BOTTOM
-        in_stack = sorted((key for key in used_at if used_at[key] >= bottom), key=lambda key: -used_at[key])
-        return in_stack, lir, queue, gone.members(GONE)
-
 
 @inline
 def _bottom(own: State) -> int:

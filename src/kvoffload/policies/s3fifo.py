@@ -121,16 +121,6 @@ class S3FIFO(CompiledPolicy):
     def order(self) -> list[int]:
         return self.state.queues.members(SMALL)[::-1] + self.state.queues.members(MAIN)[::-1]
 
-    def queues(self) -> tuple[list[int], list[int], list[bytes], dict[int, int]]:
-        """Return slots of S and M and keys of G, newest first, and counts by slot.
-
-        Cost: O(blocks), for tests.
-        """
-        state = self.state
-        small, main = state.queues.members(SMALL), state.queues.members(MAIN)
-        counts = {slot: int(state.counts[slot]) for slot in small + main}
-        return small, main, state.ghosts.members(GHOSTS), counts
-
 
 @S3FIFO.compiled
 def access(own: State, used: Used) -> None:

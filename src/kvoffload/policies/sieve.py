@@ -95,14 +95,6 @@ class SIEVE(CompiledPolicy):
     def order(self) -> list[int]:
         return self.state.queue.members(0)[::-1]
 
-    def marks(self) -> tuple[int | None, list[int]]:
-        """Return the slot under the hand, None for the oldest, and visited slots.
-
-        Cost: O(blocks), for tests.
-        """
-        hand = self.state.hand
-        return None if hand == ABSENT else hand, np.flatnonzero(self.state.visited).tolist()
-
 
 @SIEVE.compiled
 def access(own: State, used: Used) -> None:

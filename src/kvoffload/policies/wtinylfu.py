@@ -120,14 +120,6 @@ class WTinyLFU(CompiledPolicy):
     def order(self) -> list[int]:
         return [slot for segment in _SEGMENTS for slot in self.state.lists.members(segment)[::-1]]
 
-    def lists(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the slots of window, probation and protected, most recent first.
-
-        Cost: O(blocks), for tests.
-        """
-        window, probation, protected = (self.state.lists.members(segment) for segment in _SEGMENTS)
-        return window, probation, protected
-
 
 @inline
 def _prefetch_used(own: State, used: Used) -> None:
