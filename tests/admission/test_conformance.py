@@ -84,12 +84,12 @@ class IsOffByOne(Faulty):
 
 
 FAULTS: list[tuple[type[Any], str, str]] = [
-    (CountsQuestions, "test_it_answers_for_each_block_and_admits_a_length", "a question changed the rule"),
+    (CountsQuestions, "test_it_answers_for_each_block_and_admits_a_length", "admit\\(\\) changed the rule"),
     (AnswersForAll, "test_it_answers_for_each_block_and_admits_a_length", "admit returns"),
     (LeadsFromTheEnd, "test_it_answers_for_each_block_and_admits_a_length", "leading returns"),
     (NeverForgets, "test_memory_is_bounded", "grows for ever"),
-    (RemembersAcrossReset, "test_reset_forgets_everything", "it remembers"),
-    (SharesItsCounts, "test_it_admits_the_same_again", "had other answers"),
+    (RemembersAcrossReset, "test_reset_forgets_everything", "kept counts"),
+    (SharesItsCounts, "test_it_admits_the_same_again", "gave other answers"),
     (IsOffByOne, "test_it_admits_as_its_twin", "the twin differs"),
 ]
 

@@ -29,6 +29,7 @@ from support.letters import HIT, MISS, keys, load, make, states, store, text, us
 from support.naive.hazard import NaiveHazard
 from support.naive.lru import NaiveLRU
 from support.run_cli import kvoffload
+from support.small_hazard import HazardOfFewKeys
 
 BUILTIN = [name for name in POLICIES.names() if ":" not in name]
 
@@ -200,12 +201,12 @@ def test_a_policy_hears_once_of_each_block_that_is_expected() -> None:
 
 
 def test_hazard_learns_when_a_block_is_expected_and_not_when_it_is_served() -> None:
-    class Sure(Hazard):
+    class Sampling(HazardOfFewKeys):
         sample_capacity = 64
 
     learnt = []
     for has_queue in (False, True):
-        manager = make(Sure, 64)
+        manager = make(Sampling, 64)
         lives = cast(Hazard, manager.policy).lifetimes
         use(manager, path := "abcdefgh")
         waiting = wait(manager, path) if has_queue else manager.begin_request(path, keys(path))
@@ -231,9 +232,9 @@ def test_memory_is_bounded() -> None:
 
 def test_who_never_waits_costs_no_memory() -> None:
     manager = make("lru", 64)
-    assert len(manager._state.expected.counts) == 0
+    assert len(manager.store_mode.cache.expected.counts) == 0
     ctx = wait(manager, "ab")
-    assert len(manager._state.expected.counts) == most_expected(64)
+    assert len(manager.store_mode.cache.expected.counts) == most_expected(64)
     assert num_expected(manager) == 2
     manager.withdraw(ctx)
     assert num_expected(manager) == 0

@@ -220,7 +220,7 @@ def test_addresses_stay_what_they_are(policy: str, store: str) -> None:
         ]
 
     def all_of_them() -> list[Any]:
-        state = manager._state
+        state = manager.store_mode.cache
         return [addresses(state), addresses(manager.policy.state), state.policy, manager.policy.state.address]
 
     before = all_of_them()
@@ -299,7 +299,7 @@ def test_a_policy_may_make_itself_a_new_state_when_it_is_reset() -> None:
     for _ in range(3):
         for number in range(5):
             manager.complete_store(manager.prepare_store([b"%8d" % number]))
-        assert manager._state.policy == manager.policy.state.address
+        assert manager.store_mode.cache.policy == manager.policy.state.address
         assert sorted(manager.policy.order()) == [0, 1, 2]
         manager.reset()
 

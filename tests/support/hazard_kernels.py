@@ -102,7 +102,7 @@ def take_in(of: ShadowLRU, positions: list[int]) -> None:
 
 @_helper
 def _keep_promise(own: State) -> None:
-    policy._keep_promise(own)
+    policy.keep_promise(own)
 
 
 def keep_promise(own: State) -> None:

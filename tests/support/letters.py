@@ -8,15 +8,20 @@ from typing import Any
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
+from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.testing.audit import audit
 from support.naive.arc import NaiveARC
 from support.naive.lru import NaiveLRU
+from support.small_hazard import HazardOfFewKeys
 
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 POLICIES: list[Any] = ["lru", "arc", "fifo", "slru", "lfu", "sieve", "s3fifo", NaiveLRU, NaiveARC]
 
 
 def make(policy: Any = "lru", capacity_blocks: int = 4, **options: Any) -> OffloadingManager:
+    """Create a manager. Hazard gets small tables, so that audits are fast."""
+    if policy in ("hazard", Hazard):
+        policy = HazardOfFewKeys
     return OffloadingManager(capacity_blocks, key_bytes=1, policy=policy, enable_events=True, **options)
 
 

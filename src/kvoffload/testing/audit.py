@@ -41,7 +41,7 @@ def audit(manager: Any) -> None:
     resident = _indexed_slots(manager)
     _audit_index("the manager's index", manager.index, resident)
     _audit_policy(manager.policy, resident, manager)
-    _audit_key_lists("the expected keys", manager._state.expected.keys)
+    _audit_key_lists("the expected keys", manager.store_mode.cache.expected.keys)
     if isinstance(manager.admission, ReuseAdmission):
         rule = manager.admission
         _audit_key_lists("the tracker of reuse", rule._tracker)
@@ -159,21 +159,21 @@ def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
     """Check that links and sizes agree; return the members of each list."""
     previous, following, owner = (lists.links[:, column].tolist() for column in (PREV, NEXT, LIST))
     all_members: list[list[int]] = []
-    for number in range(lists.num_lists):
-        sentinel = lists.sentinel(number)
+    num_positions = lists.num_positions
+    for number, sentinel in enumerate(range(num_positions, len(owner))):
         members: list[int] = []
         row = following[sentinel]
         while row != sentinel:
-            assert len(members) < lists.num_positions, f"list {number} of {what} does not end"
+            assert len(members) < num_positions, f"list {number} of {what} does not end"
             assert owner[row] == sentinel, f"{row} is in list {number} of {what}, but records another list"
             assert previous[following[row]] == row, f"links of {what} disagree at {row}"
             members.append(row)
             row = following[row]
-        size = lists.size(number)
+        size = owner[sentinel]
         assert size == len(members), f"list {number} of {what} has {len(members)} members, but size {size}"
         all_members.append(members)
     num_listed = sum(map(len, all_members))
-    claims = lists.num_positions - owner[: lists.num_positions].count(UNLISTED)
+    claims = num_positions - owner[:num_positions].count(UNLISTED)
     assert num_listed == claims, f"{claims} positions of {what} record a list, but {num_listed} are listed"
     return all_members
 
@@ -254,9 +254,7 @@ def _audit_arc(policy: Any, manager: OffloadingManager) -> None:
 
 
 def _audit_hazard(policy: Hazard) -> None:
-    order = policy.order()
-    classified = [
-        slot for number in range(policy.state.lists.num_lists) for slot in policy.state.lists.members(number)
-    ]
-    assert sorted(order) == sorted(classified), f"order and classes disagree: {order}, {classified}"
+    order, lists = policy.order(), policy.state.lists
+    classified = np.flatnonzero(lists.links[: lists.num_positions, LIST] != UNLISTED).tolist()
+    assert sorted(order) == classified, f"order and classes disagree: {order}, {classified}"
     assert (policy.state.entered == ABSENT).all(), "rows of a batch were not cleared"

@@ -174,11 +174,11 @@ class NaiveHazard(EvictionPolicy):
             block.block_class, block.last = block_class, self.now
 
     def _keep_promise(self) -> None:
-        shadow, references = self.shadow, max(self.references, hazard._SHORTEST_RUN)
-        shadow.lead = max(shadow.lead, -hazard._CREDIT * references)
-        if shadow.lead > hazard._TOLERATED * self.promised * references:
+        shadow, references = self.shadow, max(self.references, hazard.SHORTEST_RUN)
+        shadow.lead = max(shadow.lead, -hazard.CREDIT * references)
+        if shadow.lead > hazard.TOLERATED * self.promised * references:
             self.lru_decides = True
-        elif shadow.lead <= hazard._FORGIVEN * self.promised * references:
+        elif shadow.lead <= hazard.FORGIVEN * self.promised * references:
             self.lru_decides = False
 
     @property
@@ -186,7 +186,7 @@ class NaiveHazard(EvictionPolicy):
         """Return whether LRU decides."""
         known = self.warm_up * self.oldest_victim
         if self.is_victim_tier:
-            known = max(known, hazard._VICTIM_TURNS * self.warm_up * self.capacity_blocks)
+            known = max(known, hazard.VICTIM_TURNS * self.warm_up * self.capacity_blocks)
         return self.oldest_victim == 0 or self.references < known or self.lru_decides
 
     # ---- the history
@@ -276,7 +276,7 @@ class NaiveHazard(EvictionPolicy):
     def chance(self, block_class: int, age: int) -> float:
         """Return the chance of a reuse in an age bucket, for a class, as of the last evaluation."""
         if (block_class, age) not in self.chances:
-            prior, size = lifetimes._PRIOR_WEIGHT, NUM_GAP_CLASSES * NUM_KINDS
+            prior, size = lifetimes.PRIOR_WEIGHT, NUM_GAP_CLASSES * NUM_KINDS
             reused, exposed = 0.5, 1.5
             for rows in self.evidence.values():
                 reused += rows[0][age]
@@ -287,7 +287,7 @@ class NaiveHazard(EvictionPolicy):
             likely = min(reused / exposed, 1.0)
             rows = self.evidence.get(block_class, ([], []))
             if rows[1] and rows[1][0] > 0.0 and self.had_labels:
-                prior = lifetimes._LABEL_PRIOR_WEIGHT
+                prior = lifetimes.LABEL_PRIOR_WEIGHT
                 likely = min((rows[0][age] + prior * likely) / (rows[1][age] + prior), 1.0)
             self.chances[block_class, age] = likely
         return self.chances[block_class, age]
@@ -297,7 +297,7 @@ class NaiveHazard(EvictionPolicy):
         times.
         """
         if (block_class, age) not in self.worths:
-            alive, hits, slot_time = 1.0, 0.0, lifetimes._ENTERING * self.capacity_blocks
+            alive, hits, slot_time = 1.0, 0.0, lifetimes.ENTERING * self.capacity_blocks
             best_hits, best_time = 0.0, 1.0
             for until in range(age, NUM_AGES):
                 reuse = self.chance(block_class, until)
@@ -403,7 +403,7 @@ class NaiveHazard(EvictionPolicy):
         worth, last, victim = min(candidates, key=lambda candidate: candidate[:2])
         write_cost = self.write_cost
         if write_cost is None:
-            write_cost = 0.0 if protected.one_prefix else hazard._VICTIM_WRITE_COST
+            write_cost = 0.0 if protected.one_prefix else hazard.VICTIM_WRITE_COST
         own = self.worth_of(arrival)
         if not (protected.admitted or is_expected) and (
             own < worth * (1.0 + write_cost) or (own == worth and arrival.last < last)

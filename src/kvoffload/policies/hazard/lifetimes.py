@@ -17,13 +17,13 @@ from kvoffload.structures.keylists import KeyLists, forget, forget_coldest, reme
 from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
-_PRIOR_WEIGHT = 50.0
+PRIOR_WEIGHT = 50.0
 """Number of observed keys that weigh as much as the estimate of the parent group."""
-_LABEL_PRIOR_WEIGHT = 500.0
+LABEL_PRIOR_WEIGHT = 500.0
 """The prior weight of classes that differ only in their label; larger, because labels may be wrong."""
 
 
-_ENTERING = 0.05
+ENTERING = 0.05
 """Cost of an insertion as slot-time without hits, in turnovers of the cache. Without this cost, blocks with a
 high worth for a very short time would evict each other."""
 
@@ -135,7 +135,7 @@ class Lifetimes(Struct):
             sampled_one_in=sampled_one_in,
             group_size=group_size,
             num_labels=num_labels,
-            entering=_ENTERING * capacity_blocks,
+            entering=ENTERING * capacity_blocks,
             half_life=max(half_life, 4 * capacity_blocks),
             half=0.5,
         )
@@ -274,12 +274,12 @@ def _estimate(lifetimes: Lifetimes, age: int) -> None:
         all_reused += reused[block_class, age]
         all_exposed += exposed[block_class, age]
     for group in range(0, num_classes, group_size):
-        group_reused, group_exposed = _PRIOR_WEIGHT * (all_reused / all_exposed), _PRIOR_WEIGHT
+        group_reused, group_exposed = PRIOR_WEIGHT * (all_reused / all_exposed), PRIOR_WEIGHT
         for block_class in range(group, group + group_size):
             group_reused += reused[block_class, age]
             group_exposed += exposed[block_class, age]
         for parent in range(group, group + group_size, num_labels):
-            parent_reused, parent_exposed = _PRIOR_WEIGHT * (group_reused / group_exposed), _PRIOR_WEIGHT
+            parent_reused, parent_exposed = PRIOR_WEIGHT * (group_reused / group_exposed), PRIOR_WEIGHT
             for block_class in range(parent, parent + num_labels):
                 parent_reused += reused[block_class, age]
                 parent_exposed += exposed[block_class, age]
@@ -287,9 +287,9 @@ def _estimate(lifetimes: Lifetimes, age: int) -> None:
             for block_class in range(parent, parent + num_labels):
                 hazard[block_class, age] = likely
                 if exposed[block_class, 0] > 0.0 and lifetimes.has_labels:
-                    own = reused[block_class, age] + _LABEL_PRIOR_WEIGHT * likely
+                    own = reused[block_class, age] + LABEL_PRIOR_WEIGHT * likely
                     hazard[block_class, age] = min(
-                        own / (exposed[block_class, age] + _LABEL_PRIOR_WEIGHT), 1.0
+                        own / (exposed[block_class, age] + LABEL_PRIOR_WEIGHT), 1.0
                     )
 
 

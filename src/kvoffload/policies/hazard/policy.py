@@ -35,18 +35,18 @@ from kvoffload.structures.jit import F64Array, I32Array, I64Array, inline, kerne
 from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
 from kvoffload.structures.structs import Struct
 
-_VICTIM_WRITE_COST = -0.2
+VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
 """A write cost below -1 accepts every new block."""
 _PROMISE, _PROMISE_OF_FEW_WRITES = 0.003, 0.02
-_TOLERATED, _FORGIVEN = 0.4, 0.28
+TOLERATED, FORGIVEN = 0.4, 0.28
 """Limits of LRU's lead, as shares of `promise` and of all references. LRU decides when its lead exceeds
-`_TOLERATED`, until the lead falls to `_FORGIVEN`. The gap exists because a switch to LRU also costs hits."""
-_SHORTEST_RUN = 100_000
+`TOLERATED`, until the lead falls to `FORGIVEN`. The gap exists because a switch to LRU also costs hits."""
+SHORTEST_RUN = 100_000
 """References of the shortest run that the promise covers. In shorter runs a few requests decide by chance."""
-_CREDIT = 0.01
+CREDIT = 0.01
 """Largest lead over LRU that is credited, as a share of all references."""
-_VICTIM_TURNS = 4
+VICTIM_TURNS = 4
 """Factor of `warm_up` in a victim tier, which gets the blocks of LRU only when the device drops them."""
 _NO_RUN = -1
 
@@ -187,7 +187,7 @@ class Hazard(CompiledPolicy):
             active=np.zeros(NUM_CLASSES, np.int32),
             is_active=np.zeros(NUM_CLASSES, np.int32),
             write_cost=0.0 if self.write_cost is None else self.write_cost,
-            victim_write_cost=_VICTIM_WRITE_COST if self.write_cost is None else self.write_cost,
+            victim_write_cost=VICTIM_WRITE_COST if self.write_cost is None else self.write_cost,
             warm_up=self.warm_up,
             promise=promised(self.promise, self.write_cost),
         )
@@ -237,13 +237,13 @@ def promised(promise: float | None, write_cost: float | None) -> float:
 
 
 @inline
-def _keep_promise(own: State) -> None:
+def keep_promise(own: State) -> None:
     """Let LRU decide while its lead is too large in proportion to all traffic."""
-    shadow, references = own.history.shadow, max(own.references, _SHORTEST_RUN)
-    shadow.lead = max(shadow.lead, -_CREDIT * references)
-    if shadow.lead > _TOLERATED * own.promise * references:
+    shadow, references = own.history.shadow, max(own.references, SHORTEST_RUN)
+    shadow.lead = max(shadow.lead, -CREDIT * references)
+    if shadow.lead > TOLERATED * own.promise * references:
         own.lru_decides = 1
-    elif shadow.lead <= _FORGIVEN * own.promise * references:
+    elif shadow.lead <= FORGIVEN * own.promise * references:
         own.lru_decides = 0
 
 
@@ -299,7 +299,7 @@ def observe(own: State, path: Path) -> None:
     own.references += path.length - start
     if now >= own.lifetimes.next_evaluation:
         evaluate(own.lifetimes, now)
-    _keep_promise(own)
+    keep_promise(own)
 
 
 @Hazard.compiled
@@ -338,7 +338,7 @@ def finished(own: State, path: Path) -> None:
 def _is_lru(own: State) -> bool:
     known = own.warm_up * own.oldest_victim
     if own.is_victim_tier:
-        known = max(known, _VICTIM_TURNS * own.warm_up * own.last.shape[0])
+        known = max(known, VICTIM_TURNS * own.warm_up * own.last.shape[0])
     return own.oldest_victim == 0 or own.references < known or own.lru_decides != 0
 
 
