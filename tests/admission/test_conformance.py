@@ -95,7 +95,7 @@ FAULTS: list[tuple[type[Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fault", "check", "message"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
-def test_a_planted_fault_is_noticed(fault: type[Any], check: str, message: str) -> None:
+def test_a_planted_fault_is_detected(fault: type[Any], check: str, message: str) -> None:
     class Suite(AdmissionConformance):
         def make(self) -> Admission:
             made: Admission = fault()

@@ -74,7 +74,7 @@ def test_a_lookup_alone_counts_when_its_request_finishes() -> None:
     assert tracked(rule) == "a1b1c1"
 
 
-def test_a_resident_block_goes_on_being_counted() -> None:
+def test_uses_of_a_resident_block_are_counted() -> None:
     rule = ReuseAdmission(1, 2)
     manager = gated(rule)
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_a_tracker_smaller_than_a_request_keeps_its_head(twin: bool) -> None:
 
 
 @pytest.mark.parametrize("twin", [False, True])
-def test_a_path_that_was_counted_in_pieces_is_put_in_order(twin: bool) -> None:
+def test_a_path_counted_in_parts_is_reordered(twin: bool) -> None:
     rule = NaiveReuse(2, 4) if twin else ReuseAdmission(1, 2, 4)
     manager = gated(rule)
     ctx = manager.begin_request("prefilled in chunks")
@@ -119,7 +119,7 @@ def test_a_path_that_was_counted_in_pieces_is_put_in_order(twin: bool) -> None:
     assert tracked(rule) == "x1a1b1c1"
 
 
-def test_what_is_known_of_a_request_is_not_pushed_out_by_its_new_blocks() -> None:
+def test_new_blocks_do_not_displace_known_keys_of_the_request() -> None:
     rule = ReuseAdmission(1, 2, 3)
     manager = gated(rule)
     offer(manager, "a")
@@ -128,14 +128,14 @@ def test_what_is_known_of_a_request_is_not_pushed_out_by_its_new_blocks() -> Non
     assert tracked(rule) == "b1c1a2"
 
 
-def test_a_block_behind_one_that_is_refused_stays_out() -> None:
+def test_blocks_after_a_refused_block_are_refused() -> None:
     manager = gated()
     offer(manager, "b")
     assert offer(manager, "ab") == ""
     assert offer(manager, "ab") == "ab"
 
 
-def test_what_is_here_already_does_not_end_the_run() -> None:
+def test_a_resident_block_does_not_end_the_run() -> None:
     manager = gated()
     offer(manager, "b")
     offer(manager, "b")
@@ -143,7 +143,7 @@ def test_what_is_here_already_does_not_end_the_run() -> None:
     assert offer(manager, "abc") == "ac"
 
 
-def test_a_refusal_for_want_of_room_counts_nothing() -> None:
+def test_a_store_without_room_is_not_counted() -> None:
     rule = ReuseAdmission(1, 2)
     manager = gated(rule, capacity_blocks=1)
     offer(manager, "a")
@@ -156,7 +156,7 @@ def test_a_refusal_for_want_of_room_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("spec", ["reuse:1", "all"])
-def test_one_request_is_enough_is_no_gate_at_all(spec: str) -> None:
+def test_a_threshold_of_one_is_no_rule(spec: str) -> None:
     assert create_admission(spec, 8, 10) is None
     manager = gated(spec)
     assert offer(manager, "abc") == "abc"
@@ -164,7 +164,7 @@ def test_one_request_is_enough_is_no_gate_at_all(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["reuse:", "reuse:0", "reuse:-1", "reuse:x", "reuse:1.5", "al", "all:2"])
-def test_what_cannot_be_understood_is_refused(spec: str) -> None:
+def test_invalid_specifications_are_rejected(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"admission: .*(allowed: |no parameters)"):
         gated(spec)
 

@@ -33,7 +33,7 @@ def manager(request: pytest.FixtureRequest) -> OffloadingManager:
     return make("lru", 4, admission=rule)
 
 
-def test_the_first_blocks_enter_unseen_the_others_when_they_come_again(manager: OffloadingManager) -> None:
+def test_the_first_blocks_enter_unchecked_the_others_when_used_again(manager: OffloadingManager) -> None:
     assert offer(manager, "abc") == "abc"
     assert offer(manager, "dxy") == "d"
     assert manager.stats().refused == 2
@@ -51,7 +51,7 @@ def test_a_request_counts_once_however_often_it_asks(manager: OffloadingManager)
     assert offer(manager, "x") == "x"
 
 
-def test_what_is_not_seen_for_long_is_forgotten(manager: OffloadingManager) -> None:
+def test_old_keys_are_forgotten(manager: OffloadingManager) -> None:
     offer(manager, "abcd")
     offer(manager, "x")
     for _ in range(35):  # the 40th reference halves the counts
@@ -60,21 +60,21 @@ def test_what_is_not_seen_for_long_is_forgotten(manager: OffloadingManager) -> N
     assert offer(manager, "x") == "x"
 
 
-def test_a_block_behind_one_that_is_refused_stays_out(manager: OffloadingManager) -> None:
+def test_blocks_after_a_refused_block_are_refused(manager: OffloadingManager) -> None:
     offer(manager, "abcd")
     offer(manager, "y")
     assert offer(manager, "xy") == ""
     assert offer(manager, "xy") == "xy"
 
 
-def test_a_cache_that_holds_its_traffic_is_not_gated() -> None:
+def test_a_cache_that_holds_its_traffic_refuses_nothing() -> None:
     manager = make("lru", 26, admission="tinylfu")
     assert "".join(
         offer(manager, letters) for letters in ("abc", "abd", "efghijkl", "mnopqrst", "uvwxyz")
     ) == ("abcdefghijklmnopqrstuvwxyz")
 
 
-def test_a_refusal_for_want_of_room_counts_nothing() -> None:
+def test_a_store_without_room_is_not_counted() -> None:
     rule = TinyLFUAdmission(2)
     manager = make("lru", 2, admission=rule)
     offer(manager, "ab")
@@ -84,7 +84,7 @@ def test_a_refusal_for_want_of_room_counts_nothing() -> None:
     assert snapshot(rule) == before
 
 
-def test_reset_forgets_the_counts_and_that_the_cache_was_full(manager: OffloadingManager) -> None:
+def test_reset_forgets_counts_and_admits_the_first_blocks(manager: OffloadingManager) -> None:
     offer(manager, "abcdx")
     manager.reset()
     assert offer(manager, "vwyzx") == "vwyz"
@@ -98,7 +98,7 @@ def test_it_is_found_by_name_and_as_large_as_the_cache() -> None:
 
 
 @pytest.mark.parametrize("spec", ["tinylfu:2", "tinylfu:", "tiny", "TinyLFU"])
-def test_what_cannot_be_understood_is_refused(spec: str) -> None:
+def test_invalid_specifications_are_rejected(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"admission: .*(allowed: all, reuse, tinylfu|no parameters)"):
         create_admission(spec, 8, 10)
 

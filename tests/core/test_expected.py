@@ -45,7 +45,7 @@ def num_expected(manager: OffloadingManager) -> int:
 
 
 @pytest.mark.parametrize("policy", BUILTIN)
-def test_others_leave_before_what_is_expected(policy: str) -> None:
+def test_other_blocks_leave_before_expected_blocks(policy: str) -> None:
     manager = make(policy, 8)
     use(manager, "abcdefgh")
     waiting = wait(manager, "abc")
@@ -58,7 +58,7 @@ def test_others_leave_before_what_is_expected(policy: str) -> None:
     assert states(manager, "abc") == [MISS] * 3, "nobody expects them any more"
 
 
-def test_a_store_that_has_no_room_without_them_takes_them() -> None:
+def test_expected_blocks_are_evicted_if_there_is_no_other_room() -> None:
     manager = make("lru", 4)
     use(manager, "abcd")
     wait(manager, "ab")
@@ -66,7 +66,7 @@ def test_a_store_that_has_no_room_without_them_takes_them() -> None:
     assert sorted(text(store(manager, "stu").evicted)) == ["a", "b", "y"]
 
 
-def test_what_is_not_here_yet_is_expected_too() -> None:
+def test_absent_blocks_are_expected_too() -> None:
     manager = make("lru", 4)
     wait(manager, "ab")
     store(manager, "ab")
@@ -76,7 +76,7 @@ def test_what_is_not_here_yet_is_expected_too() -> None:
     assert states(manager, "ab") == [HIT, HIT]
 
 
-def test_a_key_is_expected_until_the_last_one_who_waits_for_it_is_served() -> None:
+def test_a_key_is_expected_until_its_last_waiting_request_is_served() -> None:
     manager = make("lru", 8)
     first, second = wait(manager, "ab"), wait(manager, "ac")
     assert num_expected(manager) == 3
@@ -89,7 +89,7 @@ def test_a_key_is_expected_until_the_last_one_who_waits_for_it_is_served() -> No
     audit(manager)
 
 
-def test_who_waits_longest_is_expected_first_and_the_next_get_room_when_it_is_served() -> None:
+def test_the_longest_waiting_request_gets_the_room_first() -> None:
     manager = make("lru", 8)  # seven keys at most
     first, second, third = wait(manager, "abcd"), wait(manager, "pqrst"), wait(manager, "x")
     assert num_expected(manager) == 7
@@ -103,7 +103,7 @@ def test_who_waits_longest_is_expected_first_and_the_next_get_room_when_it_is_se
     assert num_expected(manager) == 0
 
 
-def test_a_path_that_grows_is_expected_when_it_is_said_again() -> None:
+def test_a_grown_path_is_expected_after_a_second_call() -> None:
     manager = make("lru", 8)
     ctx = wait(manager, "ab")
     manager.lookup(keys("abcd"), ctx)
@@ -126,7 +126,7 @@ def test_a_long_path_moves_to_more_memory_and_is_still_expected_once() -> None:
     assert num_expected(manager) == 0
 
 
-def test_a_reset_forgets_blocks_and_not_who_waits() -> None:
+def test_a_reset_keeps_the_waiting_requests() -> None:
     manager = make("lru", 4)
     ctx = wait(manager, "ab")
     use(manager, "abcd")
@@ -150,7 +150,7 @@ def test_in_a_victim_tier_duplicates_leave_first_though_they_are_expected() -> N
 
 @pytest.mark.parametrize("policy", [Hazard, NaiveHazard])
 @pytest.mark.parametrize("store_mode", ["on-compute", ON_DEVICE_EVICTION])
-def test_what_is_expected_is_not_refused(policy: Any, store_mode: str) -> None:
+def test_expected_blocks_are_not_refused(policy: Any, store_mode: str) -> None:
     """A policy that refuses every new block that no waiting request expects."""
 
     class Refuses(policy):  # type: ignore[misc]
@@ -184,7 +184,7 @@ class Listens(NaiveLRU):
         self.told.append(f"{text(path[:start])}+{text(path[start:])}")
 
 
-def test_a_policy_hears_once_of_each_block_that_is_expected() -> None:
+def test_each_expected_block_is_reported_once() -> None:
     manager = make(Listens, 8)  # seven keys at most
     told = cast(Listens, manager.policy).told
     first, second = wait(manager, "abcd"), wait(manager, "pqrst")
@@ -230,7 +230,7 @@ def test_memory_is_bounded() -> None:
     assert most_expected(10_000_000) == MOST_KEYS
 
 
-def test_who_never_waits_costs_no_memory() -> None:
+def test_without_a_queue_there_is_no_memory() -> None:
     manager = make("lru", 64)
     assert len(manager.store_mode.cache.expected.counts) == 0
     ctx = wait(manager, "ab")
@@ -240,7 +240,7 @@ def test_who_never_waits_costs_no_memory() -> None:
     assert num_expected(manager) == 0
 
 
-def test_who_has_finished_or_is_of_another_manager_cannot_wait() -> None:
+def test_a_finished_or_foreign_request_cannot_wait() -> None:
     manager, other = make("lru", 4), make("lru", 4)
     ctx = manager.begin_request("a", keys("a"))
     with pytest.raises(MisuseError, match="another manager"):
@@ -263,7 +263,7 @@ def agents() -> Any:
     "mode", [{}, {"device_blocks": 300, "store": ON_DEVICE_EVICTION}], ids=["", "victim"]
 )
 @pytest.mark.parametrize("policy", ["lru", "hazard", "s3fifo"])
-def test_to_know_the_queue_brings_hits(agents: Any, policy: str, mode: dict[str, Any]) -> None:
+def test_a_known_queue_increases_hits(agents: Any, policy: str, mode: dict[str, Any]) -> None:
     blind, knowing = (
         Replay(agents, ReplayConfig(300, policy, **mode, queue_requests=length)) for length in (0, 16)
     )
@@ -275,7 +275,7 @@ def test_to_know_the_queue_brings_hits(agents: Any, policy: str, mode: dict[str,
     audit(knowing.manager)
 
 
-def test_who_waited_is_who_is_served_and_tiers_are_credited(agents: Any) -> None:
+def test_waiting_requests_are_served_and_tiers_are_credited(agents: Any) -> None:
     config = ReplayConfig(300, queue_requests=16, tiers=(SimulatedOptions(capacity="2000"),))
     waited = Replay(agents, config)
     report = waited.run()
@@ -286,7 +286,7 @@ def test_who_waited_is_who_is_served_and_tiers_are_credited(agents: Any) -> None
 
 
 @given(st.integers(-3, 3) | st.sampled_from([1 << 17, 1.5, "many"]))
-def test_a_length_that_cannot_be_is_one_clear_error(length: Any) -> None:
+def test_an_invalid_length_is_one_clear_error(length: Any) -> None:
     trace = generate(builtin("chat", sessions=3))
     config = ReplayConfig(10, queue_requests=length)
     if isinstance(length, int) and 0 <= length <= 3:

@@ -46,25 +46,25 @@ def numbers_of(*hints: Hints) -> list[int]:
     return [labels.number(one) for one in hints]
 
 
-def test_nothing_known_is_0_and_words_are_numbered_as_they_come() -> None:
+def test_no_hints_is_0_and_labels_are_numbered_in_order() -> None:
     assert numbers_of(NO_HINTS, STOP, TOOLS, Hints(), STOP, TOOLS) == [0, 1, 2, 0, 1, 2]
     assert numbers_of(TOOLS, STOP) == [1, 2]
     assert numbers_of(STOP, Hints("stop", session_over=True), Hints(session_over=True)) == [1, 2, 3]
 
 
-def test_who_and_how_long_divide_how_it_ended() -> None:
+def test_tenant_and_time_to_live_subdivide_the_end() -> None:
     other = Hints("stop", tenant="a")
     assert numbers_of(STOP, other, Hints(tenant="a"), Hints("stop", tenant="b"), other) == [1, 8, 9, 10, 8]
 
 
-def test_times_to_live_are_told_apart_by_their_octave() -> None:
+def test_times_to_live_are_distinguished_by_octave() -> None:
     times = [100, 110, 200, 0, -1, math.inf, math.nan, 1e-300, 1e300]
     found = numbers_of(*(Hints(time_to_live_s=time) for time in times))
     assert found[:4] == [8, 8, 9, 10]
     assert found[4:] == [10, 11, 10, 10, 11], "what no clock counts is as good as the shortest or longest"
 
 
-def test_words_beyond_the_last_number_are_not_known() -> None:
+def test_labels_beyond_the_last_number_get_0() -> None:
     """Without a free number, an end gets 0, and a tenant the number of the end."""
     ends = [Hints(f"reason {i}") for i in range(NUM_COARSE + 3)]
     assert numbers_of(*ends) == [*range(1, NUM_COARSE), 0, 0, 0, 0]
@@ -72,7 +72,7 @@ def test_words_beyond_the_last_number_are_not_known() -> None:
     assert numbers_of(*tenants) == [*range(NUM_COARSE, NUM_LABELS), *[1] * NUM_COARSE]
 
 
-def test_any_number_of_words_take_bounded_memory() -> None:
+def test_any_number_of_labels_takes_bounded_memory() -> None:
     labels = Labels()
     for i in range(10_000):
         assert labels.number(Hints("stop", tenant=str(i))) < NUM_LABELS
@@ -101,7 +101,7 @@ def test_equal_hints_have_equal_numbers(said: list[Hints]) -> None:
 
 
 @given(hints_of_any_kind, hints_of_any_kind)
-def test_what_is_known_at_begin_and_at_the_end_is_all(hints: Hints, other: Hints) -> None:
+def test_hints_of_begin_and_end_are_complete(hints: Hints, other: Hints) -> None:
     assert hints.at_begin.updated(hints.at_end) == hints
     merged = hints.updated(other)
     for part in Hints.__slots__:
@@ -146,7 +146,7 @@ def test_hints_of_begin_and_end_merge() -> None:
 
 
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
-def test_the_end_is_told_once_after_the_uses_with_the_whole_path(admission: str) -> None:
+def test_the_end_is_reported_once_after_the_uses(admission: str) -> None:
     manager = make(Hears, 3, admission=admission)
     for _ in range(2):
         store(manager, "ab")
@@ -169,7 +169,7 @@ def test_the_end_is_told_once_after_the_uses_with_the_whole_path(admission: str)
 
 @pytest.mark.parametrize("store_mode", ["on-compute", "on-device-eviction"])
 @pytest.mark.parametrize("seed", range(6))
-def test_slots_are_right_in_any_life(store_mode: str, seed: int) -> None:
+def test_slots_are_right_in_any_history(store_mode: str, seed: int) -> None:
     manager = OffloadingManager(6, key_bytes=20, policy=Hears, store=store_mode)
     policy: Any = manager.policy
     script = random_script(seed, num_steps=200)
@@ -188,7 +188,7 @@ def test_slots_are_right_in_any_life(store_mode: str, seed: int) -> None:
     assert told == np.cumsum(ends).tolist(), "one end for each request that finishes, at its finish"
 
 
-def test_who_does_not_care_is_not_asked() -> None:
+def test_policies_without_hooks_are_not_called() -> None:
     assert NaiveLRU.finished is EvictionPolicy.finished
     for policy in ("lru", NaiveLRU):
         manager, plain = make(policy, 3), make(policy, 3)
@@ -259,7 +259,7 @@ class EndsInPython(Labelled):
 
 @pytest.mark.parametrize("policy", [Labelled, UsedInPython, EndsInPython])
 @pytest.mark.parametrize("options", [{}, {"admission": "reuse:1"}, {"store": "on-device-eviction"}])
-def test_a_compiled_policy_hears_the_label(policy: Any, options: dict[str, str]) -> None:
+def test_a_compiled_policy_receives_the_label(policy: Any, options: dict[str, str]) -> None:
     manager = make(policy, 90, **options)
     store(manager, "abc")
     ctx = manager.begin_request("r", keys("ab"), hints=Hints(priority=1))
@@ -381,7 +381,7 @@ def small_chat() -> Trace:
 
 @pytest.mark.parametrize("mode", MODES, ids=["alone", "device", "victim", "tiers"])
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_ends_that_nobody_comes_between_are_ends_at_once(
+def test_ends_without_requests_between_equal_immediate_ends(
     small_chat: Trace, policy: str, mode: dict[str, Any]
 ) -> None:
     mode = {**mode, "device_blocks": 400} if mode.get("device_blocks") else mode
@@ -399,7 +399,7 @@ def test_ends_that_nobody_comes_between_are_ends_at_once(
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo", NaiveLRU])
-def test_labels_change_nothing_for_who_does_not_care(small_chat: Trace, policy: Any) -> None:
+def test_labels_change_nothing_for_policies_that_ignore_them(small_chat: Trace, policy: Any) -> None:
     hints = TraceHints.of(
         Hints(("stop", "tool_calls")[i % 2], priority=i % 3) for i in range(small_chat.requests)
     )
@@ -419,7 +419,7 @@ def test_with_bytes_and_late_ends_every_byte_is_right(small_chat: Trace) -> None
         assert report.decisions_sha256 == Replay(small_chat, config).run().decisions_sha256
 
 
-def test_in_a_victim_tier_what_the_device_dropped_meanwhile_is_no_duplicate() -> None:
+def test_in_a_victim_tier_a_block_dropped_meanwhile_is_no_duplicate() -> None:
     trace = generate(builtin("agent", sessions=3, sessions_per_minute=3))
     assert np.all(np.diff(trace.block_ids) > 0)
     config = ReplayConfig(2600, "lru", "all", 200, "on-device-eviction", decode_tokens_per_s=5)
@@ -440,7 +440,7 @@ def test_in_a_victim_tier_what_the_device_dropped_meanwhile_is_no_duplicate() ->
 
 
 @pytest.mark.parametrize("speed", [-1, math.nan, math.inf, "fast", None])
-def test_a_speed_that_cannot_be_is_one_clear_error(small_chat: Trace, speed: Any) -> None:
+def test_an_invalid_speed_is_one_clear_error(small_chat: Trace, speed: Any) -> None:
     message = "decode-tokens-per-s: .* is not possible; allowed: tokens per second, or 0"
     with pytest.raises(ConfigError, match=message):
         check_decode_speed(speed)

@@ -116,7 +116,7 @@ def test_a_victim_tier(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_the_oldest_policies_for_longer(policy: str) -> None:
+def test_lru_and_arc_for_longer(policy: str) -> None:
     lives(policy, GATES[20], capacity_blocks=3, key_bytes=20)
     lives(policy, store=ON_DEVICE_EVICTION, admission=GATES[20], key_bytes=20)
     lives(policy, store=ON_DEVICE_EVICTION, capacity_blocks=1, key_bytes=5, share=0.2)

@@ -167,7 +167,7 @@ def test_invariant_04_head_of_run_is_stored(manager: OffloadingManager) -> None:
     assert (text(plan.keys), plan.num_dropped, plan.rows.tolist()) == ("uv", 4, [0, 1])
 
 
-def test_invariant_04_what_is_here_is_left_out_and_rows_say_which_are_meant(
+def test_invariant_04_resident_blocks_are_skipped_and_rows_name_the_others(
     manager: OffloadingManager,
 ) -> None:
     store(manager, "b")
@@ -199,7 +199,7 @@ def test_invariant_05_lookup_counts_the_leading_ready_blocks(manager: Offloading
     assert manager.lookup(keys("abc"), ctx) == (3, HIT)
 
 
-def test_invariant_05_a_context_does_not_remember_what_is_no_longer_true(manager: OffloadingManager) -> None:
+def test_invariant_05_a_context_does_not_trust_stale_hints(manager: OffloadingManager) -> None:
     store(manager, "ab")
     ctx = manager.begin_request("r")
     assert manager.lookup(keys("ab"), ctx).num_ready == 2

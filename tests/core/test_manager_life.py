@@ -70,7 +70,7 @@ def test_invariant_06_one_request_is_one_access_per_block() -> None:
     assert told(manager) == "abc"
 
 
-def test_invariant_06_a_touch_is_the_access_and_finish_only_puts_in_order() -> None:
+def test_invariant_06_a_touch_is_the_access_and_finish_only_reorders() -> None:
     manager = make(Recorder)
     store(manager, "abc")
     ctx = manager.begin_request("r")
@@ -149,7 +149,7 @@ def test_invariant_08_a_failed_block_can_be_offered_again_by_the_same_request(
 # ---- 9. Events
 
 
-def test_invariant_09_events_tell_what_is_readable_in_order(manager: OffloadingManager) -> None:
+def test_invariant_09_events_report_readable_blocks_in_order(manager: OffloadingManager) -> None:
     plan = begin_store(manager, "abcd")
     assert readable(manager) == ""
     manager.complete_store(plan)
@@ -197,7 +197,7 @@ def test_invariant_09_without_events_there_is_nothing_to_take() -> None:
 # ---- 10. A HIT is a promise
 
 
-def test_invariant_10_what_is_a_hit_can_be_loaded_until_something_happens(manager: OffloadingManager) -> None:
+def test_invariant_10_a_hit_can_be_loaded_until_the_next_change(manager: OffloadingManager) -> None:
     store(manager, "abc")
     assert states(manager, "abc") == [HIT] * 3
     plan = load(manager, "abc")

@@ -48,7 +48,7 @@ def test_invariant_11_completing_twice_names_the_key(manager: OffloadingManager)
     refused(manager, lambda: manager.complete_load(loaded, [0]), "complete_load of a plan .* key 62")
 
 
-def test_invariant_11_loading_what_is_not_ready_names_the_key_and_pins_nothing(
+def test_invariant_11_loading_an_unready_block_names_the_key_and_pins_nothing(
     manager: OffloadingManager,
 ) -> None:
     store(manager, "ab")
@@ -58,7 +58,7 @@ def test_invariant_11_loading_what_is_not_ready_names_the_key_and_pins_nothing(
     assert manager.stats().evictable == 2
 
 
-def test_invariant_11_a_request_that_has_finished_is_over(manager: OffloadingManager) -> None:
+def test_invariant_11_a_finished_request_is_rejected(manager: OffloadingManager) -> None:
     ctx = manager.begin_request("req-7")
     manager.finish_request(ctx)
     for call in (manager.lookup, manager.touch, manager.prepare_load, manager.prepare_store):
@@ -161,7 +161,7 @@ class Liar(NaiveLRU):
         ((-1, 2), "a negative slot"),
     ],
 )
-def test_a_policy_that_names_the_wrong_victims_is_caught(lie: tuple[int, ...], what: str) -> None:
+def test_a_policy_that_names_wrong_victims_is_detected(lie: tuple[int, ...], what: str) -> None:
     manager = make(Liar, 6)
     store(manager, "a")
     begin_store(manager, "b")
@@ -177,7 +177,7 @@ def test_a_policy_that_names_the_wrong_victims_is_caught(lie: tuple[int, ...], w
     audit(manager)
 
 
-def test_a_policy_that_names_a_free_slot_is_caught() -> None:
+def test_a_policy_that_names_a_free_slot_is_detected() -> None:
     manager = make(Liar, 3)
     store(manager, "abc")
     manager.discard(keys("b"))
@@ -198,7 +198,7 @@ class Thief(NaiveLRU):
         slots[0] = 3
 
 
-def test_a_policy_that_changes_the_free_slots_is_caught() -> None:
+def test_a_policy_that_changes_free_slots_is_detected() -> None:
     manager = make(Thief)
     with pytest.raises(PolicyError, match="'thief' changed the free slots that it received"):
         manager.prepare_store(keys("ab"))

@@ -91,7 +91,7 @@ def test_a_loaded_block_becomes_a_duplicate_when_its_load_ends(manager: Offloadi
     assert states(manager, "ab") == [HIT, HIT]
 
 
-def test_what_a_request_used_on_the_device_is_a_duplicate(manager: OffloadingManager) -> None:
+def test_a_block_used_on_the_device_is_a_duplicate(manager: OffloadingManager) -> None:
     use_on_device(manager, "ab")
     assert manager.stats().duplicates == 2
     manager.touch(keys("c"))
@@ -125,7 +125,7 @@ def test_a_block_in_flight_is_no_duplicate(manager: OffloadingManager) -> None:
     assert manager.stats().duplicates == 0
 
 
-def test_contains_tells_of_blocks_behind_a_gap_too(manager: OffloadingManager) -> None:
+def test_contains_covers_blocks_after_a_gap(manager: OffloadingManager) -> None:
     begin_store(manager, "x")
     left = next(letter for letter in "abcd" if states(manager, letter) == [HIT])
     read(manager, left)
@@ -147,7 +147,7 @@ def test_a_duplicate_that_the_device_drops_is_kept_without_a_copy(manager: Offlo
     assert readable(manager) == ""
 
 
-def test_a_block_that_is_offered_and_no_duplicate_stays_as_it_is(manager: OffloadingManager) -> None:
+def test_an_offered_block_that_is_no_duplicate_is_unchanged(manager: OffloadingManager) -> None:
     before = snapshot(manager)
     assert len(store(manager, "abcd").keys) == 0
     assert snapshot(manager) == before
@@ -207,7 +207,7 @@ def test_a_failed_store_gives_its_slots_back(manager: OffloadingManager) -> None
 # ---- what happens to duplicates
 
 
-def test_a_duplicate_that_is_read_again_does_not_leave(manager: OffloadingManager) -> None:
+def test_a_pinned_duplicate_is_not_evicted(manager: OffloadingManager) -> None:
     read(manager, "ab")
     reading = load(manager, "a")
     assert leave(manager, "1")[0] == "b"
@@ -243,7 +243,7 @@ def test_a_block_that_arrives_damaged_is_no_duplicate(manager: OffloadingManager
     assert (manager.stats().duplicates, manager.stats().free) == (0, 2)
 
 
-def test_a_discarded_duplicate_leaves_its_slot(manager: OffloadingManager) -> None:
+def test_a_discarded_duplicate_frees_its_slot(manager: OffloadingManager) -> None:
     read(manager, "ab")
     assert manager.discard(keys("bcx")) == 2
     audit(manager)
@@ -265,7 +265,7 @@ def test_a_condemned_block_does_not_become_a_duplicate(manager: OffloadingManage
     assert (manager.stats().condemned, manager.stats().free) == (0, 3)
 
 
-def test_a_block_that_came_back_elsewhere_is_not_confused_with_the_condemned(
+def test_a_block_that_returned_to_another_slot_is_not_condemned(
     manager: OffloadingManager,
 ) -> None:
     first, second = load(manager, "a"), load(manager, "a")
@@ -291,7 +291,7 @@ def test_reset_forgets_duplicates(manager: OffloadingManager, drop_in_flight: bo
     assert (manager.stats().duplicates, manager.stats().free) == (0, 2)
 
 
-def test_events_tell_of_duplicates_that_leave_and_not_of_kept_ones(manager: OffloadingManager) -> None:
+def test_events_report_evicted_duplicates_and_not_kept_ones(manager: OffloadingManager) -> None:
     read(manager, "abc")
     store(manager, "c")
     store(manager, "xy")
@@ -353,7 +353,7 @@ def test_a_block_that_was_hit_here_returns_used_again() -> None:
     assert told_by(manager, "a") == [("a", [True])], "it gave up its slot"
 
 
-def test_kept_and_new_blocks_are_told_in_one_order() -> None:
+def test_kept_and_new_blocks_are_reported_in_one_order() -> None:
     manager = victim_tier(Told)
     store(manager, "ab")
     read(manager, "a")
@@ -362,7 +362,7 @@ def test_kept_and_new_blocks_are_told_in_one_order() -> None:
     assert told_by(manager, "xay") == [("xay", [False, True, True])]
 
 
-def test_what_one_request_does_is_one_use() -> None:
+def test_all_calls_of_a_request_are_one_use() -> None:
     manager = victim_tier(Told)
     request = manager.begin_request("r", keys("a"))
     manager.touch(keys("a"), request)
@@ -371,7 +371,7 @@ def test_what_one_request_does_is_one_use() -> None:
     assert told_by(manager, "a") == []
 
 
-def test_what_returned_once_is_not_told_again_without_a_use() -> None:
+def test_a_return_is_reported_once_for_each_use() -> None:
     manager = victim_tier(Told, 2)
     use_on_device(manager, "a")
     use_on_device(manager, "a")
@@ -381,7 +381,7 @@ def test_what_returned_once_is_not_told_again_without_a_use() -> None:
     assert told_by(manager, "a") == [], "it was computed once since it left"
 
 
-def test_blocks_of_the_policy_that_observes_are_not_told() -> None:
+def test_a_policy_that_observes_gets_no_reports_of_returns() -> None:
     manager = victim_tier(Observing)
     use_on_device(manager, "a")
     use_on_device(manager, "a")
@@ -401,7 +401,7 @@ def test_a_refused_block_stays_known() -> None:
     assert told_by(manager, "a") == [("a", [True])]
 
 
-def test_reset_forgets_who_was_used() -> None:
+def test_reset_forgets_marks() -> None:
     manager = victim_tier(Told)
     use_on_device(manager, "aab")
     use_on_device(manager, "a")
@@ -441,7 +441,9 @@ _ACTS = st.tuples(
 
 
 @given(long_lists(_ACTS, 40), st.integers(1, 6))
-def test_the_policy_is_told_what_the_naive_model_says(acts: list[tuple[str, str]], capacity: int) -> None:
+def test_the_policy_receives_the_reports_of_the_naive_model(
+    acts: list[tuple[str, str]], capacity: int
+) -> None:
     manager, model = victim_tier(Told, capacity), NaiveKnown(capacity)
     policy: Any = manager.policy
     for act, letters in acts:
@@ -480,7 +482,7 @@ def test_the_policy_is_told_what_the_naive_model_says(acts: list[tuple[str, str]
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
-def test_a_policy_that_counts_no_uses_decides_as_if_it_were_not_told(small_chat: Trace, policy: str) -> None:
+def test_a_policy_that_ignores_uses_decides_the_same_with_reports(small_chat: Trace, policy: str) -> None:
     found = POLICY_NAMES.find(policy)
     told = type("Told", (found,), {"counts_uses": True})
     assert (found.needs_returns(), told.needs_returns()) == (False, True)
@@ -515,7 +517,7 @@ def test_an_offer_is_no_request() -> None:
         assert len(store(manager, "a").keys) == 0
 
 
-def test_a_load_counts_when_it_begins() -> None:
+def test_a_load_is_observed_when_it_begins() -> None:
     rule = ReuseAdmission(1, 2)
     manager = victim_tier(admission=rule)
     ctx = manager.begin_request("r", keys("ab"))
@@ -525,7 +527,7 @@ def test_a_load_counts_when_it_begins() -> None:
     assert rule.tracked() == {b"a": 1, b"b": 1}
 
 
-def test_a_kept_block_is_not_asked_whether_it_may_enter() -> None:
+def test_a_kept_block_needs_no_admission() -> None:
     manager = victim_tier(admission=ReuseAdmission(1, 2, max_tracker_size=2))
     use_on_device(manager, "a")
     use_on_device(manager, "a")
@@ -587,7 +589,7 @@ def aligned(manager: OffloadingManager, plan: Any, offered: str) -> None:
     assert len(plan.missing_rows) == len(plan.keys) + plan.num_dropped + plan.num_refused
 
 
-def test_of_a_victim_batch_each_block_is_taken_or_refused_on_its_own() -> None:
+def test_each_block_of_a_victim_batch_is_accepted_or_refused_independently() -> None:
     manager = victim_tier(Choosy, 5)
     store(manager, "abcde")
     plan = store(manager, "wpxqy")
@@ -597,7 +599,7 @@ def test_of_a_victim_batch_each_block_is_taken_or_refused_on_its_own() -> None:
     assert manager.stats().refused == 2
 
 
-def test_given_slots_are_filled_by_whoever_comes_first() -> None:
+def test_given_slots_go_to_the_first_blocks() -> None:
     manager = victim_tier(Choosy)
     store(manager, "abc")
     read(manager, "b")
@@ -607,7 +609,7 @@ def test_given_slots_are_filled_by_whoever_comes_first() -> None:
     assert plan.missing_rows.tolist() == [0, 1, 3, 2]
 
 
-def test_refused_and_dropped_blocks_are_told_apart() -> None:
+def test_refused_and_dropped_blocks_are_distinguished() -> None:
     manager = victim_tier(Choosy)
     store(manager, "abcd")
     load(manager, "ab")
@@ -639,7 +641,7 @@ def test_all_of_a_batch_may_be_refused() -> None:
     assert (len(plan.keys), len(plan.evicted), plan.num_refused) == (0, 0, 2)
 
 
-def test_of_a_prefix_the_tail_is_refused() -> None:
+def test_the_tail_of_a_prefix_is_refused() -> None:
     manager = make(Choosy)
     store(manager, "abc")
     plan = store(manager, "wxpy")
@@ -649,7 +651,7 @@ def test_of_a_prefix_the_tail_is_refused() -> None:
     assert manager.stats().refused == 2
 
 
-def test_of_a_prefix_tail_and_overflow_are_told_apart() -> None:
+def test_refused_tail_and_overflow_of_a_prefix_are_distinguished() -> None:
     manager = make(Choosy)
     store(manager, "abcd")
     load(manager, "a")
@@ -659,7 +661,7 @@ def test_of_a_prefix_tail_and_overflow_are_told_apart() -> None:
     assert plan.missing_rows.tolist() == [0, 3, 4, 1, 2]
 
 
-def test_a_policy_that_refuses_a_block_of_a_prefix_and_takes_one_behind_it_is_wrong() -> None:
+def test_a_policy_that_accepts_a_block_after_a_refused_one_is_detected() -> None:
     manager = make(TakesWhatIsBehind)
     store(manager, "abcd")
     before = snapshot(manager, ignore=["policy"])
@@ -668,7 +670,7 @@ def test_a_policy_that_refuses_a_block_of_a_prefix_and_takes_one_behind_it_is_wr
     assert snapshot(manager, ignore=["policy"]) == before
 
 
-def test_a_policy_that_may_not_refuse_is_wrong_when_it_does() -> None:
+def test_a_refusal_by_a_policy_that_may_not_refuse_is_an_error() -> None:
     manager = victim_tier(type("Sly", (Choosy,), {"refuses": False}))
     store(manager, "abcd")
     with pytest.raises(PolicyError, match="named slot -1"):

@@ -139,7 +139,7 @@ def test_a_store_and_the_finish_of_its_request_are_no_second_access(policy: type
 
 
 @pytest.mark.parametrize("pinned", ["d", "ab"])
-def test_a_list_of_pinned_blocks_lets_the_other_one_give(policy: type[EvictionPolicy], pinned: str) -> None:
+def test_a_pinned_list_leaves_the_victim_to_the_other(policy: type[EvictionPolicy], pinned: str) -> None:
     manager = arc(3, policy)
     use(manager, "aabbcd")
     assert state(manager) == ("d", "ba", "c", "", 0)
@@ -152,7 +152,7 @@ def test_a_list_of_pinned_blocks_lets_the_other_one_give(policy: type[EvictionPo
         assert state(manager) == ("", "cba", "d", "", 1)
 
 
-def test_a_refusal_changes_nothing_the_target_included(policy: type[EvictionPolicy]) -> None:
+def test_a_refusal_does_not_change_the_target(policy: type[EvictionPolicy]) -> None:
     manager = arc(2, policy)
     use(manager, "aabc")
     before = state(manager)
@@ -165,7 +165,7 @@ def test_a_refusal_changes_nothing_the_target_included(policy: type[EvictionPoli
     assert state(manager) == ("c", "b", "", "a", 1)
 
 
-def test_a_ghost_in_the_part_without_room_teaches_nothing(policy: type[EvictionPolicy]) -> None:
+def test_a_ghost_of_a_dropped_block_does_not_adapt_the_target(policy: type[EvictionPolicy]) -> None:
     manager = arc(2, policy)
     use(manager, "aabc")
     load(manager, "a")

@@ -88,7 +88,7 @@ def test_a_gap_between_powers_of_two_is_linear() -> None:
     assert observe(history, "a", 17) == [2 * NUM_GAP_CLASSES + 2]
 
 
-def test_a_new_tail_inherits_the_gap_of_its_conversation() -> None:
+def test_a_new_tail_inherits_the_gap_of_its_path() -> None:
     history = History(9, 1, gap_unit=8, capacity_blocks=4)
     assert observe(history, "ab", 0) == [0, 0]
     known, _, new, newest = observe(history, "abcd", 24)
@@ -113,7 +113,7 @@ def test_a_path_is_forgotten_from_its_tail_and_an_unknown_key_is_new() -> None:
     assert classify(history, "a", 12) == [(0, 12)]
 
 
-def test_of_a_request_longer_than_the_history_the_head_is_known() -> None:
+def test_the_head_of_a_request_longer_than_the_history_is_known() -> None:
     history = History(2, 1, gap_unit=8, capacity_blocks=4)
     observe(history, "ab", 0)
     assert observe(history, "abcd", 24) == [NUM_GAP_CLASSES + 3] * 2 + [3, 3]
@@ -138,7 +138,7 @@ def counts(table: Lifetimes, block_class: int = 0, ages: int = 6) -> tuple[list[
     return table.exposed[block_class, :ages].tolist(), table.reused[block_class, :ages].tolist()
 
 
-def test_the_table_counts_as_one_made_by_hand() -> None:
+def test_the_life_table_counts_as_by_hand() -> None:
     table = life_table()
     live(table, "abc", 0)
     assert counts(table) == ([3, 0, 0, 0, 0, 0], [0] * 6)
@@ -150,7 +150,7 @@ def test_the_table_counts_as_one_made_by_hand() -> None:
     assert counts(table) == ([6, 4, 3, 3, 1, 0], [1, 1, 0, 0, 1, 0])
 
 
-def test_a_block_counts_in_the_class_that_it_had_when_it_was_used() -> None:
+def test_a_life_counts_in_the_class_of_its_begin() -> None:
     table = life_table()
     live(table, "a", 0, block_class=0)
     live(table, "a", 9, block_class=3)
@@ -158,7 +158,7 @@ def test_a_block_counts_in_the_class_that_it_had_when_it_was_used() -> None:
     assert counts(table, 3) == ([1, 0, 0, 0, 0, 0], [0] * 6)
 
 
-def test_the_oldest_of_a_full_sample_is_forgotten_without_a_verdict() -> None:
+def test_the_oldest_key_of_a_full_sample_is_forgotten() -> None:
     table = life_table(sample_capacity=2)
     live(table, "ab", 0)
     live(table, "c", 9)  # the tail, b, is forgotten
@@ -167,7 +167,7 @@ def test_the_oldest_of_a_full_sample_is_forgotten_without_a_verdict() -> None:
     assert sorted(table.begun.keys.members(0)) == keys("bc")
 
 
-def test_from_its_end_on_a_block_lives_in_two_classes() -> None:
+def test_after_its_requests_end_a_block_has_two_lives() -> None:
     table = life_table()
     live(table, "ab", 0)
     parts.live_after(table, Keys.pack(keys("a"), 1), 9, 3)
@@ -196,7 +196,7 @@ def test_evidence_fades_with_its_half_life() -> None:
     assert not table.reused.any()
 
 
-def test_one_key_in_some_is_sampled_more_of_small_caches() -> None:
+def test_small_caches_sample_more_keys() -> None:
     assert Lifetimes(2, 1, 1, 10, 8, 64, 1).sampled_one_in == 4
     assert Lifetimes(2, 1, 1, 64 * 4 * 2 // 3, 8, 64, 1).sampled_one_in == 8
     table = Lifetimes(1, 1, 1, 10, 2, 64, 1)
@@ -284,7 +284,7 @@ def test_a_free_slot_is_never_refused() -> None:
     assert request(manager, "x") == ("x", "", 0)
 
 
-def test_behind_a_block_that_is_refused_all_are() -> None:
+def test_all_blocks_after_a_refused_block_are_refused() -> None:
     manager = learnt(3, 0.1, 1.0)
     use(manager, "abcaab")
     # x is worth no less than c, which was used once, as x was; y would have to take the place of a or b.
@@ -310,7 +310,7 @@ def test_the_write_cost_is_a_dial(store: str, write_cost: float | None, is_taken
     assert len(begin_store(manager, "x").keys) == is_taken
 
 
-def test_of_a_path_the_deepest_block_leaves_first() -> None:
+def test_the_deepest_block_of_a_path_leaves_first() -> None:
     manager = learnt(4, 1.0, 0.1)
     request(manager, "ab")
     request(manager, "abc")
@@ -321,7 +321,7 @@ def test_of_a_path_the_deepest_block_leaves_first() -> None:
     assert request(manager, "z") == ("z", "a", 0)
 
 
-def test_where_the_deepest_block_may_not_leave_the_candidate_does() -> None:
+def test_the_candidate_leaves_if_the_deepest_block_is_protected() -> None:
     manager = learnt(4, 1.0, 0.1)
     request(manager, "ab")
     request(manager, "abc")
@@ -332,7 +332,7 @@ def test_where_the_deepest_block_may_not_leave_the_candidate_does() -> None:
     assert request(manager, "y") == ("y", "c", 0)
 
 
-def test_a_block_that_another_request_used_since_is_of_its_path() -> None:
+def test_a_block_belongs_to_the_run_of_its_last_request() -> None:
     manager = learnt(5, 1.0, 0.1)
     request(manager, "abc")
     request(manager, "ax")
@@ -359,7 +359,7 @@ def use_on_device(manager: OffloadingManager, letters: str, times: int) -> None:
         manager.finish_request(manager.begin_request(letters, keys(letters)))
 
 
-def test_in_a_victim_tier_each_block_is_weighed_on_its_own() -> None:
+def test_in_a_victim_tier_each_block_is_rated_independently() -> None:
     manager = learnt(4, 0.3, 0.4, 2.0, 9.0, store=ON_DEVICE_EVICTION, write_cost=0.0)
     for letters, times in (("xy", 2), ("mn", 5)):
         use_on_device(manager, letters, times)
@@ -372,7 +372,7 @@ def test_in_a_victim_tier_each_block_is_weighed_on_its_own() -> None:
     assert plan.missing_rows.tolist() == [0, 2, 1, 3]
 
 
-def test_in_a_victim_tier_a_block_that_has_just_entered_may_give_way_to_one_before_it() -> None:
+def test_in_a_victim_tier_a_new_block_may_be_replaced_by_an_earlier_one() -> None:
     manager = learnt(2, 0.5, 0.4, 2.0, 9.0, store=ON_DEVICE_EVICTION)
     for letters, times in (("x", 2), ("y", 5)):
         use_on_device(manager, letters, times)
@@ -385,7 +385,7 @@ def test_in_a_victim_tier_a_block_that_has_just_entered_may_give_way_to_one_befo
     assert plan.missing_rows.tolist() == [0, 1]
 
 
-def test_in_a_victim_tier_requests_that_are_put_in_order_together_keep_their_paths() -> None:
+def test_in_a_victim_tier_requests_of_one_batch_keep_separate_runs() -> None:
     manager = learnt(5, 1.0, 0.1, store=ON_DEVICE_EVICTION)
     use_on_device(manager, "ab", 1)
     use_on_device(manager, "cd", 1)
@@ -412,7 +412,7 @@ def last_used(manager: OffloadingManager, letters: str) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", [Hazard, NaiveHazard])
-def test_ages_count_from_the_end_unless_nobody_has_come_since(policy: Any) -> None:
+def test_ages_count_from_the_end_unless_no_request_came_since(policy: Any) -> None:
     manager = make(policy, 9)
     first = manager.begin_request("1", keys("sab"))
     manager.touch(keys("sab"), first)
@@ -435,7 +435,7 @@ def test_ages_count_from_the_end_unless_nobody_has_come_since(policy: Any) -> No
 # ---- the guards
 
 
-def test_until_it_knows_enough_it_is_lru() -> None:
+def test_hazard_is_lru_during_its_warm_up() -> None:
     manager = make(Hazard, 4)
     policy = manager.policy
     evicted = []
@@ -481,20 +481,20 @@ def test_lru_decides_from_a_lead_that_endangers_the_promise_until_that_is_little
         ({"write_cost": 1.0, "promise": 0.1}, 0.1),
     ],
 )
-def test_who_buys_fewer_writes_is_promised_less(parameters: dict[str, float], promised: float) -> None:
+def test_a_positive_write_cost_lowers_the_promise(parameters: dict[str, float], promised: float) -> None:
     for policy in (Hazard, NaiveHazard):
         found: Any = make(type("Dialled", (policy,), parameters), 4).policy
         assert (found.promised if policy is NaiveHazard else found.state.promise) == promised
 
 
-def test_an_own_lead_counts_up_to_one_percent() -> None:
+def test_a_lead_over_lru_is_credited_up_to_one_percent() -> None:
     policy = promising()
     assert not judged(policy, 100_000, -5_000)
     assert policy.history.shadow.lead == -1_000
     assert judged(policy, 100_000, policy.history.shadow.lead + 1_121)
 
 
-def test_a_long_time_as_lru_does_not_lock_it_in() -> None:
+def test_a_long_time_as_lru_ends() -> None:
     """A long idle block is evicted at an untypical age. Hazard must decide a few turnovers of the cache
     later, before three times that age have passed.
     """
@@ -520,7 +520,7 @@ def test_a_long_time_as_lru_does_not_lock_it_in() -> None:
     assert policy.state.references < 3 * 10_000
 
 
-def test_what_the_device_serves_is_no_hit_to_hope_for() -> None:
+def test_blocks_served_by_the_device_count_as_no_reuse() -> None:
     """Two tiers get the same requests; for one of them a device serves all blocks."""
     learnt_of = []
     for served in (0, 2):
@@ -561,7 +561,7 @@ def test_ages_count_from_the_end_of_a_request_and_its_label_is_part_of_the_class
     assert sorted(at_end[at_end > 0].tolist()) == [1, 1], "a new use begins without a label"
 
 
-def test_a_label_that_tells_is_learnt() -> None:
+def test_an_informative_label_is_learnt() -> None:
     """Blocks whose request ended with `go` are used again at once, blocks with `end` never. The policy learns
     to prefer the former."""
     manager = make(type("Eager", (HazardOfFewKeys,), {"warm_up": 0}), 6)
@@ -588,7 +588,7 @@ def test_a_label_that_tells_is_learnt() -> None:
     assert worth_go > worth_end
 
 
-def test_stats_are_told() -> None:
+def test_stats_are_reported() -> None:
     manager = make(Hazard, 4)
     use(manager, "ab")
     assert manager.stats().policy == {

@@ -46,7 +46,7 @@ def test_a_path_keeps_its_head_longest(manager: OffloadingManager) -> None:
     assert text(store(manager, "ef").evicted) == "dc"
 
 
-def test_higher_counts_leave_when_the_others_may_not(manager: OffloadingManager) -> None:
+def test_higher_counts_leave_when_lower_ones_are_protected(manager: OffloadingManager) -> None:
     use(manager, "abcd" + "aaabb")  # a 4, b 3, c 1, d 1
     load(manager, "cd")
     assert text(store(manager, "ef").evicted) == "ba"

@@ -67,7 +67,7 @@ def test_a_hir_block_that_is_not_in_s_stays_hir(manager: OffloadingManager) -> N
     assert state(manager) == ("be", "be", "a", "d")
 
 
-def test_a_block_that_was_pruned_is_as_good_as_unknown(manager: OffloadingManager) -> None:
+def test_a_pruned_block_counts_as_unknown(manager: OffloadingManager) -> None:
     use(manager, "b")
     use(manager, "d")  # remembered, but no more in S
     assert state(manager) == ("dbea", "ba", "d", "e")
@@ -82,7 +82,7 @@ def test_free_slots_make_lir_blocks_until_the_set_is_full(policy: type[EvictionP
     assert state(manager) == ("ab", "ab", "c", "")
 
 
-def test_a_long_request_takes_lir_slots_but_not_their_rank(policy: type[EvictionPolicy]) -> None:
+def test_a_long_request_takes_lir_slots_as_hir(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcde")
     assert state(manager) == ("edcba", "dcba", "e", "")
@@ -94,7 +94,7 @@ def test_a_long_request_takes_lir_slots_but_not_their_rank(policy: type[Eviction
     assert state(manager) == ("ayxzedc", "ydc", "ax", "ze")
 
 
-def test_a_block_that_the_batch_made_hir_leaves_for_the_next(policy: type[EvictionPolicy]) -> None:
+def test_a_block_that_a_batch_made_hir_is_its_next_victim(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcdef")
     assert state(manager) == ("fedcba", "dcba", "f", "e")
@@ -109,7 +109,7 @@ def test_then_the_coldest_lir_block_leaves(policy: type[EvictionPolicy]) -> None
     assert state(manager) == ("exyfdc", "edc", "xy", "f")
 
 
-def test_all_lir_blocks_can_be_lost_and_won_again(policy: type[EvictionPolicy]) -> None:
+def test_the_lir_set_recovers_after_losing_all_blocks(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 3)
     use(manager, "abc")
     manager.discard(keys("ab"))

@@ -77,7 +77,7 @@ def test_every_request_hits_no_less_in_a_larger_lru(requests: Requests) -> None:
 @given(chained_requests(), st.integers(1, 30))
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
 @pytest.mark.parametrize("policy", POLICIES.names())
-def test_nobody_does_better_than_the_optimum(
+def test_no_policy_exceeds_the_optimum(
     policy: str, admission: str, requests: Requests, capacity: int
 ) -> None:
     best = optimum(trace_of(requests), capacity).prefix_hit_blocks
@@ -87,7 +87,7 @@ def test_nobody_does_better_than_the_optimum(
 @FEWER
 @given(chained_requests())
 @pytest.mark.parametrize("policy", [*POLICIES.names(), NaiveLRU, NaiveARC])
-def test_a_cache_for_everything_hits_whatever_was_there_before(policy: str, requests: Requests) -> None:
+def test_a_cache_with_room_for_all_hits_every_known_block(policy: str, requests: Requests) -> None:
     trace = trace_of(requests)
     hits = sum(prefix_hits(requests, max(1, trace.unique_blocks), policy))
     assert hits == trace.block_refs - trace.unique_blocks
@@ -96,6 +96,6 @@ def test_a_cache_for_everything_hits_whatever_was_there_before(policy: str, requ
 @FEWER
 @given(st.integers(1, 8), st.integers(1, 12))
 @pytest.mark.parametrize("policy", POLICIES.names())
-def test_of_a_request_that_does_not_fit_the_head_is_hit(policy: str, capacity: int, length: int) -> None:
+def test_the_head_of_a_request_that_does_not_fit_is_hit(policy: str, capacity: int, length: int) -> None:
     request = [*range(length)]
     assert prefix_hits([request] * 3, capacity, policy) == [0] + [min(capacity, length)] * 2

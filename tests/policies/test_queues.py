@@ -43,7 +43,7 @@ def test_a_tiny_cache_works(policy: type[EvictionPolicy], capacity: int) -> None
     assert text(plan.keys) == "wxyz"[:capacity]
 
 
-def test_the_only_block_that_may_leave_is_found(policy: type[EvictionPolicy]) -> None:
+def test_the_only_evictable_block_is_found(policy: type[EvictionPolicy]) -> None:
     """The policy finds the block anywhere in its order while all other blocks are pinned."""
     history = ["abcdef", "ab", "abc", "a", "gh", "ab", "g", "hgab"]
     for free in range(6):

@@ -57,7 +57,7 @@ def test_algorithm_1_by_hand(policy: type[EvictionPolicy]) -> None:
     assert state(manager) == ("kl", "bga2", "hij"), "a is spared, with one use less; c leaves"
 
 
-def test_s_gives_all_of_itself_to_m_if_all_of_it_is_used(policy: type[EvictionPolicy]) -> None:
+def test_s_moves_to_m_if_all_its_blocks_are_used(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcde" + "aabb")
     use(manager, "f")
@@ -82,7 +82,7 @@ def test_the_head_of_a_batch_outlives_its_tail(policy: type[EvictionPolicy]) -> 
     assert state(manager) == ("ba", "edc", "")
 
 
-def test_if_all_of_a_queue_is_protected_the_other_gives(policy: type[EvictionPolicy]) -> None:
+def test_a_protected_queue_leaves_the_victim_to_the_other(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcde" + "aabb")
     small = load(manager, "ab")
@@ -94,7 +94,7 @@ def test_if_all_of_a_queue_is_protected_the_other_gives(policy: type[EvictionPol
     assert state(manager) == ("fh", "eab", "g")
 
 
-def test_what_moved_on_can_leave_if_nobody_else_may(policy: type[EvictionPolicy]) -> None:
+def test_a_moved_block_can_leave_if_all_others_are_protected(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 5)
     use(manager, "abcde" + "aabb")
     load(manager, "cde")
@@ -113,7 +113,7 @@ def test_failed_and_damaged_blocks_leave_no_ghost(policy: type[EvictionPolicy]) 
 
 
 @pytest.mark.parametrize("twin", [S3FIFO, NaiveS3FIFO])
-def test_a_call_that_has_spared_enough_takes_whom_it_meets(twin: type[EvictionPolicy]) -> None:
+def test_a_call_out_of_patience_evicts_the_next_block(twin: type[EvictionPolicy]) -> None:
     manager = make(type("Hasty", (twin,), {"small_share": 0.4, "patience": 1}), 5)
     use(manager, "abcde" + "aabb" + "ccdde")
     assert text(store(manager, "f").evicted) == "b", "a was spared"

@@ -36,7 +36,7 @@ def test_it_counts_what_lru_serves_more() -> None:
     assert members(cache) == "abc"
 
 
-def test_of_a_request_longer_than_the_cache_the_head_is_kept() -> None:
+def test_the_head_of_a_request_longer_than_the_cache_is_kept() -> None:
     cache = ShadowLRU(9, 2)
     use(cache, "abcd")
     assert members(cache) == "ab"
@@ -48,14 +48,14 @@ def test_only_hits_along_the_prefix_count() -> None:
     assert use(cache, "ab") == 0
 
 
-def test_what_the_device_has_is_nobodys_hit() -> None:
+def test_blocks_of_the_device_are_no_hits() -> None:
     cache = ShadowLRU(9, 4)
     use(cache, "abcd")
     assert use(cache, "abcd", held=2, on_device=2) == 2
     assert use(cache, "abcd", held=4, on_device=4) == 2
 
 
-def test_a_victim_tier_has_what_the_device_drops() -> None:
+def test_a_victim_tier_stores_the_blocks_that_the_device_drops() -> None:
     cache = ShadowLRU(9, 3)
     compare(cache, [0, 1], [False, False], is_victim_tier=True)
     assert members(cache) == ""

@@ -118,7 +118,7 @@ def test_the_hand_leaves_a_removed_block(policy: type[EvictionPolicy]) -> None:
 
 
 @pytest.mark.parametrize("twin", [SIEVE, NaiveSIEVE])
-def test_a_call_that_has_spared_enough_takes_whom_it_meets(twin: type[EvictionPolicy]) -> None:
+def test_a_call_out_of_patience_evicts_the_next_block(twin: type[EvictionPolicy]) -> None:
     manager = make(type("Hasty", (twin,), {"patience": 2}), 4)
     use(manager, "abcd" + "abcd")
     assert text(store(manager, "ef").evicted) == "cd", "a and b were spared, c and d had to go, visited"

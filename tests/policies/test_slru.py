@@ -68,7 +68,7 @@ def test_own_stores_move_within_their_segment(manager: OffloadingManager) -> Non
     assert segments(manager) == ("bdc", "a"), "a is hit, c and d are not"
 
 
-def test_proven_blocks_leave_when_the_others_may_not(manager: OffloadingManager) -> None:
+def test_proven_blocks_leave_when_the_others_are_protected(manager: OffloadingManager) -> None:
     use(manager, "abcdab")
     load(manager, "cd")
     assert segments(manager) == ("cd", "ab")
@@ -76,7 +76,7 @@ def test_proven_blocks_leave_when_the_others_may_not(manager: OffloadingManager)
     assert segments(manager) == ("cde", "b")
 
 
-def test_a_pinned_block_can_lose_its_rank(manager: OffloadingManager) -> None:
+def test_a_pinned_lir_block_can_become_hir(manager: OffloadingManager) -> None:
     use(manager, "abcdab")
     plan = load(manager, "a")
     use(manager, "c")

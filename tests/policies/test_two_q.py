@@ -64,7 +64,7 @@ def test_new_blocks_of_a_batch_count_for_the_next(manager: OffloadingManager) ->
     assert state(manager) == ("xy", "ca", "gf")
 
 
-def test_a_path_that_was_stored_in_pieces_is_put_in_order_once(manager: OffloadingManager) -> None:
+def test_a_path_stored_in_parts_is_reordered_once(manager: OffloadingManager) -> None:
     ctx = manager.begin_request("r")
     store(manager, "ab", ctx)
     store(manager, "cd", ctx)
@@ -77,14 +77,14 @@ def test_a_path_that_was_stored_in_pieces_is_put_in_order_once(manager: Offloadi
     assert state(manager) == ("abcd", "", "")
 
 
-def test_a_key_that_comes_back_makes_room_in_a1out_first(manager: OffloadingManager) -> None:
+def test_a_returning_key_frees_its_place_in_a1out_first(manager: OffloadingManager) -> None:
     use(manager, "abcdef")
     assert state(manager) == ("fedc", "", "ba")
     use(manager, "b")  # c is remembered where b was, and a stays
     assert state(manager) == ("fed", "b", "ca")
 
 
-def test_a_list_of_pinned_blocks_lets_the_other_one_give(manager: OffloadingManager) -> None:
+def test_a_pinned_list_leaves_the_victim_to_the_other(manager: OffloadingManager) -> None:
     use(manager, "abcdea")
     assert state(manager) == ("edc", "a", "b")
     reading = load(manager, "edc")
@@ -96,7 +96,7 @@ def test_a_list_of_pinned_blocks_lets_the_other_one_give(manager: OffloadingMana
 
 
 @pytest.mark.parametrize("policy", [TwoQ, NaiveTwoQ])
-def test_am_is_empty_and_a1in_has_to_give(policy: type[EvictionPolicy]) -> None:
+def test_a1in_provides_the_victim_if_am_is_empty(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 1)  # Kin = 1: A1in never exceeds it
     use(manager, "ab")
     assert state(manager) == ("b", "", "a")

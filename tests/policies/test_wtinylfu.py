@@ -76,7 +76,7 @@ def test_a_request_longer_than_the_window(policy: type[EvictionPolicy]) -> None:
     assert state(manager) == ("sr", "yd", "c")
 
 
-def test_one_winner_a_block_enters_at_nobodys_expense(policy: type[EvictionPolicy]) -> None:
+def test_one_winner_for_each_block_enters_without_a_victim(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 6)
     use(manager, "abcdef")
     store(manager, "vwxyz")
@@ -86,7 +86,7 @@ def test_one_winner_a_block_enters_at_nobodys_expense(policy: type[EvictionPolic
     assert state(manager) == ("qzyx", "wv", "")
 
 
-def test_who_has_just_won_is_on_probation(policy: type[EvictionPolicy]) -> None:
+def test_a_winner_of_a_duel_is_on_probation(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 6)
     use(manager, "abcdefabcdff")
     load(manager, "e")
@@ -102,7 +102,7 @@ def test_free_slots_fill_the_main_cache_from_the_cold_end(policy: type[EvictionP
     assert state(manager) == ("a", "bcd", "")
 
 
-def test_a_window_within_its_share_makes_the_main_cache_give(policy: type[EvictionPolicy]) -> None:
+def test_a_window_within_its_share_leaves_the_victim_to_the_main_cache(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 3)
     use(manager, "abc")
     manager.discard(keys("c"))
@@ -119,7 +119,7 @@ def test_a_window_within_its_share_makes_the_main_cache_give(policy: type[Evicti
 
 
 @pytest.mark.parametrize("pinned", ["c", "ab"])
-def test_a_part_that_is_pinned_lets_the_other_one_give(policy: type[EvictionPolicy], pinned: str) -> None:
+def test_a_pinned_segment_leaves_the_victim_to_the_other(policy: type[EvictionPolicy], pinned: str) -> None:
     manager = make(policy, 3)
     use(manager, "abccc")
     load(manager, pinned)
@@ -147,7 +147,7 @@ def test_a_store_and_the_finish_of_its_request_are_one_use(policy: type[Eviction
     assert state(manager) == ("d", "bc", "")
 
 
-def test_a_refusal_changes_nothing_the_sketch_included(policy: type[EvictionPolicy]) -> None:
+def test_a_refusal_does_not_change_the_sketch(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 3)
     use(manager, "abc")
     reading = load(manager, "abc")
@@ -160,7 +160,7 @@ def test_a_refusal_changes_nothing_the_sketch_included(policy: type[EvictionPoli
     assert state(manager) == ("e", "ba", "")
 
 
-def test_reset_forgets_what_was_seen(policy: type[EvictionPolicy]) -> None:
+def test_reset_forgets_frequencies(policy: type[EvictionPolicy]) -> None:
     manager = make(policy, 3)
     use(manager, "abcccc")
     manager.reset()

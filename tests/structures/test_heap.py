@@ -82,7 +82,7 @@ def test_pushes_in_order_are_one_chain() -> None:
     check_structure(heap)
 
 
-def test_what_fills_a_gap_may_have_to_rise() -> None:
+def test_an_entry_that_fills_a_gap_may_move_up() -> None:
     heap = Heap(7)
     for position, rank in enumerate([1, 10, 2, 11, 12, 3, 4]):
         push(heap.memory, position, rank)

@@ -145,7 +145,7 @@ def test_clear_forgets_everything() -> None:
 
 
 @given(st.lists(long_lists(st.integers(0, 60), max_size=70), max_size=4))
-def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]) -> None:
+def test_a_path_is_the_keys_in_order_of_first_appearance(batches: list[list[int]]) -> None:
     ctx, order = RequestContext("", 8), dict[bytes, int]()
     for batch in batches:
         keys = [number.to_bytes(8, "big") for number in batch]
@@ -158,7 +158,7 @@ def test_a_path_is_the_keys_in_the_order_of_first_sight(batches: list[list[int]]
 
 
 @given(long_lists(st.integers(0, 700), max_size=1500))
-def test_keys_asked_for_one_by_one_make_the_same_path(numbers: list[int]) -> None:
+def test_single_lookups_create_the_same_path(numbers: list[int]) -> None:
     keys = [number.to_bytes(8, "big") for number in numbers]
     manager = OffloadingManager(1, key_bytes=8)
     ctx = manager.begin_request("r")
@@ -168,7 +168,7 @@ def test_keys_asked_for_one_by_one_make_the_same_path(numbers: list[int]) -> Non
     assert list(ctx.keys()) == list(dict.fromkeys(keys))
 
 
-def test_what_was_noted_of_a_key_survives_growth() -> None:
+def test_records_of_a_key_survive_growth() -> None:
     ctx = RequestContext("", 8)
     first = [number.to_bytes(8, "big") for number in range(30)]
     ctx.extend(Keys.pack(first, 8))

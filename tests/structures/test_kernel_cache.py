@@ -78,7 +78,7 @@ def test_kernels_of_a_read_only_package_are_used(tmp_path: Path, package: Path, 
     assert bool(kept) == (home == "home")
 
 
-def test_without_any_home_they_are_compiled_and_it_is_said(tmp_path: Path, package: Path) -> None:
+def test_without_a_cache_directory_kernels_are_compiled_with_a_warning(tmp_path: Path, package: Path) -> None:
     without_kernels(package)
     done = run_read_only(package, ONE_KERNEL, HOME="/proc/none", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_without_any_home_they_are_compiled_and_it_is_said(tmp_path: Path, packa
     assert list(tmp_path.glob("kvoffload-kernels-*")) == [], "a directory of a process ends with it"
 
 
-def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path, package: Path) -> None:
+def test_cached_kernels_are_not_compiled_again(tmp_path: Path, package: Path) -> None:
     without_kernels(package)
     home = str(tmp_path / "home")
     first, second = (run_read_only(package, ONE_KERNEL, HOME=home) for _ in range(2))
@@ -136,7 +136,7 @@ def test_a_directory_that_other_users_can_replace_is_not_trusted(tmp_path: Path)
     assert trusted_directory(tmp_path, DIGEST) == tmp_path / f"kvoffload-{DIGEST}"
 
 
-def test_a_kernel_that_is_cut_off_is_compiled_again(tmp_path: Path) -> None:
+def test_a_truncated_kernel_file_is_compiled_again(tmp_path: Path) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     run = [sys.executable, "-c", ONE_KERNEL]
     subprocess.run(run, env=environment, check=True, capture_output=True)

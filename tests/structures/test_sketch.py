@@ -90,7 +90,7 @@ def test_clear_forgets_everything() -> None:
 
 
 @given(st.binary(min_size=1, max_size=40))
-def test_the_twin_hashes_alike(key: bytes) -> None:
+def test_the_twin_has_equal_hashes(key: bytes) -> None:
     assert hash_of(key) == helpers_of_kernels.hash_of(key)
     assert hash_of(key) == helpers_of_kernels.hash_of(key)
 

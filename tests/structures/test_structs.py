@@ -76,14 +76,14 @@ def test_a_kernel_reads_and_writes_what_python_does() -> None:
     assert (struct.number, struct.share) == (2**62, -1.5)
 
 
-def test_what_holds_addresses_is_never_replaced() -> None:
+def test_arrays_and_structs_cannot_be_replaced() -> None:
     struct: Any = outer()
     for name in ("inner", "words", "marks"):
         with pytest.raises(AttributeError):
             setattr(struct, name, getattr(struct, name))
 
 
-def test_a_struct_that_is_exchanged_is_what_kernels_see_from_then_on() -> None:
+def test_kernels_see_an_exchanged_struct() -> None:
     struct, other = outer(), outer()
     before = struct.inner
     struct.exchange("inner", other.inner)
@@ -95,7 +95,7 @@ def test_a_struct_that_is_exchanged_is_what_kernels_see_from_then_on() -> None:
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(2, np.int64), np.zeros((4, 2), np.uint64)[:, 0]])
-def test_an_array_of_another_kind_is_no_field(wrong: np.ndarray) -> None:
+def test_an_array_of_another_type_is_rejected(wrong: np.ndarray) -> None:
     with pytest.raises(TypeError, match="words"):
         Outer(**{**outer().contents(), "words": wrong})
 
@@ -121,7 +121,7 @@ def test_a_pickled_struct_is_a_struct_with_memory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, None, "text", b"bytes", [1], object()])
-def test_what_is_no_memory_is_refused(wrong: Any) -> None:
+def test_objects_without_memory_are_rejected(wrong: Any) -> None:
     with pytest.raises((TypeError, BufferError)):
         change(wrong, 1)
 
@@ -155,7 +155,7 @@ def test_a_list_is_read_as_packed_keys_are(key_bytes: int, count: int, chance: r
 
 
 @pytest.mark.parametrize("wrong", [b"short", b"far too long", 5, "textual8", None, bytearray(8)])
-def test_what_is_no_key_is_found_and_leaves_no_exception(wrong: Any) -> None:
+def test_an_invalid_key_is_found_and_leaves_no_exception(wrong: Any) -> None:
     assert read([b"12345678", wrong], 8, 1, np.zeros(2, np.uint64)) == ~1
     assert read([b"12345678"], 8, 1, np.zeros(2, np.uint64)) == 1
 
@@ -208,7 +208,7 @@ def test_a_batch_that_does_not_fit_leaves_the_path_as_it_was(numbers: list[int],
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("policy", POLICIES.names())
-def test_addresses_stay_what_they_are(policy: str, store: str) -> None:
+def test_addresses_are_constant(policy: str, store: str) -> None:
     """Also after a reset, because kernels would keep the memory of a replaced array."""
     manager: Any = OffloadingManager(8, key_bytes=8, policy=policy, store=store)
 
@@ -235,7 +235,7 @@ def test_addresses_stay_what_they_are(policy: str, store: str) -> None:
 # ---- policies that are compiled, and classes derived from them
 
 
-def test_what_a_subclass_writes_in_python_is_called() -> None:
+def test_python_methods_of_a_subclass_are_called() -> None:
     calls = []
 
     class Watched(LRU):
@@ -267,7 +267,7 @@ def test_what_a_subclass_writes_in_python_is_called() -> None:
         assert manager.policy.order() == [1, 0]
 
 
-def test_a_compiled_policy_that_names_a_wrong_victim_is_caught() -> None:
+def test_a_compiled_policy_with_a_wrong_victim_is_detected() -> None:
     manager: Any = OffloadingManager(2, key_bytes=8)
     for key in (b"aaaaaaaa", b"bbbbbbbb"):
         manager.complete_store(manager.prepare_store([key]))
@@ -286,7 +286,7 @@ def test_memory_of_a_plan_is_for_as_many_blocks_as_it_has(count: int) -> None:
     assert blank.keys.shape == blank.evicted.shape == (len(blank.rows), 3)
 
 
-def test_a_policy_may_make_itself_a_new_state_when_it_is_reset() -> None:
+def test_a_policy_may_replace_its_state_in_a_reset() -> None:
     """Kernels then have the address of the new state."""
 
     class Renewed(LRU):

@@ -140,7 +140,7 @@ def test_threads_copy_different_rows_at_the_same_time():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=30))
-def test_coalesced_runs_say_the_same_copies(pairs):
+def test_coalesced_runs_describe_the_same_copies(pairs):
     src_rows = np.array([a for a, _ in pairs], np.int64)
     dst_rows = np.array([b for _, b in pairs], np.int64)
     starts = coalesce(src_rows, dst_rows).tolist()

@@ -74,7 +74,7 @@ def test_blocks_are_stored_and_loaded(fake: Any, order: str | int, block_bytes: 
 
 
 @pytest.mark.parametrize("block_bytes", [GATHERED, RUNS], ids=["gathered", "runs"])
-def test_all_is_done_on_the_tensors_device(fake: Any, block_bytes: int) -> None:
+def test_all_calls_use_the_tensors_device(fake: Any, block_bytes: int) -> None:
     """With another current device, a call of the runtime there would create a context of 0.5 GiB."""
     runtime = fake()
     there_and_back(runtime, paged(8, block_bytes), numbered(6, block_bytes))
@@ -121,7 +121,7 @@ def test_a_gathered_store_ends_when_its_bytes_have_arrived_and_once(fake: Any) -
     engine.close()
 
 
-def test_a_pool_is_pinned_once_and_let_go(fake: Any) -> None:
+def test_a_pool_is_pinned_once_and_unpinned(fake: Any) -> None:
     runtime = fake()
     engine, _ = engine_on(runtime, numbered(4, 24))
     rows, whole, gaps = np.arange(4), paged(4, 24), paged(4, 32)[:, :24]
@@ -139,7 +139,7 @@ def test_a_pool_is_pinned_once_and_let_go(fake: Any) -> None:
     engine.close()
 
 
-def test_what_is_wrong_is_refused_before_anything_moves(fake: Any) -> None:
+def test_invalid_arguments_raise_before_any_copy(fake: Any) -> None:
     runtime = fake()
     engine, _ = engine_on(runtime, numbered(4, 64))
     one, pool = np.array([0]), paged(4, 64)
@@ -189,7 +189,7 @@ def test_an_error_of_pinning_is_not_left_for_the_next_kernel(
     runtime.launch()
 
 
-def test_the_fake_runtime_keeps_an_error_that_nobody_clears(fake: Any, monkeypatch: Any) -> None:
+def test_the_fake_runtime_keeps_an_uncleared_error(fake: Any, monkeypatch: Any) -> None:
     """Negative control of the test above."""
     runtime = fake(LATE, pin_limit=1000)
     monkeypatch.setattr(pinned, "_clear_error", lambda: None)
@@ -266,7 +266,7 @@ def test_small_pools_may_share_a_page(fake: Any) -> None:
     engine.close()
 
 
-def test_memory_that_somebody_else_pinned_is_used_and_left_alone(fake: Any) -> None:
+def test_memory_pinned_by_another_owner_is_used_and_stays_pinned(fake: Any) -> None:
     runtime, pool, blocks = fake(LATE), paged(8, RUNS), numbered(6, RUNS)
     runtime.registered[pool.ctypes.data] = pool.ctypes.data + pool.nbytes
     there_and_back_beside(runtime, pool, blocks)
