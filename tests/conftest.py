@@ -48,10 +48,7 @@ LONG = {"agentic_12h", "agentic_3h", "P3", "OLTP"}
 
 
 def recordings_root() -> Path:
-    """Return the directory of recorded traces:
-
-    ``$KVOFFLOAD_TRACES``, or ``shared/traces`` beside the checkout.
-    """
+    """Return the directory of recorded traces, ``$KVOFFLOAD_TRACES`` or ``../shared/traces``."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "traces"
     return Path(os.environ.get("KVOFFLOAD_TRACES", beside))
 

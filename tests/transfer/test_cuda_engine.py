@@ -306,8 +306,9 @@ def test_closing_after_a_permanent_error_keeps_the_memory(
 def test_closing_unpins_if_the_device_can_be_synchronized(fake: Any) -> None:
     runtime, pool = fake(LATE), paged(4, 64)
     engine, _ = engine_on(runtime, numbered(4, 64))
+    storing, _ = runtime.streams[-2:]  # of the engine
     engine.store(np.arange(4), pool, np.arange(4))
-    [storing] = [stream for stream in runtime.streams if stream.queue]
+    assert storing.queue
 
     def fail() -> None:
         raise RuntimeError("this stream is gone")

@@ -1,4 +1,4 @@
-"""How many blocks at the cold end of a device cache a victim tier is offered after each step."""
+"""The number of cold blocks of a device cache that are offered to a victim tier after each step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ _DECAY = 0.99
 
 
 class Window:
-    """Follows the largest recent step of an engine, in blocks that the step made the device drop.
+    """A window as large as an engine's largest recent step, in blocks that the step made the device drop.
 
     Args:
-        smallest: blocks that a step of computation may take; the window never falls below this number.
-        largest: half of the device's blocks, for instance; the window never exceeds it.
+        smallest: lower limit of the size; blocks that a step of computation may take.
+        largest: upper limit of the size, for example half of the device's blocks.
 
     Attributes:
-        size: blocks in the window now.
+        size: current number of blocks.
     """
 
     def __init__(self, smallest: int, largest: int) -> None:

@@ -1,4 +1,4 @@
-"""Digests of keys: 64 bits that bind a checksum to its key, and that name a key in small tables.
+"""Digests of keys: 64-bit hashes that bind a checksum to its key, and that identify keys in small tables.
 
 Tiers may persist digests, so the function never changes. The hash of the index is another function and may
 change.
@@ -13,7 +13,7 @@ import numpy as np
 from kvoffload.structures.jit import ReadU64Matrix, U64Array, inline, kernel
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Step of splitmix64: odd, so that all its multiples differ, and without a pattern in its bits."""
+"""Increment of splitmix64: odd, so that all its multiples differ, and with irregular bits."""
 
 
 def digests_of(words: ReadU64Matrix, key_bytes: int) -> U64Array:
@@ -28,7 +28,8 @@ def digests_of(words: ReadU64Matrix, key_bytes: int) -> U64Array:
 
 @inline
 def mix(word: Any) -> Any:
-    """Finisher of splitmix64 (Steele, Lea and Flood, OOPSLA'14): a bijection that spreads every bit."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA'14), a bijection that mixes all bits.
+    """
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
