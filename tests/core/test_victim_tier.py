@@ -701,7 +701,7 @@ def test_a_policy_that_names_a_removed_slot_changes_nothing(offered: str) -> Non
     reading = load(manager, "c")  # stands between duplicates that may leave
     manager.touch(keys("a"))
     before = snapshot(manager, ignore=["policy"])
-    with pytest.raises(PolicyError, match="not in the policy.s order"):
+    with pytest.raises(PolicyError, match=r"not in the policy's order"):
         manager.prepare_store(keys(offered))
     assert snapshot(manager, ignore=["policy"]) == before
     manager.complete_load(reading)
