@@ -52,6 +52,12 @@ def slab_in(directory: Path) -> Path:
     return slab
 
 
+def slots_in_use(tier: DiskTier) -> list[int]:
+    """Return the slab's slots that hold or may get blocks, and the reserve, ascending."""
+    placement = tier._placement
+    return sorted(np.concatenate([placement._place, placement._reserve, placement._beyond]).tolist())
+
+
 class Driver:
     """A tier with its own pool, driven one job at a time. Compares every served block with its write.
 
@@ -142,8 +148,7 @@ class Disk(Driver):
 
     def slots_in_use(self) -> list[int]:
         """Return the slab's slots that hold or may get blocks, and the reserve, ascending."""
-        placement = self.tier._placement
-        return sorted(np.concatenate([placement._place, placement._reserve, placement._beyond]).tolist())
+        return slots_in_use(self.tier)
 
     def kill(self) -> None:
         """End like ``kill -9``: submitted system calls complete, but nothing is closed in order."""
