@@ -1,4 +1,4 @@
-"""``kvoffload trace convert``: what each kind of source becomes, and that nothing of it is told."""
+"""``kvoffload trace convert``: the trace of each kind of source, which hides the contents of prompts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_converted_trace_replays_as_the_original_and_has_none_of_its_ids(tmp_p
     assert (done.source, done.assumed, done.block_tokens) == ("mooncake", "", 512)
 
 
-def test_a_salt_is_what_makes_ids_equal(tmp_path: Path) -> None:
+def test_equal_salts_give_equal_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request([1, 2]), request([1, 3])])
     ids = [converted(path, **salt)[0].block_ids.tolist() for salt in ({}, {}, {"salt": "a"}, {"salt": "a"})]
     assert ids[0] != ids[1] != ids[2]
@@ -111,7 +111,7 @@ def test_equal_prefixes_and_only_they_have_equal_ids(prompts: list[list[int]], s
             assert seen.setdefault(one, tuple(prompt[:length])) == tuple(prompt[:length])
 
 
-def test_names_of_tenants_are_not_told(tmp_path: Path) -> None:
+def test_names_of_tenants_are_hashed(tmp_path: Path) -> None:
     known = {"tenant": "ACME", "finish_reason": "stop", "priority": 3, "time_to_live_s": 5.0}
     path = write(tmp_path / "in.jsonl", [request([1], **known), request([2], **known), request([3])])
     trace, _ = converted(path)
@@ -147,14 +147,14 @@ def test_mooncake_with_ids_of_any_kind(tmp_path: Path) -> None:
     assert (line["input_length"], len(line["hash_ids"])) == (1600, 3)
 
 
-def test_a_trace_of_ours_keeps_the_size_of_its_blocks(tmp_path: Path) -> None:
+def test_a_kvoffload_trace_keeps_its_block_size(tmp_path: Path) -> None:
     write_trace(generate(builtin("chat", sessions=3, block_tokens=64)), tmp_path / "in.jsonl")
     assert converted(tmp_path / "in.jsonl")[0].block_tokens == 64
-    with pytest.raises(ConfigError, match=r"block-tokens: 32 is not possible; the header of .* says 64"):
+    with pytest.raises(ConfigError, match=r"block-tokens: 32 is not possible; the header of .* has 64"):
         converted(tmp_path / "in.jsonl", block_tokens=32)
 
 
-def test_what_a_header_says_is_kept(tmp_path: Path) -> None:
+def test_the_header_of_a_recording_is_kept(tmp_path: Path) -> None:
     said = {"kvoffload_trace": 1, "block_tokens": 16, "assumed": "none-shared", "in_order": False}
     lines = [
         said,
@@ -162,17 +162,17 @@ def test_what_a_header_says_is_kept(tmp_path: Path) -> None:
         request([3], input_length=16, timestamp=100),
     ]
     path = write(tmp_path / "in.jsonl", lines)
-    with pytest.raises(ConfigError, match="its name must say what is assumed"):
+    with pytest.raises(ConfigError, match="its name must contain the assumption"):
         converted(path)
     trace, _ = converted(path, "o.none-shared.jsonl")
     assert trace.name == "o (assumed: none-shared)"
     assert trace.timestamps_ms.tolist() == [100, 900]
     assert chains(trace) == [[0], [1, 2]]
     write(path, [*lines, {**said, "assumed": "gap-2s"}])
-    with pytest.raises(TraceError, match=":4: field assumed: 'gap-2s', but so far 'none-shared'"):
+    with pytest.raises(TraceError, match=":4: field assumed: 'gap-2s', but 'none-shared' before"):
         converted(path, "o.none-shared.jsonl")
     write(path, [request([1]), {**said, "assumed": "", "in_order": True}])
-    with pytest.raises(TraceError, match=":2: field block_tokens: 16, but so far 512; --block-tokens must"):
+    with pytest.raises(TraceError, match=":2: field block_tokens: 16, but 512 before; give --block-tokens"):
         converted(path)
 
 
@@ -194,7 +194,7 @@ def test_bailian(tmp_path: Path) -> None:
     assert converted(path, keep_ids=True)[0].block_ids.tolist() == [10, 11, 13, 14]
 
 
-def test_a_wrong_size_of_blocks_is_refused_with_the_one_that_fits(tmp_path: Path) -> None:
+def test_a_wrong_block_size_is_refused_with_a_fitting_size(tmp_path: Path) -> None:
     long = request(list(range(200)), input_length=3200)
     path = write(tmp_path / "in.jsonl", [long, request([1, 2], input_length=32)])
     with pytest.raises(
@@ -205,7 +205,7 @@ def test_a_wrong_size_of_blocks_is_refused_with_the_one_that_fits(tmp_path: Path
     assert converted(path, block_tokens=16)[0].block_refs == 202
 
 
-def test_times_of_which_some_are_seconds(tmp_path: Path) -> None:
+def test_times_in_mixed_units_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request([1], timestamp=0.5), request([2], timestamp=3)])
     with pytest.raises(TraceError, match=":2: field timestamp: 3: some times are seconds, some are ms"):
         converted(path)
@@ -241,18 +241,18 @@ BURST = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response token
 
 
 @pytest.mark.parametrize("table", [AZURE, BURST])
-def test_lengths_alone_are_refused_until_somebody_assumes(tmp_path: Path, table: str) -> None:
+def test_lengths_need_an_assumption(tmp_path: Path, table: str) -> None:
     path = tmp_path / "in.csv"
     path.write_text(table)
     with pytest.raises(ConfigError) as error:
         converted(path)
     assert str(error.value) == (
-        "from: 'lengths' is not possible; lengths do not tell which prompts share a prefix: say what to "
-        "assume; allowed: lengths:none (nothing is shared), lengths:continued (a prompt continues the "
+        "from: 'lengths' is not possible; lengths do not show shared prefixes: choose an assumption; "
+        "allowed: lengths:none (nothing is shared), lengths:continued (a prompt continues the "
         "longest context that fits), lengths:sessions (by the column of session ids)"
     )
     with pytest.raises(
-        ConfigError, match=r"its name must say what is assumed: .*/out\.none-shared\.jsonl\.gz"
+        ConfigError, match=r"its name must contain the assumption: .*/out\.none-shared\.jsonl\.gz"
     ):
         converted(path, "out.jsonl.gz", source="lengths:none")
     assert sorted(tmp_path.iterdir()) == [path], "nothing is left behind"
@@ -296,8 +296,8 @@ def test_burst_by_its_sessions(tmp_path: Path) -> None:
 
 BAD_ROWS = {
     "short": ("5,s1", "column input: missing"),
-    "no number": ("5,s1,1,x,many,8,9,l", "column input: 'many' is no number of tokens"),
-    "negative": ("5,s1,1,x,4,-8,9,l", "column output: '-8' is no number of tokens"),
+    "no number": ("5,s1,1,x,many,8,9,l", "column input: 'many' is not a number of tokens"),
+    "negative": ("5,s1,1,x,4,-8,9,l", "column output: '-8' is not a number of tokens"),
     "no time": ("noon,s1,1,x,4,8,9,l", "field timestamp: 'noon' is neither seconds nor ISO 8601"),
 }
 
@@ -313,7 +313,7 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, row: str, reason: str) ->
     assert (done.requests, done.skipped_lines) == (6, 1)
 
 
-def test_a_table_without_a_column_that_is_needed(tmp_path: Path) -> None:
+def test_a_table_without_a_required_column_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("ContextTokens,GeneratedTokens\n1,2\n")
     with pytest.raises(TraceError, match=r":1: column time: missing; allowed: timestamp, "):
         converted(tmp_path / "in.csv", "b.none-shared.jsonl", source="lengths:none")
@@ -354,28 +354,26 @@ def test_sharegpt(tmp_path: Path, tokenizer: Path, form: str) -> None:
     assert times[0] == 0
 
 
-def test_turns_come_after_what_was_answered(tmp_path: Path, tokenizer: Path) -> None:
-    path = write(tmp_path / "in.jsonl", [sharegpt(n) for n in range(200)])
+def test_turns_arrive_after_a_think_time(tmp_path: Path, tokenizer: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [sharegpt(n) for n in range(100)])
     trace, _ = converted(
         path, "o.paced-600-per-minute.jsonl", source="text:600", tokenizer=tokenizer, block_tokens=64
     )
-    # 200 conversations begin within 20 seconds; the median of the time to the next turn is 140.
+    # 100 conversations begin within 10 seconds; the median time to the next turn is 140 s.
     firsts, seconds = (trace.timestamps_ms[trace.output_tokens == n] / 1000 for n in (14, 3))
-    assert firsts.max() < 20
+    assert firsts.max() < 10
     assert 100 < np.median(seconds) < 200
 
 
-def test_text_without_times_is_refused_until_somebody_says_how_fast(tmp_path: Path, tokenizer: Path) -> None:
+def test_text_without_times_needs_a_rate(tmp_path: Path, tokenizer: Path) -> None:
     path = write(tmp_path / "in.jsonl", [sharegpt(0)])
     with pytest.raises(
-        ConfigError, match=r"say how many conversations begin in a minute; allowed: text,per_min"
+        ConfigError, match=r"give the conversations that begin in a minute; allowed: text,per_min"
     ):
         converted(path, tokenizer=tokenizer)
-    with pytest.raises(
-        ConfigError, match=r"tokenizer: None is not possible; .* tokenizer.json must be given"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer: None is not possible; .* give its tokenizer.json"):
         converted(path, source="text:60")
-    for wrong, why in (("no", "there is no such file"), ("in.jsonl", "it is no tokenizer.json")):
+    for wrong, why in (("no", "there is no such file"), ("in.jsonl", "it is not a tokenizer.json")):
         with pytest.raises(ConfigError, match=why):
             converted(path, source="text:60", tokenizer=tmp_path / wrong)
 
@@ -404,13 +402,13 @@ def test_a_log_of_requests(tmp_path: Path, tokenizer: Path) -> None:
 
 
 BAD_TEXTS = {
-    "nothing": ({"messages": []}, "field messages: no list of messages"),
+    "nothing": ({"messages": []}, "field messages: not a list of messages"),
     "no role": ({"messages": [{"content": "x"}]}, "field messages[0].role: missing"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-                  "field messages[0].content: a part of type image_url has no tokens that are known here"),
+                  "field messages[0].content: items of type image_url cannot be tokenized"),
     "no object": ("[1]", "line: expected object, got array"),
     "no text": ({"id": 5}, "field messages: missing"),
-    "suddenly a time": ({"timestamp": 5, "prompt": "x"}, "field timestamp: those before have none"),
+    "suddenly a time": ({"timestamp": 5, "prompt": "x"}, "field timestamp: earlier records have no time"),
 }  # fmt: skip
 
 
@@ -446,7 +444,7 @@ def test_token_ids(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=9), st.text(max_size=40)), max_size=9), st.booleans())
-def test_elements_of_an_array_are_its_elements(
+def test_elements_of_an_array_are_found_in_any_layout(
     tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, str]], pretty: bool
 ) -> None:
     path = tmp_path_factory.mktemp("array") / "in.json"
@@ -457,26 +455,23 @@ def test_elements_of_an_array_are_its_elements(
 def test_a_large_array_is_read_in_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "in.json.gz"
     with gzip.open(path, "wt") as file:
-        file.write("[" + ",\n".join(json.dumps({"text": "x" * 10_000, "n": n}) for n in range(3_000)) + "]")
+        file.write("[" + ",\n".join(json.dumps({"text": "x" * 10_000, "n": n}) for n in range(1_000)) + "]")
     tracemalloc.start()
     try:
-        assert sum(1 for _ in elements(path)) == 3_000
+        assert sum(1 for _ in elements(path)) == 1_000
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 3_000_000, "of 30 million characters"
+    assert most < 3_000_000, "of 10 million characters"
 
 
-def test_what_is_no_json_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvoffload.traces.conversion import json_elements
-
-    monkeypatch.setattr(json_elements, "_LARGEST_ELEMENT", 100_000)
+def test_invalid_json_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "in.json"
-    path.write_text('[{"a": 1}, {"text": "' + "x" * 10_000_000)
-    told: list[float] = []
+    path.write_text('[{"a": 1}, {"text": "' + "x" * 2_000_000)
+    shares = [0.0]
     with pytest.raises(TraceError, match="element 2: invalid JSON"):
-        list(elements(path, told.append))
-    assert told[-1] < 0.2
+        list(elements(path, shares.append, largest=100_000))
+    assert shares[-1] < 0.2
 
 
 @pytest.mark.parametrize("text", ['[{"a": 1}, {"a": ', '[{"a": 1}, x]', '[{"a": 1}'])
@@ -543,11 +538,11 @@ def test_kv_events(tmp_path: Path) -> None:
     a_to_d, rest = [0, 1, 2, 3], chains(trace)
     assert rest == [a_to_d, [4], [0, 1, 5], [*a_to_d, 6, 7, 8, 9], [10, 11]]
     assert trace.output_tokens.tolist() == [32, 0, 0, 0, 0]
-    assert any("1 requests stand on blocks from before" in remark for remark in done.remarks)
-    assert any("more reuse than this" in remark for remark in done.remarks)
+    assert any("1 requests continue blocks from before" in remark for remark in done.remarks)
+    assert any("the engine had more reuse" in remark for remark in done.remarks)
 
 
-def test_what_was_removed_is_forgotten(tmp_path: Path) -> None:
+def test_removed_blocks_are_forgotten(tmp_path: Path) -> None:
     """So that memory is that of the cache; nothing stands on it until it is stored again."""
     records = [
         [1.0, [stored(["a", "b", "c"], None)]],
@@ -559,7 +554,7 @@ def test_what_was_removed_is_forgotten(tmp_path: Path) -> None:
     trace, done = converted(write(tmp_path / "in.jsonl", records), "k.gap-2s.jsonl")
     assert np.diff(trace.offsets).tolist() == [3, 2, 2, 3]
     assert chains(trace)[0][:2] == chains(trace)[3][:2]
-    assert any("1 requests stand on blocks from before" in remark for remark in done.remarks)
+    assert any("1 requests continue blocks from before" in remark for remark in done.remarks)
 
 
 def test_kv_events_in_the_older_form_and_as_objects(tmp_path: Path) -> None:
@@ -571,8 +566,8 @@ def test_kv_events_in_the_older_form_and_as_objects(tmp_path: Path) -> None:
 
 
 BAD_EVENTS = {
-    "no batch": ({"events": []}, "line: no batch of KV events: [seconds, [event, ...]]"),
-    "no event": ([1.0, [5]], "field events: one is no event"),
+    "no batch": ({"events": []}, "line: not a batch of KV events: [seconds, [event, ...]]"),
+    "no event": ([1.0, [5]], "field events: an element is not an event"),
     "no hash": ([1.0, [{"type": "BlockStored"}]], "field events: a block has no hash"),
     "another size": ([1.0, [{**stored([1], None), "block_size": 32}]],
                      "field block_size: 32, not 16; --block-tokens 32 would fit"),
@@ -691,7 +686,8 @@ MISTAKES = {
     "no file": (["no-such"],
                 "source: 'no-such' is not possible; there is no such file; allowed: a file, -, or "
                 "tcp://host:port"),
-    "stdin": (["-"], f"from: None is not possible; standard input is not looked into; allowed: {KINDS}"),
+    "stdin": (["-"],
+              f"from: None is not possible; the source of standard input is not detected; allowed: {KINDS}"),
     "no kind": (["-", "--from", "bailan"],
                 f"from: 'bailan' is not possible; allowed: {KINDS}, module:Class, or path/to/file.py:Class "
                 "(did you mean bailian?)"),
@@ -711,7 +707,7 @@ def test_mistakes_are_one_clear_line(tmp_path: Path, arguments: list[str], messa
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvoffload: {message}\n")
 
 
-def test_an_address_that_is_none_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_impossible_address_is_one_clear_line(tmp_path: Path) -> None:
     pytest.importorskip("zmq", reason="the library pyzmq is not installed")
     done = kvoffload("trace", "convert", "tcp://nowhere", tmp_path / "k.gap-2s.jsonl")
     assert (done.returncode, done.stdout) == (2, "")
@@ -738,7 +734,7 @@ class Words(Source):
 """
 
 
-def test_a_kind_of_ones_own_is_one_file(tmp_path: Path) -> None:
+def test_a_user_defined_source_is_one_file(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     path = write(tmp_path / "in.txt", ["a b c", "a b d e"])
     kind = f"{tmp_path / 'own.py'}:Words,tokens_each=4"
@@ -747,25 +743,25 @@ def test_a_kind_of_ones_own_is_one_file(tmp_path: Path) -> None:
     assert chains(trace) == [[0, 1, 2], [0, 1, 3, 4]]
 
 
-def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
+def test_unrecognised_and_empty_recordings_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [{"user": 1, "query": "x"}])
     with pytest.raises(
-        ConfigError, match=r"what in\.jsonl is cannot be told: its first record has query, user;"
+        ConfigError, match=r"the source of in\.jsonl is not recognised: its first record has query, user;"
     ):
         converted(path)
     with pytest.raises(ConfigError, match="its first record has no fields"):
         converted(write(path, [" "]))
     with pytest.raises(TraceError, match=r"in\.jsonl: no requests in it"):
         converted(write(path, [" "]), source="mooncake")
-    with pytest.raises(ConfigError, match=r"out: .* a file that can be written \(No such file"):
+    with pytest.raises(ConfigError, match=r"out: .* a writable file \(No such file"):
         convert(str(write(path, [request([1])])), tmp_path / "no" / "out.jsonl")
 
 
 def test_a_recording_is_converted_in_constant_memory(tmp_path: Path) -> None:
-    """What a request left behind would be 24 KB: 2,000 of them 48 MB."""
+    """If each request kept its 24 KB, 200 requests would keep 4.8 MB."""
     path = tmp_path / "in.jsonl"
     with path.open("w") as file:
-        for n in range(2_000):
+        for n in range(200):
             file.write(json.dumps(request([n * 1000 + j for j in range(400)], timestamp=n)) + "\n")
     tracemalloc.start()
     try:
@@ -773,13 +769,11 @@ def test_a_recording_is_converted_in_constant_memory(tmp_path: Path) -> None:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 2_000_000
+    assert most < 1_500_000
 
 
 @pytest.mark.trace
-def test_a_recorded_trace_is_the_same_trace(
-    tmp_path: Path, recorded_trace_path: Callable[[str], Path]
-) -> None:
+def test_a_recorded_trace_stays_the_same(tmp_path: Path, recorded_trace_path: Callable[[str], Path]) -> None:
     path = recorded_trace_path("conversation_first60")
     original = read_trace(path)
     convert(str(path), tmp_path / "out.jsonl")

@@ -152,9 +152,9 @@ def test_a_workload_with_other_parameters_is_found_again(name: str) -> None:
 
 
 def test_too_little_is_refused() -> None:
-    with pytest.raises(TraceError, match="made: too little to fit: 20 requests, at different times"):
+    with pytest.raises(TraceError, match="made: too small to fit: 20 requests at different times"):
         fit(made([[0]] * 19, list(range(19))), "chat")
-    with pytest.raises(TraceError, match="too little to fit"):
+    with pytest.raises(TraceError, match="too small to fit"):
         fit(made([[0]] * 40, [5] * 40), "chat")
     with pytest.raises(ConfigError, match="allowed: agent, chat, rag"):
         fit(made([[0]] * 40, list(range(40))), "chad")

@@ -85,7 +85,7 @@ def test_ids_may_use_all_64_bits(chat: Callable[..., Path]) -> None:
     assert chains(read_trace(chat(line([2**63 - 1, -(2**63)])))) == [[2**63 - 1, -(2**63)]]
 
 
-def test_block_tokens_decide_how_many_ids_count(chat: Callable[..., Path]) -> None:
+def test_block_tokens_determine_the_number_of_full_blocks(chat: Callable[..., Path]) -> None:
     assert chains(read_trace(chat(line([1, 2, 3], input_length=149)), block_tokens=50)) == [[1, 2]]
 
 
@@ -134,7 +134,7 @@ def test_a_bad_line_is_named_or_skipped(chat: Callable[..., Path], bad: str | by
     assert trace.skipped_lines == 1
 
 
-def test_a_skipped_line_does_not_say_what_follows_what(chat: Callable[..., Path]) -> None:
+def test_a_skipped_line_defines_no_chain(chat: Callable[..., Path]) -> None:
     broken, good = line([5, 2, 3], timestamp=1), line([6, 3], timestamp=2)
     trace = read_trace(chat(line([1, 2]), broken, good, "nonsense"), skip_bad_lines=True)
     assert chains(trace) == [[1, 2], [6, 3]]
@@ -143,7 +143,7 @@ def test_a_skipped_line_does_not_say_what_follows_what(chat: Callable[..., Path]
 
 
 @pytest.mark.parametrize("block_tokens", [16, 64, 2048])
-def test_blocks_of_another_size_are_refused_with_the_size_that_fits(
+def test_another_block_size_is_refused_with_a_fitting_size(
     chat: Callable[..., Path], block_tokens: int
 ) -> None:
     lengths = (40 * block_tokens - 3, 41 * block_tokens, 99 * block_tokens + 1)
@@ -157,7 +157,7 @@ def test_blocks_of_another_size_are_refused_with_the_size_that_fits(
 WIDE = [2**64 - 1, 2**63, 2**127 + 5, "00ff", "0xdeadbeef", "", "ü"]
 
 
-def test_ids_of_any_kind_are_told_apart(chat: Callable[..., Path]) -> None:
+def test_ids_of_any_kind_are_distinct(chat: Callable[..., Path]) -> None:
     trace = read_trace(chat(line([1, *WIDE]), line([1, *WIDE[:3], "else"]), line([2])))
     assert chains(trace) == [[1, -1, -2, -3, -4, -5, -6, -7], [1, -1, -2, -3, -8], [2]]
 
@@ -165,7 +165,7 @@ def test_ids_of_any_kind_are_told_apart(chat: Callable[..., Path]) -> None:
 def test_numbered_ids_and_negative_ones_do_not_mix(chat: Callable[..., Path]) -> None:
     path = chat(line([5, 2**63]), line([6, -1]))
     for skip in (False, True):
-        with pytest.raises(TraceError, match="negative ids beside ids that are no 64-bit numbers"):
+        with pytest.raises(TraceError, match="negative ids beside ids that are not 64-bit numbers"):
             read_trace(path, skip_bad_lines=skip)
 
 
@@ -174,12 +174,12 @@ def test_times_with_a_fraction_are_seconds(chat: Callable[..., Path]) -> None:
     assert trace.timestamps_ms.tolist() == [0, 61_114, 62_000], "all of them"
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(chat: Callable[..., Path]) -> None:
+def test_a_byte_order_mark_is_ignored(chat: Callable[..., Path]) -> None:
     assert chains(read_trace(chat(b"\xef\xbb\xbf" + line([1]).encode(), line([2])))) == [[1], [2]]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
-def test_what_is_compressed_is_known_by_its_first_bytes(tmp_path: Path, suffix: str) -> None:
+def test_compression_is_detected_by_the_first_bytes(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "renamed.jsonl"
     path.write_bytes(COMPRESS[suffix](line([4, 5]).encode()))
     assert chains(read_trace(path)) == [[4, 5]]
@@ -195,7 +195,7 @@ def test_standard_input_is_a_trace(
     assert (trace.name, chains(trace)) == ("stdin", [[4, 5]])
 
 
-def test_what_is_neither_file_nor_name_is_said_to_be_missing() -> None:
+def test_a_missing_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no such file; allowed: .*agent, chat, rag \(did you mean chat\?"):
         load_trace("chta")
 
@@ -219,7 +219,7 @@ def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, name: str) -> Non
     assert str(error.value) == f"{tmp_path / name}: {reason}"
 
 
-def test_a_directory_is_no_trace(tmp_path: Path) -> None:
+def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="is a directory"):
         read_trace(tmp_path)
 
@@ -260,7 +260,7 @@ def test_zstd_frames_one_after_the_other_are_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_what_is_written_is_read_and_its_bytes_repeat(tmp_path: Path, suffix: str) -> None:
+def test_a_written_trace_is_read_back_and_its_bytes_repeat(tmp_path: Path, suffix: str) -> None:
     trace = generate(builtin("agent", sessions=2))
     first, second = tmp_path / f"agent.jsonl{suffix}", tmp_path / f"again.jsonl{suffix}"
     write_trace(trace, first)
@@ -274,7 +274,7 @@ def test_what_is_written_is_read_and_its_bytes_repeat(tmp_path: Path, suffix: st
     assert_equal(again, trace)
 
 
-def test_what_was_known_of_requests_is_read(chat: Callable[..., Path]) -> None:
+def test_hints_are_read(chat: Callable[..., Path]) -> None:
     known = {
         "finish_reason": "stop",
         "session_over": True,
@@ -294,7 +294,7 @@ def test_what_was_known_of_requests_is_read(chat: Callable[..., Path]) -> None:
     assert [trace.hints_of(request) for request in range(4)] == [hints, NO_HINTS, NO_HINTS, hints]
 
 
-def test_a_file_of_which_nothing_is_known_has_no_hints(chat: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_file_without_hints_has_none(chat: Callable[..., Path], tmp_path: Path) -> None:
     trace = read_trace(
         chat(line([1], session=3), line([1], finish_reason="", session_over=False, priority=0))
     )
@@ -328,9 +328,7 @@ def test_hints_of_skipped_lines_are_skipped(chat: Callable[..., Path]) -> None:
         max_size=6,
     )
 )
-def test_hints_that_are_written_are_read(
-    tmp_path_factory: pytest.TempPathFactory, hints: list[Hints]
-) -> None:
+def test_written_hints_are_read_back(tmp_path_factory: pytest.TempPathFactory, hints: list[Hints]) -> None:
     trace = generate(builtin("chat", sessions=6))
     said = [hints[i % len(hints)] for i in range(trace.requests)]
     trace = dataclasses.replace(trace, hints=TraceHints.of(said))
@@ -421,7 +419,7 @@ def header(block_tokens: object, **other: object) -> str:
     return json.dumps({"kvoffload_trace": 1, "block_tokens": block_tokens, **other})
 
 
-def test_a_header_says_how_many_tokens_a_block_has(chat: Callable[..., Path]) -> None:
+def test_the_header_has_the_block_size(chat: Callable[..., Path]) -> None:
     path = chat("", header(16), line([1, 2], input_length=40), line([1], input_length=16))
     trace = read_trace(path)
     assert (trace.block_tokens, chains(trace)) == (16, [[1, 2], [1]])
@@ -430,7 +428,7 @@ def test_a_header_says_how_many_tokens_a_block_has(chat: Callable[..., Path]) ->
         read_trace(path, block_tokens=512)
 
 
-def test_what_was_assumed_is_a_part_of_the_name(chat: Callable[..., Path]) -> None:
+def test_the_assumption_is_part_of_the_name(chat: Callable[..., Path]) -> None:
     lines = header(16, source="lengths", assumed="no reuse"), line([1], input_length=16)
     assert read_trace(chat(*lines)).name == "chat (assumed: no reuse)"
     other = (
@@ -465,7 +463,7 @@ def test_a_wrong_header_is_named(chat: Callable[..., Path], name: str) -> None:
     assert str(error.value) == f"{path}:{number}: {reason}"
 
 
-def test_lines_that_are_out_of_order_are_read_by_their_times(chat: Callable[..., Path]) -> None:
+def test_unordered_lines_are_sorted_by_time(chat: Callable[..., Path]) -> None:
     lines = [
         line([1, 2], timestamp=3000, tenant="b"),
         line([1], timestamp=1000, tenant="a"),
@@ -486,7 +484,7 @@ def test_lines_that_are_out_of_order_are_read_by_their_times(chat: Callable[...,
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_size_that_is_not_the_usual_one_is_written_and_read(tmp_path: Path, suffix: str) -> None:
+def test_another_block_size_is_written_and_read(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"small.jsonl{suffix}"
     trace = generate(builtin("chat", sessions=3, block_tokens=48))
     write_trace(trace, path)
@@ -495,7 +493,7 @@ def test_a_size_that_is_not_the_usual_one_is_written_and_read(tmp_path: Path, su
     assert block_tokens_of(path, 16) == 16, "what was given; to read it so is refused"
 
 
-def test_block_tokens_of_what_says_nothing(chat: Callable[..., Path]) -> None:
+def test_block_tokens_without_a_header(chat: Callable[..., Path]) -> None:
     assert block_tokens_of(chat(line([1]))) == block_tokens_of(chat("")) == block_tokens_of("rag") == 512
     assert block_tokens_of("-") == 512
     with pytest.raises(ConfigError, match="no such file"):

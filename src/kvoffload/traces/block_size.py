@@ -1,7 +1,4 @@
-"""How many tokens a block has: what a file says of itself, and whether its lines agree.
-
-Does not know what else stands in a line.
-"""
+"""The block size of a trace file: its header, and a check of each line against it."""
 
 from __future__ import annotations
 
@@ -16,21 +13,21 @@ from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
 
 DEFAULT_BLOCK_TOKENS = 512
-"""Of files that say nothing: those of Mooncake."""
+"""Block size of files without a header, such as Mooncake's."""
 
 _MARK = b'"kvoffload_trace"'
 
 
 class Header(msgspec.Struct, omit_defaults=True):
-    """What all lines of a trace file have in common: its first line, which old files do not have.
+    """Optional first line of a trace file.
 
     Attributes:
         kvoffload_trace: version of the header.
         block_tokens: tokens in one block.
-        source: what the file was converted or recorded from.
-        assumed: what was assumed where the source does not tell; empty if nothing was.
-        in_order: its lines stand in the order of arrival. Those of a recorder, which writes a request when it
-            has ended, do not, and are read in the order of their times.
+        source: origin of the file.
+        assumed: assumption behind data that the source lacks; empty if there is none.
+        in_order: lines are in order of arrival. A recorder writes requests at their ends; a reader sorts such
+            lines by time.
     """
 
     kvoffload_trace: Literal[1]
@@ -40,7 +37,7 @@ class Header(msgspec.Struct, omit_defaults=True):
     in_order: bool = True
 
     def line(self) -> bytes:
-        """As it stands in a file."""
+        """Encode the header as a line."""
         return msgspec.json.encode(self) + b"\n"
 
 
@@ -48,15 +45,12 @@ _decode = msgspec.json.Decoder(Header).decode
 
 
 def header_in(text: bytes) -> Header | None:
-    """The header that a line is; None if it is a request. Raises `BadLineError` for a wrong header."""
+    """Decode a header; None if the line is a request. Raises `BadLineError` for a wrong header."""
     return decoded(_decode, text) if _MARK in text[:64] else None
 
 
 def stated_header(path: Path) -> Header | None:
-    """What a file says of itself; None if it says nothing. Not for standard input, which is read once.
-
-    Raises `TraceError`.
-    """
+    """Read the header of a file; None without one, and for standard input. Raises `TraceError`."""
     if path == STDIN:
         return None
     for number, text in numbered_lines(path):
@@ -69,25 +63,22 @@ def stated_header(path: Path) -> Header | None:
 
 
 class BlockSize:
-    """Compares the ids of each request with its length.
-
-    Args:
-        tokens: in one block.
+    """Compares the number of ids of each request with its length.
 
     Attributes:
-        tokens: the same.
+        tokens: tokens in one block.
     """
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        # No block has fewer, nor more tokens than the lines so far allow.
+        # Bounds of the block size that fit all lines so far.
         self._fewest, self._most = 0.0, math.inf
 
     def full_blocks(self, input_tokens: int, num_ids: int) -> int:
-        """How many of the ids are full blocks: all, or all but the last.
+        """Return the number of ids of full blocks: all ids, or all but the last.
 
-        Raises `BadLineError` if a request of that length has another number of ids, with the size of a block
-        that fits all lines so far: a power of two, if one does.
+        Raises `BadLineError` if the number of ids does not match the length. The message suggests a power of
+        two that fits all lines so far.
         """
         blocks = input_tokens // self.tokens
         if num_ids:

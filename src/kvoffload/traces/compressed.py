@@ -1,7 +1,4 @@
-"""Files that may be compressed: by their suffix ``.gz``, ``.xz``, ``.zst``, or else by their first bytes.
-
-Does not know the contents of a file.
-"""
+"""Compressed files, detected by the suffix ``.gz``, ``.xz`` or ``.zst``, or by their first bytes."""
 
 from __future__ import annotations
 
@@ -22,21 +19,21 @@ COMPRESSIONS = (".gz", ".xz", ".zst")
 _MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 STDIN = Path("-")
-"""The path that means standard input."""
+"""Path of standard input."""
 
 DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
-"""Exceptions from reading a damaged or truncated file."""
+"""Exceptions of damaged or truncated files."""
 
 
 def opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
-    """The file, or standard input. Raises `OSError`."""
+    """Open a file or standard input for reading. Raises `OSError`."""
     if path == STDIN:
         return nullcontext(cast("io.BufferedReader", sys.stdin.buffer))
     return path.open("rb")
 
 
 def decompressing(raw: io.BufferedReader, suffix: str) -> IO[bytes]:
-    """A file that reads the decompressed content of `raw`; raises one of `DAMAGE` if it is cut off."""
+    """Return a file with the decompressed content of `raw`; it raises one of `DAMAGE` if truncated."""
     if suffix not in COMPRESSIONS:
         first = raw.peek(8)
         suffix = next((known for magic, known in _MAGIC.items() if first.startswith(magic)), "")
@@ -50,9 +47,9 @@ def decompressing(raw: io.BufferedReader, suffix: str) -> IO[bytes]:
 
 
 def compressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """A file that writes compressed content to `raw`. Equal content gives equal bytes."""
+    """Return a file that writes compressed content to `raw`. Equal content gives equal bytes."""
     if suffix == ".gz":
-        # No time and no name in the header.
+        # Without time and name in the header, which would differ.
         return cast("IO[bytes]", gzip.GzipFile("", "wb", fileobj=raw, mtime=0))
     if suffix == ".xz":
         return lzma.LZMAFile(raw, "wb")
@@ -62,10 +59,7 @@ def compressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
 
 
 class _WholeZstd(io.RawIOBase):
-    """Decompresses zstd frames and requires that the last one is complete.
-
-    zstandard's own reader accepts a truncated file as a shorter one.
-    """
+    """Decompresses zstd frames and requires a complete last frame, unlike zstandard's own reader."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -89,10 +83,10 @@ class _WholeZstd(io.RawIOBase):
         return count
 
     def _decompress(self, chunk: bytes) -> bytes:
-        parts = []
+        pieces = []
         while chunk:
-            parts.append(self._frame.decompress(chunk))
+            pieces.append(self._frame.decompress(chunk))
             chunk, self._inside_frame = self._frame.unused_data, not self._frame.eof
             if self._frame.eof:
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
-        return b"".join(parts)
+        return b"".join(pieces)

@@ -1,6 +1,6 @@
-"""Parameters of a built-in workload that make it like a recording.
+"""Fitting a built-in workload to a recording: a search over its parameters.
 
-Owns the search. What alike means stands in `likeness`; docs/workloads.md says what a likeness cannot tell.
+`likeness` defines the distance. docs/workloads.md lists the limits of a fit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""References of a trial: of a larger recording it has a part of the sessions, at the same load. At a part of
-the load fewer sessions would run side by side, and less than one is none."""
+"""Block references of a trial. A trial of a larger recording has fewer sessions at the same load, because at
+a lower load fewer sessions would overlap."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -36,19 +36,19 @@ _SCALED = (
     "shared_prompts", "documents", "document_tokens", "fork_share", "sub_agent_share", "summary_tokens",
     "context_limit_tokens", "sessions_per_minute",
 )  # fmt: skip
-"""Parameters that the search multiplies. Of two numbers, the median; `_SIGMAS` has the other."""
+"""Parameters that the search scales; for a `LogNormal` the median. `_SIGMAS` lists scaled sigmas."""
 _SIGMAS = ("first_tokens", "turn_tokens", "think_time_s", "document_tokens")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found.
+    """Result of a fit.
 
     Attributes:
-        workload: at the size and load of the recording, in blocks of 512 tokens or nearly so.
-        distance: by which factor the features are apart in the mean: 1 is equal (`likeness.distance`).
-        recorded, fitted: features of the recording, and of the workload at its size.
-        trials: workloads that were generated.
+        workload: the fitted workload, at the size and load of the recording, with blocks of about 512 tokens.
+        distance: mean factor between the features; 1 means equal (`likeness.distance`).
+        recorded, fitted: features of the recording, and of the workload at the recording's size.
+        trials: number of generated workloads.
     """
 
     workload: Workload
@@ -59,27 +59,30 @@ class Fit:
 
 
 def fit(trace: Trace, like: str) -> Fit:
-    """Fit the built-in workload `like` to a recording. Deterministic: equal traces give equal fits.
+    """Fit the built-in workload `like` to a recording. Deterministic.
 
-    First parameters are set from what the recording shows of them, and corrected by what comes out; then
-    each is tried a little larger and smaller, as long as that helps. The dice are those of seed 0.
+    First sets parameters from statistics of the recording and corrects them by trials. Then tries each
+    parameter slightly larger and smaller, as long as the distance falls. All trials use seed 0.
 
-    Cost: about 100 trials of 200,000 references at most: half a minute to a minute.
-    Raises: `ConfigError` for a name, `TraceError` for a recording with too little in it.
+    Cost: about 100 trials of at most 200,000 references: half a minute to a minute.
+
+    Raises:
+        ConfigError: there is no such workload.
+        TraceError: the recording is too small.
     """
     preset, trace = builtin(like), comparable(trace)
     search = _Search(trace, describe(trace))
-    for workload in search.beginnings(preset):
+    for workload in search.starts(preset):
         for _ in range(_DIRECT_ROUNDS):
             workload = search.corrected(workload)
     search.improve()
-    fitted = _at_a_size(describe(generate(search.best)))
+    fitted = _sized_features(describe(generate(search.best)))
     return Fit(search.best, distance(search.recorded, fitted), search.recorded, fitted, search.trials)
 
 
 @dataclass(frozen=True)
 class _Means:
-    """What the parameters of a workload are about, in the mean: not bent by the size of a block."""
+    """Means that correspond to parameters of a workload, without rounding to blocks."""
 
     requests_per_session: float
     requests: float
@@ -89,13 +92,13 @@ class _Means:
     shared_tokens: float
 
     @classmethod
-    def of(cls, trace: Trace, statistics: TraceStatistics, part: float = 1.0) -> _Means:
-        found, tokens = turns(trace), trace.block_tokens
-        is_first = found.previous_turn < 0
-        new = found.new_blocks * tokens
+    def of(cls, trace: Trace, statistics: TraceStatistics, share: float = 1.0) -> _Means:
+        inferred, tokens = turns(trace), trace.block_tokens
+        is_first = inferred.previous_turn < 0
+        new = inferred.new_blocks * tokens
         return cls(
             statistics.mean_turns,
-            statistics.requests / part,
+            statistics.requests / share,
             statistics.reuse_distance_blocks.p50 * tokens,
             float(new[is_first].mean()) if is_first.any() else 0.0,
             float(new[~is_first].mean()) if not is_first.all() else 0.0,
@@ -104,62 +107,66 @@ class _Means:
 
 
 class _Search:
-    """The best workload so far.
+    """State of a search.
 
     Attributes:
-        best, least: the workload, and its distance.
-        recorded: the features to be reached. trials: so far.
+        best, least: the best workload so far, and its distance.
+        recorded: features of the recording.
+        trials: number of trials so far.
     """
 
     def __init__(self, trace: Trace, statistics: TraceStatistics) -> None:
         if statistics.requests < 20 or statistics.duration_s <= 0 or not statistics.block_refs:
-            raise TraceError(f"{trace.name}: too little to fit: 20 requests, at different times, with blocks")
-        self.recorded, self.trials, self.least = _at_a_size(statistics), 0, math.inf
+            raise TraceError(f"{trace.name}: too small to fit: 20 requests at different times are needed")
+        self.recorded, self.trials, self.least = _sized_features(statistics), 0, math.inf
         self.best: Workload
-        self._statistics, self._wanted = statistics, _Means.of(trace, statistics)
+        self._statistics, self._target = statistics, _Means.of(trace, statistics)
         self._share = min(1.0, _TRIAL_REFS / trace.block_refs)
         self._longest_tokens = (trace.longest_request + 1) * trace.block_tokens
         self._block_tokens = trace.block_tokens
         self._answers = _log_normal(statistics.output_tokens)
 
-    def beginnings(self, preset: Workload) -> Iterator[Workload]:
-        """Where a search may begin: at the preset, at it with longer texts, and with what can be read off.
+    def starts(self, preset: Workload) -> Iterator[Workload]:
+        """Yield starting points: the preset, the preset with longer texts, and values from the statistics.
 
-        Contexts may end where the longest one does, or be compacted where most end.
+        The last starts compact contexts at the longest context, or at the 90th percentile.
         """
-        found, tokens = self._statistics, self._block_tokens
-        named = replace(preset, name=f"like-{preset.name}", block_tokens=tokens)
+        recorded, tokens = self._statistics, self._block_tokens
         named = replace(
-            named, sessions=found.sessions, sessions_per_minute=60 * found.sessions / found.duration_s
+            preset,
+            name=f"like-{preset.name}",
+            block_tokens=tokens,
+            sessions=recorded.sessions,
+            sessions_per_minute=60 * recorded.sessions / recorded.duration_s,
         )
         yield named
         usual = features(describe(generate(replace(preset, block_tokens=tokens))))
         yield _lengthened(named, self.recorded[_PROMPT] / usual[_PROMPT])
-        for limit in (self._longest_tokens, int(1.05 * found.blocks_per_request.p90 * tokens)):
+        for limit in (self._longest_tokens, int(1.05 * recorded.blocks_per_request.p90 * tokens)):
             limit = max(limit, 4 * tokens)
             summary = _times(preset.summary_tokens, limit / preset.context_limit_tokens)
-            yield self._read_off(replace(named, context_limit_tokens=limit, summary_tokens=summary))
+            yield self._with_statistics(replace(named, context_limit_tokens=limit, summary_tokens=summary))
 
-    def _read_off(self, workload: Workload) -> Workload:
-        found = self._statistics
+    def _with_statistics(self, workload: Workload) -> Workload:
+        recorded = self._statistics
         return replace(
             workload,
-            turns=max(1.0, found.mean_turns),
-            think_time_s=_log_normal(found.turn_gap_s, least=0.5),
+            turns=max(1.0, recorded.mean_turns),
+            think_time_s=_log_normal(recorded.turn_gap_s, least=0.5),
             answer_tokens=self._answers,
-            first_tokens=_log_normal(found.new_blocks_first_turn, unit=self._block_tokens),
+            first_tokens=_log_normal(recorded.new_blocks_first_turn, unit=self._block_tokens),
         )
 
     def corrected(self, workload: Workload) -> Workload:
-        """Try it, and return it with each parameter moved by what its mean is short of."""
-        got, want = self._try(workload), self._wanted
+        """Try a workload, and scale each parameter towards the recording's mean."""
+        got, want = self._try(workload), self._target
         changes: dict[str, Any] = {
             "turn_tokens": _times(workload.turn_tokens, _step(want.next_tokens, got.next_tokens)),
         }
-        # Where sessions fork and have sub-agents, fewer turns follow each other than they have.
+        # With forks and sub-agents the inferred sessions are shorter than the workload's.
         if not workload.fork_share and not workload.sub_agent_share:
             longer = _step(want.requests_per_session - 1, got.requests_per_session - 1)
-            # A bound, for recordings that no number of turns explains.
+            # Bounded, because no number of turns explains some recordings.
             changes["turns"] = min(1 + (workload.turns - 1) * longer, 4 * want.requests_per_session)
         if workload.documents_per_session:
             first = _step(want.first_tokens, got.first_tokens)
@@ -170,10 +177,10 @@ class _Search:
             changes["first_tokens"] = _times(
                 workload.first_tokens, _step(want.first_tokens, got.first_tokens)
             )
-            more = _step(want.shared_tokens, got.shared_tokens)
-            changes["shared_prompt_tokens"] = round(max(1, workload.shared_prompt_tokens) * more)
-        # How many, by all requests; how close to each other, by what comes between two uses of a block: a
-        # recording with quiet hours is as busy as its busy ones.
+            longer_prompt = _step(want.shared_tokens, got.shared_tokens)
+            changes["shared_prompt_tokens"] = round(max(1, workload.shared_prompt_tokens) * longer_prompt)
+        # The number of sessions follows from the requests, and their rate from the reuse distance, so that
+        # quiet hours of a recording do not lower its load.
         sessions = workload.sessions * _step(want.requests, got.requests)
         changes["sessions_per_minute"] = workload.sessions_per_minute * _step(
             want.distance_tokens, got.distance_tokens
@@ -181,12 +188,12 @@ class _Search:
         return replace(workload, sessions=max(1, round(sessions)), **changes)
 
     def improve(self) -> None:
-        """Try each parameter a little larger and smaller, in ever smaller steps, as long as that helps."""
+        """Try each parameter slightly larger and smaller, in decreasing steps."""
         for factor in _SEARCH_STEPS:
             for name in (*_SCALED, *(f"{name}.sigma" for name in _SIGMAS), "turns_shape"):
                 best = self.best
                 for changes in self._changes(best, name, factor):
-                    with suppress(ConfigError):  # What is no workload is no better one.
+                    with suppress(ConfigError):  # Impossible workloads are skipped.
                         self._try(replace(best, **changes))
                     if self.best is not best:
                         break
@@ -198,34 +205,33 @@ class _Search:
                 if 0 <= place < len(_SHAPES):
                     yield {"turns_shape": _SHAPES[place]}
                 continue
-            field, _, part = name.partition(".")
+            field, _, sigma = name.partition(".")
             value = getattr(best, field)
             if isinstance(value, LogNormal):
-                moved = LogNormal(value.median, min(4.0, value.sigma * by)) if part else _times(value, by)
+                moved = LogNormal(value.median, min(4.0, value.sigma * by)) if sigma else _times(value, by)
                 yield {field: moved}
             elif value:
                 yield {field: round(value * by) if isinstance(value, int) else value * by}
 
     def _try(self, workload: Workload) -> _Means:
-        """Generate it at the size of a trial, and remember it if it is the best."""
+        """Generate a workload at the size of a trial, and keep it if it is the best; returns its means."""
         workload = _rounded(workload)
         sessions = max(_FEWEST_SESSIONS, round(workload.sessions * self._share))
-        part = sessions / workload.sessions
-        small = replace(workload, sessions=sessions)
+        share = sessions / workload.sessions
         self.trials += 1
-        made = generate(small)
-        statistics = describe(made)
-        found = _at_a_size(statistics)
-        # Features do not see how many requests there are.
-        more = statistics.requests / part / self._statistics.requests
-        far = distance(self.recorded, found) * math.exp(abs(math.log(more)) / len(found))
-        if far < self.least:
-            self.least, self.best = far, workload
-        return _Means.of(made, statistics, part)
+        trial = generate(replace(workload, sessions=sessions))
+        statistics = describe(trial)
+        reached = _sized_features(statistics)
+        # Features are independent of the number of requests.
+        ratio = statistics.requests / share / self._statistics.requests
+        total = distance(self.recorded, reached) * math.exp(abs(math.log(ratio)) / len(reached))
+        if total < self.least:
+            self.least, self.best = total, workload
+        return _Means.of(trial, statistics, share)
 
 
 def _lengthened(workload: Workload, factor: float) -> Workload:
-    """With texts that many times as long, and room for them."""
+    """Scale the lengths of all texts and the context limit."""
     changes: dict[str, Any] = {name: _times(getattr(workload, name), factor) for name in _TEXTS}
     for name in ("shared_prompt_tokens", "context_limit_tokens"):
         changes[name] = round(getattr(workload, name) * factor)
@@ -234,29 +240,29 @@ def _lengthened(workload: Workload, factor: float) -> Workload:
     return replace(workload, **changes)
 
 
-def _at_a_size(statistics: TraceStatistics) -> dict[str, float]:
-    """The features, with distances in tokens: a workload is to be as busy as the recording."""
-    found, tokens = features(statistics), statistics.block_tokens
+def _sized_features(statistics: TraceStatistics) -> dict[str, float]:
+    """Compute the features with reuse distances in tokens, which depend on the load."""
+    values, tokens = features(statistics), statistics.block_tokens
     for name, value in statistics.reuse_distance_blocks._asdict().items():
-        if found.pop(f"blocks used until reuse, {name}, of all", None) is not None:
-            found[f"tokens used until reuse, {name}"] = max(1.0, value * tokens)
-    return found
+        if values.pop(f"blocks used until reuse, {name}, of all", None) is not None:
+            values[f"tokens used until reuse, {name}"] = max(1.0, value * tokens)
+    return values
 
 
 def _rounded(workload: Workload) -> Workload:
-    """With four digits of each parameter: what is printed is what was tried."""
+    """Round each parameter to four digits, so that printed parameters are exact."""
     changes: dict[str, Any] = {}
     for field in fields(workload):
         value = getattr(workload, field.name)
         if isinstance(value, LogNormal):
-            changes[field.name] = LogNormal(*(float(f"{part:.4g}") for part in value))
+            changes[field.name] = LogNormal(*(float(f"{number:.4g}") for number in value))
         elif isinstance(value, float):
             changes[field.name] = float(f"{value:.4g}")
     return replace(workload, **changes)
 
 
 def _step(wanted: float, got: float) -> float:
-    """A factor towards what is wanted, careful: parameters pull at each other."""
+    """Return a damped correction factor, because the parameters are coupled."""
     if wanted <= 0 or got <= 0:
         return 1 / 3 if wanted <= 0 < got else 3.0 if got <= 0 < wanted else 1.0
     return min(3.0, max(1 / 3, math.exp(0.8 * math.log(wanted / got))))
@@ -266,7 +272,7 @@ def _times(quantity: LogNormal, factor: float) -> LogNormal:
     return LogNormal(min(1e8, max(1.0, quantity.median * factor)), quantity.sigma)
 
 
-def _log_normal(found: Percentiles, unit: int = 1, least: float = 1.0) -> LogNormal:
-    """Through the median and the 90th percentile: small numbers are bent by the size of a block."""
-    median, high = (max(least, value * unit) for value in (found.p50, found.p90))
+def _log_normal(percentiles: Percentiles, unit: int = 1, least: float = 1.0) -> LogNormal:
+    """Fit median and 90th percentile; low percentiles are distorted by the size of a block."""
+    median, high = (max(least, value * unit) for value in (percentiles.p50, percentiles.p90))
     return LogNormal(median, round(min(3.0, math.log(high / median) / _P90_OF_NORMAL), 3))

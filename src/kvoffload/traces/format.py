@@ -1,4 +1,4 @@
-"""What a format of trace files is, and which one a file has."""
+"""The contract of trace formats, and `read_trace`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvoffload.traces.trace import Trace
 
 
 class TraceFormat(ABC):
-    """Reads one kind of trace files. A format is a file in `formats` with a class derived from this one.
+    """A kind of trace files. Each format is a file in `formats` with a subclass.
 
     Attributes:
-        name: what users call it.
-        suffixes: of its files, in lower case, the suffix of a compression left out.
+        name: name for users.
+        suffixes: lower-case suffixes of its files, without the suffix of a compression.
     """
 
     name: ClassVar[str]
@@ -33,22 +33,22 @@ class TraceFormat(ABC):
         skip_bad_lines: bool,
         progress: Callable[[float], None] | None,
     ) -> Trace:
-        """As `read_trace`, for a file of this format; `block_tokens` is at least 1, if given."""
+        """Read a file of this format, as `read_trace`; `block_tokens` is None or at least 1."""
 
 
 FORMATS: Registry[TraceFormat] = Registry("trace format", TraceFormat, "kvoffload.traces.formats")
 
 DEFAULT_FORMAT = "mooncake"
-"""Of files with a suffix that no format claims."""
+"""Format of files with an unknown suffix."""
 
 
 def format_of(path: Path) -> TraceFormat:
-    """The format of a file, by its suffix."""
+    """Detect the format of a file by its suffix."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix not in COMPRESSIONS]
     for name in FORMATS.names():
-        found = FORMATS.find(name)
-        if suffixes and suffixes[-1] in found.suffixes:
-            return found()
+        kind = FORMATS.find(name)
+        if suffixes and suffixes[-1] in kind.suffixes:
+            return kind()
     return FORMATS.find(DEFAULT_FORMAT)()
 
 
@@ -59,18 +59,21 @@ def read_trace(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Trace:
-    """Read a trace; the suffix ``.gz``, ``.xz`` or ``.zst`` determines the compression.
+    """Read a trace, compressed if its suffix is ``.gz``, ``.xz`` or ``.zst``.
 
-    The order of the file is the order of arrival, whatever the timestamps are. Blank lines are ignored.
+    Requests arrive in the order of the file, regardless of timestamps. Blank lines are ignored.
 
     Args:
-        block_tokens: Tokens in one block of the file. None: what its header says, or 512.
-        skip_bad_lines: Leave bad lines out and count them in `Trace.skipped_lines`. A file that cannot
-            be read to its end, or has no good line, is still an error.
-        progress: Called from time to time with the share of the file that has been read, 0 to 1.
+        block_tokens: tokens in one block; None takes the header's, or 512.
+        skip_bad_lines: skip bad lines and count them in `Trace.skipped_lines`. A truncated file, or a file
+            without a good line, is still an error.
+        progress: called repeatedly with the share of the file that has been read, 0 to 1.
 
     Cost: about 0.3 s per million block references.
-    Raises: `TraceError`, one line: file, line number, field, reason. `ConfigError` for `block_tokens`.
+
+    Raises:
+        TraceError: one line with file, line number, field and reason.
+        ConfigError: `block_tokens` is impossible.
     """
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError("block_tokens", block_tokens, "allowed: 1 or more")

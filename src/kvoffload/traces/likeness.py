@@ -1,4 +1,4 @@
-"""How alike two traces are, whatever their size: a few numbers of each, and how far these are apart."""
+"""Similarity of traces of any size: a few features of each, and their distance."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
-"""Shares below are as good as none."""
+"""Smaller shares count as this share."""
 
 
 def features(statistics: TraceStatistics) -> dict[str, float]:
-    """What a workload is like: tokens, seconds and shares, all positive; nothing that only size decides."""
+    """Compute features of a trace: positive tokens, seconds and shares, independent of its size."""
     tokens, unique = statistics.block_tokens, max(statistics.unique_blocks, 1)
     sizes = {
         "tokens of a prompt, p50": statistics.blocks_per_request.p50 * tokens,
@@ -46,16 +46,16 @@ def features(statistics: TraceStatistics) -> dict[str, float]:
     }
 
 
-def distance(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """By which factor the features are apart, in the (geometric) mean: 1 is equal."""
-    logs = [abs(math.log(value / other[name])) for name, value in one.items()]
+def distance(first: Mapping[str, float], second: Mapping[str, float]) -> float:
+    """Return the geometric mean of the factors between equal features; 1 means equal."""
+    logs = [abs(math.log(value / second[name])) for name, value in first.items()]
     return math.exp(sum(logs) / len(logs))
 
 
 def comparable(trace: Trace) -> Trace:
-    """The trace in blocks of about 512 tokens, if its own are smaller: those are what workloads are made of.
+    """Merge smaller blocks of a trace to blocks of about 512 tokens, as in generated workloads.
 
-    The id of a block stands for all that comes before, so every n-th id of a request is that of a block of n.
+    An id identifies a whole prefix, so every n-th id of a request identifies a block of n times the length.
     """
     several = DEFAULT_BLOCK_TOKENS // trace.block_tokens
     if several < 2:
@@ -77,14 +77,14 @@ def comparable(trace: Trace) -> Trace:
 
 
 def resemblance(trace: Trace) -> dict[str, float]:
-    """The distance of a trace to each built-in workload, nearest first. Deterministic.
+    """Return the distance of a trace to each built-in workload, nearest first. Deterministic.
 
-    Cost: a second, to generate them, besides that of `describe`.
+    Cost: a second to generate the workloads, plus `describe`.
     """
     trace = comparable(trace)
     own = features(describe(trace))
-    found = {
+    distances = {
         name: distance(own, features(describe(generate(builtin(name, block_tokens=trace.block_tokens)))))
         for name in BUILTIN
     }
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    return dict(sorted(distances.items(), key=lambda item: item[1]))

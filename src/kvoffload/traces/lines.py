@@ -1,4 +1,4 @@
-"""Lines of a file that may be compressed, and what is wrong with one. Does not know what they mean."""
+"""Lines of files that may be compressed, their decoding, and the errors of bad lines."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PROGRESS_LINES = 256
 
 
 class BadLineError(Exception):
-    """Why a line cannot be used: ``field NAME: reason``. Outside of this room it is a `TraceError`."""
+    """A bad line: ``field NAME: reason``. Callers outside this package get a `TraceError`."""
 
 
 def numbered_lines(
     path: Path, progress: Callable[[float], None] | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1. All failures of the file raise `TraceError`.
+    """Yield the lines that are not blank, numbered from 1. All failures of the file raise `TraceError`.
 
     Args:
-        progress: called from time to time with the share of the file that has been read, 0 to 1.
+        progress: called repeatedly with the share of the file that has been read, 0 to 1.
     """
     number = 0
     try:
@@ -50,7 +50,7 @@ def numbered_lines(
 
 
 def decoded(decode: Callable[[bytes], T], text: bytes) -> T:
-    """What a decoder of msgspec makes of a line; raises `BadLineError` that names the field."""
+    """Decode a line with a msgspec decoder; raises `BadLineError` that names the field."""
     try:
         text.decode()
         return decode(text)
@@ -63,7 +63,7 @@ def decoded(decode: Callable[[bytes], T], text: bytes) -> T:
 
 
 def _validation_reason(message: str) -> str:
-    """msgspec's message, in our form: ``Expected `int`, got `str` - at `$.timestamp``` and the like."""
+    """Rewrite msgspec's message, such as ``Expected `int`, got `str` - at `$.timestamp```."""
     plain = message.replace("`", "")
     if missing := re.fullmatch(r"Object missing required field (\w+)", plain):
         return f"field {missing[1]}: missing"

@@ -1,4 +1,4 @@
-"""The same sessions at another load, and some of them. Knows times and sessions; no caches."""
+"""Traces at another load, and samples of their sessions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvoffload.traces.trace import Trace
 
 
 def check_load(load: object) -> float:
-    """`load` as a number. Raises `ConfigError` for what is none."""
+    """Return `load` as a float. Raises `ConfigError`."""
     if isinstance(load, (int, float)) and 0 < load < math.inf:
         return float(load)
     raise ConfigError("load", load, "allowed: a number above 0; 2 is twice as many sessions at a time")
 
 
 def at_load(trace: Trace, load: float) -> Trace:
-    """The trace whose sessions begin `load` times as fast after each other.
+    """Scale the rate at which sessions begin by `load`.
 
-    A session stays whole, and its requests as far apart as they were: people think no faster when there are
-    more of them. So the recording becomes shorter (below 1: longer), by less than `load` where sessions are
-    long. What a session is, is inferred (`statistics.describe`). Cost: 0.2 s per million block references.
+    The gaps within a session stay, because users do not think faster under load. So the recording becomes
+    shorter by at most the factor `load`. Sessions are inferred (`statistics.describe`).
+    Cost: 0.2 s per million block references.
     """
     if check_load(load) == 1 or not trace.requests:
         return trace
@@ -38,9 +38,9 @@ def at_load(trace: Trace, load: float) -> Trace:
 
 
 def one_session_in(trace: Trace, number: int) -> Trace:
-    """Every so many-th session of a trace, whole, in the order in which they begin; 1 is all of it.
+    """Keep one session in `number`, in the order of their begins.
 
-    What a session is, is inferred. Cost: 0.2 s per million block references.
+    Sessions are inferred. Cost: 0.2 s per million block references.
     """
     if number == 1 or not trace.requests:
         return trace

@@ -1,8 +1,8 @@
-"""Plays the sessions of a `Workload` and records the requests that a server would get.
+"""Generation of traces: plays the sessions of a `Workload`.
 
-This module is deterministic: its random numbers come from `random.Random.random`, whose stream Python
-guarantees, and all else is ``+ - * /`` on floats, which IEEE 754 defines to the last bit. It uses neither
-libm nor numpy's generators: both differ between machines and versions.
+Equal on every machine: random numbers come from `random.Random.random`, whose stream Python guarantees, and
+floats use only ``+ - * /``, which IEEE 754 defines exactly. Neither libm nor numpy's generators are used,
+because both differ between versions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload
 
 _Segment: TypeAlias = "int | tuple[str, int]"
-"""A piece of text: a unique number if it occurs once, a kind and a number if it is shared."""
+"""Identity of a text: a unique number if the text occurs once, else kind and number."""
 
 _EMPTY = 0
 
 
 @dataclass(frozen=True)
 class _Context:
-    """A text so far: the ids of its full blocks, its length, and an identity, equal for equal texts."""
+    """A context: ids of its full blocks, its length, and an identity, which is equal for equal contexts."""
 
     blocks: tuple[int, ...] = ()
     tokens: int = 0
@@ -46,15 +46,14 @@ class _Request:
 def generate(workload: Workload) -> Trace:
     """Play all sessions and merge their requests by time.
 
-    Time wraps around, as for a server that was busy before the recording and stays so: requests after the end
-    move to the beginning, as the rest of a session that began before the recording. So the load is even, and
-    does not change the number of requests.
+    Time wraps around: requests after the end move to the beginning, as if their sessions had begun before the
+    recording. So the load is even, and does not change the number of requests.
 
     Cost: about 0.7 s per million block references.
     """
     server = _Server(workload)
     requests = [request for session in range(workload.sessions) for request in server.play(session)]
-    # The sort is stable: requests of one session and millisecond stay in order.
+    # A stable sort: requests of one session and millisecond keep their order.
     requests.sort(key=lambda request: (request.time_ms, request.session))
     codes: dict[tuple[int, int], int] = {}
     refs = [
@@ -74,7 +73,7 @@ def generate(workload: Workload) -> Trace:
 
 
 class _Server:
-    """What the sessions share: random numbers, shared texts, and one block id for each different prefix."""
+    """State shared by all sessions: random numbers, shared texts, and an id for each distinct prefix."""
 
     def __init__(self, workload: Workload) -> None:
         self.shared_blocks: set[int] = set()
@@ -89,7 +88,7 @@ class _Server:
         self._document_tokens = [self._draw(workload.document_tokens) for _ in range(workload.documents)]
 
     def play(self, session: int) -> list[_Request]:
-        """All requests of one session and its sub-agents."""
+        """Generate the requests of one session and its sub-agents."""
         workload = self._workload
         start_ms = int(self._random() * self._window_ms)
         prompt = self._choose(self._prompt_shares)
@@ -111,21 +110,21 @@ class _Server:
         *,
         is_sub_agent: bool = False,
     ) -> int:
-        """Append the requests of one conversation, and of its sub-agents; returns when it ends."""
+        """Append the requests of a conversation and its sub-agents; returns its end in ms."""
         workload = self._workload
         mean_turns = workload.sub_agent_turns if is_sub_agent else workload.turns
-        asked: list[_Context] = []
+        prompts: list[_Context] = []
         message = workload.first_tokens
         while True:
-            if asked and self._random() < workload.fork_share:
-                context = asked[int(self._random() * len(asked))]
+            if prompts and self._random() < workload.fork_share:
+                context = prompts[int(self._random() * len(prompts))]
             context = self._write(context, prompt, self._draw(message))
-            asked.append(context)
+            prompts.append(context)
             answer_tokens = self._draw(workload.answer_tokens)
             lap, time_in_lap_ms = divmod(time_ms, self._window_ms)
             requests.append(_Request(time_in_lap_ms, lap, session, context.blocks, answer_tokens))
             time_ms += self._draw(workload.think_time_s, unit=1000)
-            if not self._goes_on(len(asked), mean_turns):
+            if not self._continues(len(prompts), mean_turns):
                 return time_ms
             context = self._write(context, prompt, answer_tokens)
             message = workload.turn_tokens
@@ -134,8 +133,8 @@ class _Server:
                 opening = self._opening(task)
                 time_ms = self._converse(session, requests, time_ms, task, opening, is_sub_agent=True)
 
-    def _goes_on(self, turns: int, mean_turns: float) -> bool:
-        """Whether another turn follows: the number is beta-geometric, so long sessions tend to continue."""
+    def _continues(self, turns: int, mean_turns: float) -> bool:
+        """Draw if another turn follows: turns are beta-geometric, so long sessions tend to continue."""
         a, b = (mean_turns - 1) * (self._workload.turns_shape - 1), self._workload.turns_shape
         return self._random() * (a + b + turns - 1) < a + turns - 1
 
@@ -143,20 +142,20 @@ class _Server:
         return self._append(_Context(), ("prompt", prompt), self._workload.shared_prompt_tokens)
 
     def _write(self, context: _Context, prompt: int, tokens: int) -> _Context:
-        """Append a text that occurs once, and compact the context first if it would become too long."""
+        """Append a unique text, after compacting a context that would become too long."""
         workload = self._workload
         if context.tokens + tokens > workload.context_limit_tokens:
             context = self._append_once(self._opening(prompt), self._draw(workload.summary_tokens))
-        # A single text may be longer than the limit: its end is cut off.
-        room = max(0, workload.context_limit_tokens - context.tokens)
-        return self._append_once(context, min(tokens, room))
+        # Truncates a single text that is longer than the limit.
+        free_tokens = max(0, workload.context_limit_tokens - context.tokens)
+        return self._append_once(context, min(tokens, free_tokens))
 
     def _append_once(self, context: _Context, tokens: int) -> _Context:
         self._unique_segments += 1
         return self._append(context, self._unique_segments, tokens)
 
     def _append(self, context: _Context, segment: _Segment, tokens: int) -> _Context:
-        """The context extended by `tokens` of `segment`; equal appends to equal contexts are equal."""
+        """Extend a context by `tokens` of `segment`; equal appends to equal contexts give equal contexts."""
         before, total = context.identity, context.tokens + tokens
         completed = range(len(context.blocks), total // self._workload.block_tokens)
         blocks = [self._blocks.setdefault((before, segment, i), len(self._blocks)) for i in completed]
@@ -173,9 +172,9 @@ class _Server:
 
 
 def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int:
-    """A whole number of 1/`unit`, at least 1, from uniform numbers; the same ones on every machine."""
-    # The sum of twelve uniform numbers is close to normal up to three sigma, and needs no logarithm. They
-    # are added one by one, because `sum` rounds differently since Python 3.12.
+    """Draw a quantity as an integer multiple of 1/`unit`, at least 1; equal on every machine."""
+    # The sum of twelve uniform numbers is nearly normal up to three sigma and needs no logarithm. A loop,
+    # because `sum` rounds differently since Python 3.12.
     normal = -6.0
     for _ in range(12):
         normal += random()
@@ -183,7 +182,7 @@ def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int
 
 
 def _exp(x: float) -> float:
-    """``e**x`` for ``abs(x) < 24``, as ``(1 + x/4096)**4096``: 0.1 % low at 3, and equal on every machine."""
+    """Compute ``e**x`` for ``abs(x) < 24`` as ``(1 + x/4096)**4096``: 0.1 % low at 3, but reproducible."""
     power = 1 + x / 4096
     for _ in range(12):
         power *= power
@@ -191,5 +190,5 @@ def _exp(x: float) -> float:
 
 
 def _zipf(count: int) -> list[float]:
-    """Cumulated weights 1, 1/2, 1/3, ..."""
+    """Return the cumulated weights 1, 1/2, 1/3, ..."""
     return list(accumulate(1 / rank for rank in range(1, count + 1)))

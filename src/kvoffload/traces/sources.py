@@ -1,4 +1,4 @@
-"""Turns what a user typed into a `Trace`: a built-in workload or a file. Knows no format."""
+"""Traces by name: a built-in workload or a file. Knows no format."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ def load_trace(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Trace:
-    """Generate a built-in workload, or read a file. A built-in name has priority; ``./chat`` is a file, and
-    ``-`` is standard input.
+    """Generate a built-in workload or read a file.
 
-    The arguments are those of `read_trace`; a built-in is cut into blocks of `block_tokens`, or 512.
+    Built-in names have priority: ``./chat`` is a file. ``-`` is standard input. Arguments as for
+    `read_trace`; blocks of a workload have `block_tokens` tokens, by default 512.
 
-    Raises: `ConfigError` if there is neither, `TraceError` as `read_trace` does.
+    Raises:
+        ConfigError: there is no such workload or file.
+        TraceError: as `read_trace`.
     """
     if str(name_or_path) in BUILTIN:
         tokens = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
@@ -39,9 +41,9 @@ def load_trace(
 
 
 def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -> int:
-    """Tokens in a block of what `load_trace` would load; reads no more than the first line.
+    """Return the block size of the trace that `load_trace` would load, from its first line.
 
-    Standard input is not looked into: 512, unless given. Raises as `load_trace`.
+    Standard input is not read; its default is 512. Raises as `load_trace`.
     """
     check_trace(name_or_path)
     if block_tokens is not None:
@@ -51,8 +53,8 @@ def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -
 
 
 def check_trace(name_or_path: str | Path) -> None:
-    """Raise `ConfigError` if there is neither such a built-in workload nor such a file."""
+    """Raise `ConfigError` if there is no such built-in workload or file."""
     name = str(name_or_path)
     if name not in BUILTIN and Path(name) != STDIN and not Path(name).exists():
-        what = "there is no such file; allowed: a file, - (standard input), or one of: "
-        raise ConfigError("trace", name, what + ", ".join(BUILTIN) + nearest(name, BUILTIN))
+        allowed = "there is no such file; allowed: a file, - (standard input), or one of: "
+        raise ConfigError("trace", name, allowed + ", ".join(BUILTIN) + nearest(name, BUILTIN))

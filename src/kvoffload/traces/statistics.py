@@ -1,7 +1,4 @@
-"""Statistics of a trace, from its block ids: lengths, turns, and how soon blocks are used again.
-
-Knows no caches: `replay.optimum` and the replay compute hits.
-"""
+"""Statistics of a trace: lengths, sessions, and reuse of blocks. Hits are computed by a replay."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _SHARED_PROMPT_FAN_OUT = 8
 
 
 class Percentiles(NamedTuple):
-    """A distribution in six numbers; all 0 if there is nothing to count."""
+    """Percentiles of a distribution; all 0 without values."""
 
     p10: float
     p25: float
@@ -33,27 +30,28 @@ class Percentiles(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """See `describe`. A *session* is inferred: a request that begins with all blocks of an earlier one is
-    taken for its next turn, unless these blocks are a shared prompt (more than eight different
-    continuations). Sessions that forked count as several, equal questions about one document as one.
+    """Statistics of a trace, as `describe` computes them.
+
+    *Sessions* are inferred: a request that begins with all blocks of an earlier request is the next turn of
+    its session, unless these blocks are a shared prompt (more than eight different continuations). A forked
+    session counts as several; equal questions about one document count as one session.
 
     Attributes:
-        duration_s: from the first arrival to the last.
+        duration_s: time from the first arrival to the last.
         blocks_per_request: full blocks, including the shared prefix.
-        output_tokens: generated per request.
-        sessions: inferred, including sub-agents and forks.
+        output_tokens: tokens generated per request.
+        sessions: number of sessions, including sub-agents and forks.
         turns_per_session, mean_turns: requests of a session.
-        turn_gap_s: from a turn to the next.
+        turn_gap_s: time from a turn to the next.
         new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no earlier request had.
-        concurrent_sessions: sessions between their first and last request, average over the duration.
-        reuse_time_s: from a block's use to its next use.
-        reuse_distance_blocks: different blocks used in between, if a request uses its blocks from tail to
-            head: an LRU with more blocks than that still has the block.
-        ceiling: share of the references to a block that was used before: the prefix-hit ratio of a cache
-            without limit.
-        repeated_in_session: the part of it whose block the same session was the first to use.
-        shared_by_sessions: the part of it whose block another session was the first to use.
-        blocks_of_several_sessions: share of the blocks that more than one session uses.
+        concurrent_sessions: mean number of sessions between their first and last request.
+        reuse_time_s: time from a use of a block to its next use.
+        reuse_distance_blocks: distinct blocks used in between, if requests use blocks from tail to head: an
+            LRU with a larger capacity still has the block.
+        ceiling: share of references to blocks that were used before: the hit ratio of an unlimited cache.
+        repeated_in_session: share of references to blocks that the same session used first.
+        shared_by_sessions: share of references to blocks that another session used first.
+        blocks_of_several_sessions: share of blocks that several sessions use.
     """
 
     requests: int
@@ -81,14 +79,14 @@ class TraceStatistics:
 
 @dataclass(frozen=True)
 class Turns:
-    """The inferred sessions of a trace, as `describe` has them, request by request.
+    """The inferred sessions of a trace.
 
     Attributes:
-        request_of: shape ``(block_refs,)``; the request of each reference.
+        request_of: shape ``(block_refs,)``; request of each reference.
         first_seen: shape ``(unique_blocks,)``; position in `refs` of the first use of each code.
         new_blocks: shape ``(requests,)``; blocks that no earlier request had.
-        previous_turn: shape ``(requests,)``; the request that it continues, or -1.
-        session_of: shape ``(requests,)``.
+        previous_turn: shape ``(requests,)``; the request that a request continues, or -1.
+        session_of: shape ``(requests,)``; session of each request.
     """
 
     request_of: _Int64s
@@ -109,17 +107,17 @@ def turns(trace: Trace) -> Turns:
 
 
 def describe(trace: Trace) -> TraceStatistics:
-    """All statistics of `trace`. Cost: about 0.15 s per million block references."""
-    lengths, found = np.diff(trace.offsets), turns(trace)
-    request_of, new_blocks, session_of = found.request_of, found.new_blocks, found.session_of
-    previous_turn = found.previous_turn
+    """Compute the statistics of a trace. Cost: about 0.15 s per million block references."""
+    lengths, inferred = np.diff(trace.offsets), turns(trace)
+    request_of, new_blocks, session_of = inferred.request_of, inferred.new_blocks, inferred.session_of
+    previous_turn = inferred.previous_turn
     is_next = previous_turn != _NONE
     num_turns = np.bincount(session_of)
     times_ms = trace.timestamps_ms
     duration_ms = int(times_ms.max(initial=0) - times_ms.min(initial=2**62)) if trace.requests else 0
     span_ms = _spans(session_of, times_ms)
     used_before, reuse_distance = _reuses(trace)
-    origin = session_of[request_of[found.first_seen]]
+    origin = session_of[request_of[inferred.first_seen]]
     is_repeated = used_before != _NONE
     by_others = session_of[request_of] != origin[trace.refs]
     is_common = np.zeros(trace.unique_blocks, np.bool_)
@@ -153,22 +151,22 @@ def describe(trace: Trace) -> TraceStatistics:
 
 
 def _percentiles(values: _Int64s, unit: int = 1) -> Percentiles:
-    """Percentiles of the values in `unit`; each of them is a value that occurs."""
+    """Compute percentiles in `unit`, without interpolation."""
     if len(values) == 0:
         return Percentiles(0, 0, 0, 0, 0, 0)
-    found = np.percentile(values, (10, 25, 50, 75, 90, 99), method="inverted_cdf").tolist()
-    return Percentiles(*(value / unit if unit > 1 else value for value in found))
+    percentiles = np.percentile(values, (10, 25, 50, 75, 90, 99), method="inverted_cdf").tolist()
+    return Percentiles(*(value / unit if unit > 1 else value for value in percentiles))
 
 
 def _first_positions(trace: Trace) -> _Int64s:
-    """Position in `refs` of the first use of each code."""
+    """Return the position in `refs` of the first use of each code."""
     first = np.empty(trace.unique_blocks, np.int64)
     first[trace.refs[::-1]] = np.arange(trace.block_refs - 1, -1, -1)
     return first
 
 
 def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s) -> _Int64s:
-    """For each request, the one that it continues, or `_NONE`; `shared`: its number of known blocks."""
+    """Return the request that each request continues, or `_NONE`; `shared` counts its known blocks."""
     starts, is_head = trace.offsets[:-1], np.zeros(trace.block_refs + 1, np.bool_)
     is_head[starts] = True
     parents = trace.refs[first_seen[~is_head[first_seen]] - 1]
@@ -177,7 +175,7 @@ def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shar
     candidates = np.flatnonzero(shared > 0)
     deepest_known = trace.refs[starts[candidates] + shared[candidates] - 1]
     origin = request_of[first_seen[deepest_known]]
-    # The request that introduced the deepest known block is continued if that block was its last.
+    # A request continues the one that introduced its deepest known block, if that block was the last there.
     continues = first_seen[deepest_known] == trace.offsets[origin + 1] - 1
     continues &= fan_out[deepest_known] <= _SHARED_PROMPT_FAN_OUT
     previous[candidates[continues]] = origin[continues]
@@ -195,7 +193,7 @@ def _sessions(previous_turn: _Int64s) -> _Int64s:
 
 
 def _spans(session_of: _Int64s, times_ms: _Int64s) -> _Int64s:
-    """Time from the first to the last request of each session."""
+    """Return the time from the first to the last request of each session."""
     sessions = int(session_of.max(initial=_NONE)) + 1
     first, last = np.full(sessions, 2**62), np.zeros(sessions, np.int64)
     np.minimum.at(first, session_of, times_ms)
@@ -205,7 +203,7 @@ def _spans(session_of: _Int64s, times_ms: _Int64s) -> _Int64s:
 
 
 def _reuses(trace: Trace) -> tuple[_Int64s, _Int64s]:
-    """For each reference, the request that used the block before, and the reuse distance; else `_NONE`."""
+    """Return the request of each block's previous use and the reuse distance, or `_NONE`, by reference."""
     used_before = np.full(trace.block_refs, _NONE, np.int64)
     distance = np.full(trace.block_refs, _NONE, np.int64)
     last_request = np.full(trace.unique_blocks, _NONE, np.int64)

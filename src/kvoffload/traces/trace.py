@@ -1,6 +1,6 @@
-"""A trace in memory: the requests to an LLM server, as chained block ids.
+"""A trace in memory: requests to an LLM server as chains of block ids.
 
-Owns only the in-memory form. `traces.format` reads files, `traces.sessions` makes traces.
+`traces.format` reads traces from files; `traces.sessions` generates them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvoffload.core.hints import NO_HINTS, Hints
 
 @dataclass(frozen=True)
 class TraceHints:
-    """What was known of each request, `NO_HINTS` for most.
+    """Hints of all requests, `NO_HINTS` for most.
 
     Attributes:
-        different: the different hints, in order of first appearance.
-        numbers: shape ``(requests,)``, int32; where each request's are among them.
+        different: distinct hints, in order of first appearance.
+        numbers: shape ``(requests,)``, int32; index into `different` for each request.
     """
 
     different: tuple[Hints, ...]
@@ -28,9 +28,9 @@ class TraceHints:
 
     @classmethod
     def of(cls, hints: Iterable[Hints]) -> TraceHints | None:
-        """Those of all requests, in order; None if nothing is known of any."""
+        """Collect the hints of all requests, in order; None if no request has any."""
         number_of: dict[Hints, int] = {}
-        numbers = [number_of.setdefault(one, len(number_of)) for one in hints]
+        numbers = [number_of.setdefault(of_request, len(number_of)) for of_request in hints]
         if not number_of.keys() - {NO_HINTS}:
             return None
         return cls(tuple(number_of), np.array(numbers, np.int32))
@@ -38,22 +38,21 @@ class TraceHints:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in arrival order, each a chain of block ids. Immutable; arrays are shared, never copied.
+    """Requests in order of arrival, each a chain of block ids. Immutable; arrays are shared, never copied.
 
-    An id identifies the whole prefix that ends in its block: equal ids in two requests mean equal
-    prefixes. Ids are renumbered to dense *codes* in order of first appearance, so that data about blocks are
-    arrays indexed by code.
+    An id identifies the whole prefix up to its block: equal ids mean equal prefixes. Ids are renumbered to
+    dense *codes* in order of first appearance, so that arrays can be indexed by code.
 
     Attributes:
-        name: for reports (a file name without its suffixes, or a workload).
+        name: name for reports: a file name without suffixes, or a workload.
         block_tokens: tokens in one block.
         block_ids: shape ``(unique_blocks,)``, int64; code -> id in the file.
         refs: shape ``(block_refs,)``, int32; codes of all requests, one request after the other.
         offsets: shape ``(requests + 1,)``, int64; request `i` is ``refs[offsets[i]:offsets[i + 1]]``.
         timestamps_ms: shape ``(requests,)``, int64; arrival.
         output_tokens: shape ``(requests,)``, int64; tokens generated.
-        skipped_lines: bad lines that were left out on request.
-        hints: what was known of the requests besides; None if nothing was.
+        skipped_lines: bad lines that were skipped on request.
+        hints: hints of the requests; None if there are none.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Trace:
 
     @property
     def block_refs(self) -> int:
-        """Number of block references, all requests summed."""
+        """Number of block references of all requests."""
         return len(self.refs)
 
     @property
@@ -87,7 +86,7 @@ class Trace:
         return int(np.diff(self.offsets).max(initial=0))
 
     def of_requests(self, requests: npt.NDArray[np.integer]) -> Trace:
-        """The trace of these requests, in this order. Cost: 0.1 s per million block references."""
+        """Select requests, in this order. Cost: 0.1 s per million block references."""
         lengths = np.diff(self.offsets)[requests]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         starts = np.repeat(self.offsets[:-1][requests] - offsets[:-1], lengths)
@@ -109,5 +108,5 @@ class Trace:
         )
 
     def hints_of(self, request: int) -> Hints:
-        """What was known of a request."""
+        """Return the hints of a request."""
         return NO_HINTS if self.hints is None else self.hints.different[self.hints.numbers[request]]

@@ -1,4 +1,4 @@
-"""How many different blocks are in use, and how many are new, as time goes on. Knows no caches."""
+"""The working set of a trace over time: different and new blocks of each period."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvoffload.traces.trace import Trace
 
 
 class Period(NamedTuple):
-    """A part of the recording.
+    """A period of a recording.
 
     Attributes:
-        start_s, end_s: since the first arrival.
-        different_blocks: that its requests use: what a cache would have to hold to serve it alone.
-        new_blocks: those among them that no earlier period used.
-        ceiling: share of its references that are not the first one of their block.
+        start_s, end_s: seconds since the first arrival.
+        different_blocks: distinct blocks in use: the capacity that would hold them all.
+        new_blocks: blocks that no earlier period used.
+        ceiling: share of references that are not the first reference to their block.
     """
 
     start_s: float
@@ -29,7 +29,7 @@ class Period(NamedTuple):
 
 
 def working_set(trace: Trace, parts: int = 12) -> list[Period]:
-    """The working set in parts of equal duration; one part if all requests come at once.
+    """Compute the working set of periods of equal duration; one period if all requests arrive at once.
 
     Cost: about 0.2 s per million block references.
     """

@@ -1,7 +1,6 @@
-"""Built-in workloads: generated requests, similar in shape to recorded ones.
+"""Parameters of generated workloads, and the built-in presets, which resemble recordings.
 
-Owns the parameters and the presets; `traces.sessions` plays them. docs/workloads.md measures where the
-presets agree with the recordings, and where not.
+`traces.sessions` generates the requests. docs/workloads.md compares the presets with recordings.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from kvoffload.errors import ConfigError
 
 
 class LogNormal(NamedTuple):
-    """A positive quantity: half of the draws are below `median`, two thirds within a factor ``e**sigma``."""
+    """A log-normal quantity: two thirds of the draws are within a factor ``e**sigma`` of the median."""
 
     median: float
     sigma: float
@@ -25,36 +24,35 @@ _AT_LEAST_ONE = {"sessions", "turns", "shared_prompts", "sub_agent_turns", "bloc
 
 @dataclass(frozen=True)
 class Workload:
-    """The users' behaviour at an imaginary LLM server. Equal parameters give equal traces on every machine.
+    """Behaviour of the users of an LLM server. Equal parameters give equal traces on every machine.
 
-    A *session* opens with a shared prompt, documents (if any) and a first message; each further turn
-    appends the answer and a new message to everything before. Sessions start at random, evenly over
+    A *session* begins with a shared prompt, documents (if any) and a first message. Each further turn appends
+    the last answer and a new message. Sessions begin at random times, evenly over
     ``sessions / sessions_per_minute`` minutes, and all run to their end.
 
     Attributes:
-        name: of the trace, for reports.
-        sessions: conversations, without sub-agents.
-        sessions_per_minute: load. Twice the load is the same sessions in half the time.
-        turns: requests of a session on average, without sub-agents.
-        turns_shape: above 1. How similar sessions are: at 2 a few are very long, at 1000 each turn is the
-            last with equal probability.
-        think_time_s: from a request to the next one of its session: answer, tools, the user.
-        shared_prompts: different system prompts; the i-th is chosen in proportion to 1/i.
-        shared_prompt_tokens: length of each of them.
-        first_tokens: the rest of the first request, without documents.
-        turn_tokens: tokens that a turn adds besides the answer before it: message, tool output.
-        answer_tokens: tokens that the model generates.
+        name: name of the trace, for reports.
+        sessions: number of conversations, without sub-agents.
+        sessions_per_minute: load. At twice the load the same sessions begin in half the time.
+        turns: mean requests of a session, without sub-agents.
+        turns_shape: similarity of session lengths, above 1. At 2 a few sessions are very long; at 1000 each
+            turn is the last with equal probability.
+        think_time_s: time from a request to the next of its session: answer, tools and user.
+        shared_prompts: number of system prompts; the i-th is chosen in proportion to 1/i.
+        shared_prompt_tokens: length of a shared prompt.
+        first_tokens: length of the first message.
+        turn_tokens: length of a later message, including tool output.
+        answer_tokens: length of an answer.
         documents: size of the collection; the i-th is chosen in proportion to 1/i.
-        documents_per_session: documents in the first request, between shared prompt and first message.
+        documents_per_session: documents between shared prompt and first message.
         document_tokens: length of a document.
-        fork_share: share of the turns that return to an earlier turn (edit, retry) and drop the rest.
-        sub_agent_share: share of the turns that wait for a sub-agent, a session of its own that begins
-            with a shared prompt.
-        sub_agent_turns: requests of a sub-agent on average.
-        context_limit_tokens: a context that would be longer is *compacted*: shared prompt and summary.
-        summary_tokens: length of that summary.
+        fork_share: share of turns that return to an earlier turn (edit, retry) and drop later turns.
+        sub_agent_share: share of turns that wait for a sub-agent, which is a session with its own prompt.
+        sub_agent_turns: mean requests of a sub-agent.
+        context_limit_tokens: limit of a context. A longer one is *compacted* to shared prompt and summary.
+        summary_tokens: length of a summary.
         block_tokens: tokens in one block.
-        seed: another seed gives another trace of the same workload.
+        seed: seed of the random numbers.
     """
 
     name: str
@@ -159,7 +157,7 @@ BUILTIN = {workload.name: workload for workload in (_AGENT, _CHAT, _RAG)}
 
 
 def builtin(name: str, **overrides: Any) -> Workload:
-    """The preset `name` with some parameters replaced. Raises `ConfigError` for an unknown one of either."""
+    """Return the preset `name` with overrides. Raises `ConfigError` for unknown names."""
     if name not in BUILTIN:
         raise ConfigError("workload", name, f"allowed: {', '.join(BUILTIN)}")
     known = [field.name for field in fields(Workload) if field.name != "name"]

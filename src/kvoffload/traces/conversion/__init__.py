@@ -1,4 +1,4 @@
-"""Traces made from what people have: recordings of other formats, conversations as text, tables of lengths.
+"""Conversion of recordings in other formats, conversations in text, and tables of lengths to traces.
 
-A kind of source is one file in `sources`. Its contract is `source.Source`; `convert.convert` runs it.
+Each kind of source is a file in `sources`. The contract is `source.Source`; `convert.convert` runs a source.
 """

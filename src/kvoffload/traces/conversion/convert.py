@@ -1,4 +1,4 @@
-"""Runs a source: its requests into a trace file, one after the other."""
+"""Conversion of a recording to a trace file, one request at a time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LATEST_MS = 2**53
 
 @dataclass(frozen=True)
 class Converted:
-    """What came of it.
+    """Summary of a conversion.
 
     Attributes:
-        source, assumed, block_tokens: as the header of the trace has them.
-        early_requests: that came before the first one of the file, and count as at its time.
-        remarks: what the source says of itself.
+        source, assumed, block_tokens: fields of the trace's header.
+        early_requests: requests earlier than the first one of the file; they get its time.
+        remarks: notes of the source for the user.
     """
 
     source: str
@@ -54,22 +54,25 @@ def convert(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Converted:
-    """Write a recording as a trace. Times count from its first request.
+    """Convert a recording to a trace. Times start at its first request.
 
-    An output that exists is replaced, and only when all has been written; until then it is ``OUT.part``.
+    The output is written to ``OUT.part`` and renamed at the end.
 
     Args:
-        place: a file, ``-``, or the address of a publisher of KV events (``tcp://host:port``).
-        source: name of a kind, with parameters; None: what recognises the first record.
-        block_tokens: of the trace; None: what the file says, or the kind's own, or 512.
+        place: a file, ``-``, or the address of a KV event publisher (``tcp://host:port``).
+        source: name of a source with parameters; None detects it from the first record.
+        block_tokens: block size of the trace; None takes the file's, else the source's, else 512.
         tokenizer: a ``tokenizer.json``, for text.
-        salt: of the ids: equal salts give equal ids to equal prefixes. None: a random one, that nobody knows.
-        keep_ids: write ids and names as the source has them.
-        progress: called from time to time with the share of the file that has been read, 0 to 1.
+        salt: salt of the ids; equal salts give equal ids to equal prefixes. None takes a random salt.
+        keep_ids: keep the ids and names of the source.
+        progress: called repeatedly with the share of the file that has been read, 0 to 1.
 
-    Memory: that of the source; it does not grow with the number of requests. Cost: about 1 s per million
-    block references; for text that of its tokenizer.
-    Raises: `ConfigError` for options and for an output whose name does not say what is assumed, `TraceError`.
+    Memory: independent of the number of requests. Cost: about 1 s per million block references, plus the
+    tokenizer.
+
+    Raises:
+        ConfigError: impossible options, or an output name without the assumption of the source.
+        TraceError: the recording is unusable.
     """
     path = Path(place)
     if is_address(place):
@@ -91,12 +94,12 @@ def convert(
 
 def _block_tokens(place: str, kind: type[Source], given: int | None, stated: Header | None) -> int:
     if given is not None and stated is not None and stated.block_tokens != given:
-        raise ConfigError("block-tokens", given, f"the header of {place} says {stated.block_tokens}")
+        raise ConfigError("block-tokens", given, f"the header of {place} has {stated.block_tokens}")
     return given or (stated.block_tokens if stated else None) or kind.block_tokens or DEFAULT_BLOCK_TOKENS
 
 
 class _Requests:
-    """The requests of a source, in order, and the lines that were none."""
+    """Iterates over the requests of a source, and counts skipped lines."""
 
     def __init__(
         self, source: Source, place: str, skip_bad_lines: bool, progress: Callable[[float], None] | None
@@ -107,56 +110,54 @@ class _Requests:
 
     def __iter__(self) -> Iterator[Request]:
         for number, record in self._source.records(self.place, self._progress):
-            found: Iterable[Request] = ()
+            complete: Iterable[Request] = ()
             try:
-                found = self._source.read(record)
+                complete = self._source.read(record)
             except BadLineError as bad:
                 if not self._skip_bad_lines:
                     raise TraceError(f"{self.place}:{number}: {bad}") from None
                 self.skipped_lines += 1
-            yield from found
+            yield from complete
         yield from self._source.rest()
 
 
 def _write(requests: _Requests, source: Source, out: Path, block_tokens: int) -> Converted:
-    part = out.with_name(out.name + ".part")
+    partial = out.with_name(out.name + ".part")
     try:
-        counts = _written(requests, source, out, part, block_tokens)
-        os.replace(part, out)
+        counts = _write_lines(requests, source, out, partial, block_tokens)
+        os.replace(partial, out)
     except OSError as error:
-        part.unlink(missing_ok=True)
-        raise ConfigError(
-            "out", str(out), f"allowed: a file that can be written ({error.strerror})"
-        ) from None
+        partial.unlink(missing_ok=True)
+        raise ConfigError("out", str(out), f"allowed: a writable file ({error.strerror})") from None
     except BaseException:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     return Converted(
         source.name, source.assumed, block_tokens, *counts, requests.skipped_lines, tuple(source.remarks())
     )
 
 
-def _written(
-    requests: _Requests, source: Source, out: Path, part: Path, block_tokens: int
+def _write_lines(
+    requests: _Requests, source: Source, out: Path, partial: Path, block_tokens: int
 ) -> tuple[int, int, int]:
-    """Write all requests; how many they are, their blocks, and how many came before the first."""
+    """Write all requests; returns the numbers of requests, block references and early requests."""
     num_requests = num_refs = num_early = 0
-    rest = iter(requests)
-    first = next(rest, None)
+    iterator = iter(requests)
+    first = next(iterator, None)
     if first is None:
         skipped = f" ({requests.skipped_lines} bad lines)" if requests.skipped_lines else ""
         raise TraceError(f"{requests.place}: no requests in it{skipped}")
     _check_name(out, source.assumed)
     in_order = source.given.header.in_order
-    # Times of lines that are to be sorted by them stay as they are: the first is not the earliest.
+    # Lines that a reader will sort by time keep their times, because the first is not the earliest.
     first_s = first.time_s if in_order else 0.0
-    with part.open("wb") as raw, compressing(raw, out.suffix) as file:
+    with partial.open("wb") as raw, compressing(raw, out.suffix) as file:
         file.write(Header(1, block_tokens, source.name, source.assumed, in_order).line())
-        for request in chain((first,), rest):
+        for request in chain((first,), iterator):
             time_ms = round(1000 * (request.time_s - first_s))
             if time_ms > _LATEST_MS:
                 raise TraceError(
-                    f"{requests.place}: request {num_requests + 1}: {request.time_s} s is no time"
+                    f"{requests.place}: request {num_requests + 1}: {request.time_s} s is too late"
                 )
             num_early += time_ms < 0
             num_requests += 1
@@ -171,5 +172,5 @@ def _written(
 def _check_name(out: Path, assumed: str) -> None:
     if assumed and assumed not in out.name:
         stem, dot, suffixes = out.name.partition(".")
-        right = out.with_name(f"{stem}.{assumed}{dot}{suffixes}")
-        raise ConfigError("out", str(out), f"its name must say what is assumed: {right}")
+        suggestion = out.with_name(f"{stem}.{assumed}{dot}{suffixes}")
+        raise ConfigError("out", str(out), f"its name must contain the assumption: {suggestion}")

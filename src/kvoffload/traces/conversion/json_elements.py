@@ -1,9 +1,10 @@
-"""The elements of a JSON array of any length, one at a time. Does not know what they mean."""
+"""Iteration over the elements of a JSON array of any length, in constant memory."""
 
 from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,58 +13,92 @@ from kvoffload.traces.compressed import DAMAGE, STDIN, decompressing, opened
 from kvoffload.traces.lines import numbered_lines
 
 _CHUNK_BYTES = 1 << 16
-_LARGEST_ELEMENT = 1 << 28
-"""Characters: what is not JSON is not read to its end."""
-_BETWEEN = " \t\r\n,"
+LARGEST_ELEMENT = 1 << 28
+"""Largest element in characters; a longer one is taken for invalid JSON."""
+_SEPARATORS = re.compile(r"[ \t\r\n,]*")
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file is one array over several lines or of objects, and not an array on each line."""
+    """Return True if a file is one JSON array of objects or over several lines, not an array per line."""
     first = next((text.strip() for _, text in numbered_lines(path)), b"")
     return first.startswith(b"[") and (first == b"[" or first[1:].lstrip().startswith(b"{"))
 
 
-def elements(path: Path, progress: Callable[[float], None] | None = None) -> Iterator[tuple[int, bytes]]:
-    """The elements of the array that a file is, each as JSON, numbered from 1.
+def elements(
+    path: Path, progress: Callable[[float], None] | None = None, largest: int = LARGEST_ELEMENT
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the elements of the array in a file as JSON, numbered from 1.
 
-    Memory: that of the largest element. Raises `TraceError` for what cannot be read.
+    Memory: the largest element. Raises: `TraceError` for an unreadable or invalid file.
     """
-    number = 0
+    buffer = _Buffer(largest)
     try:
         with opened(path) as raw:
             size = 0 if path == STDIN else path.stat().st_size
             file = decompressing(raw, path.suffix)
-            decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
-            parse, wanted, is_first = json.JSONDecoder().raw_decode, _CHUNK_BYTES, True
-            while True:
-                chunk = file.read(wanted)
-                text += decoder.decode(chunk, not chunk)
-                start = 0
-                if is_first:
-                    start, is_first = text.find("[") + 1, False
-                while True:
-                    while start < len(text) and text[start] in _BETWEEN:
-                        start += 1
-                    if text[start : start + 1] == "]":
-                        return
-                    try:
-                        _, end = parse(text, start)
-                    except json.JSONDecodeError as error:
-                        reason = error.msg
-                        break
-                    number += 1
-                    yield number, text[start:end].encode()
-                    start = end
-                text = text[start:]
-                # An element that is cut off here is parsed again from its start: twice as much at a time.
-                wanted = max(_CHUNK_BYTES, len(text))
+            while buffer.fill(file.read(buffer.wanted_bytes)):
+                yield from buffer.elements()
                 if progress is not None and size > 0:
                     progress(raw.tell() / size)
-                if not chunk or len(text) > _LARGEST_ELEMENT:
-                    raise TraceError(f"{path}: element {number + 1}: invalid JSON ({reason.lower()})")
+    except json.JSONDecodeError as error:
+        reason = error.msg.lower()
+        raise TraceError(f"{path}: element {buffer.number + 1}: invalid JSON ({reason})") from None
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: element {number + 1}: not UTF-8 ({error.reason})") from None
+        raise TraceError(f"{path}: element {buffer.number + 1}: not UTF-8 ({error.reason})") from None
     except DAMAGE as error:
-        raise TraceError(f"{path}: damaged or truncated after element {number} ({error})") from None
+        raise TraceError(f"{path}: damaged or truncated after element {buffer.number} ({error})") from None
     except OSError as error:
         raise TraceError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+class _Buffer:
+    """The unparsed text of an array.
+
+    Attributes:
+        number: elements so far.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self.number = 0
+        self._largest, self._text, self._is_begun, self._is_over = largest, "", False, False
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self._parse = json.JSONDecoder().raw_decode
+        self._error: json.JSONDecodeError | None = None
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes to read next: doubled for an incomplete element, which is parsed again from its start."""
+        return max(_CHUNK_BYTES, len(self._text))
+
+    def fill(self, chunk: bytes) -> bool:
+        """Append a chunk; False after the end of the array. Raises `json.JSONDecodeError` at end of file."""
+        if self._is_over:
+            return False
+        self._text += self._decode(chunk, not chunk)
+        if self._error is not None and not chunk:
+            raise self._error
+        if not self._is_begun:
+            self._text, self._is_begun = self._text[self._text.find("[") + 1 :], True
+        return True
+
+    def elements(self) -> Iterator[tuple[int, bytes]]:
+        """Yield all complete elements. Raises `json.JSONDecodeError` if the next one is too large."""
+        text, start = self._text, _skip_separators(self._text, 0)
+        while text[start : start + 1] != "]":
+            try:
+                _, end = self._parse(text, start)
+            except json.JSONDecodeError as error:
+                self._text, self._error = text[start:], error
+                if len(self._text) > self._largest:
+                    raise
+                return
+            self.number += 1
+            yield self.number, text[start:end].encode()
+            start = _skip_separators(text, end)
+        self._is_over = True
+
+
+def _skip_separators(text: str, start: int) -> int:
+    match = _SEPARATORS.match(text, start)
+    assert match is not None
+    return match.end()

@@ -1,4 +1,4 @@
-"""Batches of KV events from vLLM's ZMQ publisher. The only file that knows `zmq`."""
+"""Live batches of KV events from vLLM's ZMQ publisher. The only file that imports `zmq`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _POLL_MS = 200
 
 
 def is_address(text: str) -> bool:
-    """Whether a source is a publisher and not a file."""
+    """Return True if a source is the address of a publisher."""
     return text.startswith(_SCHEMES)
 
 
 def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
-    """What a publisher sends, as JSON, numbered from 1, until Ctrl-C.
+    """Yield the batches of a publisher as JSON, numbered from 1, until Ctrl-C.
 
     Args:
-        lost: its first element counts batches that the publisher numbered and that did not come.
+        lost: its first element counts batches that were lost, by the publisher's numbers.
 
-    Thread: the main one takes Ctrl-C as the end, between two batches; in others close the iterator.
-    Raises: `ConfigError` for an address that cannot be used, and without the library.
+    Thread: on the main thread Ctrl-C ends the iteration between two batches; on others close the iterator.
+    Raises: `ConfigError` for an unusable address, or if `zmq` is not installed.
     """
     try:
         import zmq
     except ImportError:
-        why = "KV events come over ZMQ: pip install 'kvoffload[zmq]'"
+        why = "live KV events need ZMQ: pip install 'kvoffload[zmq]'"
         raise ConfigError("source", address, why) from None
     with zmq.Context() as context, context.socket(zmq.SUB) as socket, _until_interrupted() as over:
         socket.setsockopt(zmq.LINGER, 0)
@@ -46,17 +46,17 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
             if not socket.poll(_POLL_MS):
                 continue
             _, sequence, payload = socket.recv_multipart()
-            found = int.from_bytes(sequence, "big")
-            if expected is not None and found > expected:
-                lost[0] += found - expected
-            expected = found + 1
+            received = int.from_bytes(sequence, "big")
+            if expected is not None and received > expected:
+                lost[0] += received - expected
+            expected = received + 1
             number += 1
             yield number, msgspec.json.encode(_printable(msgspec.msgpack.decode(payload)))
 
 
 @contextmanager
 def _until_interrupted() -> Iterator[Event]:
-    """Set by Ctrl-C, which would otherwise end the work in the middle of a batch."""
+    """Yield an event that Ctrl-C sets, so that no batch is interrupted."""
     over = Event()
     if current_thread() is not main_thread():
         yield over
@@ -69,11 +69,11 @@ def _until_interrupted() -> Iterator[Event]:
 
 
 def _printable(value: object) -> object:
-    """Hashes that are bytes, as text."""
+    """Convert bytes, such as hashes, to hexadecimal text."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, list):
-        return [_printable(one) for one in value]
+        return [_printable(element) for element in value]
     if isinstance(value, dict):
-        return {name: _printable(one) for name, one in value.items()}
+        return {name: _printable(element) for name, element in value.items()}
     return value

@@ -1,4 +1,4 @@
-"""When requests arrive whose recording does not say it: an assumption, and named as one."""
+"""Assumed arrival times, for recordings without times."""
 
 from __future__ import annotations
 
@@ -6,41 +6,82 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Annotated
 
-from kvoffload.traces.conversion.source import Request
+import msgspec
+
+from kvoffload.errors import ConfigError
+from kvoffload.traces.conversion.source import Given, Request, Source
+from kvoffload.traces.lines import BadLineError
 from kvoffload.traces.sessions import draw
 from kvoffload.traces.workloads import LogNormal
 
 THINK_TIME_S = LogNormal(140, 1.0)
-"""From a turn to the next, as in the built-in `chat`."""
+"""Seconds from a turn to the next, as in the built-in workload `chat`."""
 
 
 class Pace:
-    """Lets conversations begin in the order of the file, so many a minute, and their turns follow.
+    """Arrival times of conversations at a constant rate, in the order of the file.
 
-    One begins at random in each ``60 / per_minute`` seconds; a turn follows the one before after a time that
-    is drawn from `THINK_TIME_S`. Equal files and rates give equal times on every machine.
+    A conversation begins at a random time in each interval of ``60 / per_minute`` seconds; the gaps between
+    its turns are drawn from `THINK_TIME_S`. Deterministic on every machine.
 
-    Memory: the turns that are to come of the conversations that have begun.
+    Memory: the pending turns of open conversations.
     """
 
     def __init__(self, per_minute: float) -> None:
         self._random, self._spacing_s = Random(0).random, 60 / per_minute
         self._num_begun = self._num_turns = 0
-        self._to_come: list[tuple[float, int, Request]] = []
+        self._pending: list[tuple[float, int, Request]] = []
 
     def begin(self, turns: Sequence[Request]) -> Iterator[Request]:
-        """A conversation begins; yields what arrives before any later one can."""
+        """Schedule a conversation; yields the turns that arrive before any later conversation."""
         time_s = (self._num_begun + self._random()) * self._spacing_s
         self._num_begun += 1
         for turn in turns:
-            heapq.heappush(self._to_come, (time_s, self._num_turns, replace(turn, time_s=time_s)))
+            heapq.heappush(self._pending, (time_s, self._num_turns, replace(turn, time_s=time_s)))
             self._num_turns += 1
             time_s += draw(self._random, THINK_TIME_S, unit=1000) / 1000
-        while self._to_come and self._to_come[0][0] < self._num_begun * self._spacing_s:
-            yield heapq.heappop(self._to_come)[2]
+        while self._pending and self._pending[0][0] < self._num_begun * self._spacing_s:
+            yield heapq.heappop(self._pending)[2]
 
     def rest(self) -> Iterable[Request]:
-        """What is to come of the conversations that have begun."""
-        while self._to_come:
-            yield heapq.heappop(self._to_come)[2]
+        """Yield all pending turns."""
+        while self._pending:
+            yield heapq.heappop(self._pending)[2]
+
+
+class PacedSource(Source):
+    """A source whose records all have times, or all get times from a `Pace` at the user's rate."""
+
+    per_minute: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self._pace: Pace | None = None
+        self._has_times = False
+
+    @property
+    def assumed(self) -> str:
+        """The assumed rate, if the file has no times."""
+        return f"paced-{self.per_minute:g}-per-minute" if self._pace else ""
+
+    def arriving(self, time_s: float | None, turns: Sequence[Request]) -> Iterable[Request]:
+        """Return the requests that are due: `turns` if the record has a time, else turns of the pace."""
+        if time_s is not None:
+            if self._pace is not None:
+                raise BadLineError("field timestamp: earlier records have no time")
+            self._has_times = True
+            return turns
+        if self._has_times:
+            raise BadLineError("field timestamp: missing")
+        if self._pace is None:
+            if not self.per_minute:
+                allowed = f"give the conversations that begin in a minute; allowed: {self.name},per_minute=60"
+                raise ConfigError("from", self.name, f"the file has no arrival times: {allowed}")
+            self._pace = Pace(self.per_minute)
+        return self._pace.begin(turns)
+
+    def rest(self) -> Iterable[Request]:
+        """Yield the pending turns."""
+        return self._pace.rest() if self._pace else ()

@@ -1,4 +1,4 @@
-"""What a kind of source is, and which one a file has."""
+"""The contract of sources of recordings, and the detection of a file's source."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvoffload.traces.lines import numbered_lines
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a trace.
+    """A request of a trace.
 
     Attributes:
-        time_s: arrival, from any zero that all requests of a source share.
-        ids: of the full blocks of its prompt.
+        time_s: arrival; all requests of a source share one origin.
+        ids: ids of the full blocks of the prompt.
     """
 
     time_s: float
@@ -39,13 +39,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Given:
-    """What a source is given besides its records.
+    """Context of a source.
 
     Attributes:
-        keys: make the ids of blocks.
-        block_size: of the trace.
-        tokens: of text; refuses where there is no tokenizer.
-        header: of the recording, if it is a trace of ours.
+        keys: makes ids of blocks.
+        block_size: block size of the trace.
+        tokens: the tokenizer; it raises `ConfigError` if the user gave none.
+        header: header of the recording, or the default.
     """
 
     keys: Keys
@@ -55,15 +55,15 @@ class Given:
 
 
 class Source(ABC):
-    """Reads one kind of recordings, a record at a time. Its memory does not grow with their number.
+    """A kind of recordings, read a record at a time, in memory independent of their number.
 
-    A kind is a file in `sources` with a class derived from this one. Public attributes with a default are its
-    parameters: ``kv_events,gap_s=5``. One object reads one recording.
+    Each kind is a file in `sources` with a subclass. Public attributes with a default are its parameters:
+    ``kv_events,gap_s=5``. An object reads one recording.
 
     Attributes:
-        name: what users call it.
-        block_tokens: of the trace, where nobody says otherwise; None takes 512.
-        has_ids: its records have ids of blocks, so that the size of a block is theirs, and ids can be kept.
+        name: name for users.
+        block_tokens: default block size of the trace; None means 512.
+        has_ids: records have ids of blocks, which determine the block size and can be kept.
     """
 
     name: ClassVar[str]
@@ -76,34 +76,34 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Whether a recording is of this kind, by fields of its first record or columns of its table."""
+        """Return True if these fields of the first record, or columns of a table, indicate this kind."""
 
     def records(
         self, place: str, progress: Callable[[float], None] | None = None
     ) -> Iterator[tuple[int, bytes]]:
-        """The records, numbered from 1: the lines. Raises `TraceError` for what cannot be read."""
+        """Yield the records (by default the lines), numbered from 1. Raises `TraceError`."""
         return numbered_lines(Path(place), progress)
 
     @abstractmethod
     def read(self, record: bytes) -> Iterable[Request]:
-        """Requests that are known now; in the order of arrival, over all calls.
+        """Return the requests that are complete after this record, in order of arrival over all calls.
 
-        Raises: `BadLineError` that names the field, and then nothing has changed; `ConfigError` for a
-        parameter without which the record means nothing.
+        Raises:
+            BadLineError: a field is wrong; the state is unchanged.
+            ConfigError: a required parameter is missing.
         """
 
     def rest(self) -> Iterable[Request]:
-        """The requests that are left when there are no more records."""
+        """Return the remaining requests after the last record."""
         return ()
 
     @property
     def assumed(self) -> str:
-        """What is assumed because the source does not tell, as a part of a file's name; known after the first
-        request."""
+        """The assumption behind missing data, for the output's file name; known after the first request."""
         return ""
 
     def remarks(self) -> list[str]:
-        """What a person should know of the result, after all records."""
+        """Return notes about the result for the user, after the last record."""
         return []
 
 
@@ -111,32 +111,32 @@ SOURCES: Registry[Source] = Registry("from", Source, "kvoffload.traces.conversio
 
 
 def kind_of(path: Path) -> type[Source]:
-    """The kind of a recording, by its first record. Raises `ConfigError` if none is, `TraceError`."""
+    """Detect the kind of a recording by its first record. Raises `ConfigError`, `TraceError`."""
     allowed = f"allowed: {', '.join(SOURCES.names())}"
     if path == STDIN:
-        raise ConfigError("from", None, f"standard input is not looked into; {allowed}")
-    names = names_in(path)
+        raise ConfigError("from", None, f"the source of standard input is not detected; {allowed}")
+    fields = fields_of_first_record(path)
     for name in SOURCES.names():
-        found = SOURCES.find(name)
-        if found.recognises(names):
-            return found
-    seen = f"its first record has {', '.join(sorted(names)[:12]) or 'no fields'}"
-    raise ConfigError("from", None, f"what {path.name} is cannot be told: {seen}; {allowed}")
+        kind = SOURCES.find(name)
+        if kind.recognises(fields):
+            return kind
+    listed = f"its first record has {', '.join(sorted(fields)[:12]) or 'no fields'}"
+    raise ConfigError("from", None, f"the source of {path.name} is not recognised: {listed}; {allowed}")
 
 
-def names_in(path: Path) -> frozenset[str]:
-    """Fields of the first record: an object, alone on its line or in an array, or the head of a table."""
+def fields_of_first_record(path: Path) -> frozenset[str]:
+    """Return the fields of the first JSON object, or the columns of a table."""
     if is_array(path):
         first = next(itertools.chain((text for _, text in elements(path)), (b"",)))
     else:
         first = next(itertools.chain((text for _, text in numbered_lines(path)), (b"",)))
     try:
-        found = json.loads(first)
+        record = json.loads(first)
     except ValueError:
         return frozenset(
             name.strip().strip('"').lower() for name in first.decode(errors="replace").split(",")
         )
-    if isinstance(found, list):
-        # A batch of KV events, as vLLM encodes it.
-        return frozenset({"ts", "events"}) if len(found) > 1 and isinstance(found[1], list) else frozenset()
-    return frozenset(found) if isinstance(found, dict) else frozenset()
+    if isinstance(record, list):
+        # A batch of KV events in vLLM's encoding.
+        return frozenset({"ts", "events"}) if len(record) > 1 and isinstance(record[1], list) else frozenset()
+    return frozenset(record) if isinstance(record, dict) else frozenset()

@@ -1,4 +1,4 @@
-"""Times as recordings write them."""
+"""Parsing of times in recordings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvoffload.traces.lines import BadLineError
 
 _CALENDAR = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*(Z|[+-]\d\d:?\d\d)?")
 _MS_FROM = 1e11
-"""A count since 1970 that is larger is one of milliseconds: as seconds it would be the year 5138."""
+"""Numbers from here on are milliseconds since 1970; as seconds they would be after the year 5138."""
 
 
 def seconds_of(field: str, value: object) -> float:
-    """Seconds that a number (of seconds, or of milliseconds since 1970) or an ISO 8601 text means.
+    """Convert a time to seconds: a number of seconds, of milliseconds since 1970, or ISO 8601 text.
 
     A time without a zone is UTC. Raises `BadLineError`.
     """
@@ -25,7 +25,7 @@ def seconds_of(field: str, value: object) -> float:
             try:
                 moment = datetime.fromisoformat(f"{date}T{time}{zone}")
             except ValueError as error:
-                raise BadLineError(f"field {field}: {value!r} is no time ({error})") from None
+                raise BadLineError(f"field {field}: {value!r} is not a time ({error})") from None
             epoch = datetime(1970, 1, 1, tzinfo=timezone.utc)
             return (moment - epoch).total_seconds() + float(f"0.{fraction or 0}")
         try:
@@ -38,5 +38,5 @@ def seconds_of(field: str, value: object) -> float:
         or not math.isfinite(value)
         or value < 0
     ):
-        raise BadLineError(f"field {field}: {value!r} is no time")
+        raise BadLineError(f"field {field}: {value!r} is not a time")
     return value / 1000 if value >= _MS_FROM else float(value)

@@ -1,4 +1,4 @@
-"""Tokens of text, by the tokenizer of a model. The only file that knows the `tokenizers` library."""
+"""Tokenization of text with a model's tokenizer. The only file that imports the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from kvoffload.errors import ConfigError
 
 
 class Tokens:
-    """Without a tokenizer: refuses."""
+    """No tokenizer: every call raises `ConfigError`."""
 
     def of(self, text: str) -> list[int]:
-        """The ids of the tokens of a text, without any that a tokenizer would put around it.
-
-        Raises `ConfigError`.
-        """
-        why = "text has as many tokens as the model's tokenizer makes of it: its tokenizer.json must be given"
-        raise ConfigError("tokenizer", None, why)
+        """Return the token ids of a text, without special tokens around it."""
+        raise ConfigError("tokenizer", None, "text needs the model's tokenizer: give its tokenizer.json")
 
 
 class FileTokens(Tokens):
-    """By a ``tokenizer.json`` of Hugging Face, or a directory with one. Raises `ConfigError`.
+    """A Hugging Face tokenizer, from a ``tokenizer.json`` or a directory with one. Raises `ConfigError`.
 
     Thread: one at a time.
     """
@@ -32,26 +28,26 @@ class FileTokens(Tokens):
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            why = "the library is not installed: pip install 'kvoffload[tokenizers]'"
+            why = "the library tokenizers is not installed: pip install 'kvoffload[tokenizers]'"
             raise ConfigError("tokenizer", str(path), why) from None
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise ConfigError("tokenizer", str(path), "there is no such file; allowed: a tokenizer.json")
         try:
             self._tokenizer: Any = Tokenizer.from_file(str(file))
-        except Exception as error:  # The library raises no class of its own.
-            raise ConfigError("tokenizer", str(path), f"it is no tokenizer.json ({error})") from None
+        except Exception as error:  # The library has no exception class.
+            raise ConfigError("tokenizer", str(path), f"it is not a tokenizer.json ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def of(self, text: str) -> list[int]:
-        """As `Tokens.of`."""
+        """Return the token ids of a text, without special tokens around it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
 
 def blocks_of(tokens: list[int], block_tokens: int, start: int = 0) -> list[bytes]:
-    """The full blocks of some tokens from block `start` on, each as bytes."""
+    """Pack the full blocks from block `start` on as bytes."""
     end = len(tokens) // block_tokens * block_tokens
     packed = np.array(tokens[start * block_tokens : end], "<i8").tobytes()
     size = 8 * block_tokens

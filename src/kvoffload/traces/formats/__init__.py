@@ -1,1 +1,1 @@
-"""Formats of trace files, one file each. Their contract is `traces.format.TraceFormat`."""
+"""Formats of trace files, one file each. The contract is `traces.format.TraceFormat`."""

@@ -1,19 +1,15 @@
-"""Mooncake JSONL into a `Trace` and back.
-
-Owns the file format and its error messages. Does not know what a trace is used for.
+"""Reader and writer of Mooncake JSONL.
 
 A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens,
-"hash_ids": [id, ...]}``. What was known of it besides (`Hints`) may follow: `finish_reason`, `session_over`,
-`priority`, `time_to_live_s`, `tenant`; null is as good as nothing. Other fields are ignored. Only full blocks
-count, so a request is its first ``input_length // block_tokens`` ids; one more, of a part of a block, may
-follow. The format guarantees that an id identifies its prefix: an id always follows the same id. A line that
-breaks any of this is bad, because every number computed from it would be wrong.
+"hash_ids": [id, ...]}``, with optional hints: `finish_reason`, `session_over`, `priority`, `time_to_live_s`,
+`tenant`. Other fields and null are ignored. Only full blocks count: the first
+``input_length // block_tokens`` ids. One id of a partial block may follow. An id identifies its prefix, so it
+always follows the same id. A line that breaks these rules is bad.
 
-The first line may be a `Header`: how many tokens a block has, and what the file was made from. Where files
-have been put one behind the other it may come again.
+The first line may be a `Header`, which may occur again in concatenated files.
 
-What other writers do is read too: ids of any width, in decimal, hexadecimal or any other text (those that are
-no signed 64-bit number are numbered), and times in seconds: if one is written with a fraction, all are.
+Variants of other writers are accepted: ids of any text or width (ids that are not signed 64-bit numbers are
+renumbered), and times in seconds (all times are seconds if one has a fraction).
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ _NO_PARENT = -1
 
 
 class Line(msgspec.Struct, omit_defaults=True):
-    """One line: a request."""
+    """A line: one request."""
 
     timestamp: _Time | _Seconds
     input_length: _Count
@@ -63,7 +59,7 @@ class Line(msgspec.Struct, omit_defaults=True):
     def of(
         cls, time_ms: int, input_tokens: int, output_tokens: int, ids: list[int | str], hints: Hints
     ) -> Line:
-        """The line of a request. What is not known of it is left out."""
+        """Make the line of a request, without unknown hints."""
         return cls(
             timestamp=time_ms,
             input_length=input_tokens,
@@ -78,7 +74,7 @@ class Line(msgspec.Struct, omit_defaults=True):
 
     @property
     def hints(self) -> Hints:
-        """What is known of the request besides."""
+        """Hints of the request."""
         return Hints(
             self.finish_reason or "",
             self.session_over or False,
@@ -93,7 +89,7 @@ encode_line = msgspec.json.Encoder().encode
 
 
 class Mooncake(TraceFormat):
-    """JSON lines with chained block ids, as Mooncake publishes them."""
+    """Mooncake's JSON lines with chained block ids."""
 
     name = "mooncake"
     suffixes = (".jsonl",)
@@ -115,7 +111,7 @@ class Mooncake(TraceFormat):
                     raise TraceError(f"{path}:{number}: {bad}") from None
                 requests.skipped_lines += 1
         if requests.has_unclear_ids:
-            raise TraceError(f"{path}: field hash_ids: negative ids beside ids that are no 64-bit numbers")
+            raise TraceError(f"{path}: field hash_ids: negative ids beside ids that are not 64-bit numbers")
         requests = requests.in_order()
         try:
             block_ids, refs = requests.chained()
@@ -141,17 +137,15 @@ class Mooncake(TraceFormat):
 
 
 def decode_line(text: bytes) -> Line:
-    """The request that a line is; raises `BadLineError`."""
+    """Decode a request; raises `BadLineError`."""
     return decoded(_decode, text)
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write `trace` as Mooncake JSONL, replacing an existing file.
+    """Write a trace as Mooncake JSONL, replacing an existing file.
 
-    A `Header` comes first if its blocks are not of 512 tokens.
-
-    The bytes depend only on the trace (and on the compressor's version). `input_length` counts full blocks
-    only, because a `Trace` has no more. Raises `OSError`.
+    A `Header` comes first unless blocks have 512 tokens. Equal traces give equal bytes. `input_length` counts
+    only full blocks. Raises `OSError`.
     """
     path = Path(path)
     with ExitStack() as stack:
@@ -171,7 +165,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 class _Requests:
-    """The requests read so far: `ids` of all, one after the other, and one entry each in the other lists."""
+    """The requests read so far: concatenated `ids`, and one entry per request in the other lists."""
 
     def __init__(self, block_tokens: int | None) -> None:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
@@ -188,7 +182,7 @@ class _Requests:
     def add(self, number: int, text: bytes) -> None:
         """Append the request of one line, or raise `BadLineError` and append nothing."""
         if (header := header_in(text)) is not None:
-            self._follow(header)
+            self._apply(header)
             return
         line = decode_line(text)
         blocks = self.block_size.full_blocks(line.input_length, len(line.hash_ids))
@@ -196,7 +190,7 @@ class _Requests:
         try:
             self.ids.fromlist(ids)
         except (OverflowError, TypeError):
-            self.ids.fromlist([self._numbered(one) for one in ids])
+            self.ids.fromlist([self._numbered(block_id) for block_id in ids])
         self.lengths.append(blocks)
         self.line_numbers.append(number)
         self._are_seconds |= isinstance(line.timestamp, float)
@@ -204,10 +198,10 @@ class _Requests:
         self.output_tokens.append(line.output_length)
         self.hints.append(line.hints)
 
-    def _follow(self, header: Header) -> None:
-        said, tokens = self._given_block_tokens, self.block_size.tokens
-        if said is not None and header.block_tokens != said:
-            raise BadLineError(f"field block_tokens: {header.block_tokens}, but --block-tokens is {said}")
+    def _apply(self, header: Header) -> None:
+        given, tokens = self._given_block_tokens, self.block_size.tokens
+        if given is not None and header.block_tokens != given:
+            raise BadLineError(f"field block_tokens: {header.block_tokens}, but --block-tokens is {given}")
         if self.lengths and header.block_tokens != tokens:
             raise BadLineError(f"field block_tokens: {header.block_tokens}, but {tokens} in the lines before")
         if header.block_tokens != tokens:
@@ -217,11 +211,13 @@ class _Requests:
             self._assumed.append(header.assumed)
 
     def in_order(self) -> _Requests:
-        """These requests; by their times, if the file says that its lines do not stand so."""
-        return self if self._is_in_order else self._those(np.argsort(self.timestamps, kind="stable").tolist())
+        """Return the requests in order of arrival: sorted by time if the header declares them unordered."""
+        if self._is_in_order:
+            return self
+        return self._select(np.argsort(self.timestamps, kind="stable").tolist())
 
-    def _those(self, requests: Iterable[int]) -> _Requests:
-        """These of the requests, in this order."""
+    def _select(self, requests: Iterable[int]) -> _Requests:
+        """Select requests, in this order."""
         kept, starts = _Requests(self.block_size.tokens), self.offsets().tolist()
         kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
         kept._assumed = self._assumed
@@ -232,32 +228,32 @@ class _Requests:
         return kept
 
     def named(self, name: str) -> str:
-        """The name for reports. What was assumed of the requests is a part of it: every report says it."""
+        """Return the name for reports, with the assumptions behind the requests."""
         return f"{name} (assumed: {', '.join(self._assumed)})" if self._assumed else name
 
-    def _numbered(self, one: int | str) -> int:
-        """The number of an id that is none of 64 bits: -1, -2, ..., as they come."""
-        if isinstance(one, int) and -(2**63) <= one < 2**63:
-            return one
+    def _numbered(self, block_id: int | str) -> int:
+        """Return a 64-bit id unchanged; number other ids -1, -2, ... in order of appearance."""
+        if isinstance(block_id, int) and -(2**63) <= block_id < 2**63:
+            return block_id
         self._num_numbered += 1
-        return self._number_of.setdefault(one, -1 - len(self._number_of))
+        return self._number_of.setdefault(block_id, -1 - len(self._number_of))
 
     @property
     def has_unclear_ids(self) -> bool:
-        """Whether a number that was given to an id may be another id as well."""
+        """True if numbers of renumbered ids may collide with negative ids of the file."""
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def in_ms(self) -> _Int64s:
-        """The times. If one is written with a fraction all of them are seconds."""
+        """Return all times in ms; all times are seconds if one has a fraction."""
         times = np.array(self.timestamps, np.float64)
         return np.round(1000.0 * times if self._are_seconds else times).astype(np.int64)
 
     def offsets(self) -> _Int64s:
-        """The start of each request in `ids`, and the end of the last."""
+        """Return the start of each request in `ids`, and the end of the last."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(_int64s(self.lengths))])
 
     def chained(self) -> tuple[_Int64s, npt.NDArray[np.int32]]:
-        """`Trace.block_ids` and `Trace.refs`; raises `BadLineError` if a chain is broken."""
+        """Compute `Trace.block_ids` and `Trace.refs`; raises `BadLineError` if a chain is broken."""
         ids, offsets = _int64s(self.ids), self.offsets()
         sorted_ids, first_seen, sorted_refs = np.unique(ids, return_index=True, return_inverse=True)
         by_appearance = np.argsort(first_seen)
@@ -268,7 +264,7 @@ class _Requests:
         parents = np.empty(len(refs), np.int32)
         parents[1:] = refs[:-1]
         parents[offsets[:-1][offsets[:-1] < len(refs)]] = _NO_PARENT
-        # A repeated id breaks its chain too: its two places cannot have equal prefixes.
+        # A repeated id within a request breaks its chain too.
         broken = parents != parents[first_seen[by_appearance]][refs]
         if broken.any():
             position = int(broken.argmax())
@@ -276,7 +272,7 @@ class _Requests:
         return sorted_ids[by_appearance], refs
 
     def _refuse(self, position: int, first: int) -> None:
-        """Raise for the id at `position`, whose chain differs from that at its `first` position."""
+        """Raise for the id at `position`, whose predecessor differs from the one at its `first` position."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"
@@ -289,10 +285,7 @@ class _Requests:
         raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
 
     def without_broken_chains(self) -> _Requests:
-        """The requests whose chains agree with those of the kept requests before them.
-
-        One by one, because a request that is left out must not define chains.
-        """
+        """Drop requests whose chains contradict earlier kept requests; dropped requests define no chains."""
         kept, parents, num_broken = list[int](), dict[int, int | None](), 0
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):
             ids = self.ids[start:end]
@@ -302,9 +295,9 @@ class _Requests:
                 continue
             parents.update(chain)
             kept.append(request)
-        those = self._those(kept)
-        those.skipped_lines += num_broken
-        return those
+        selected = self._select(kept)
+        selected.skipped_lines += num_broken
+        return selected
 
 
 def _int64s(values: array[int]) -> _Int64s:

@@ -1,1 +1,1 @@
-"""Kinds of sources, one file each. Their contract is `traces.conversion.source.Source`."""
+"""Kinds of sources, one file each. The contract is `traces.conversion.source.Source`."""

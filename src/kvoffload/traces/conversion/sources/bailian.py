@@ -1,4 +1,4 @@
-"""Qwen-Bailian's anonymised recordings: blocks of 16 tokens, times in seconds."""
+"""Qwen-Bailian's anonymised recordings, with blocks of 16 tokens and times in seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 class Bailian(Source):
     """Lines with `chat_id`, `parent_chat_id`, `timestamp`, `input_length`, `output_length`, `type`, `turn`,
-    `hash_ids`. Which conversation a request belongs to is left out: its blocks say what it shares."""
+    `hash_ids`. Conversation ids are dropped, because block ids show the shared prefixes."""
 
     name = "bailian"
     block_tokens: ClassVar[int | None] = 16
@@ -33,11 +33,11 @@ class Bailian(Source):
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """By `chat_id` beside `hash_ids`."""
+        """Look for `chat_id` and `hash_ids`."""
         return {"chat_id", "hash_ids"} <= names
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """One line is one request."""
+        """Return the request of a line."""
         line = decoded(_decode, record)
         blocks = self.given.block_size.full_blocks(line.input_length, len(line.hash_ids))
         ids = self.given.keys.of(line.hash_ids[:blocks])

@@ -1,4 +1,4 @@
-"""vLLM's KV events: what its GPU cache stored and dropped. Requests are inferred from them."""
+"""vLLM's KV events: blocks that its GPU cache stored and removed. Requests are inferred."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _decode = msgspec.json.Decoder().decode
 
 @dataclass
 class _Open:
-    """A request that may still store blocks."""
+    """A request that may still store more blocks."""
 
     begun_s: float
     last_s: float
@@ -30,12 +30,12 @@ class _Open:
 
 
 class KVEvents(Source):
-    """Batches as vLLM encodes them, each as JSON on a line, or live from its publisher (``tcp://host:port``).
+    """Batches in vLLM's encoding, as JSON lines or live from its publisher (``tcp://host:port``).
 
-    Blocks that follow each other within `gap_s` are one request; those that come one at a time after its
-    first were generated. What the GPU had of a prompt follows from what the blocks stand on. *Unseen* is a
-    request that computed no whole block: hits are more than this says. Events of other caches than the
-    GPU's, and of KV groups after the first, are left out.
+    Successive blocks within `gap_s` form one request; blocks stored singly after its first batch were
+    generated. The ancestors of the blocks are the cached prefix of the prompt. A request that computed no
+    whole block leaves no event, so the trace has less reuse than the engine. Only events of the GPU's cache
+    and of the first KV group count.
 
     Memory: the blocks that the GPU's cache holds.
     """
@@ -54,58 +54,58 @@ class KVEvents(Source):
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """By a batch's time and events."""
+        """Look for a batch's time and events."""
         return {"ts", "events"} <= names
 
     @property
     def assumed(self) -> str:
-        """That requests are what comes without a gap."""
+        """The gap that separates requests."""
         return f"gap-{self.gap_s:g}s"
 
     def records(
         self, place: str, progress: Callable[[float], None] | None = None
     ) -> Iterator[tuple[int, bytes]]:
-        """The lines, or what a publisher sends until it is interrupted."""
+        """Yield the lines, or the batches of a publisher until Ctrl-C."""
         return batches(place, self._lost) if is_address(place) else super().records(place, progress)
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """The requests that were over before this batch."""
+        """Return the requests that ended before this batch."""
         batch = decoded(_decode, record)
         if isinstance(batch, dict):
             batch = [batch.get("ts"), batch.get("events"), batch.get("data_parallel_rank")]
         time_s, events, rank = (*batch, None, None)[:3] if isinstance(batch, list) else (None,) * 3
         if isinstance(time_s, bool) or not isinstance(time_s, (int, float)) or not isinstance(events, list):
-            raise BadLineError("line: no batch of KV events: [seconds, [event, ...]]")
-        found = [one for one in map(_event, events) if self._counts(*one)]
+            raise BadLineError("line: not a batch of KV events: [seconds, [event, ...]]")
+        counted = [(kind, event) for kind, event in map(_event, events) if self._counts(kind, event)]
         self._close_before(time_s - self.gap_s)
-        for kind, event in found:
+        for kind, event in counted:
             if kind == "AllBlocksCleared":
                 self._parents = {key: parent for key, parent in self._parents.items() if key[0] != rank}
             elif kind == "BlockStored":
                 self._store(float(time_s), rank, event["block_hashes"], event.get("parent_block_hash"))
             else:
-                for one in event["block_hashes"]:
-                    self._parents.pop((rank, one), None)
-        return self._take()
+                for block_hash in event["block_hashes"]:
+                    self._parents.pop((rank, block_hash), None)
+        return self._ended()
 
     def rest(self) -> Iterable[Request]:
-        """Requests that were running at the end."""
+        """Return the requests that were running at the end."""
         self._close_before(float("inf"))
-        return self._take()
+        return self._ended()
 
     def remarks(self) -> list[str]:
-        """What the recording has not seen."""
-        said = ["requests that computed no whole block are not in KV events: there was more reuse than this"]
+        """Describe the gaps of the recording."""
+        remarks = ["requests that computed no whole block leave no KV events: the engine had more reuse"]
         if self._num_unknown:
-            said.append(
-                f"{self._num_unknown:,} requests stand on blocks from before the recording: one block for all"
+            remarks.append(
+                f"{self._num_unknown:,} requests continue blocks from before the recording (one block each)"
             )
         if self._lost[0]:
-            said.append(f"{self._lost[0]:,} batches were lost on their way")
-        return said
+            remarks.append(f"{self._lost[0]:,} batches were lost in transit")
+        return remarks
 
     def _counts(self, kind: str, event: dict[str, Any]) -> bool:
-        """Whether an event is of the cache that is followed; `BadLineError` for blocks of another size."""
+        """Return True for events of the GPU's first KV group; `BadLineError` for another block size."""
         if kind == "AllBlocksCleared":
             return True
         if event.get("medium") not in (None, "GPU") or event.get("group_idx") not in (None, 0):
@@ -116,29 +116,29 @@ class KVEvents(Source):
         return kind in ("BlockStored", "BlockRemoved") and bool(event["block_hashes"])
 
     def _store(self, time_s: float, rank: Any, hashes: list[Any], parent: Any) -> None:
-        going_on = self._open.pop((rank, parent), None) if parent is not None else None
-        if going_on is None:
+        request = self._open.pop((rank, parent), None) if parent is not None else None
+        if request is None:
             chain = self._ancestors(rank, parent) + hashes
-            going_on = _Open(time_s, time_s, chain, len(chain))
-            self._in_order.append(going_on)
+            request = _Open(time_s, time_s, chain, len(chain))
+            self._in_order.append(request)
         else:
-            going_on.chain += hashes
-            going_on.last_s = time_s
+            request.chain += hashes
+            request.last_s = time_s
             if len(hashes) > 1:
-                going_on.num_prompt = len(going_on.chain)
-        for one in hashes:
-            self._parents[rank, one] = parent
-            parent = one
-        self._open[rank, hashes[-1]] = going_on
+                request.num_prompt = len(request.chain)
+        for block_hash in hashes:
+            self._parents[rank, block_hash] = parent
+            parent = block_hash
+        self._open[rank, hashes[-1]] = request
 
-    def _ancestors(self, rank: Any, one: Any) -> list[Any]:
+    def _ancestors(self, rank: Any, block_hash: Any) -> list[Any]:
         chain: list[Any] = []
-        while one is not None:
-            chain.append(one)
-            if (rank, one) not in self._parents:
+        while block_hash is not None:
+            chain.append(block_hash)
+            if (rank, block_hash) not in self._parents:
                 self._num_unknown += 1
                 break
-            one = self._parents[rank, one]
+            block_hash = self._parents[rank, block_hash]
         return chain[::-1]
 
     def _close_before(self, time_s: float) -> None:
@@ -149,27 +149,27 @@ class KVEvents(Source):
             request.is_over = True
             del self._open[key]
 
-    def _take(self) -> list[Request]:
-        """The requests that are over, up to the first one that is not: in the order of their beginnings."""
-        size, taken = self.given.block_size.tokens, []
+    def _ended(self) -> list[Request]:
+        """Remove and return ended requests, in order of arrival, up to the first one that has not ended."""
+        size, ended = self.given.block_size.tokens, []
         while self._in_order and self._in_order[0].is_over:
             request = self._in_order.popleft()
             num_prompt, num_all = request.num_prompt, len(request.chain)
             ids = self.given.keys.of(request.chain[:num_prompt])
-            taken.append(Request(request.begun_s, num_prompt * size, (num_all - num_prompt) * size, ids))
-        return taken
+            ended.append(Request(request.begun_s, num_prompt * size, (num_all - num_prompt) * size, ids))
+        return ended
 
 
 def _event(event: Any) -> tuple[str, dict[str, Any]]:
-    """Kind and fields of an event: an object, or an array in older versions. Raises `BadLineError`."""
+    """Return kind and fields of an event: an object, or an array in older vLLM. Raises `BadLineError`."""
     if isinstance(event, list) and event and isinstance(event[0], str):
         names = _FIELDS if event[0] == "BlockStored" else ("block_hashes", "medium")
         event = {"type": event[0], **dict(zip(names, event[1:], strict=False))}
     if not isinstance(event, dict) or not isinstance(event.get("type"), str):
-        raise BadLineError("field events: one is no event")
+        raise BadLineError("field events: an element is not an event")
     if event["type"] in ("BlockStored", "BlockRemoved") and not (
         isinstance(event.get("block_hashes"), list)
-        and all(isinstance(one, (int, str)) for one in event["block_hashes"])
+        and all(isinstance(block_hash, (int, str)) for block_hash in event["block_hashes"])
         and isinstance(event.get("parent_block_hash"), (int, str, type(None)))
     ):
         raise BadLineError("field events: a block has no hash")

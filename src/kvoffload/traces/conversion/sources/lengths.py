@@ -1,4 +1,4 @@
-"""Tables of lengths: Azure's and BurstGPT's CSV. Nobody can tell from lengths what prompts share."""
+"""Tables of lengths, such as Azure's and BurstGPT's CSV. Shared prefixes must be assumed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MOST_TOKENS = 2**31
 
 
 class Lengths(Source):
-    """A table with columns for time, prompt tokens and generated tokens. What prompts share must be assumed.
+    """A table with columns for time, prompt tokens and generated tokens; `reuse` is the assumed sharing.
 
-    `none`: nothing, which is the least that any trace of these lengths shares. `continued`: a prompt begins
-    with the longest context (prompt and answer of an earlier request) that is not longer than it, has been
-    idle for less than `within_s`, and has not been continued: near the most that conversations could share.
-    `sessions`: what has one session id is one conversation while it pauses for less than `within_s`; a prompt
-    that is shorter than the context before begins it anew.
+    - `none`: prompts share nothing, the lower bound.
+    - `continued`: a prompt continues the longest context (prompt and answer of an earlier request) that fits,
+      has been idle for less than `within_s`, and has not been continued. Nearly the upper bound.
+    - `sessions`: requests with one session id and gaps below `within_s` are one conversation. A prompt
+      shorter than the last context starts anew.
     """
 
     name = "lengths"
@@ -39,19 +39,19 @@ class Lengths(Source):
         super().__init__(given)
         self._columns: dict[str, int] = {}
         self._num_contexts = 0
-        # Contexts that may be continued: by name, and for `continued` by length too.
+        # Contexts that may be continued, by name; `continued` also needs them by length.
         self._open: OrderedDict[object, tuple[float, int, int]] = OrderedDict()
         self._by_tokens: list[tuple[int, int]] = []
         self._ids: dict[int, list[int | str]] = {}
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """By its columns."""
+        """Look for columns of prompt and output tokens."""
         return bool(names & set(_INPUT)) and bool(names & set(_OUTPUT)) and "hash_ids" not in names
 
     @property
     def assumed(self) -> str:
-        """Which prompts share what."""
+        """The assumed sharing."""
         return {
             "none": "none-shared",
             "continued": f"continued-within-{self.within_s:g}s",
@@ -59,11 +59,11 @@ class Lengths(Source):
         }[self.reuse]
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """The head of the table, or one request."""
+        """Read the head of the table, or return the request of a row."""
         try:
             row = next(csv.reader([record.decode()]))
         except (UnicodeDecodeError, csv.Error) as error:
-            raise BadLineError(f"line: no row of a table ({error})") from None
+            raise BadLineError(f"line: not a row of a table ({error})") from None
         if not self._columns:
             self._begin([name.strip().lower() for name in row])
             return []
@@ -74,41 +74,41 @@ class Lengths(Source):
         return [Request(time_s, input_tokens, output_tokens, self._blocks(context, input_tokens))]
 
     def _begin(self, head: list[str]) -> None:
-        for what, names in (("time", _TIME), ("input", _INPUT), ("output", _OUTPUT), ("session", _SESSION)):
+        for column, names in (("time", _TIME), ("input", _INPUT), ("output", _OUTPUT), ("session", _SESSION)):
             place = next((head.index(name) for name in names if name in head), None)
             if place is not None:
-                self._columns[what] = place
-            elif what != "session":
-                raise BadLineError(f"column {what}: missing; allowed: {', '.join(names)}")
+                self._columns[column] = place
+            elif column != "session":
+                raise BadLineError(f"column {column}: missing; allowed: {', '.join(names)}")
         if not self.reuse:
             raise ConfigError(
                 "from",
                 self.name,
-                "lengths do not tell which prompts share a prefix: say what to assume; allowed: lengths:none "
-                "(nothing is shared), lengths:continued (a prompt continues the longest context that fits), "
+                "lengths do not show shared prefixes: choose an assumption; allowed: lengths:none (nothing "
+                "is shared), lengths:continued (a prompt continues the longest context that fits), "
                 "lengths:sessions (by the column of session ids)",
             )
         if self.reuse == "sessions" and "session" not in self._columns:
             raise ConfigError("from", f"{self.name}:{self.reuse}", "the table has no column of session ids")
 
-    def _text(self, row: list[str], what: str) -> str:
-        place = self._columns[what]
+    def _text(self, row: list[str], column: str) -> str:
+        place = self._columns[column]
         if place >= len(row):
-            raise BadLineError(f"column {what}: missing")
+            raise BadLineError(f"column {column}: missing")
         return row[place].strip()
 
-    def _count(self, row: list[str], what: str) -> int:
-        text = self._text(row, what)
+    def _count(self, row: list[str], column: str) -> int:
+        text = self._text(row, column)
         try:
             count = int(float(text))
         except (ValueError, OverflowError):
             count = -1
         if not 0 <= count <= _MOST_TOKENS:
-            raise BadLineError(f"column {what}: {text!r} is no number of tokens")
+            raise BadLineError(f"column {column}: {text!r} is not a number of tokens")
         return count
 
     def _context(self, time_s: float, input_tokens: int, row: list[str]) -> int:
-        """The context that this request continues, or a new one."""
+        """Return the context that this request continues, or a new one."""
         self._close_before(time_s - self.within_s)
         name: object = None
         if self.reuse == "sessions":

@@ -1,4 +1,4 @@
-"""Mooncake's JSONL, and our own: to hide its ids, or to give it a header."""
+"""Mooncake's JSONL and our own traces, to hash their ids or to add a header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.traces.lines import BadLineError
 
 
 class Mooncake(Source):
-    """Lines with `timestamp`, `input_length`, `output_length`, `hash_ids`, as docs/formats.md has them."""
+    """Lines with `timestamp`, `input_length`, `output_length`, `hash_ids`; docs/formats.md describes them."""
 
     name = "mooncake"
     has_ids: ClassVar[bool] = True
@@ -24,23 +24,23 @@ class Mooncake(Source):
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """By `hash_ids`, or our header."""
+        """Look for `hash_ids` or a header."""
         return "kvoffload_trace" in names or ("hash_ids" in names and "chat_id" not in names)
 
     @property
     def assumed(self) -> str:
-        """What had been assumed of it before."""
+        """The assumption in the file's header."""
         return self.given.header.assumed
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """One line is one request."""
+        """Return the request of a line, or check a header."""
         if (header := header_in(record)) is not None:
             self._compare(header)
             return []
         line = decode_line(record)
         unit = 1 if isinstance(line.timestamp, float) else 1000
         if unit != (self._per_second or unit):
-            # A reader of a whole file knows better; here the lines before have been written.
+            # Earlier lines are already written in the other unit.
             raise BadLineError(f"field timestamp: {line.timestamp}: some times are seconds, some are ms")
         blocks = self.given.block_size.full_blocks(line.input_length, len(line.hash_ids))
         self._per_second = unit
@@ -51,9 +51,9 @@ class Mooncake(Source):
         return [Request(line.timestamp / unit, line.input_length, line.output_length, ids, hints)]
 
     def _compare(self, header: Header) -> None:
-        """A header says what is known, and what the header of the trace will say: it is written first."""
+        """Raise `BadLineError` if a header differs from the first one, which the trace has already."""
         for name in ("block_tokens", "assumed", "in_order"):
-            said, known = getattr(header, name), getattr(self.given.header, name)
-            if said != known:
-                why = "; --block-tokens must say it" if name == "block_tokens" else ""
-                raise BadLineError(f"field {name}: {said!r}, but so far {known!r}{why}")
+            value, first = getattr(header, name), getattr(self.given.header, name)
+            if value != first:
+                remedy = "; give --block-tokens" if name == "block_tokens" else ""
+                raise BadLineError(f"field {name}: {value!r}, but {first!r} before{remedy}")

@@ -1,4 +1,4 @@
-"""Prompts and conversations as text: ShareGPT, OpenAI's `messages`, batches, logs with bodies."""
+"""Prompts and conversations in text: ShareGPT, OpenAI's `messages`, batches, logs of request bodies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from kvoffload.core.hints import Hints
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.conversion.json_elements import elements, is_array
-from kvoffload.traces.conversion.paced import PacedSource
+from kvoffload.traces.conversion.pace import PacedSource
 from kvoffload.traces.conversion.source import Request
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.conversion.tokens import blocks_of
@@ -27,39 +27,40 @@ _ROLES = {
     "bing": "assistant",
     "bard": "assistant",
 }
-"""What ShareGPT calls them."""
+"""ShareGPT's names of roles."""
 _ANSWERS = ("completion", "response", "answer", "output")
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Text(PacedSource):
-    """A JSON array or JSON lines. A record with a time, or a `body`, is one request; another one with
-    messages is a conversation, in which each answer was a request.
+    """A JSON array or JSON lines. A record with a time or a `body` is one request.
 
-    Text becomes tokens a message at a time, in the frame ``<|im_start|>role\\n...<|im_end|>\\n``: so that
-    a turn begins with all tokens of the one before, as in an engine. The model's own template is not applied;
-    its frames differ by a few tokens a message. A `prompt` has no frame.
+    Other records with messages are conversations, with a request for each answer.
+
+    Each message is tokenized separately in the frame ``<|im_start|>role\\n...<|im_end|>\\n``, so that a turn
+    begins with all tokens of the turn before. The model's own template may differ by a few tokens a message.
+    A `prompt` has no frame.
     """
 
     name = "text"
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """By the field of the text."""
+        """Look for the field of the text."""
         return bool(names & {*_CONVERSATION, "prompt", "body"}) and "hash_ids" not in names
 
     def records(
         self, place: str, progress: Callable[[float], None] | None = None
     ) -> Iterator[tuple[int, bytes]]:
-        """The lines, or the elements of the array."""
+        """Yield the lines, or the elements of the array."""
         path = Path(place)
         return (
             elements(path, progress) if path != STDIN and is_array(path) else numbered_lines(path, progress)
         )
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """The requests of one record."""
+        """Return the requests of a record."""
         fields = decoded(_decode, record)
         body = fields.get("body")
         if isinstance(body, str):
@@ -69,7 +70,7 @@ class Text(PacedSource):
         named = next((name for name in _TIMES if fields.get(name) is not None), None)
         time_s = None if named is None else seconds_of(named, fields[named])
         if isinstance(text.get("prompt"), str):
-            turns = [self._asked(self.given.tokens.of(text["prompt"]), fields)]
+            turns = [self._request(self.given.tokens.of(text["prompt"]), fields)]
         else:
             messages = _messages(text)
             if is_request or time_s is not None:
@@ -79,8 +80,8 @@ class Text(PacedSource):
         stamped = [_at(time_s, turn) for turn in turns]
         return self.arriving(time_s, stamped)
 
-    def _asked(self, tokens: list[int], fields: Mapping[str, Any], answer: int | None = None) -> Request:
-        """A prompt that was one request."""
+    def _request(self, tokens: list[int], fields: Mapping[str, Any], answer: int | None = None) -> Request:
+        """Make the request of a prompt; `answer` is the number of output tokens, if known."""
         if answer is None:
             answer = self._answer_tokens(fields)
         ids = self.given.keys.after((), blocks_of(tokens, self.given.block_size.tokens))
@@ -88,17 +89,17 @@ class Text(PacedSource):
         return Request(0.0, len(tokens), answer, ids, Hints(reason if isinstance(reason, str) else ""))
 
     def _last(self, messages: list[tuple[str, str]], fields: Mapping[str, Any]) -> Request:
-        """All messages are one request; an answer behind them is what it was answered."""
+        """Make one request of all messages; a last message of the assistant is its answer."""
         answer = None
         if messages[-1][0] == "assistant":
             answer = len(self._closed(messages.pop()[1]))
         tokens: list[int] = []
         for role, text in messages:
             tokens += [*self._opening(role), *self._closed(text)]
-        return self._asked(tokens + self._opening("assistant"), fields, answer)
+        return self._request(tokens + self._opening("assistant"), fields, answer)
 
     def _turns(self, messages: list[tuple[str, str]]) -> Iterator[Request]:
-        """Each answer was a request, and what nobody has answered is one."""
+        """Yield a request for each answer, and for unanswered messages at the end."""
         size, tokens = self.given.block_size.tokens, list[int]()
         ids: list[int | str] = []
         for number, (role, text) in enumerate(messages):
@@ -128,8 +129,8 @@ class Text(PacedSource):
         for place in places:
             usage = place.get("usage")
             for counts, name in ((place, "output_length"), (usage, "completion_tokens")):
-                if isinstance(counts, dict) and isinstance(found := counts.get(name), int) and found >= 0:
-                    return found
+                if isinstance(counts, dict) and isinstance(count := counts.get(name), int) and count >= 0:
+                    return count
         text = next((fields[name] for name in _ANSWERS if isinstance(fields.get(name), str)), "")
         return len(self.given.tokens.of(text)) if text else 0
 
@@ -139,18 +140,18 @@ def _at(time_s: float | None, turn: Request) -> Request:
 
 
 def _messages(text: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Role and text of each message; raises `BadLineError`."""
+    """Return role and text of each message; raises `BadLineError`."""
     name = next((name for name in _CONVERSATION if name in text), _CONVERSATION[-1])
-    found = text.get(name)
-    if not isinstance(found, list) or not found:
-        raise BadLineError(f"field {name}: {'missing' if name not in text else 'no list of messages'}")
+    listed = text.get(name)
+    if not isinstance(listed, list) or not listed:
+        raise BadLineError(f"field {name}: {'missing' if name not in text else 'not a list of messages'}")
     messages = []
     if isinstance(text.get("tools"), list):
         messages.append(("system", json.dumps(text["tools"], ensure_ascii=False)))
-    for number, message in enumerate(found):
+    for number, message in enumerate(listed):
         where = f"{name}[{number}]"
         if not isinstance(message, dict):
-            raise BadLineError(f"field {where}: no object")
+            raise BadLineError(f"field {where}: not an object")
         role = message.get("role", message.get("from"))
         if not isinstance(role, str):
             raise BadLineError(f"field {where}.role: missing")
@@ -166,13 +167,10 @@ def _content(where: str, content: object) -> str:
         return ""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
     texts = []
-    for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadLineError(
-                f"field {where}.content: a part of type {kind} has no tokens that are known here"
-            )
-        texts.append(part["text"])
+    for item in content if isinstance(content, list) else [content]:
+        if not isinstance(item, dict) or not isinstance(item.get("text"), str):
+            kind = item.get("type") if isinstance(item, dict) else type(item).__name__
+            raise BadLineError(f"field {where}.content: items of type {kind} cannot be tokenized")
+        texts.append(item["text"])
     return "".join(texts)

@@ -1,4 +1,4 @@
-"""Prompts as ids of tokens, one JSON object a line."""
+"""Prompts as token ids, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvoffload.traces.conversion.paced import PacedSource
+from kvoffload.traces.conversion.pace import PacedSource
 from kvoffload.traces.conversion.source import Request
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.conversion.tokens import blocks_of
@@ -31,20 +31,22 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 class TokenIds(PacedSource):
-    """Lines with `prompt_token_ids` (or `token_ids`, `input_ids`, `tokens`) and perhaps `timestamp` (seconds
-    or ISO 8601), `output_length` or `output_token_ids`. A line is a request of its own."""
+    """Lines with `prompt_token_ids` (or `token_ids`, `input_ids`, `tokens`), each an independent request.
+
+    Optional fields: `timestamp` (seconds or ISO 8601), `output_length` or `output_token_ids`.
+    """
 
     name = "token_ids"
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """By the field of the prompt."""
+        """Look for the field of the prompt."""
         return bool(names & set(_PROMPTS))
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """One line is one request."""
+        """Return the request of a line."""
         line = decoded(_decode, record)
-        prompt = next((found for name in _PROMPTS if (found := getattr(line, name)) is not None), None)
+        prompt = next((ids for name in _PROMPTS if (ids := getattr(line, name)) is not None), None)
         if prompt is None:
             raise BadLineError(f"field {_PROMPTS[0]}: missing")
         output = line.output_length if line.output_length is not None else len(line.output_token_ids or ())
