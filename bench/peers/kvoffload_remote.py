@@ -12,10 +12,10 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
-from kvoffload.tiers.s3 import objects
+from kvoffload.tiers.s3 import protocol
 from kvoffload.tiers.shared import identity
-from kvoffload.tiers.shared.identity import Epoch, producer_of
-from kvoffload.tiers.shared.places import Places
+from kvoffload.tiers.shared.groups import BlockGroups
+from kvoffload.tiers.shared.identity import SingleEpoch, producer_of
 from kvoffload.tiers.spec import TierOptions, TierOwner
 from peers.contract import KEY_BYTES, TIMEOUT_S, Adapter, Place, page_aligned, until_ended
 from peers.doors import BUCKET, Object, Values, ask, namespace, server
@@ -79,9 +79,9 @@ class KvoffloadValkey(KvoffloadShared):
     def _media(self, keys: Keys) -> Sequence[Values]:
         port = int(server())
         number = ask(port, b"GET", identity.epoch_name(self._namespace, self._producer)) or b"0"
-        epoch = Epoch(self._namespace, self._producer, int(number, 16))
+        epoch = SingleEpoch(self._namespace, self._producer, int(number, 16))
         names = epoch.names(keys)
-        return [Values(port, both) for both in zip(names, identity.names_of_rests(names), strict=True)]
+        return [Values(port, both) for both in zip(names, identity.rest_names(names), strict=True)]
 
 
 class KvoffloadS3(KvoffloadShared):
@@ -98,9 +98,9 @@ class KvoffloadS3(KvoffloadShared):
         )
 
     def _media(self, keys: Keys) -> Sequence[Object]:
-        name = objects.epoch_name(self._namespace, self._producer).decode()
-        epoch = Epoch(self._namespace, self._producer, int(Object(server(), name).read(0, 16), 16))
-        names = [objects.object_name(epoch, part.name) for part in Places(1).parts(keys)]
+        name = protocol.epoch_name(self._namespace, self._producer).decode()
+        epoch = SingleEpoch(self._namespace, self._producer, int(Object(server(), name).read(0, 16), 16))
+        names = [protocol.object_name(epoch, part.name) for part in BlockGroups(1).parts(keys)]
         return [Object(server(), name) for name in names]
 
 

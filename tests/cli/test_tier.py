@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload.tiers.kinds.valkey import PASSWORD, USERNAME
 from kvoffload.tiers.shared.speeds import Speeds
+from kvoffload.tiers.valkey.login import PASSWORD, USERNAME
 from support.fault_proxy import FaultProxy
 from support.run_cli import Done, kvoffload
 from support.valkey_client import Client
@@ -81,18 +81,18 @@ def test_settings_that_do_not_suit_blocks(tmp_path: Path) -> None:
         server.say("CONFIG", "SET", "maxmemory-policy", "volatile-lfu")
         (report,) = asked("ping", f"{server.url}/ns")
         said = str(report["warnings"])
-        assert "maxmemory-policy is volatile-lfu, which evicts only what has an end" in said
+        assert "maxmemory-policy is volatile-lfu, which evicts only keys with a time to live" in said
         assert "maxmemory-samples is 5: " in said
         server.say("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
         (report,) = asked("ping", f"{server.url}/ns")
-        assert "maxmemory-policy is allkeys-random: it halves blocks" in str(report["warnings"])
+        assert "maxmemory-policy is allkeys-random: it evicts halves of blocks" in str(report["warnings"])
         assert "warning  maxmemory is 0" in kvoffload("tier", "ping", f"{server.url}/ns").stdout
 
 
 def test_a_replica_is_no_tier(tmp_path: Path, server: Server) -> None:
     with running(tmp_path, "--replicaof", f"127.0.0.1 {server.port}") as replica:
         (report,) = asked("ping", f"{replica.url}/ns", code=1)
-        assert "it is a replica: it takes no writes" in report["warnings"]
+        assert "it is a replica: it accepts no writes" in report["warnings"]
         assert any(line.startswith("SET: READONLY") for line in report["refused"])
 
 
@@ -158,15 +158,17 @@ def test_what_is_in_a_namespace(server: Server) -> None:
     report = asked("inspect", url)
     assert report["looked_at"] == report["num_names"] == 6 + 2 * (2 + 30 + 3 + 3), "three epochs"
     mine, others = report["producers"]
-    assert mine["producer"] == client.tier._producer.hex()
+    assert mine["producer"] == client.tier.peer.keyspace.producer.hex()
     assert (mine["in_epoch"], mine["older"], mine["block_bytes"]) == (30, 2, 24 * 1024)
     assert (others["in_epoch"], others["older"]) == (3, 0)
     done = kvoffload("tier", "inspect", url)
     assert [mine["about"], others["about"]] == texts
-    for text in ("ns: 82 of 82 names looked at", "30, 24 KiB each", client.tier._producer.hex()):
+    for text in ("ns: 82 of 82 names looked at", "30, 24 KiB each", client.tier.peer.keyspace.producer.hex()):
         assert text in done.stdout
     assert "rope_theta: 10000 / 1000000" in done.stdout
-    server.say("SET", f"kvo1:ns:{other.tier._producer.hex()}:about", "\x1b[2Jevil [bold]" * 10_000)
+    server.say(
+        "SET", f"kvo1:ns:{other.tier.peer.keyspace.producer.hex()}:about", "\x1b[2Jevil [bold]" * 10_000
+    )
     done = kvoffload("tier", "inspect", url)
     assert "evil" in done.stdout
     assert "\x1b" not in done.stdout
@@ -175,7 +177,7 @@ def test_what_is_in_a_namespace(server: Server) -> None:
 
 def test_a_look_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.say("EVAL", "for i = 1, 5000 do redis.call('SET', 'kvo1:ns:x:0:' .. i, '') end", "0")
-    monkeypatch.setattr("kvoffload.tiers.shared.inspection.MOST_NAMES", 2000)
+    monkeypatch.setattr("kvoffload.tiers.valkey.inspection.MOST_NAMES", 2000)
     report = asked("inspect", f"{server.url}/ns")
     assert (report["looked_at"], report["num_names"]) == (2000, 5000)
     assert 1000 < report["producers"][0]["older"] < 4000

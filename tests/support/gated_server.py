@@ -1,6 +1,6 @@
 """A server in this process for a `RemoteTier`: each type of operation answers, fails, or hangs at a gate.
 
-Nothing takes time: a failure is a deadline that is said to be over. A soak run can set the modes from a seed.
+Nothing takes time: a failure is a deadline that counts as exceeded. A soak run can set the modes from a seed.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ import random
 import threading
 from typing import Any
 
-from kvoffload.tiers.shared.batches import Greeting, Measurement, Probe, Read, Speech, Write
+from kvoffload.tiers.contract import TierStats
+from kvoffload.tiers.shared.exchanges import Handshake, PersistenceQuestion, Probe, Read, Write
+from kvoffload.tiers.shared.identity import SingleKeyspace, producer_of
 from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
-from kvoffload.transfer import Blocks
 
 ANSWERS, FAILS, HANGS = "answers", "fails", "hangs"
 BLOCK_BYTES = 64
 
 
 class GatedServer:
-    """What it has, and how it behaves.
+    """The contents of a server, and its behaviour.
 
     Attributes:
-        modes: by type of operation (``greeting``, ``probe``, ``read``, ``write``); answers by default.
-        gate: what hangs goes on when it is set.
-        asked: by type, how often.
+        modes: by type of operation (``handshake``, ``probe``, ``read``, ``write``); answers by default.
+        gate: operations that hang go on when it is set.
+        asked: number of operations by type.
     """
 
     def __init__(self) -> None:
@@ -37,29 +38,27 @@ class GatedServer:
     def connect(self, deadline: float) -> GatedConnection:
         return GatedConnection(self)
 
-    def tier(self, clock: Any, lines: int = 1, **options: Any) -> RemoteTier:
-        """A tier in front of it, open."""
-        tier = GatedTier(
+    def tier(self, clock: Any, chance: Any = random.random, lines: int = 1, **options: Any) -> RemoteTier:
+        """Return an open tier before the server."""
+        tier = RemoteTier(
             "gated",
             "nowhere",
             self.connect,
             RemoteOptions(**({"namespace": "ns", "timeout_s": 60.0, "probe_timeout_s": 60.0} | options)),
+            dialect=GatedDialect(),
+            keyspace=SingleKeyspace("ns", producer_of("model"), (b"epoch",)),
             block_bytes=BLOCK_BYTES,
             fingerprint="model",
             clock=clock,
-            speech=GATED,
-            lines=lines,
+            chance=chance,
+            num_threads=lines,
         )
         tier.wait_until_open(60.0)
         return tier
 
 
-class GatedTier(RemoteTier):
-    asks_persistence = False
-
-
 class GatedConnection:
-    """A connection to it."""
+    """A connection to the server."""
 
     is_in_step = True
 
@@ -73,7 +72,7 @@ class GatedConnection:
             server.asked[kind] = server.asked.get(kind, 0) + 1
         mode = server.modes.get(kind, ANSWERS)
         if mode == FAILS:
-            raise TimeoutError("its time was up")
+            raise TimeoutError("deadline exceeded")
         while mode == HANGS and not server.gate.wait(0.001):
             if self._aborted:
                 raise ConnectionAbortedError
@@ -83,43 +82,43 @@ class GatedConnection:
         self._aborted = True
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
-class _Greeting(Greeting):
-    def run(self, connection: Any) -> None:
-        server = connection.meet("greeting")
-        if self.is_reset or server.epoch is None:
+class GatedDialect:
+    """Performs exchanges in memory. As `Dialect`."""
+
+    reports_persistence = False
+
+    def add_costs(self, stats: TierStats) -> None:
+        """Add nothing."""
+
+    def persistence(self, connection: GatedConnection, exchange: PersistenceQuestion) -> None:
+        """Do nothing."""
+
+    def handshake(self, connection: GatedConnection, exchange: Handshake) -> None:
+        server = connection.meet("handshake")
+        if exchange.is_reset or server.epoch is None:
             server.epoch = random.getrandbits(63)
-        self.number = server.epoch
+        exchange.numbers = (server.epoch,)
 
-
-class _Probe(Probe):
-    def run(self, connection: Any) -> None:
+    def probe(self, connection: GatedConnection, exchange: Probe) -> None:
         server = connection.meet("probe")
-        self.current[:] = True
-        self.ok[:] = [name in server.blocks for name in self.epoch.names(self.keys)]
+        exchange.current[:] = True
+        exchange.ok[:] = [name in server.blocks for name in exchange.epoch.names(exchange.keys)]
 
-
-class _Read(Read):
-    def run(self, connection: Any) -> None:
+    def read(self, connection: GatedConnection, exchange: Read) -> None:
         server = connection.meet("read")
-        self.current[:] = True
-        pool: Blocks = self.pool
-        for row, name in enumerate(self.epoch.names(self.keys)):
+        exchange.current[:] = True
+        for row, name in enumerate(exchange.epoch.names(exchange.keys)):
             block = server.blocks.get(name)
-            self.absent[row], self.ok[row] = block is None, block is not None
+            exchange.absent[row], exchange.ok[row] = block is None, block is not None
             if block is not None:
-                memoryview(pool[self.rows[row]])[:] = block
+                exchange.row(row)[:] = block
 
-
-class _Write(Write):
-    def run(self, connection: Any) -> None:
+    def write(self, connection: GatedConnection, exchange: Write) -> None:
         server = connection.meet("write")
-        self.current[:] = True
-        for row, name in enumerate(self.epoch.names(self.keys)):
-            server.blocks[name] = self.pool[self.rows[row]].tobytes()
-            self.ok[row] = True
-
-
-GATED = Speech(_Greeting, Measurement, _Probe, _Read, _Write)
+        exchange.current[:] = True
+        for row, name in enumerate(exchange.epoch.names(exchange.keys)):
+            server.blocks[name] = bytes(exchange.row(row))
+            exchange.ok[row] = True

@@ -28,8 +28,9 @@ import numpy as np
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB
-from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.tier import RemoteOptions
 from kvoffload.tiers.valkey.cluster import ClusterTier
+from kvoffload.tiers.valkey.protocol import valkey_tier
 from kvoffload.tiers.valkey.resp import Connection, Login
 
 PASSWORD = "hunter2-secret"
@@ -652,13 +653,7 @@ class Driver:
 
     def try_again_now(self) -> None:
         """End all pauses, so that the attack, or the recovery, goes on."""
-        for tier in [self.tier, *getattr(self.tier, "_nodes", {}).values()]:
-            if hasattr(tier, "_ask_at"):
-                tier._ask_at = tier._look_at = 0.0
-            if hasattr(tier, "_circuit"):
-                tier._greet_at = tier._resume_writes_at = 0.0
-                if tier._circuit._next_try is not None:
-                    tier._circuit._next_try = 0.0
+        self.tier.end_pauses()
 
     def wait_for(self, number: int) -> None:
         """Wait until so many blocks come back."""
@@ -696,7 +691,7 @@ def _opened(servers: list[FakeServer], is_cluster: bool) -> Any:
         return ClusterTier("valkey", "cluster/ns", seeds, connect, options, **more)
     (server,) = servers
     to = lambda deadline: Connection("127.0.0.1", server.port, login, deadline)  # noqa: E731
-    return RemoteTier("valkey", "server/ns", to, options, lines=2, **more)
+    return valkey_tier("valkey", "server/ns", to, options, num_threads=2, **more)
 
 
 def _run(name: str, servers: list[FakeServer], seed: int, steps: int, begin: Callable[[], None],

@@ -745,11 +745,7 @@ class Machine:
 
     def hurry(self) -> None:
         """End the pauses of circuits and greetings."""
-        breakers = getattr(self.tier, "_breakers", None)
-        for circuit in (self.tier._circuit, *(breakers.operations.values() if breakers else ())):
-            if circuit._next_try is not None:
-                circuit._next_try = 0.0
-        self.tier._greet_at = self.tier._resume_writes_at = 0.0
+        self.tier.end_pauses()
 
     def come_back(self) -> None:
         """Wait until blocks can be written and read again."""
@@ -757,14 +753,14 @@ class Machine:
         whole = range(1, GROUP + 1)
         while time.monotonic() < until:
             self.hurry()
-            if self.call(self.tier._is_open):
+            if self.call(self.tier.is_open):
                 self.write(*whole)
                 if len(self.read(*whole)) == GROUP:
                     return
-                self.tier._hints.clear()
+                self.tier.presence.clear()
             time.sleep(0.002)
         self.counts.not_back += 1
-        self.counts.notes.append(f"not back: {self.tier.last_error}"[:200])
+        self.counts.notes.append(f"not back: {self.tier.peer.last_error}"[:200])
 
 
 def set_of(port: int, **attributes: Any) -> dict[str, int]:

@@ -9,11 +9,11 @@ import numpy as np
 
 from kvoffload.tiers.contract import JobResult
 from kvoffload.tiers.kinds.s3 import S3Options
-from kvoffload.tiers.s3.objects import object_name
+from kvoffload.tiers.s3.protocol import object_name
 from kvoffload.tiers.shared.identity import HEADER_BYTES
 from kvoffload.tiers.spec import TierOwner
 from support.s3_server import BUCKET, PATIENCE_S
-from support.sharing_client import CANARY, SharingClient, end_pauses, some_keys
+from support.sharing_client import CANARY, SharingClient, some_keys
 
 BLOCK_BYTES, PACK = 24 * 1024, 4
 
@@ -39,6 +39,7 @@ class Client(SharingClient):
         fingerprint: str = "model",
         namespace: str = "ns",
         pack: int = PACK,
+        most_at_once: int = 1,
         **options: Any,
     ) -> None:
         patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
@@ -49,7 +50,8 @@ class Client(SharingClient):
             pack=pack * BLOCK_BYTES,
             **(patient | options),
         )
-        tier = described.open(TierOwner(BLOCK_BYTES, 36, fingerprint))
+        tier: Any = described.open(TierOwner(BLOCK_BYTES, 36, fingerprint))
+        tier.dialect.most_at_once = most_at_once  # rclone may answer 500 to one of several PUTs at once
         super().__init__(tier, BLOCK_BYTES, tier.begin_request("r"))
         tier.follow(self.record, some_keys(*PATH))
 
@@ -63,19 +65,18 @@ class Client(SharingClient):
 
     def object(self, number: int) -> str:
         """The name of the object that a block is in."""
-        epoch = self.tier._epoch
+        epoch = self.tier.peer.epoch
         assert epoch is not None
-        return object_name(epoch, self.tier._places.parts(some_keys(number))[0].name)
+        return object_name(epoch, self.tier.groups.parts(some_keys(number))[0].name)
 
     def try_again_now(self) -> None:
-        """The pauses of circuit and greetings are over."""
-        end_pauses(self.tier)
-        self.tier._resume_writes_at = 0.0
+        """End all pauses."""
+        self.tier.end_pauses()
 
     def come_back(self) -> None:
         """Wait until the tier is open."""
         until = time.monotonic() + PATIENCE_S
-        while not self.tier._is_open("read"):
+        while not self.tier.is_open("read"):
             self.try_again_now()
             assert time.monotonic() < until
             time.sleep(0.001)

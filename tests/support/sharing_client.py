@@ -21,14 +21,6 @@ def some_keys(*numbers: int) -> Keys:
     return Keys.pack([number.to_bytes(36, "big") for number in numbers], 36)
 
 
-def end_pauses(tier: Any) -> None:
-    """The pauses of the circuits and greetings of a tier, or a node, are over."""
-    tier._greet_at = 0.0
-    for circuit in (tier._breakers.server, *tier._breakers.operations.values()):
-        if circuit._next_try is not None:
-            circuit._next_try = 0.0
-
-
 class SharingClient(ABC):
     """A machine: a tier, RAM, and the tier's record of its one request, if it has one."""
 

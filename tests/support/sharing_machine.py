@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.shared.identity import HEADER_BYTES
 from support.fault_proxy import FaultProxy
-from support.sharing_client import end_pauses, some_keys
+from support.sharing_client import some_keys
 from support.valkey_server import PATIENCE_S
 
 NUM_KEYS = 8
@@ -95,11 +95,11 @@ class SharingMachine(RuleBasedStateMachine):
 
     def is_well(self, tier: Any) -> bool:
         """Whether it can use all that is there, as far as it knows."""
-        return bool(tier._is_open("read"))
+        return bool(tier.is_open("read"))
 
     def epochs(self, tier: Any) -> list[int]:
         """The numbers of the epochs that it finds blocks of."""
-        return [tier._epoch.number]
+        return [tier.peer.epoch.number]
 
     def some_place(self, number: int, reader: int | None = None) -> Place | None:
         """Any value; one that this machine finds, if there is one that reads next."""
@@ -194,14 +194,13 @@ class SharingMachine(RuleBasedStateMachine):
         """The pauses of circuits, greetings and full servers are over."""
         for tier in self.tiers:
             for part in self.parts(tier):
-                part._resume_writes_at = 0.0
-                end_pauses(part)
+                part.end_pauses()
 
     @rule(machine=machines)
     def forget(self, machine: int) -> None:
         """Whatever it believed is too long ago."""
         for part in self.parts(self.tiers[machine]):
-            part._hints.clear()
+            part.presence.clear()
 
     def network_heals(self) -> None:
         """Where one can fail."""

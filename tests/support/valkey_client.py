@@ -9,10 +9,10 @@ import numpy as np
 
 from kvoffload.tiers.contract import JobResult
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
-from kvoffload.tiers.shared.identity import names_of_rests
+from kvoffload.tiers.shared.identity import rest_names
 from kvoffload.tiers.spec import TierOwner
 from support.fault_proxy import FaultProxy
-from support.sharing_client import CANARY, SharingClient, end_pauses, some_keys
+from support.sharing_client import CANARY, SharingClient, some_keys
 from support.valkey_server import PATIENCE_S, Cluster, Server
 
 BLOCK_BYTES = 24 * 1024
@@ -39,8 +39,8 @@ class Client(SharingClient):
     def _wait_for_the_question(self) -> None:
         """Wait until the servers have said whether they save: tests count replies, and cut them."""
         until = time.monotonic() + PATIENCE_S
-        nodes = [*getattr(self.tier, "_nodes", {0: self.tier}).values()]
-        while any(node._asking_persistence is not None for node in nodes):
+        nodes = [*getattr(self.tier, "nodes", {0: self.tier}).values()]
+        while any(node.peer.persistence_question is not None for node in nodes):
             assert not self.tier.finished()
             assert time.monotonic() < until
             time.sleep(0.0005)
@@ -53,13 +53,13 @@ class Client(SharingClient):
         return [numbers[row] for row in good]
 
     def name(self, number: int) -> bytes:
-        epoch = self.tier._epoch
+        epoch = self.tier.peer.epoch
         assert epoch is not None
         return epoch.names(some_keys(number))[0]
 
     def names(self, number: int) -> list[bytes]:
         """Of both values of a block."""
-        return [self.name(number), *names_of_rests([self.name(number)])]
+        return [self.name(number), *rest_names([self.name(number)])]
 
     def whole(self, server: Server, number: int) -> bytes:
         """Header and block, as they are there."""
@@ -68,10 +68,10 @@ class Client(SharingClient):
     def come_to_terms(self, is_open: bool = True) -> None:
         """Wait until the tier is open, or closed."""
         until = time.monotonic() + PATIENCE_S
-        while self.tier._is_open("read") is not is_open:
+        while self.tier.is_open("read") is not is_open:
             assert time.monotonic() < until
             time.sleep(0.001)
 
     def try_again_now(self) -> None:
-        """The pauses of circuit and greetings are over."""
-        end_pauses(self.tier)
+        """End all pauses."""
+        self.tier.end_pauses()

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.shared.identity import is_rest
-from kvoffload.tiers.valkey.resp import Connection, Login, ServerError, command
+from kvoffload.tiers.valkey.resp import Connection, Login, command
 
 PATIENCE_S = 60.0
 """Not how long anything takes: how long a test waits before it says that it never will."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.tiers.kinds.valkey import PASSWORD
+from kvoffload.tiers.valkey.login import PASSWORD
 from kvoffload.tiers.valkey.resp import Login
 from support import s3_server
 from support.valkey_server import Server, clustered, redis, running, self_signed

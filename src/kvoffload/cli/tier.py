@@ -23,20 +23,22 @@ from kvoffload.model import kv_bytes as models
 from kvoffload.settings.read import parse_size
 from kvoffload.text import duration, percent, size
 from kvoffload.tiers.contract import SharedTier
-from kvoffload.tiers.kinds.valkey import Place, ValkeyOptions, place_of
+from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.producer_text import summary
-from kvoffload.tiers.shared.inspection import (
+from kvoffload.tiers.shared.errors import ServerError
+from kvoffload.tiers.shared.printable import printable
+from kvoffload.tiers.shared.speeds import Speeds, measure_speeds
+from kvoffload.tiers.spec import TierOptions, TierOwner, parse_tier
+from kvoffload.tiers.valkey.cluster_map import Address
+from kvoffload.tiers.valkey.inspection import (
     NamespaceReport,
     ServerReport,
     look_at,
     look_into,
     nodes_of,
 )
-from kvoffload.tiers.shared.printable import printable
-from kvoffload.tiers.shared.speeds import Speeds, measure_speeds
-from kvoffload.tiers.spec import TierOptions, TierOwner, parse_tier
-from kvoffload.tiers.valkey.cluster_map import Address
-from kvoffload.tiers.valkey.resp import Connection, ServerError
+from kvoffload.tiers.valkey.resp import Connection
+from kvoffload.tiers.valkey.url import ServerURL, parse_url
 
 _PATIENCE_S = 5.0
 _SLOW_S = 60.0
@@ -158,15 +160,15 @@ def _shared(url: str) -> TierOptions:
     return options
 
 
-def _server(url: str) -> tuple[ValkeyOptions, Place]:
+def _server(url: str) -> tuple[ValkeyOptions, ServerURL]:
     options = _shared(url)
     if not isinstance(options, ValkeyOptions):
         raise ConfigError("tier", str(options), "this is for valkey://; bench is for all that machines share")
-    return options, place_of(options.url)
+    return options, parse_url(options.url)
 
 
 def _connected(
-    options: ValkeyOptions, place: Place, stack: ExitStack
+    options: ValkeyOptions, place: ServerURL, stack: ExitStack
 ) -> list[tuple[Address, int | None, Connection]]:
     """A connection to each server, with one of its divisions in a cluster."""
     connect, until = options.connector(), time.monotonic() + _PATIENCE_S
@@ -183,7 +185,7 @@ def _connected(
 
 
 @contextmanager
-def _in_one_line(place: Place) -> Iterator[None]:
+def _in_one_line(place: ServerURL) -> Iterator[None]:
     """What a server or the network says, as an error of the user's."""
     try:
         yield

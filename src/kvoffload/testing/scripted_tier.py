@@ -200,7 +200,7 @@ class ScriptedSharedTier(ScriptedTier, SharedTier):
 
     def __init__(self, block_bytes: int, *, probe_timeout_s: float = 0.05, **options: object) -> None:
         super().__init__(block_bytes, **options)  # type: ignore[arg-type]
-        self.probe_timeout_s, self.measured_read = probe_timeout_s, None
+        self.probe_timeout_s = probe_timeout_s
         self.believed: dict[bytes, bool] = {}
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:

@@ -76,12 +76,4 @@ def break_even(tier: SharedTier | GuardedTier, compute_s: float | None) -> str:
     if compute_s is None:
         return "all its blocks are read; with recompute_tokens_per_s only reads that pay are made"
     needed = f"a read pays if blocks arrive faster than {tier.block_bytes / compute_s / 1e9:.3g} GB/s"
-    if tier.measured_read is None:
-        return f"{needed}; the speed was not measured"
-    round_trip_s, bytes_per_s = tier.measured_read
-    gained_s = compute_s - tier.block_bytes / bytes_per_s
-    measured = f"{needed}; measured {bytes_per_s / 1e9:.3g} GB/s after {round_trip_s * 1e3:.3g} ms"
-    if gained_s <= 0:
-        return f"{measured}: reads do not pay, and one is tried every 10 s"
-    # A probe and a read: two round trips.
-    return f"{measured}: reads pay from {math.ceil(max(1.0, 2 * round_trip_s / gained_s)):,} blocks on"
+    return f"{needed}; `kvoffload tier bench` measures the server"

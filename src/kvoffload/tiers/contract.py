@@ -140,11 +140,9 @@ class SharedTier(SecondaryTier):
 
     Attributes:
         probe_timeout_s: longest duration of a probe, and longest time that a request waits for probes.
-        measured_read: seconds of a round trip and bytes a second, measured at opening; None if not measured.
     """
 
     probe_timeout_s: float
-    measured_read: tuple[float, float] | None
 
     @abstractmethod
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:

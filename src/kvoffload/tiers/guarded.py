@@ -78,7 +78,6 @@ class GuardedTier(SharedTier, GroupedTier):
         self._grouped = tier if isinstance(tier, GroupedTier) else None
         self.shared = self._shared is not None
         self.probe_timeout_s = self._shared.probe_timeout_s if self._shared else 0.0
-        self.measured_read = self._shared.measured_read if self._shared else None
         self.group_blocks = self._grouped.group_blocks if self._grouped else 1
         self._failing: dict[str, _Failures] = {}
         self._paused_until = 0.0

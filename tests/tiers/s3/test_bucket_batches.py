@@ -13,8 +13,8 @@ import pytest
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.s3.bucket import Bucket, BucketError, Found, Ledger, Prices
-from kvoffload.tiers.s3.packed import PackedTier
-from kvoffload.tiers.shared.tier import RemoteOptions
+from kvoffload.tiers.s3.protocol import s3_tier
+from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
 
 PATIENCE_S, BLOCK_BYTES = 60.0, 4096
 FREE = Prices(0, 0, 0)
@@ -90,8 +90,8 @@ def objects() -> Objects:
 
 
 @pytest.fixture
-def tier(objects: Objects) -> Iterator[PackedTier]:
-    made = PackedTier(
+def tier(objects: Objects) -> Iterator[RemoteTier]:
+    made = s3_tier(
         "s3",
         "bucket/p",
         lambda deadline: MemoryBucket(objects),
@@ -104,7 +104,7 @@ def tier(objects: Objects) -> Iterator[PackedTier]:
     made.close()
 
 
-def result(tier: PackedTier, job: int) -> Any:
+def result(tier: RemoteTier, job: int) -> Any:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for found in tier.finished():
@@ -114,7 +114,7 @@ def result(tier: PackedTier, job: int) -> Any:
     raise AssertionError("the job does not end")
 
 
-def write(tier: PackedTier) -> None:
+def write(tier: RemoteTier) -> None:
     tier.wait_until_open(PATIENCE_S)
     job, taken = tier.submit_write(KEYS, np.full((2, BLOCK_BYTES), 7, np.uint8), np.arange(2))
     assert taken.all()
@@ -123,7 +123,7 @@ def write(tier: PackedTier) -> None:
 
 @pytest.mark.parametrize("how", ["hangs", "500"])
 def test_a_part_of_a_read_that_a_reset_overtook_does_not_count(
-    objects: Objects, tier: PackedTier, how: str
+    objects: Objects, tier: RemoteTier, how: str
 ) -> None:
     """One object arrives, the other request fails: the first is still from before a confirmed reset."""
     write(tier)
@@ -142,11 +142,11 @@ def test_a_part_of_a_read_that_a_reset_overtook_does_not_count(
     assert not result(tier, tier.submit_read(KEYS, out, np.arange(2))).ok.any()
     objects.before = None
     tier.wait_until_open(PATIENCE_S)
-    assert tier._epoch is not None
-    assert tier._epoch.number == 12345, "and the tier has noticed the reset"
+    assert tier.peer.epoch is not None
+    assert tier.peer.epoch.number == 12345, "and the tier has noticed the reset"
 
 
-def test_a_failed_request_is_not_made_again(objects: Objects, tier: PackedTier) -> None:
+def test_a_failed_request_is_not_made_again(objects: Objects, tier: RemoteTier) -> None:
     write(tier)
 
     async def fail(method: str, name: str) -> None:
@@ -172,7 +172,7 @@ def test_a_handshake_that_reads_the_new_epoch_does_not_end_it(objects: Objects) 
                 await asyncio.sleep(0.001)
 
     objects.before = slow
-    tier = PackedTier(
+    tier = s3_tier(
         "s3",
         "bucket/p",
         lambda deadline: MemoryBucket(objects),
@@ -185,18 +185,18 @@ def test_a_handshake_that_reads_the_new_epoch_does_not_end_it(objects: Objects) 
         deadline = time.monotonic() + PATIENCE_S
         while not has_begun and time.monotonic() < deadline:
             time.sleep(0.001)
-        first = tier._greeting
+        first = tier.peer.handshake
         assert first is not None
         tier.clear()
         assert tier.drain(PATIENCE_S)
-        assert tier._epoch is not None
-        number = tier._epoch.number
+        assert tier.peer.epoch is not None
+        number = tier.peer.epoch.number
         may_go_on = True
         while not first.ended and time.monotonic() < deadline:
             time.sleep(0.001)
         tier.finished()
-        assert not tier._history.has_ended(number, time.monotonic())
-        assert not tier._history.is_outdated(number, 0.0)
+        assert not tier.peer.history.has_ended(number, time.monotonic())
+        assert not tier.peer.history.is_outdated(number, 0.0)
     finally:
         may_go_on = True
         tier.close()

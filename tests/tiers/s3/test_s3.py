@@ -26,10 +26,10 @@ from kvoffload.tiers.striped import StripedTier
 from support.fault_proxy import FaultProxy
 from support.s3_client import BLOCK_BYTES, PACK, PATH, STRIDE, Client, digests
 from support.s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, S3Server, running
-from support.sharing_client import CANARY, end_pauses, some_keys
+from support.sharing_client import CANARY, some_keys
 
 
-@pytest.fixture(scope="module", params=[Rclone, Moto])
+@pytest.fixture(scope="module", params=[Rclone, pytest.param(Moto, marks=pytest.mark.slow)])
 def any_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[S3Server]:
@@ -54,14 +54,6 @@ def rclone(shared_rclone: Rclone) -> Rclone:
 def proxy(rclone: Rclone) -> Iterator[FaultProxy]:
     with FaultProxy(rclone.port) as proxy:
         yield proxy
-
-
-@pytest.fixture(autouse=True)
-def one_at_a_time_to_rclone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Now and then it answers 500 to one of several `PUT`s that come at once."""
-    names = request.fixturenames
-    if "any_server" not in names or isinstance(request.getfixturevalue("any_server"), Rclone):
-        monkeypatch.setattr("kvoffload.tiers.s3.bucket._SIDE_BY_SIDE", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +99,7 @@ def test_blocks_come_back_and_another_machine_finds_them(
     assert other.write(*numbers) == [*numbers], "the server says so"
     stats = other.tier.stats()
     assert (stats.written, stats.skipped) == (0, 8)
-    other.tier._hints.clear()
+    other.tier.presence.clear()
     assert other.probe(*numbers, 9) == [*numbers]
     assert other.read(*numbers) == [*numbers]
     assert (stats.failed, stats.mismatches) == (0, 0)
@@ -122,17 +114,17 @@ def test_an_object_has_a_group_and_nobody_else_names_it(
     assert client.write(5, 6, 8, 7) == [5, 6, 8, 7], "in whatever order it comes"
     assert client.write(9, 10, 12) == []
     assert client.write(*PATH[12:]) == [13, 14, 15, 16, 17, 18, 19, 20], "the tail of a path is in no group"
-    assert client.tier.stats().puts == 3 + 4, "epoch, producer's text, measurement, and four objects"
+    assert client.tier.stats().puts == 2 + 4, "epoch, producer's text, and four objects"
     assert client.believes(21, 22, 23) == [False] * 3
     assert client.read(2, 3) == [2, 3], "a span of an object"
     assert client.read(1, 4, 6, 20, 13) == [1, 4, 6, 20, 13]
     # Another path in which the same blocks stand elsewhere: other groups, and none of them is there.
     other = make(any_server.port, namespace="groups")
-    other.tier._places._young.clear()
+    other.tier.groups.forget()
     other.tier.follow(other.tier.begin_request("shifted"), some_keys(*PATH[1:]))
     assert other.probe(*PATH[1:]) == []
     longer = make(any_server.port, namespace="groups")
-    longer.tier._places._young.clear()
+    longer.tier.groups.forget()
     longer.tier.follow(longer.tier.begin_request("longer"), some_keys(*PATH[:10], 99, 98))
     assert longer.probe(*PATH[:10], 99, 98) == [*PATH[:8]], "two paths share what they begin with"
     assert longer.read(*PATH[:8]) == [*PATH[:8]]
@@ -151,19 +143,18 @@ def test_who_has_not_been_told_of_a_path_has_nothing(client: Client) -> None:
     assert client.believes(101, 108, 109) == [None, None, False]
 
 
-def test_places_are_bounded_and_told_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiers.shared.places._GENERATION", 40)
+def test_places_are_bounded_and_told_again(client: Client) -> None:
+    client.tier.groups.generation_blocks = 40
     for first in range(1000, 2000, 20):
         client.tier.follow(client.tier.begin_request("r"), some_keys(*range(first, first + 20)))
-    places = client.tier._places
-    assert len(places._young) + len(places._old) <= 80
+    assert len(client.tier.groups) <= 80
     assert client.believes(1) == [False], "forgotten"
     client.tier.follow(client.record, some_keys(*PATH))
     assert client.believes(1, 20) == [None, None]
 
 
 def test_half_an_object_that_is_believed_to_be_there_is_written_all_the_same(client: Client) -> None:
-    client.tier._hints.learn(digests(1, 2), np.ones(2, np.bool_))
+    client.tier.presence.learn(digests(1, 2), np.ones(2, np.bool_))
     assert client.write(1, 2, 3, 4) == [1, 2, 3, 4]
 
 
@@ -176,13 +167,13 @@ def test_only_what_the_rule_admits_is_written(make: Callable[..., Client], rclon
     assert client.write(1, 2, 3, 4) == [1, 2, 3, 4]
 
 
-def test_what_is_in_flight_is_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiers.shared.tier.IN_FLIGHT_BYTES", 6 * BLOCK_BYTES)
+def test_what_is_in_flight_is_bounded(client: Client) -> None:
+    client.tier.jobs.in_flight_bytes = 6 * BLOCK_BYTES
     assert client.tier.queue_room == 6
     assert client.write(*PATH[:8]) == [1, 2, 3, 4], "two of the next object would have found room"
     assert client.tier.stats().dropped == 2
     assert client.tier.queue_room == 6
-    monkeypatch.setattr("kvoffload.tiers.shared.tier.IN_FLIGHT_BYTES", 3 * BLOCK_BYTES)
+    client.tier.jobs.in_flight_bytes = 3 * BLOCK_BYTES
     assert client.read(1, 2, 3, 4) == [1, 2, 3]
 
 
@@ -195,22 +186,13 @@ def test_requests_are_counted_with_their_price(make: Callable[..., Client], rclo
     written = client.tier.stats()
     assert written.puts - before.puts == 2
     assert written.gets - before.gets == 3, "the epoch, and whether they are there"
-    received = client.tier._ledger.bytes_received
+    received = client.tier.dialect.ledger.bytes_received
     client.read(1, 2)
     read = client.tier.stats()
     assert (read.puts - written.puts, read.gets - written.gets) == (0, 3)
-    assert client.tier._ledger.bytes_received - received == 2 * STRIDE + 16
-    gigabytes = client.tier._ledger.bytes_received / 1e9
+    assert client.tier.dialect.ledger.bytes_received - received == 2 * STRIDE + 16
+    gigabytes = client.tier.dialect.ledger.bytes_received / 1e9
     assert read.cost == pytest.approx(read.puts * 0.005 + read.gets * 0.0005 + gigabytes * 1e3)
-
-
-def test_it_is_measured_once_and_leaves_nothing_behind(client: Client, rclone: Rclone) -> None:
-    assert client.tier.measured_read is not None
-    round_trip_s, bytes_per_s = client.tier.measured_read
-    assert 0.0 < round_trip_s < PATIENCE_S
-    assert bytes_per_s > BLOCK_BYTES / PATIENCE_S
-    assert rclone.names() == []
-    assert len([*rclone.root.rglob("*/epochs/*")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,12 +207,10 @@ def test_others_blocks_are_not_served(
     assert other.read(1) == []
 
 
-def test_both_may_write_the_same_at_once(
-    make: Callable[..., Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvoffload.tiers.s3.bucket._SIDE_BY_SIDE", 16)
+@pytest.mark.slow
+def test_both_may_write_the_same_at_once(make: Callable[..., Client], tmp_path: Path) -> None:
     with running(Moto, tmp_path) as server:
-        write_the_same_at_once([make(server.port) for _ in range(3)])
+        write_the_same_at_once([make(server.port, most_at_once=16) for _ in range(3)])
 
 
 def write_the_same_at_once(clients: list[Client]) -> None:
@@ -295,7 +275,7 @@ def test_whoever_asks_first_hears_of_a_reset(
 def test_a_bucket_that_has_lost_its_epoch_is_given_a_new_one(client: Client, rclone: Rclone) -> None:
     client.write(*PATH[:4])
     before = client.object(1)
-    rclone.delete(client.tier._epoch_name.decode())
+    rclone.delete(client.tier.peer.keyspace.epoch_keys[0].decode())
     assert client.read(1) == []
     client.come_back()
     assert client.object(1) != before
@@ -303,6 +283,7 @@ def test_a_bucket_that_has_lost_its_epoch_is_given_a_new_one(client: Client, rcl
     assert rclone.file(before).exists()
 
 
+@pytest.mark.slow
 def test_of_several_that_find_no_epoch_one_makes_it(tmp_path: Path, make: Callable[..., Client]) -> None:
     """Moto takes the condition; a server that does not lets the last one win, and the others hear of it."""
     with running(Moto, tmp_path) as server:
@@ -312,7 +293,7 @@ def test_of_several_that_find_no_epoch_one_makes_it(tmp_path: Path, make: Callab
             thread.start()
         for thread in threads:
             thread.join()
-        assert len({one.tier._epoch.number for one in made if one.tier._epoch is not None}) == 1
+        assert len({one.tier.peer.epoch.number for one in made if one.tier.peer.epoch is not None}) == 1
 
 
 # ---- damage, by files
@@ -431,7 +412,7 @@ def test_only_what_it_wrote_itself_is_told_and_what_of_that_is_gone(
     rclone.delete(client.object(9))
     assert client.read(1, 5, 6) == [1]
     assert client.changes() == [({5, 6}, True)]
-    client.tier._hints.clear()
+    client.tier.presence.clear()
     assert client.probe(1, 9, 10) == [1]
     assert client.changes() == [({9, 10}, True)]
 
@@ -458,9 +439,9 @@ def test_a_flipped_byte_anywhere_in_the_answer(proxy: FaultProxy, make: Callable
         client.read(1, 2, 3, 4)  # whatever is served has its bytes
         proxy.set()
         client.come_back()
-        client.tier._hints.clear()
+        client.tier.presence.clear()
         client.write(*PATH[:4])
-        client.tier._hints.learn(digests(1, 2, 3, 4), np.ones(4, np.bool_))
+        client.tier.presence.learn(digests(1, 2, 3, 4), np.ones(4, np.bool_))
         assert client.read(1, 2, 3, 4) == [1, 2, 3, 4]
 
 
@@ -472,7 +453,7 @@ def test_a_connection_that_is_cut_anywhere(proxy: FaultProxy, make: Callable[...
         assert client.read(1, 2, 3, 4) == []
         proxy.set()
         client.come_back()
-        client.tier._hints.learn(digests(1, 2, 3, 4), np.ones(4, np.bool_))
+        client.tier.presence.learn(digests(1, 2, 3, 4), np.ones(4, np.bool_))
         assert client.read(1, 2, 3, 4) == [1, 2, 3, 4]
 
 
@@ -528,7 +509,7 @@ def test_a_connection_that_was_closed_while_idle_costs_nothing(
         time.sleep(0.1)  # for the client to see it
         assert client.read(1, 2) == [1, 2]
         assert client.probe(9) == []
-        client.tier._hints.forget(digests(9))
+        client.tier.presence.forget(digests(9))
     assert client.tier.stats().failed == 0
 
 
@@ -545,7 +526,7 @@ def test_a_server_that_answers_something_else(
         assert client.probe(9) == []
     proxy.set()
     client.come_back()
-    client.tier._hints.clear()
+    client.tier.presence.clear()
     client.write(*PATH[:4])
     assert client.read(1, 2) == [1, 2]
 
@@ -554,7 +535,7 @@ def test_a_server_that_has_no_time_for_writes_is_a_dropped_write(
     proxy: FaultProxy, make: Callable[..., Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     client = make(proxy.port)
-    epoch = client.tier._epoch
+    epoch = client.tier.peer.epoch
     assert epoch is not None
 
     def busy(request: bytes) -> bytes | None:
@@ -581,7 +562,7 @@ def test_a_dead_server_costs_nothing_and_is_found_again(
     proxy.drop_connections()
     for _ in range(3):
         assert client.read(1) == []
-    assert not client.tier._is_open()
+    assert not client.tier.is_open()
     assert client.tier.stats().circuit_open == 1
     requests = client.tier.stats().gets
     assert client.write(*PATH[4:8]) == client.read(1) == client.probe(1) == []
@@ -680,8 +661,8 @@ def test_as_users_type_it() -> None:
 )
 def test_how_many_blocks_an_object_has(pack: int, block_bytes: int, group_blocks: int) -> None:
     options = S3Options(url="s3://bucket/ns", pack=pack)
-    assert options._group_blocks(TierOwner(block_bytes, 36, "m")) == group_blocks
-    assert options._group_blocks(TierOwner(block_bytes, 36, "m", tells_paths=False)) == 1
+    assert options.group_blocks(TierOwner(block_bytes, 36, "m")) == group_blocks
+    assert options.group_blocks(TierOwner(block_bytes, 36, "m", tells_paths=False)) == 1
 
 
 def test_without_obstore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -700,7 +681,7 @@ def test_without_obstore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_way_without_tls_is_said(endpoint: str, is_said: bool, caplog: pytest.LogCaptureFixture) -> None:
-    S3Options(url="s3://bucket/ns", endpoint=endpoint)._warn_if_in_the_clear()
+    S3Options(url="s3://bucket/ns", endpoint=endpoint).warn_if_unencrypted()
     assert ("without TLS" in caplog.text) is is_said
 
 
@@ -715,6 +696,7 @@ def test_a_bucket_that_is_not_there_is_refused(any_server: S3Server) -> None:
         options.open(TierOwner(BLOCK_BYTES, 36, "m"))
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_deleted_while_it_is_used_and_made_again(
     make: Callable[..., Client], tmp_path: Path
 ) -> None:
@@ -746,10 +728,10 @@ def test_a_server_that_is_not_there_costs_a_command_its_start_and_an_engine_noth
         with pytest.raises(UnavailableError, match="cannot be used now"):
             options.open(TierOwner(BLOCK_BYTES, 36, "m"))
         tier = options.open(TierOwner(BLOCK_BYTES, 36, "m", go_on_without=lambda _: None))
-        assert "is not there yet" in caplog.text
+        assert "does not answer yet" in caplog.text
         proxy.set()
         until = time.monotonic() + PATIENCE_S
-        while not tier._is_open():
-            end_pauses(tier)
+        while not tier.is_open():
+            tier.end_pauses()
             assert time.monotonic() < until
         tier.close()

@@ -20,6 +20,7 @@ from kvoffload.replay.report import ReplayReport
 from kvoffload.sweep.grid import Grid
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.kinds.s3 import S3Options
+from kvoffload.tiers.s3.protocol import S3
 from kvoffload.tiers.spec import TierOwner, parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
@@ -27,7 +28,6 @@ from kvoffload.traces.workloads import builtin
 from support.fault_proxy import FaultProxy
 from support.run_cli import kvoffload
 from support.s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, running
-from support.sharing_client import end_pauses
 from support.sharing_rig import BLOCK_BYTES, CAPACITY, Machine, some_keys
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -117,11 +117,12 @@ def test_groups_that_are_stored_piece_by_piece_are_written_at_the_end(
 
 
 def test_what_waits_for_its_turn_is_written_in_whole_groups(
-    server: Moto, make: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    server: Moto, make: Callable[..., Machine]
 ) -> None:
     """There is room for one object and a half at a time."""
-    monkeypatch.setattr("kvoffload.tiers.shared.tier.IN_FLIGHT_BYTES", 6 * BLOCK_BYTES)
     first, second = make(server.port), make(server.port)
+    for machine in (first, second):
+        machine.tier.jobs.in_flight_bytes = 6 * BLOCK_BYTES
     first.serve(*range(1, 25))
     first.rest()
     assert first.tier.stats().written == 24
@@ -181,6 +182,7 @@ def test_an_object_that_is_larger_than_what_ram_may_have_on_its_way_is_refused(s
     tier.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_and_dies_under_load_costs_hits_and_nothing_else(
     tmp_path: Path, make: Callable[..., Machine]
 ) -> None:
@@ -219,8 +221,8 @@ def test_a_server_that_hangs_and_dies_under_load_costs_hits_and_nothing_else(
             one.rest()
             assert one.tier.stats().mismatches == 0
             assert one.manager.stats().writing == 0
-            while not one.tier._is_open("read"):
-                end_pauses(one.tier)
+            while not one.tier.is_open("read"):
+                one.tier.end_pauses()
                 assert time.monotonic() < until
 
 
@@ -248,7 +250,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
         pytest.MonkeyPatch.context() as patched,
         running(Rclone, tmp_path_factory.mktemp("rclone")) as server,
     ):
-        patched.setattr("kvoffload.tiers.s3.bucket._SIDE_BY_SIDE", 1)
+        patched.setattr(S3, "most_at_once", 1)
         patched.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
         patched.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         assert isinstance(server, Rclone)
@@ -261,6 +263,7 @@ def single(quick: Rclone, few_chats: Trace) -> ReplayReport:
     return replay(few_chats, quick.port, "single", "&pack=0")
 
 
+@pytest.mark.slow
 def test_a_replay_with_an_object_for_each_block_is_one_with_a_tier_that_holds_all(
     single: ReplayReport, few_chats: Trace
 ) -> None:
@@ -271,6 +274,7 @@ def test_a_replay_with_an_object_for_each_block_is_one_with_a_tier_that_holds_al
     assert single.tiers[1].hit_blocks == planned.tiers[1].hit_blocks > 0
 
 
+@pytest.mark.slow
 def test_a_replay_with_packed_objects_has_fewer_requests_and_the_ends_of_paths_less(
     quick: Rclone, single: ReplayReport, few_chats: Trace
 ) -> None:
@@ -283,6 +287,7 @@ def test_a_replay_with_packed_objects_has_fewer_requests_and_the_ends_of_paths_l
     assert again.prefix_hit_ratio > packed.prefix_hit_ratio, "it starts warm"
 
 
+@pytest.mark.slow
 def test_a_replay_through_a_bad_network_serves_nothing_wrong(quick: Rclone, few_chats: Trace) -> None:
     with FaultProxy(quick.port) as proxy:
         proxy.set(flip_at=300_001)
@@ -308,7 +313,7 @@ def test_the_command(server: Moto, tmp_path: Path) -> None:
 
 
 def test_what_has_no_bytes_has_no_bucket() -> None:
-    with pytest.raises(ConfigError, match="take simulated:CAPACITY"):
+    with pytest.raises(ConfigError, match="use simulated:CAPACITY"):
         parse_tiers("t", "s3://bucket/n")[0].open(TierOwner(0, 8, "m"))
     with pytest.raises(ConfigError, match="a sweep replays without bytes; allowed: simulated:CAPACITY"):
         Grid(("lru",), tiers=("s3://bucket/n",))

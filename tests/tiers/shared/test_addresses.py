@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 from kvoffload.tiers.contract import NO_JOB
-from kvoffload.tiers.kinds.valkey import PASSWORD, Connector, ValkeyOptions
+from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.shared import addresses as room
 from kvoffload.tiers.shared.addresses import Addresses, SocketAddress, race
+from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.shared.tier import RemoteOptions
 from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import Address
-from kvoffload.tiers.valkey.resp import Connection, Login, ServerError
+from kvoffload.tiers.valkey.login import PASSWORD, Connector
+from kvoffload.tiers.valkey.resp import Connection, Login
 from support.hostile_resp import FakeServer, Moment, encoded
 from support.sharing_client import some_keys
 
@@ -229,9 +231,9 @@ def test_closing_a_cluster_waits_once_for_all_its_threads() -> None:
     seeds = [("127.0.0.1", server.port)]
     tier = ClusterTier("valkey", "there", seeds, connect, options, block_bytes=4096, fingerprint="model")
     until = later()
-    while sum(node.has_begun for node in tier._nodes.values()) < 10:
+    while sum(node.peer.has_begun for node in tier.nodes.values()) < 10:
         assert time.monotonic() < until
-        tier._look_at = 0.0
+        tier.end_pauses()
         tier.finished()
     begun = time.monotonic()
     tier.close()
@@ -266,22 +268,20 @@ def test_a_changed_password_file_is_read_for_the_next_connection(server: FakeSer
         client.shutdown(socket.SHUT_RDWR)
     path.write_text("")  # it is being replaced
     until = later()
-    while not isinstance(tier.last_error, ServerError):
+    while not isinstance(tier.peer.last_error, ServerError):
         step(tier, keys)
         assert time.monotonic() < until
     assert asked[-1] == b"old"
     path.write_text("new\n")
-    while asked[-1] != b"new" or not tier._is_open():
+    while asked[-1] != b"new" or not tier.is_open():
         step(tier, keys)
         assert time.monotonic() < until
     tier.close()
 
 
 def step(tier: Any, keys: Any) -> None:
-    if tier._circuit._next_try is not None:
-        tier._circuit._next_try = 0.0
-    tier._greet_at = 0.0
-    tier._hints.clear()
+    tier.end_pauses()
+    tier.presence.clear()
     job, until = tier.submit_probe(keys), later()
     while not any(result.job == job for result in tier.finished()) and job != NO_JOB:
         assert time.monotonic() < until

@@ -1,4 +1,4 @@
-"""Circuit breakers of a tier that machines share: what ends when one opens, and when it is tried again."""
+"""Circuit breakers of a shared tier: which jobs end when a breaker opens, and when it is tried again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvoffload.tiers.contract import NO_JOB, JobResult
-from kvoffload.tiers.shared.batches import SilentError
-from kvoffload.tiers.shared.circuit import PROBE, READ, WRITE, Breakers, Circuit
-from kvoffload.tiers.shared.silence import ImpatientConnection
+from kvoffload.tiers.shared.circuit import PROBE, READ, WRITE, Breakers, CircuitBreaker
+from kvoffload.tiers.shared.errors import SilentError
 from kvoffload.tiers.valkey.resp import Login
+from kvoffload.tiers.valkey.silence import ImpatientConnection
 from support.gated_server import ANSWERS, BLOCK_BYTES, FAILS, HANGS, GatedServer
 from support.sharing_client import some_keys
 from support.valkey_server import PATIENCE_S
@@ -79,8 +79,8 @@ def wait(tier: Any, *jobs: int) -> dict[int, JobResult]:
 def settle(tier: Any) -> None:
     """Wait until nothing is under way that does not hang."""
     until = time.monotonic() + PATIENCE_S
-    while tier._under_way or tier._greeting is not None or tier._ended:
-        tier._take_in_all()
+    while tier.jobs.in_flight or tier.peer.handshake is not None or tier.jobs.ended:
+        tier.process_ended()
         assert time.monotonic() < until
         time.sleep(0.0002)
 
@@ -133,7 +133,7 @@ def test_the_deadline_of_a_write_begins_when_it_is_submitted(make: Callable[...,
     tier = make(timeout_s=2.0)
     before = time.monotonic()
     write(tier, 1)
-    (batch,) = tier._under_way.values()
+    (batch,) = tier.jobs.in_flight.values()
     assert before + 10.0 <= batch.deadline <= time.monotonic() + 10.0
 
 
@@ -232,7 +232,7 @@ fresh = itertools.count(5000)
 
 
 def test_an_answer_without_a_block_closes_the_circuit_but_not_for_long(clock: Clock) -> None:
-    circuit = Circuit(clock, chance=lambda: 0.5)
+    circuit = CircuitBreaker(clock, chance=lambda: 0.5)
     for _ in range(3):
         circuit.failed()
     clock.now += 1.1
@@ -241,9 +241,9 @@ def test_an_answer_without_a_block_closes_the_circuit_but_not_for_long(clock: Cl
     circuit.failed()
     assert circuit.is_open, "the next failure opens it"
     clock.now += 1.9
-    assert not circuit.may_try, "for longer"
+    assert not circuit.may_attempt, "for longer"
     clock.now += 0.2
-    assert circuit.may_try
+    assert circuit.may_attempt
     circuit.succeeded()
     circuit.answered()
     circuit.failed()
@@ -258,10 +258,9 @@ def test_a_server_that_is_back_is_found_within_five_seconds(
     server: GatedServer, make: Callable[..., Any], clock: Clock, chance: float
 ) -> None:
     """However long it was away."""
-    tier = make()
+    tier = make(chance=lambda: chance)
     wait(tier, write(tier, 1))
-    tier._circuit._chance = lambda: chance
-    server.modes = dict.fromkeys(("greeting", "probe", "read", "write"), FAILS)
+    server.modes = dict.fromkeys(("handshake", "probe", "read", "write"), FAILS)
     for number in range(3):
         wait(tier, tier.submit_probe(some_keys(number)))
     begun = clock.now
@@ -269,10 +268,10 @@ def test_a_server_that_is_back_is_found_within_five_seconds(
         assert not tier.contains(some_keys(1)).any()
         settle(tier)
         clock.now += 0.1
-    assert 120 / 4.6 <= server.asked["greeting"] - 1 <= 120, "one small exchange every few seconds"
-    server.modes = dict.fromkeys(("greeting", "probe", "read", "write"), ANSWERS)
+    assert 120 / 4.6 <= server.asked["handshake"] - 1 <= 120, "one small exchange every few seconds"
+    server.modes = dict.fromkeys(("handshake", "probe", "read", "write"), ANSWERS)
     back = clock.now
-    while not tier._is_open(READ):
+    while not tier.is_open(READ):
         settle(tier)
         clock.now += 0.1
     assert clock.now - back <= 5.0
@@ -286,7 +285,7 @@ def test_outages_are_counted_with_their_seconds(clock: Clock) -> None:
     clock.now += 10.0
     breakers.note_outage(1.0)
     assert (breakers.num_outages, breakers.outage_s) == (1, 15.0)
-    assert breakers.open_kinds() == [PROBE, READ, WRITE]
+    assert breakers.open_kinds() == {PROBE, READ, WRITE}
     breakers.server.succeeded()
     breakers.note_outage(0.0)
     clock.now += 100.0
@@ -294,7 +293,7 @@ def test_outages_are_counted_with_their_seconds(clock: Clock) -> None:
     breakers.operations[READ].open()
     breakers.note_outage(2.0)
     clock.now += 1.0
-    assert (breakers.num_outages, breakers.outage_s, breakers.open_kinds()) == (2, 18.0, [READ])
+    assert (breakers.num_outages, breakers.outage_s, breakers.open_kinds()) == (2, 18.0, {READ})
 
 
 def test_a_replay_gives_up_at_the_first_silence(

@@ -14,10 +14,11 @@ import pytest
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.kinds import valkey as kind
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
-from kvoffload.tiers.shared.batches import epoch_number
+from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.shared.printable import MOST_CHARACTERS, printable
 from kvoffload.tiers.spec import TierOwner
-from kvoffload.tiers.valkey.resp import ServerError
+from kvoffload.tiers.valkey.protocol import epoch_number
+from kvoffload.tiers.valkey.resp import Connection
 from support.hostile_resp import HANG, PASSWORD, REPLIES, FakeServer, Moment, encoded, has_leaked, on
 from support.run_cli import kvoffload
 
@@ -68,7 +69,7 @@ def test_an_error_has_a_code_that_decides_and_a_text_that_is_safe() -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     monkeypatch.setenv(kind.PASSWORD, PASSWORD)
-    monkeypatch.setattr(kind, "_COMMAND_START_S", 1.0)
+    monkeypatch.setattr(ValkeyOptions, "start_s", 1.0)
     server = FakeServer(1)
     yield server
     server.stop()
@@ -172,12 +173,12 @@ def test_names_of_a_namespace_are_printed_as_text(server: FakeServer) -> None:
 def test_a_damaged_epoch_is_refused_with_what_to_do(server: FakeServer, value: bytes) -> None:
     assert epoch_number(value) is None
     tier = ValkeyOptions(url=url(server)).open(OWNER)
-    server.values[tier._epoch_name] = value
+    server.values[tier.peer.keyspace.epoch_keys[0]] = value
     with pytest.raises(UnavailableError, match="16 hexadecimal digits; reset the cache to replace it"):
         ValkeyOptions(url=url(server)).open(OWNER)
     tier.clear()
     assert tier.drain(60.0)
-    assert epoch_number(server.values[tier._epoch_name]) is not None
+    assert epoch_number(server.values[tier.peer.keyspace.epoch_keys[0]]) is not None
     tier.close()
 
 
@@ -209,13 +210,13 @@ def test_inspecting_a_server_that_hangs_ends(
 ) -> None:
     """5 s after the last reply, by default; it was a minute."""
     waited: list[float] = []
-    original = kind.Connection.answer
+    original = Connection.answer
 
     def answer(self: Any, deadline: float) -> Any:
         waited.append(deadline - time.monotonic())
         return original(self, min(deadline, time.monotonic() + 0.2))
 
-    monkeypatch.setattr(kind.Connection, "answer", answer)
+    monkeypatch.setattr(Connection, "answer", answer)
     server.values[b"kvo1:ns:aa:0:1"] = b"x"
     server.attack = on(verb, HANG)
     done = kvoffload("tier", "inspect", url(server))

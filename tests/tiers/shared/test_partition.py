@@ -101,7 +101,7 @@ def make(server: Server) -> Iterator[Callable[..., Client]]:
 
 def opens(client: Client) -> None:
     """Nobody asks any more, and everything is a miss at once."""
-    while client.tier._is_open():
+    while client.tier.is_open():
         assert client.read(1) == client.probe(1) == []
     assert client.tier.stats().circuit_open == 1
     assert client.believes(1, 2) == [False, False]
@@ -111,12 +111,12 @@ def closes(client: Client, island: Island) -> None:
     """A greeting that is not answered changes nothing; one that is opens the tier again."""
     client.try_again_now()
     client.believes(1)
-    wait_until(lambda: bool(client.tier._ended))
+    wait_until(lambda: bool(client.tier.jobs.ended))
     assert client.believes(1) == [False]
     assert client.tier.stats().circuit_open == 1
     island.set_link("up")
     until = time.monotonic() + PATIENCE_S
-    while not client.tier._is_open():
+    while not client.tier.is_open():
         client.try_again_now()
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -144,7 +144,7 @@ def test_a_partition_while_reading(island: Island, make: Callable[..., Client]) 
     assert writer.read(*NUMBERS) == NUMBERS, "the link is as it was"
     assert (client.pool == CANARY).all()
     client.tier.options = writer.tier.options
-    client.tier._hints.clear()
+    client.tier.presence.clear()
     assert client.read(*NUMBERS) == NUMBERS
 
 

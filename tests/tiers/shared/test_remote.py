@@ -25,29 +25,30 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.shared.batches import Batch
-from kvoffload.tiers.shared.circuit import Circuit
-from kvoffload.tiers.shared.connection import Line
+from kvoffload.tiers.shared.circuit import CircuitBreaker
+from kvoffload.tiers.shared.connection import ConnectionThread
+from kvoffload.tiers.shared.errors import ProtocolError, ServerError
+from kvoffload.tiers.shared.exchanges import Exchange
 from kvoffload.tiers.shared.identity import (
     HEADER,
     HEADER_BYTES,
-    Epoch,
+    SingleEpoch,
     epoch_name,
     head_bytes,
     is_rest,
-    names_of_rests,
     producer_of,
+    rest_names,
 )
-from kvoffload.tiers.shared.presence import Hints
+from kvoffload.tiers.shared.presence import PresenceCache
 from kvoffload.tiers.valkey import resp
 from kvoffload.tiers.valkey.divisions import DividedEpoch, divisions_between, epoch_names, slot_of, tags
-from kvoffload.tiers.valkey.resp import Connection, Login, ProtocolError, ServerError, command
+from kvoffload.tiers.valkey.resp import Connection, Login, command
 from kvoffload.transfer.copies import address_of
 from support.fault_proxy import split_replies
 from support.valkey_server import self_signed
 
 BLOCK_BYTES = 512
-EPOCH = Epoch("ns", producer_of("model"), 7)
+EPOCH = SingleEpoch("ns", producer_of("model"), 7)
 
 
 def some_keys(*numbers: int) -> Keys:
@@ -70,7 +71,7 @@ def test_names_and_headers_are_as_docs_formats_says() -> None:
     assert EPOCH.producer.hex() == producer
     assert epoch_name("ns", EPOCH.producer) == f"kvo1:ns:{producer}:epoch".encode()
     assert EPOCH.names(some_keys(258)) == [f"kvo1:ns:{producer}:0000000000000007:{'00' * 34}0102".encode()]
-    (rest,) = names_of_rests(EPOCH.names(some_keys(258)))
+    (rest,) = rest_names(EPOCH.names(some_keys(258)))
     assert rest == EPOCH.names(some_keys(258))[0] + b"+"
     assert is_rest(rest)
     block = np.arange(BLOCK_BYTES, dtype=np.uint8).reshape(1, -1)
@@ -145,20 +146,20 @@ def test_what_is_asked_of_an_epoch_in_parts() -> None:
     keys = some_keys(*range(200))
     divisions = keys.digests >> np.uint64(56)
     epoch = DividedEpoch("ns", EPOCH.producer, (int(divisions[0]), int(divisions[1])), (5, None))
-    asked = epoch.asked(keys)
+    asked = epoch.epoch_keys(keys)
     assert len(asked.names) == len({*divisions.tolist()}) == len(asked.numbers)
     for row, division in enumerate(divisions.tolist()):
-        assert asked.names[asked.of[row]] == epoch_names("ns", EPOCH.producer, [division])[0]
-        assert asked.numbers[asked.of[row]] == (5 if division == divisions[0] else None)
+        assert asked.names[asked.row_of[row]] == epoch_names("ns", EPOCH.producer, [division])[0]
+        assert asked.numbers[asked.row_of[row]] == (5 if division == divisions[0] else None)
 
 
-def sealed(epoch: Epoch = EPOCH, key: int = 1, fill: int = 5) -> tuple[Any, Any]:
+def sealed(epoch: SingleEpoch = EPOCH, key: int = 1, fill: int = 5) -> tuple[Any, Any]:
     block = np.full((1, BLOCK_BYTES), fill, np.uint8)
     return epoch.headers(some_keys(key), np.array([address_of(block)]), BLOCK_BYTES), block
 
 
 def is_sound(
-    headers: Any, block: Any, epoch: Epoch = EPOCH, key: int = 1, block_bytes: int = BLOCK_BYTES
+    headers: Any, block: Any, epoch: SingleEpoch = EPOCH, key: int = 1, block_bytes: int = BLOCK_BYTES
 ) -> bool:
     return bool(epoch.sound(some_keys(key), headers, np.array([address_of(block)]), block_bytes)[0])
 
@@ -167,9 +168,9 @@ def test_a_block_is_sound_only_under_its_own_name() -> None:
     headers, block = sealed()
     assert is_sound(headers, block)
     others = [
-        Epoch("sn", EPOCH.producer, 7),
-        Epoch("ns", producer_of("other"), 7),
-        Epoch("ns", EPOCH.producer, 8),
+        SingleEpoch("sn", EPOCH.producer, 7),
+        SingleEpoch("ns", producer_of("other"), 7),
+        SingleEpoch("ns", EPOCH.producer, 8),
     ]
     for other in others:
         assert not is_sound(headers, block, other)
@@ -198,7 +199,7 @@ def test_zeros_are_not_sound() -> None:
 
 def test_hints_hold_for_a_while() -> None:
     clock = Clock()
-    hints = Hints(clock, 1 << 10, present_s=60.0, absent_s=5.0)
+    hints = PresenceCache(clock, 1 << 10, present_s=60.0, absent_s=5.0)
     digests = some_keys(1, 2, 3).digests
     assert not hints.known(digests).any()
     hints.learn(digests[:2], np.array([True, False]))
@@ -221,7 +222,7 @@ def test_hints_hold_for_a_while() -> None:
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60))
 def test_hints_are_bounded_and_never_of_another_block(learnt: list[tuple[int, bool]]) -> None:
     """Against a dictionary: what is known of a block is what was last learnt of it."""
-    hints, oracle = Hints(Clock(), 8), dict[int, bool]()
+    hints, oracle = PresenceCache(Clock(), 8), dict[int, bool]()
     for number, present in learnt:
         hints.learn(some_keys(number).digests, np.array([present]))
         oracle[number] = present
@@ -235,7 +236,7 @@ def test_hints_are_bounded_and_never_of_another_block(learnt: list[tuple[int, bo
 @given(st.lists(st.one_of(st.integers(0, 40), st.none()), max_size=60))
 def test_after_all_was_forgotten_nothing_of_before_is_known(learnt: list[int | None]) -> None:
     """None forgets all. Against a set, in a table where places are shared."""
-    hints, oracle = Hints(Clock(), 8), set[int]()
+    hints, oracle = PresenceCache(Clock(), 8), set[int]()
     for number in learnt:
         if number is None:
             hints.clear()
@@ -247,7 +248,7 @@ def test_after_all_was_forgotten_nothing_of_before_is_known(learnt: list[int | N
 
 
 def test_what_is_forgotten_is_not_its_neighbours() -> None:
-    hints = Hints(Clock(), 1)
+    hints = PresenceCache(Clock(), 1)
     first, second = some_keys(1).digests, some_keys(2).digests
     hints.learn(first, np.ones(1, np.bool_))
     hints.forget(second)
@@ -259,7 +260,7 @@ def test_what_is_forgotten_is_not_its_neighbours() -> None:
 
 def test_a_circuit_opens_after_three_failures_and_closes_after_one_answer() -> None:
     clock = Clock()
-    circuit = Circuit(clock, chance=lambda: 0.5, longest_pause_s=30.0)
+    circuit = CircuitBreaker(clock, chance=lambda: 0.5, longest_pause_s=30.0)
     for _ in range(2):
         circuit.failed()
         circuit.failed()
@@ -269,29 +270,29 @@ def test_a_circuit_opens_after_three_failures_and_closes_after_one_answer() -> N
         circuit.failed()
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         assert circuit.is_open
-        assert not circuit.may_try
+        assert not circuit.may_attempt
         circuit.failed()  # begun before it opened
         clock.now += pause_s - 0.01
-        assert not circuit.may_try
+        assert not circuit.may_attempt
         clock.now += 0.02
-        assert circuit.may_try
+        assert circuit.may_attempt
         circuit.failed()
     circuit.succeeded()
     assert not circuit.is_open
     for _ in range(3):
         circuit.failed()
     clock.now += 1.01
-    assert circuit.may_try, "pauses begin anew"
+    assert circuit.may_attempt, "pauses begin anew"
 
 
 def test_a_hundred_machines_do_not_come_back_at_once() -> None:
     clock = Clock()
     tries = []
     for chance in (0.0, 0.25, 0.5, 0.99):
-        circuit = Circuit(clock, chance=lambda chance=chance: chance)  # type: ignore[misc]
+        circuit = CircuitBreaker(clock, chance=lambda chance=chance: chance)  # type: ignore[misc]
         for _ in range(3):
             circuit.failed()
-        tries.append(circuit._next_try)
+        tries.append(circuit.next_attempt)
     assert tries == pytest.approx([clock.now + s for s in (0.5, 0.75, 1.0, 1.49)])
 
 
@@ -365,20 +366,21 @@ def test_what_nobody_asked_for_is_noticed() -> None:
 
 
 @dataclass(eq=False, kw_only=True)
-class Visit(Batch):
+class Visit(Exchange):
     """Remembers through what it spoke."""
 
     through: Any = None
 
-    def run(self, connection: Any) -> None:
-        self.through = connection
-
 
 def test_a_line_whose_connection_is_out_of_step_takes_another() -> None:
-    ended: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
 
     def connect(_: float) -> Any:
         return SimpleNamespace(is_in_step=True, has_received=False, abort=int, close=int)
+
+    def perform(connection: Any, exchange: Exchange) -> None:
+        assert isinstance(exchange, Visit)
+        exchange.through = connection
 
     def visit(**options: Any) -> Any:
         line.submit(Visit(deadline=patience(), **options))
@@ -387,12 +389,12 @@ def test_a_line_whose_connection_is_out_of_step_takes_another() -> None:
         assert found.error is None
         return found.through
 
-    line = Line("visited", connect, ended.put)
+    line = ConnectionThread("visited", connect, perform, ended.put)
     try:
         first = visit()
         assert visit() is first
         first.is_in_step = False
-        second = visit(hangs_up=True)
+        second = visit(closes_connection=True)
         assert second is not first
         assert visit() is not second
     finally:

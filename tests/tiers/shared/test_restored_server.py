@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvoffload.tiers.s3.objects import epoch_name
+from kvoffload.tiers.s3.protocol import epoch_name
 from kvoffload.tiers.shared.epochs import EpochHistory
-from kvoffload.tiers.valkey.persistence import Persistence, persistence_of
+from kvoffload.tiers.shared.exchanges import Persistence
+from kvoffload.tiers.valkey.persistence import persistence_of
 from support import s3_server
 from support.s3_client import Client as BucketClient
 from support.s3_server import KEY_ID, SECRET, Rclone
@@ -109,11 +110,11 @@ def test_an_epoch_that_was_lost_is_not_one_that_returned(server: Server, make: C
     server.say("FLUSHALL")
     assert read_until_reset(client) == []
     client.write(*NUMBERS)
-    epoch = client.tier._epoch
+    epoch = client.tier.peer.epoch
     other.read(*NUMBERS)
     other.come_to_terms()
     assert other.read(*NUMBERS) == NUMBERS
-    assert client.tier._epoch == other.tier._epoch == epoch
+    assert client.tier.peer.epoch == other.tier.peer.epoch == epoch
     assert client.read(*NUMBERS) == NUMBERS
 
 
@@ -121,22 +122,22 @@ def test_a_late_answer_from_before_a_reset_is_no_return(server: Server, make: Ca
     """A handshake that was sent before this engine learned of a reset may bring the old epoch."""
     client, other = make(server), make(server)
     client.write(1)
-    old = client.tier._epoch.number
-    late = client.tier._new_greeting(time.monotonic() + PATIENCE_S)
-    late.number = old
+    old = client.tier.peer.epoch.number
+    late = client.tier.peer.new_handshake(time.monotonic() + PATIENCE_S)
+    late.numbers = (old,)
     reset(other)
     client.read(1)
     client.come_to_terms()
-    new = client.tier._epoch.number
+    new = client.tier.peer.epoch.number
     assert new != old
-    client.tier._greeting = late
-    client.tier._ended.append(late)
+    client.tier.peer.handshake = late
+    client.tier.jobs.ended.append(late)
     client.tier.finished()
     assert client.tier.drain(PATIENCE_S)
     client.come_to_terms()
-    assert client.tier._epoch.number == new
+    assert client.tier.peer.epoch.number == new
     assert other.read(1) == []
-    assert other.tier._epoch.number == new, "nobody has reset it"
+    assert other.tier.peer.epoch.number == new, "nobody has reset it"
 
 
 def test_a_return_is_logged(
@@ -176,16 +177,15 @@ def test_a_node_of_a_cluster_that_restores_old_epochs(tmp_path: Path, make: Call
 def test_a_bucket_whose_old_epoch_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setattr("kvoffload.tiers.s3.bucket._SIDE_BY_SIDE", 1)
     with s3_server.running(Rclone, tmp_path) as rclone:
         client = BucketClient(rclone.port)
         assert client.write(*NUMBERS) == NUMBERS
-        place = epoch_name("ns", client.tier._producer).decode()
+        place = epoch_name("ns", client.tier.peer.keyspace.producer).decode()
         old = rclone.get(place)
         client.tier.clear()
         assert client.tier.drain(PATIENCE_S)
         rclone.put(place, old)
-        client.tier._hints.clear()
+        client.tier.presence.clear()
         assert client.probe(*NUMBERS) == []
         client.come_back()
         assert client.read(*NUMBERS) == []
@@ -250,7 +250,7 @@ def test_what_settings_say_of_persistence(facts: Any, settings: Any, expected: P
 
 def wait_for_the_question(client: Client) -> None:
     until = time.monotonic() + PATIENCE_S
-    while client.tier._asking_persistence is not None:
+    while client.tier.peer.persistence_question is not None:
         client.tier.finished()
         assert time.monotonic() < until
         time.sleep(0.001)
@@ -294,7 +294,7 @@ def test_a_cluster_warns_once(
             assert master.say("CONFIG", "SET", "save", "3600 1") == b"OK"
         client = make(cluster)
         until = time.monotonic() + PATIENCE_S
-        while any(node._asking_persistence is not None for node in client.tier._nodes.values()):
+        while any(node.peer.persistence_question is not None for node in client.tier.nodes.values()):
             client.tier.finished()
             client.tier.contains(some_keys(*range(99)))
             assert time.monotonic() < until

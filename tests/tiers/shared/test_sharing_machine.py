@@ -18,8 +18,9 @@ from hypothesis.stateful import rule
 
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
-from kvoffload.tiers.s3.objects import epoch_name
-from kvoffload.tiers.shared.identity import is_rest, names_of_rests
+from kvoffload.tiers.s3.protocol import S3, epoch_name
+from kvoffload.tiers.shared.identity import is_rest, rest_names
+from kvoffload.tiers.shared.tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.valkey.cluster_map import MapQuestion
 from kvoffload.tiers.valkey.divisions import slot_of
@@ -66,7 +67,7 @@ class ServerMachine(BehindAProxy):
         self.server.say("DEL", place)
 
     def remove_epoch(self, place: bytes) -> None:
-        self.server.say("DEL", self.tiers[0]._epoch_name)
+        self.server.say("DEL", self.tiers[0].peer.keyspace.epoch_keys[0])
 
     def snapshot(self) -> dict[bytes, bytes]:
         return {name: self.get(name) for name in [*self.values(), *self.server.epoch_names()]}
@@ -87,7 +88,7 @@ class MachineOfTwoValues(ServerMachine):
 
     def whole(self, place: bytes) -> list[bytes]:
         first = place[:-1] if is_rest(place) else place
-        return [first, *names_of_rests([first])]
+        return [first, *rest_names([first])]
 
 
 class ClusterMachine(SharingMachine):
@@ -139,21 +140,21 @@ class ClusterMachine(SharingMachine):
         return b":epoch" in place
 
     def parts(self, tier: Any) -> list[Any]:
-        return [*tier._nodes.values()]
+        return [*tier.nodes.values()]
 
     def is_well(self, tier: Any) -> bool:
         tier.contains(some_keys(*range(1, 100)))
-        return bool(tier._is_whole()) and all(node._is_open("read") for node in tier._nodes.values())
+        return bool(tier.is_whole()) and all(node.is_open("read") for node in tier.nodes.values())
 
     def epochs(self, tier: Any) -> list[int]:
-        known = [node._epoch.numbers for node in tier._nodes.values() if node._epoch is not None]
+        known = [node.peer.epoch.numbers for node in tier.nodes.values() if node.peer.epoch is not None]
         return [number for numbers in known for number in numbers if number is not None]
 
     @rule()
     def try_again_now(self) -> None:
         super().try_again_now()
         for tier in self.tiers:
-            tier._ask_at = tier._look_at = 0.0
+            tier.end_pauses()
 
     @rule(number=any_number, to=st.integers(1, 2))
     def a_slot_moves(self, number: int, to: int) -> None:
@@ -181,13 +182,13 @@ class ClusterMachine(SharingMachine):
     def a_map_is_old(self, machine: int) -> None:
         """All divisions are one node further."""
         tier = self.tiers[machine]
-        known = [*tier._number_of.items()]
+        known = [*tier.numbers.items()]
         wrong = MapQuestion(deadline=0.0)
         wrong.divisions = {
-            address: tier._nodes[known[row - 1][1]].divisions for row, (address, _) in enumerate(known)
+            address: tier.divisions[known[row - 1][1]] for row, (address, _) in enumerate(known)
         }
         wrong.num_replicas = dict.fromkeys(wrong.divisions, 0)
-        tier._follow(wrong)
+        tier.use_map(wrong)
 
 
 class BucketMachine(BehindAProxy):
@@ -207,6 +208,9 @@ class BucketMachine(BehindAProxy):
         )
         tiers = [described.open(TierOwner(self.block_bytes, 36, "m")) for _ in range(2)]
         for tier in tiers:
+            assert isinstance(tier, RemoteTier)
+            assert isinstance(tier.dialect, S3)
+            tier.dialect.most_at_once = 1  # rclone answers 500 to one of several PUTs at once
             assert tier.group_blocks == 2
             tier.follow(tier.begin_request("r"), some_keys(*EVERY))
         return tiers
@@ -224,10 +228,10 @@ class BucketMachine(BehindAProxy):
         self.rclone.delete(place)
 
     def remove_epoch(self, place: str) -> None:
-        self.rclone.delete(epoch_name("ns", self.tiers[0]._producer).decode())
+        self.rclone.delete(epoch_name("ns", self.tiers[0].peer.keyspace.producer).decode())
 
     def snapshot(self) -> dict[str, bytes]:
-        place = epoch_name("ns", self.tiers[0]._producer).decode()
+        place = epoch_name("ns", self.tiers[0].peer.keyspace.producer).decode()
         found = {}
         for name in [*self.values(), place]:
             with suppress(FileNotFoundError):  # it is being written
@@ -264,8 +268,6 @@ cluster = before(ClusterMachine, "cluster", clustered)
 def rclone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    # It answers 500 to one of several `PUT`s that come at once.
-    monkeypatch.setattr("kvoffload.tiers.s3.bucket._SIDE_BY_SIDE", 1)
     with s3_server.running(Rclone, tmp_path) as server:
         assert isinstance(server, Rclone)
         BucketMachine.rclone = server
@@ -278,16 +280,19 @@ class TestServer(ServerMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = sequences(40)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("server")
 class TestTwoValues(MachineOfTwoValues.TestCase):  # type: ignore[name-defined, misc]
     settings = sequences(40, one_of=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 class TestCluster(ClusterMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = sequences(30, one_of=4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rclone")
 class TestBucket(BucketMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = sequences(30, one_of=2)

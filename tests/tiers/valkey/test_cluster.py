@@ -21,18 +21,20 @@ from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.tiers.contract import NO_JOB
-from kvoffload.tiers.kinds.valkey import PASSWORD, USERNAME, ValkeyOptions
-from kvoffload.tiers.shared.identity import names_of_rests
+from kvoffload.tiers.kinds.valkey import ValkeyOptions
+from kvoffload.tiers.shared.errors import ProtocolError, ServerError
+from kvoffload.tiers.shared.identity import rest_names
 from kvoffload.tiers.shared.tier import RemoteOptions
 from kvoffload.tiers.spec import TierOwner, parse_tier, parse_tiers
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import Address, MapQuestion
 from kvoffload.tiers.valkey.divisions import division_of, slot_of
-from kvoffload.tiers.valkey.resp import Connection, ProtocolError, ServerError
+from kvoffload.tiers.valkey.login import PASSWORD, USERNAME
+from kvoffload.tiers.valkey.resp import Connection
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
 from support.fault_proxy import FaultProxy
-from support.sharing_client import CANARY, end_pauses, some_keys
+from support.sharing_client import CANARY, some_keys
 from support.valkey_client import BLOCK_BYTES, Client
 from support.valkey_server import PATIENCE_S, Cluster, Server, clustered, running, self_signed
 
@@ -85,11 +87,11 @@ def test_a_cluster_of_which_nothing_is_known_drops_what_is_offered() -> None:
 
 def node_of(client: Client, number: int) -> Any:
     """The node that has this block, as the client believes."""
-    return client.tier._nodes[client.tier._homes[division_of(some_keys(number))[0]]]
+    return client.tier.nodes[client.tier.homes[division_of(some_keys(number))[0]]]
 
 
 def name_of(client: Client, number: int) -> bytes:
-    found: bytes = node_of(client, number)._epoch.names(some_keys(number))[0]
+    found: bytes = node_of(client, number).peer.epoch.names(some_keys(number))[0]
     return found
 
 
@@ -100,16 +102,14 @@ def numbers_in(client: Client, server: Server) -> list[int]:
 
 
 def try_again_now(client: Client) -> None:
-    """The pauses of circuits, greetings and questions for the map are over."""
-    client.tier._ask_at = client.tier._look_at = 0.0
-    for node in client.tier._nodes.values():
-        end_pauses(node)
+    """End all pauses."""
+    client.tier.end_pauses()
 
 
 def come_to_terms(client: Client) -> None:
     """Wait until the client has found all nodes."""
     until = time.monotonic() + PATIENCE_S
-    while not (client.tier._is_whole() and all(n._is_open("read") for n in client.tier._nodes.values())):
+    while not (client.tier.is_whole() and all(n.is_open("read") for n in client.tier.nodes.values())):
         try_again_now(client)
         client.believes(*NUMBERS)
         assert time.monotonic() < until
@@ -117,8 +117,8 @@ def come_to_terms(client: Client) -> None:
 
 
 def forget(client: Client) -> None:
-    for node in client.tier._nodes.values():
-        node._hints.clear()
+    for node in client.tier.nodes.values():
+        node.presence.clear()
 
 
 # ---- all is well
@@ -140,14 +140,13 @@ def test_blocks_are_spread_and_come_back(cluster: Cluster, make: Callable[..., C
     assert other.probe(*NUMBERS, 99) == NUMBERS
     assert other.read(*NUMBERS) == NUMBERS
     assert other.write(*NUMBERS) == []
-    assert client.tier.measured_read is not None
 
 
 def test_many_small_windows(
     cluster: Cluster, make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = make(cluster)
-    monkeypatch.setattr("kvoffload.tiers.shared.batches.WINDOW_BYTES", 2 * BLOCK_BYTES)
+    client.tier.dialect.window_bytes = 2 * BLOCK_BYTES
     assert client.write(*NUMBERS) == NUMBERS
     assert client.read(*NUMBERS) == NUMBERS
 
@@ -168,7 +167,7 @@ def test_a_damaged_block_is_a_miss_and_leaves(cluster: Cluster, make: Callable[.
     name = name_of(client, 7)
     owner = cluster.owner(slot_of(name))
     assert owner is not None
-    (rest,) = names_of_rests([name])
+    (rest,) = rest_names([name])
     assert owner.say("SETRANGE", rest, "1000", "damage") == 24 * 1024 - 64
     assert client.read(*NUMBERS) == [number for number in NUMBERS if number != 7]
     assert client.tier.stats().mismatches == 1
@@ -195,8 +194,8 @@ def test_what_is_told_of_a_cluster(cluster: Cluster, make: Callable[..., Client]
     client.read(*NUMBERS)
     assert told(client) == (set(), {7})
     wrong = MapQuestion(deadline=0.0)
-    client.tier._follow(wrong)  # nobody is there any more
-    client.tier._look_at = 0.0
+    client.tier.use_map(wrong)  # nobody is there any more
+    client.tier.end_pauses()
     client.tier.finished()
     assert told(client) == (set(), {*NUMBERS[2:]} - {7}), "it cannot vouch for them"
     come_to_terms(client)
@@ -219,7 +218,7 @@ def test_a_reset_is_for_all_and_all_replicas_have_it(cluster: Cluster, make: Cal
     assert other.read(*NUMBERS) == NUMBERS
     client.tier.clear()
     assert client.tier.drain(PATIENCE_S)
-    assert not client.tier._reset_wanted.any()
+    assert not client.tier.is_reset_wanted.any()
     assert other.believes(1) == [True], "it has not heard of it"
     assert other.read(*NUMBERS) == []
     come_to_terms(other)
@@ -239,7 +238,7 @@ def test_a_reset_waits_for_a_node_that_hangs_and_for_no_other(
         with hanging.stopped():
             client.tier.clear()
             until = time.monotonic() + PATIENCE_S
-            while client.tier._reset_wanted.all():
+            while client.tier.is_reset_wanted.all():
                 client.believes(*NUMBERS)
                 assert time.monotonic() < until
             assert None in client.believes(*NUMBERS), "the others have forgotten, and are used"
@@ -311,8 +310,8 @@ def test_a_master_that_is_gone_costs_its_own_blocks_until_its_replica_takes_over
             longest = max(longest, time.monotonic() - before)
             if served[-1] == NUMBERS:
                 back_after = time.monotonic() - begun
-            for node in client.tier._nodes.values():  # what could not be read is not there for 5 s
-                node._hints.clear()
+            for node in client.tier.nodes.values():  # what could not be read is not there for 5 s
+                node.presence.clear()
             client.probe(*NUMBERS)
             assert time.monotonic() - begun < PATIENCE_S
         over.set()
@@ -331,6 +330,7 @@ def test_a_master_that_is_gone_costs_its_own_blocks_until_its_replica_takes_over
         assert client.read(*NUMBERS) == NUMBERS
 
 
+@pytest.mark.slow
 def test_load_goes_on_while_masters_come_and_go(tmp_path: Path, make: Callable[..., Client]) -> None:
     """Two machines read and write while each master in turn hangs, dies and returns."""
 
@@ -376,7 +376,7 @@ def test_load_goes_on_while_masters_come_and_go(tmp_path: Path, make: Callable[.
             assert client.read(*NUMBERS) == NUMBERS
             stats = client.tier.stats()
             assert (stats.mismatches, stats.in_flight) == (0, 0)
-            assert len(client.tier._nodes) == 3, "who has gone is let go"
+            assert len(client.tier.nodes) == 3, "who has gone is let go"
         cluster.wait(lambda: len({*lines()} - before) == 2 * 10)
 
 
@@ -403,6 +403,7 @@ def test_a_whole_cluster_that_is_gone_costs_nothing_and_is_found_again(
         assert client.write(*NUMBERS) == client.read(*NUMBERS) == NUMBERS
 
 
+@pytest.mark.slow
 def test_a_machine_that_starts_while_a_master_is_dead_has_the_others(
     tmp_path: Path, make: Callable[..., Client]
 ) -> None:
@@ -503,14 +504,12 @@ def test_an_old_map_is_corrected(cluster: Cluster, make: Callable[..., Client]) 
     """As from a node that has not heard of anything for a while: all divisions are one node further."""
     client = make(cluster)
     client.write(*NUMBERS)
-    true = {
-        address: client.tier._nodes[number].divisions for address, number in client.tier._number_of.items()
-    }
+    true = {address: client.tier.divisions[number] for address, number in client.tier.numbers.items()}
     wrong = MapQuestion(deadline=0.0)
     addresses = [*true]
     wrong.divisions = {addresses[row]: true[addresses[row - 1]] for row in range(3)}
     wrong.num_replicas = dict.fromkeys(addresses, 1)
-    client.tier._follow(wrong)
+    client.tier.use_map(wrong)
     until = time.monotonic() + PATIENCE_S
     while client.read(*NUMBERS) != NUMBERS:
         come_to_terms(client)
@@ -604,6 +603,7 @@ def test_nobody_there_costs_a_command_its_start() -> None:
 RIGHTS = "+get +set +exists +del +wait +cluster|info +cluster|slots"
 
 
+@pytest.mark.slow
 def test_tenants_are_fenced(
     tmp_path: Path, make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -680,6 +680,7 @@ def test_a_map_is_read_as_nodes_write_it() -> None:
         assert not question.divisions
 
 
+@pytest.mark.slow
 def test_a_replay_with_a_cluster_is_one_with_a_tier_that_holds_all(cluster: Cluster) -> None:
     trace, block_bytes = generate(builtin("chat", sessions=60)), 4096
     data = DataPlane(40, block_bytes)

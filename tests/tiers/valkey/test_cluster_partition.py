@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.valkey.cluster_map import MapQuestion
 from kvoffload.tiers.valkey.divisions import division_of
-from kvoffload.tiers.valkey.resp import Connection, Login, ServerError
+from kvoffload.tiers.valkey.resp import Connection, Login
 from support.network_namespaces import LATE, ip, made, wait_until
-from support.sharing_client import CANARY, end_pauses, some_keys
+from support.sharing_client import CANARY, some_keys
 from support.valkey_client import Client
 from support.valkey_server import PATIENCE_S, Cluster, Server, clustered
 
@@ -106,20 +107,18 @@ def make(cluster: Cluster) -> Iterator[Callable[..., Client]]:
 def come_back(client: Client) -> None:
     """Until all nodes are found, and answer."""
     until = time.monotonic() + PATIENCE_S
-    while not client.tier._is_whole():
-        client.tier._ask_at = client.tier._look_at = 0.0
-        for node in client.tier._nodes.values():
-            end_pauses(node)
+    while not client.tier.is_whole():
+        client.tier.end_pauses()
         client.believes(*NUMBERS)
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
 def blocks_of(client: Client, server: Server, numbers: list[int]) -> list[int]:
-    homes = client.tier._homes[division_of(some_keys(*numbers))]
+    homes = client.tier.homes[division_of(some_keys(*numbers))]
     place = f"{server.host}:{server.port}/"
     return [
-        n for n, home in zip(numbers, homes, strict=True) if client.tier._nodes[home].place.startswith(place)
+        n for n, home in zip(numbers, homes, strict=True) if client.tier.nodes[home].place.startswith(place)
     ]
 
 

@@ -21,11 +21,12 @@ import pytest
 
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.tiers.contract import NO_JOB, JobResult
-from kvoffload.tiers.kinds.valkey import PASSWORD, USERNAME, ValkeyOptions
+from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.tiers.shared.identity import HEADER_BYTES, Epoch, head_bytes, names_of_rests
-from kvoffload.tiers.shared.write_log import Vouching
+from kvoffload.tiers.shared.identity import HEADER_BYTES, Epoch, head_bytes, rest_names
+from kvoffload.tiers.shared.write_log import WriteLog
 from kvoffload.tiers.spec import TierOwner, parse_tier
+from kvoffload.tiers.valkey.login import PASSWORD, USERNAME
 from kvoffload.tiers.valkey.resp import Login
 from support.fault_proxy import FaultProxy
 from support.sharing_client import CANARY, NUM_SLOTS, some_keys
@@ -33,7 +34,10 @@ from support.valkey_client import BLOCK_BYTES, Client
 from support.valkey_server import PATIENCE_S, Server, redis, running, self_signed, valkey
 
 
-@pytest.fixture(scope="module", params=[valkey, redis], ids=["valkey", "redis"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(valkey, id="valkey"), pytest.param(redis, id="redis", marks=pytest.mark.slow)],
+)
 def shared_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -90,10 +94,10 @@ def test_blocks_come_back(client: Client) -> None:
 def test_what_is_known_changes_only_when_a_job_is_taken_in(client: Client) -> None:
     """Not between two questions: a block of which it is not known whether it is here would be neither."""
     client.write(1)
-    client.tier._hints.clear()
+    client.tier.presence.clear()
     job = client.tier.submit_probe(some_keys(1, 2))
     until = time.monotonic() + PATIENCE_S
-    while not client.tier._ended:
+    while not client.tier.jobs.ended:
         assert time.monotonic() < until
         time.sleep(0.0005)
     assert client.believes(1, 2) == [None, None]
@@ -101,13 +105,12 @@ def test_what_is_known_changes_only_when_a_job_is_taken_in(client: Client) -> No
     assert client.believes(1, 2) == [True, False]
 
 
-def test_many_windows_of_blocks(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_windows_of_blocks(client: Client) -> None:
     """A window of one block, of several, and the last one smaller."""
     numbers = list(range(1, 61))
     for blocks in (1, 7, 60):
-        monkeypatch.setattr("kvoffload.tiers.shared.batches.WINDOW_BYTES", blocks * BLOCK_BYTES)
-        monkeypatch.setattr("kvoffload.tiers.shared.batches.MOST_AT_ONCE", 3)
-        client.tier._hints.clear()
+        client.tier.dialect.window_bytes, client.tier.dialect.most_at_once = blocks * BLOCK_BYTES, 3
+        client.tier.presence.clear()
         assert client.write(*numbers) == numbers
         assert client.read(*numbers, 99, 98) == numbers
 
@@ -159,8 +162,8 @@ def test_blocks_have_an_end_if_the_user_says_so(make: Callable[..., Client], ser
     assert server.say("TTL", forever.name(1)) == -1
 
 
-def test_what_is_in_flight_is_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiers.shared.tier.IN_FLIGHT_BYTES", 3 * BLOCK_BYTES)
+def test_what_is_in_flight_is_bounded(client: Client) -> None:
+    client.tier.jobs.in_flight_bytes = 3 * BLOCK_BYTES
     assert client.tier.queue_room == 3
     assert client.write(1, 2, 3, 4, 5) == [1, 2, 3]
     assert client.tier.stats().dropped == 2
@@ -203,25 +206,6 @@ def test_after_close_nothing_is_there_and_nothing_raises(client: Client, server:
     assert not [t for t in threading.enumerate() if t.name.startswith("kvoffload-valkey") and not t.daemon]
 
 
-def test_it_is_measured_once_and_leaves_nothing_behind(client: Client, server: Server) -> None:
-    assert client.tier.measured_read is not None
-    round_trip_s, bytes_per_s = client.tier.measured_read
-    assert 0.0 < round_trip_s < PATIENCE_S
-    assert bytes_per_s > BLOCK_BYTES / PATIENCE_S
-    assert server.names() == []
-    assert client.believes(1) == [None]
-
-
-def test_a_measurement_that_fails_is_none(proxy: FaultProxy, make: Callable[..., Client]) -> None:
-    proxy.set(cut_after=200)
-    client = make(proxy)
-    assert client.tier.measured_read is None
-    proxy.set()
-    client.come_to_terms()
-    assert client.write(1) == [1]
-
-
-@pytest.mark.parametrize("block_bytes", [64 << 10, 512 << 10, 9 << 18])
 def test_a_server_needs_no_more_memory_than_blocks_have(
     tmp_path: Path, make: Callable[..., Client], block_bytes: int
 ) -> None:
@@ -321,10 +305,10 @@ def test_whoever_asks_first_hears_of_a_reset(
 
 
 def test_a_reset_between_two_windows_of_a_read(
-    server: Server, proxy: FaultProxy, make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    server: Server, proxy: FaultProxy, make: Callable[..., Client]
 ) -> None:
-    monkeypatch.setattr("kvoffload.tiers.shared.batches.WINDOW_BYTES", BLOCK_BYTES)
     slow, other = make(proxy), make(server)
+    slow.tier.dialect.window_bytes = BLOCK_BYTES
     slow.write(1, 2, 3, 4)
     resets = iter([lambda: (other.tier.clear(), other.tier.drain(PATIENCE_S))])
 
@@ -357,7 +341,7 @@ def test_a_server_that_has_lost_its_epoch_is_given_a_new_one(client: Client, ser
     """As after an eviction of just that: what is there from before must not come back."""
     client.write(1)
     before = client.name(1)
-    server.say("DEL", client.tier._epoch_name)
+    server.say("DEL", client.tier.peer.keyspace.epoch_keys[0])
     assert client.read(1) == []
     client.come_to_terms()
     assert client.name(1) != before
@@ -369,7 +353,7 @@ def test_a_server_whose_epoch_is_damaged_is_given_a_new_one_by_a_reset(
     client: Client, server: Server
 ) -> None:
     client.write(1)
-    server.say("SET", client.tier._epoch_name, "nonsense")
+    server.say("SET", client.tier.peer.keyspace.epoch_keys[0], "nonsense")
     assert client.read(1) == []
     assert client.believes(1) == [False]
     client.tier.clear()
@@ -435,7 +419,7 @@ def test_nothing_is_told_gone_of_which_nothing_is_known(
 
 
 def test_it_vouches_for_so_many_and_no_more() -> None:
-    vouching = Vouching(most_keys=2)
+    vouching = WriteLog(most_keys=2)
     vouching.stored(some_keys(9))
     assert vouching.take() == [], "nobody had asked"
     vouching.stored(some_keys(1, 2))
@@ -526,7 +510,7 @@ KINDS = [
 def test_blocks_here_have_two_values(client: Client, server: Server) -> None:
     client.write(1)
     name = client.name(1)
-    assert server.names() == [name, *names_of_rests([name])]
+    assert server.names() == [name, *rest_names([name])]
     assert [len(server.value(one)) for one in server.names()] == [HEAD_BYTES, BLOCK_BYTES - 64]
     assert HEAD_BYTES == 128
 
@@ -536,7 +520,7 @@ def test_what_is_damaged_is_a_miss_and_what_comes_next_is_right(
     client: Client, server: Server, kind: str
 ) -> None:
     client.write(1, 2, 3, 4)
-    epoch = client.tier._epoch
+    epoch = client.tier.peer.epoch
     assert epoch is not None
     (first, second), whole, other = client.names(2), client.whole(server, 2), client.whole(server, 4)
     for one, value in zip((first, second), damaged(kind, whole, other, epoch), strict=True):
@@ -551,7 +535,7 @@ def test_what_is_damaged_is_a_miss_and_what_comes_next_is_right(
         assert server.say("EXISTS", first, second) == 0, "nobody else meets it"
     assert client.believes(2) == [False]
     assert client.read(3, 4, 1) == [3, 4, 1]
-    client.tier._hints.clear()
+    client.tier.presence.clear()
     assert client.write(2) == [2]
     assert client.read(2) == [2]
 
@@ -624,7 +608,7 @@ def test_a_flipped_byte_anywhere_in_the_answer(proxy: FaultProxy, make: Callable
         assert {*served} < {1, 2, 3}, "one of them was damaged"
         client.try_again_now()
         client.come_to_terms()
-        client.tier._hints.clear()
+        client.tier.presence.clear()
         client.write(1, 2, 3)
         assert client.read(1, 2, 3) == [1, 2, 3]
 
@@ -646,10 +630,10 @@ def test_a_connection_that_is_cut_anywhere(proxy: FaultProxy, make: Callable[...
 
 
 def test_of_a_write_that_is_cut_what_was_confirmed_counts(
-    proxy: FaultProxy, make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    proxy: FaultProxy, make: Callable[..., Client]
 ) -> None:
-    monkeypatch.setattr("kvoffload.tiers.shared.batches.WINDOW_BYTES", BLOCK_BYTES)
     client, numbers = make(proxy), [*range(1, 11)]
+    client.tier.dialect.window_bytes = BLOCK_BYTES
     epoch_and_all_are_missing = len(b"$16\r\n%016x\r\n" % 0) + 10 * len(b":0\r\n")
     a_block = 2 * len(b"+OK\r\n")
     proxy.set(cut_after=epoch_and_all_are_missing + 3 * a_block + a_block // 2)
@@ -660,7 +644,7 @@ def test_of_a_write_that_is_cut_what_was_confirmed_counts(
     proxy.set()
     client.try_again_now()
     client.come_to_terms()
-    client.tier._hints.clear()
+    client.tier.presence.clear()
     assert client.write(*numbers) == numbers, "what is there counts, whoever wrote it"
     assert client.read(*numbers) == numbers
 
@@ -685,7 +669,7 @@ def test_replies_that_are_not_to_what_was_asked(
     client.tier.options = dataclasses.replace(client.tier.options, timeout_s=PATIENCE_S)
     client.try_again_now()
     client.come_to_terms()
-    client.tier._hints.clear()
+    client.tier.presence.clear()
     client.write(1, 2, 3)
     assert client.read(1, 2, 3) == [1, 2, 3]
 
@@ -756,7 +740,7 @@ def test_a_connection_that_was_closed_while_idle_costs_nothing(
         assert client.read(1, 2) == [1, 2]
         assert client.write(3) == [3]
         assert client.probe(4) == []
-        client.tier._hints.clear()
+        client.tier.presence.clear()
     assert client.tier.stats().failed == 0
 
 
@@ -807,17 +791,17 @@ def test_a_server_that_stops_in_the_middle(
         for _ in range(5):
             client.read(*numbers)
         assert time.monotonic() - begun < 30.0
-        assert not client.tier._is_open()
+        assert not client.tier.is_open()
         if number is signal.SIGSTOP:
             server.signal(signal.SIGCONT)
         else:
             server.stop()
             server.start()
         until = time.monotonic() + PATIENCE_S
-        while not client.tier._is_open():
+        while not client.tier.is_open():
             client.try_again_now()
             assert time.monotonic() < until
-        client.tier._hints.clear()
+        client.tier.presence.clear()
         client.tier.options = writer.tier.options
         writer_has = number is signal.SIGSTOP
         assert client.read(1, 2) == ([1, 2] if writer_has else [])
@@ -831,12 +815,11 @@ def test_a_full_server_is_a_dropped_write_and_not_a_failure(
     tmp_path: Path,
     make: Callable[..., Client],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
     window_bytes: int,
 ) -> None:
-    monkeypatch.setattr("kvoffload.tiers.shared.batches.WINDOW_BYTES", window_bytes)
     with running(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server:
         client = make(server)
+        client.tier.dialect.window_bytes = window_bytes
         written = [number for first in (1, 61, 121) for number in client.write(*range(first, first + 60))]
         assert 0 < len(written) < 180
         stats = client.tier.stats()
@@ -845,7 +828,7 @@ def test_a_full_server_is_a_dropped_write_and_not_a_failure(
         assert "is full and evicts nothing" in caplog.text
         assert client.read(*written[:10]) == written[:10]
         assert client.write(500) == [], "it pauses"
-        client.tier._resume_writes_at = 0.0
+        client.tier.end_pauses()
         for name in server.names():
             server.say("DEL", name)
         assert client.write(500) == [500]
@@ -1003,12 +986,12 @@ def test_a_server_that_is_not_there_costs_a_command_its_start_and_an_engine_noth
             make(proxy)
         owner = TierOwner(BLOCK_BYTES, 36, "model", go_on_without=lambda error: pytest.fail("it has a tier"))
         tier = ValkeyOptions(url=f"valkey://127.0.0.1:{proxy.port}/ns").open(owner)
-        assert "is not there yet" in caplog.text
+        assert "does not answer yet" in caplog.text
         assert not tier.contains(some_keys(1)).any()
         proxy.set()
         until = time.monotonic() + PATIENCE_S
         while not tier.unknown(some_keys(1)).any():
-            tier._greet_at = 0.0
+            tier.end_pauses()
             assert time.monotonic() < until
         tier.close()
 

@@ -1,8 +1,8 @@
-"""A client of an object store that speaks S3, on one thread.
+"""A client of an S3 bucket, on one thread.
 
-Owns requests, their outcomes and what they cost. Does not know what an object means. Repeats a request only
-if its keys have just been replaced, or an idle connection had been closed; after any other failure the client
-is thrown away, with its connections.
+Owns requests, their outcomes and their costs. Knows no blocks. Repeats a request only if the credentials have
+just been replaced, or if an idle connection had been closed. After any other failure the client is discarded
+with its connections.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvoffload.tiers.s3.http import (
     Buffer,
     Head,
     HttpConnection,
-    Nothing,
+    NoReceiver,
     Receiver,
     ResponseError,
     cause_of,
 )
 from kvoffload.tiers.s3.signing import Signed, Signer
 from kvoffload.tiers.shared.connection import CONNECT_S
-from kvoffload.tiers.valkey.resp import ServerError
+from kvoffload.tiers.shared.errors import ServerError
 
-_SIDE_BY_SIDE = 16
+MOST_AT_ONCE = 16
 """Requests of one client at a time."""
 _CANCEL_AGAIN_S = 0.01
 _ERROR_BYTES = 16 << 10
-"""Read of an error's body, at most."""
+"""Bytes of an error's body that are read."""
 _SKIPPED_BYTES = 64 << 10
 _CODE = re.compile(rb"<Code>([A-Za-z0-9_.]{1,60})</Code>")
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
@@ -55,11 +55,11 @@ Pieces: TypeAlias = Callable[[], Iterable[Buffer]]
 
 @dataclass(frozen=True)
 class Prices:
-    """What requests and bytes cost, in any currency.
+    """Prices of requests and bytes, in any currency.
 
     Attributes:
-        per_1000_puts, per_1000_gets: of requests that store, and of others; deleting is free.
-        per_gb_read: of bytes received.
+        per_1000_puts: for requests that store. per_1000_gets: for other requests; deletions are free.
+        per_gb_read: for bytes received.
     """
 
     per_1000_puts: float
@@ -85,16 +85,17 @@ class Ledger:
 
     @property
     def cost(self) -> float:
-        """What it comes to."""
+        """Cost of the requests and bytes counted so far."""
         requests = self.puts * self.prices.per_1000_puts + self.gets * self.prices.per_1000_gets
         return requests / 1e3 + self.bytes_received * self.prices.per_gb_read / 1e9
 
 
 class BucketError(ServerError):
-    """What a server answers instead of what it was asked for.
+    """An error response.
 
     Attributes:
-        code: of S3: ``NoSuchBucket``; where it says none, as `status`. status: of HTTP.
+        code: S3 error code, for example ``NoSuchBucket``; equal to `status` if the response has none.
+        status: HTTP status.
     """
 
     def __init__(self, code: str, status: str) -> None:
@@ -114,7 +115,7 @@ class Found(enum.Enum):
 
 
 class Span(NamedTuple):
-    """A part of an object: bytes `begin` to `end`, of the `size` bytes that the object must have."""
+    """Bytes `begin` to `end` of an object whose size must be `size`."""
 
     begin: int
     end: int
@@ -122,13 +123,13 @@ class Span(NamedTuple):
 
 
 class Bucket:
-    """A client of one bucket, for one thread, as a `Line` holds it.
+    """A client of one bucket for one thread. As `Connection` of `ConnectionThread`.
 
-    `run` runs its requests, which are coroutines. They raise `BucketError` for an error of the server, and
-    `OSError` for a response that does not arrive or breaks the protocol; neither text has a secret, the
-    address of an object, or text of the server other than an error code. Memory is bounded by what a caller
-    expects, not by what a server says or sends: an object of another size is refused by its headers, a
-    response that goes on longer is cut off, and of an error 16 KiB are read. Redirections are not followed.
+    Requests are coroutines, and `run` performs them. They raise `BucketError` for an error response, and
+    `OSError` for a response that is missing or violates the protocol. No error message contains a secret, the
+    address of an object, or server text except an error code. The caller, not the server, bounds memory: an
+    object of another size is rejected by its headers, a longer response is cut, and 16 KiB of an error are
+    read. Redirections are not followed.
 
     Args:
         signer: signs requests; shared by clients.
@@ -146,77 +147,78 @@ class Bucket:
 
     @property
     def has_received(self) -> bool:
-        """True: a line does not repeat a batch that failed. A request is repeated here, where that helps."""
+        """Always True, so that an exchange is not repeated: `Bucket` repeats single requests itself."""
         return True
 
     @has_received.setter
     def has_received(self, value: bool) -> None:
         pass
 
-    def run(self, requests: Iterable[Coroutine[Any, Any, None]], deadline: float) -> None:
-        """Run these side by side until all have ended, or the deadline has come; then the others are given
-        up.
+    def run(
+        self, requests: Iterable[Coroutine[Any, Any, None]], deadline: float, most_at_once: int = MOST_AT_ONCE
+    ) -> None:
+        """Perform requests concurrently until all have ended; at the deadline, abort the others.
 
-        Raises: `TimeoutError`, or the first error of one; the others have ended all the same.
+        Raises: `TimeoutError`, or the first error of a request, after all have ended.
         """
         given = [*requests]
         try:
             if given:
                 self._signer.refresh()
-                self._loop.run_until_complete(self._run(given, deadline))
+                self._loop.run_until_complete(self._run(given, deadline, most_at_once))
         finally:
             for request in given:
                 request.close()
 
     async def get(self, name: str, span: Span, receiver: Receiver) -> Found:
-        """Read a part of an object into `receiver`, if the object has the size that is expected.
+        """Read bytes of an object into `receiver`, if the object has the expected size.
 
-        Raises: `ResponseError` for a response that is shorter than it says, or about another part. What has
-        been received until then was in its place.
+        Raises: `ResponseError` for a response that is too short or has other bytes. The bytes received until
+        then are correctly placed.
         """
         self._ledger.add(gets=1)
-        part = _Part(span, receiver)
+        span_receiver = _SpanReceiver(span, receiver)
         headers = {"Range": f"bytes={span.begin}-{span.end - 1}"}
         try:
-            if await self._ask("GET", name, part, headers) is None:
+            if await self._request("GET", name, span_receiver, headers) is None:
                 return Found.ABSENT
         except BucketError as error:
             if error.status != "416":
                 raise
             return Found.OTHER_SIZE
         finally:
-            self._ledger.add(bytes_received=part.num_received)
-        if part.is_of_other_size:
+            self._ledger.add(bytes_received=span_receiver.num_received)
+        if span_receiver.is_of_other_size:
             return Found.OTHER_SIZE
-        if part.num_left:
+        if span_receiver.num_left:
             raise ResponseError("the response is shorter than the part that was asked for")
         return Found.WHOLE
 
     async def value(self, name: str, num_bytes: int) -> tuple[Found, bytes]:
-        """Read a small object, of which the size is known."""
-        into = _Value(num_bytes)
+        """Read a small object of a known size."""
+        into = ValueReceiver(num_bytes)
         found = await self.get(name, Span(0, num_bytes, num_bytes), into)
         return found, bytes(into.data) if found is Found.WHOLE else b""
 
     async def size(self, name: str) -> int | None:
-        """How long an object is; None if there is none."""
+        """Return the size of an object; None if it does not exist."""
         self._ledger.add(gets=1)
-        head = await self._ask("HEAD", name, Nothing())
+        head = await self._request("HEAD", name, NoReceiver())
         if head is not None and head.length is None:
             raise ResponseError("the response does not say how long the object is")
         return None if head is None else head.length
 
     async def put(self, name: str, length: int, pieces: Pieces, *, only_new: bool = False) -> None:
-        """Store an object; with `only_new` not if there is one, where the server can be asked for that.
+        """Store an object; with `only_new`, keep an existing object if the server supports the condition.
 
         Args:
-            length: of all pieces together.
-            pieces: makes the pieces, anew for each attempt.
+            length: total length of the pieces.
+            pieces: makes the pieces again for each attempt.
         """
         self._ledger.add(puts=1)
         headers = {"Content-Length": str(length)} | ({"If-None-Match": "*"} if only_new else {})
         try:
-            done = await self._ask("PUT", name, Nothing(), headers, pieces)
+            done = await self._request("PUT", name, NoReceiver(), headers, pieces)
         except BucketError as error:
             if only_new and error.status in ("412", "409"):
                 return
@@ -228,17 +230,17 @@ class Bucket:
                 raise BucketError(NO_BUCKET, "404")
 
     async def delete(self, name: str) -> None:
-        """Delete an object, if there is one."""
-        await self._ask("DELETE", name, Nothing())
+        """Delete an object if it exists."""
+        await self._request("DELETE", name, NoReceiver())
 
     def abort(self) -> None:
-        """Give up what is under way, from another thread."""
+        """Abort the requests in progress. Thread: any."""
         self._aborted = True
         with contextlib.suppress(RuntimeError):  # it is closed
-            self._loop.call_soon_threadsafe(self._give_up)
+            self._loop.call_soon_threadsafe(self._cancel_all)
 
     def close(self) -> None:
-        """Throw the client away. Idempotent."""
+        """Close all connections. Idempotent."""
         if self._loop.is_closed():
             return
         for connection in self._idle:
@@ -249,8 +251,10 @@ class Bucket:
 
     # ---- inside
 
-    async def _run(self, requests: list[Coroutine[Any, Any, None]], deadline: float) -> None:
-        gate = asyncio.Semaphore(_SIDE_BY_SIDE)
+    async def _run(
+        self, requests: list[Coroutine[Any, Any, None]], deadline: float, most_at_once: int
+    ) -> None:
+        gate = asyncio.Semaphore(most_at_once)
 
         async def one(request: Coroutine[Any, Any, None]) -> None:
             async with gate:
@@ -258,11 +262,11 @@ class Bucket:
 
         self._running = [self._loop.create_task(one(request)) for request in requests]
         if self._aborted:
-            self._give_up()
+            self._cancel_all()
         _, late = await asyncio.wait(self._running, timeout=max(0.0, deadline - time.monotonic()))
         # Before Python 3.12 `asyncio.wait_for` may swallow a cancellation: cancel until all have ended.
         while pending := [task for task in self._running if not task.done()]:
-            self._give_up()
+            self._cancel_all()
             await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
         # Read every exception: asyncio logs a traceback for each one that nobody has read.
         errors = [
@@ -275,11 +279,11 @@ class Bucket:
             if error is not None:
                 raise error
 
-    def _give_up(self) -> None:
+    def _cancel_all(self) -> None:
         for task in self._running:
             task.cancel()
 
-    async def _ask(
+    async def _request(
         self,
         method: str,
         name: str,
@@ -287,7 +291,7 @@ class Bucket:
         headers: Mapping[str, str] | None = None,
         pieces: Pieces = tuple,
     ) -> Head | None:
-        """Make a request; returns the head of the response, or None for an object that is not there."""
+        """Make a request; returns the head of the response, or None if the object does not exist."""
         for may_repeat in (True, False):
             answer = _Answer(receiver)
             try:
@@ -323,14 +327,14 @@ class Bucket:
         ]
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
         while True:
-            connection = self._taken()
+            connection = self._take_idle()
             is_new = connection is None
             if connection is None:
                 connection = await signed.host.connect(CONNECT_S)
             try:
                 await connection.request(head, pieces(), answer.accept, is_head=method == "HEAD")
             except OSError:
-                # Servers close connections that were idle; one finds out when one sends.
+                # Servers close idle connections, which shows when the next request is sent.
                 if is_new or connection.has_begun:
                     raise
                 continue
@@ -338,8 +342,8 @@ class Bucket:
                 self._idle.append(connection)
             return
 
-    def _taken(self) -> HttpConnection | None:
-        """An idle connection that nothing has happened to."""
+    def _take_idle(self) -> HttpConnection | None:
+        """Return an idle connection that is still open and has received nothing."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_usable and connection.is_quiet:
@@ -355,25 +359,25 @@ class _Answer:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._error = _Value(_ERROR_BYTES)
+        self._error = ValueReceiver(_ERROR_BYTES)
 
     def accept(self, head: Head) -> Receiver:
         self.head = head
         if not 200 <= head.status < 300:
             return self._error
-        if isinstance(self._receiver, _Part):
+        if isinstance(self._receiver, _SpanReceiver):
             return self._receiver.accept(head)
         return self._receiver
 
     @property
     def code(self) -> str:
         """The server's code for the error; empty if there is none."""
-        found = _CODE.search(self._error.data)
-        return found[1].decode() if found is not None else ""
+        match = _CODE.search(self._error.data)
+        return match[1].decode() if match is not None else ""
 
 
-class _Value:
-    """Receives a few bytes, `most` at most."""
+class ValueReceiver:
+    """Receives at most `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._memory = memoryview(bytearray(most))
@@ -390,11 +394,11 @@ class _Value:
         self._fill += count
 
 
-class _Part:
-    """Receives a part of an object, out of a response with that part or with the whole object.
+class _SpanReceiver:
+    """Receives a span of an object from a response with the span or with the whole object.
 
     Attributes:
-        num_left: bytes that have not come. num_received: bytes that have.
+        num_left: bytes still missing. num_received: bytes received.
         is_of_other_size: the object has another size than expected.
     """
 
@@ -417,17 +421,17 @@ class _Part:
             self._num_skipped = span.begin
             self.is_of_other_size = head.length is not None and head.length != span.size
         else:
-            found = _RANGE.fullmatch(content_range)
-            if found is None:
+            match = _RANGE.fullmatch(content_range)
+            if match is None:
                 raise ResponseError("a part without its place")
-            begin, last, size = map(int, found.groups())
+            begin, last, size = map(int, match.groups())
             self.is_of_other_size = size != span.size
             length = span.end - span.begin
             if not self.is_of_other_size and (
                 (begin, last + 1) != (span.begin, span.end) or head.length not in (None, length)
             ):
                 raise ResponseError("another part than was asked for")
-        return Nothing() if self.is_of_other_size else self
+        return NoReceiver() if self.is_of_other_size else self
 
     def room(self) -> memoryview:
         if self._num_skipped:
@@ -446,6 +450,6 @@ class _Part:
 
 
 def _without_secrets(error: Exception) -> Exception:
-    """A failure, without what obstore quotes of requests and responses: those are signed."""
+    """Return a failure without quotes from requests and responses, which are signed."""
     causes = _CAUSE.findall(str(error)) if not isinstance(error, OSError) else []
-    return ConnectionError(f"no answer that could be used: {causes[-1] if causes else cause_of(error)}")
+    return ConnectionError(f"no usable response: {causes[-1] if causes else cause_of(error)}")

@@ -52,14 +52,14 @@ class Receiver(Protocol):
     """Takes the body of a response."""
 
     def room(self) -> memoryview:
-        """Memory for the next bytes; empty if the receiver wants no more."""
+        """Memory for the next bytes; empty if the receiver is full."""
 
     def add(self, count: int) -> None:
         """`count` bytes have been written to the memory of `room`."""
 
 
-class Nothing:
-    """A receiver that wants no byte."""
+class NoReceiver:
+    """A receiver without room."""
 
     def room(self) -> memoryview:
         return memoryview(b"")
@@ -90,7 +90,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._may_write: asyncio.Future[None] | None = None
         self._done: asyncio.Future[None] | None = None
-        self._receiver: Receiver = Nothing()
+        self._receiver: Receiver = NoReceiver()
         self._begin(False, lambda head: self._receiver)
 
     async def request(
@@ -118,7 +118,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             raise
         finally:
             self._done = None
-            self._receiver = Nothing()
+            self._receiver = NoReceiver()
             if done.done() and not done.cancelled():
                 done.exception()  # it may have been set while sending failed
 
@@ -170,7 +170,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _begin(self, is_head: bool, accept: Accept) -> None:
         self._accept, self._is_head = accept, is_head
-        self._receiver = Nothing()
+        self._receiver = NoReceiver()
         self._fill = self._num_interim = 0
         self._has_begun = self._in_body = self._keeps = False
         self._left: int | None = None
@@ -223,20 +223,20 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _take_head(self) -> None:
         """Parse the head, if all of it has come, and hand what follows to the body."""
         while (end := self._scratch.find(b"\r\n\r\n", 0, self._fill)) >= 0:
-            head, rest = bytes(self._view[:end]), bytes(self._view[end + 4 : self._fill])
+            head, remaining = bytes(self._view[:end]), bytes(self._view[end + 4 : self._fill])
             status, headers = _parsed(head)
             if status >= 200:
-                self._begin_body(status, headers, rest)
+                self._begin_body(status, headers, remaining)
                 return
             self._num_interim += 1
             if self._num_interim > _INTERIM_RESPONSES or status == 101:
                 raise ResponseError("interim responses without end")
-            self._view[: len(rest)] = rest
-            self._fill = len(rest)
+            self._view[: len(remaining)] = remaining
+            self._fill = len(remaining)
         if self._fill >= _HEAD_BYTES:
             raise ResponseError(f"the headers are longer than {_HEAD_BYTES} bytes")
 
-    def _begin_body(self, status: int, headers: dict[str, str], rest: bytes) -> None:
+    def _begin_body(self, status: int, headers: dict[str, str], remaining: bytes) -> None:
         length, encoding = _length_of(headers), headers.get("transfer-encoding", "")
         if encoding and (encoding.lower() != "chunked" or length is not None):
             raise ResponseError("a transfer encoding other than chunked, or one with a length")
@@ -248,9 +248,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._left = length
         if encoding:
             self._chunks = _Chunks()
-            self._take_chunks(memoryview(rest))
+            self._take_chunks(memoryview(remaining))
             return
-        data = memoryview(rest)
+        data = memoryview(remaining)
         if length is not None and len(data) > length:
             self._keeps, data = False, data[:length]
         taken = _copy(data, self._receiver)
@@ -260,9 +260,9 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _take_chunks(self, data: memoryview) -> None:
         assert self._chunks is not None
-        rest = self._chunks.feed(data, self._receiver)
+        remaining = self._chunks.feed(data, self._receiver)
         if self._chunks.is_over:
-            self._finish(keeps=self._keeps and rest == 0)
+            self._finish(keeps=self._keeps and remaining == 0)
         elif not len(self._receiver.room()) and not self._chunks.is_at_end:
             self._finish(keeps=False)
 
@@ -338,10 +338,10 @@ class _Chunks:
         elif self.is_at_end:
             self.is_over = not line
         else:
-            found = _CHUNK_SIZE.fullmatch(line)
-            if found is None:
+            match = _CHUNK_SIZE.fullmatch(line)
+            if match is None:
                 raise ResponseError("a chunk without a size")
-            self._left = int(found[1], 16)
+            self._left = int(match[1], 16)
             self.is_at_end = self._left == 0
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
-from kvoffload.tiers.shared.host import Host
+from kvoffload.tiers.s3.host import Host
 
 _VALID = timedelta(minutes=15)
 """As long as Amazon accepts any signature: clocks may differ by that."""
@@ -39,7 +39,7 @@ class Signed(NamedTuple):
 
 
 async def _on_a_thread(do: Callable[[], str]) -> str:
-    """Run a call that may wait for the network on a daemon thread, so that a deadline can leave it behind.
+    """Run a call that may wait for the network on a daemon thread, so that a deadline can abandon it.
 
     Not `sign_async` of obstore: 2 of 25 processes that ended just after it were aborted.
     """
@@ -67,7 +67,7 @@ class Signer:
     """Signs requests with the present keys. Thread: any.
 
     Args:
-        make_store: makes a store of obstore with these keys; without keys, obstore finds keys by itself.
+        make_store: makes a store of obstore with these keys; without keys, obstore detects them.
         read_keys: reads the keys of a file; raises `ConfigError` if it has none. None: there is no file.
         file: its path; the file is read again when it has changed.
     """
@@ -132,9 +132,9 @@ class Signer:
             self._version += 1
 
     def _stamped(self) -> tuple[int, ...]:
-        """Changes when the file does, or the link to it."""
+        """Return a value that changes with the file or the link to it."""
         try:
-            found = os.stat(self._file) if self._file else None
+            status = os.stat(self._file) if self._file else None
         except OSError:
-            found = None
-        return (found.st_mtime_ns, found.st_size, found.st_ino) if found is not None else ()
+            status = None
+        return (status.st_mtime_ns, status.st_size, status.st_ino) if status is not None else ()

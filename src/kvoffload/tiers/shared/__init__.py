@@ -1,9 +1,7 @@
-"""Tiers that machines share, behind a network. Each file is one idea:
+"""Tiers that machines share, behind a network.
 
-`identity` names and seals blocks, `hints` remembers what was learnt of them, `circuit` leaves a dead node
-alone, `line` is a thread and its connection, `tier` is what the scheduler sees. `resp` speaks to one server,
-and `batches` are what is said to it. Of a cluster each `node` is such a tier, with some of the `divisions`;
-`cluster` has the map. `bucket` speaks to an object store, `objects` are what is said to it, `places` tells
-which blocks an object has, and `packed` is what the scheduler sees. Byte by byte in docs/formats.md, for
-people in docs/tiers.md.
+`tier` is what the scheduler sees. It is composed of a `peer` (handshake, epoch, health), `jobs` (exchanges in
+flight and the threads that perform them), a `presence` cache, a `write_log` and, for a bucket, `groups`. A
+`protocol` performs the `exchanges` over a connection: `valkey.protocol` for RESP, `s3.protocol` for S3.
+Formats are in docs/formats.md, usage in docs/tiers.md.
 """

@@ -1,4 +1,4 @@
-"""Names of servers: looked up on threads of their own, and connected to within one deadline.
+"""Resolution of host names on background threads, and connections within one deadline.
 
 Owns addresses and connection attempts. Knows no protocol.
 """
@@ -195,6 +195,14 @@ def _begin(candidate: SocketAddress, selector: selectors.BaseSelector, stack: co
     with contextlib.suppress(BlockingIOError):
         attempt.connect(address)
     selector.register(attempt, selectors.EVENT_WRITE, candidate)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a host that is this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _is_literal(host: str) -> bool:

@@ -1,30 +1,33 @@
-"""Circuit breakers: when a server that does not answer is left alone, and when it is tried again. No I/O."""
+"""Circuit breakers: when a failing server is left alone, and when it is tried again. No I/O."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
+import numpy as np
+
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.backoff import Backoff
+from kvoffload.tiers.shared.errors import QueuedTooLongError
+from kvoffload.tiers.shared.exchanges import PROBE, READ, WRITE, BlockExchange, Exchange
+
 _FAILURES = 3
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_JITTER = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 1.0, 60.0, 0.5
 LONGEST_SERVER_PAUSE_S = 3.0
-"""With its jitter at most 4.5 s: a server that is back is found within 5 s. A greeting costs 200 bytes."""
-
-PROBE, READ, WRITE = "probe", "read", "write"
+"""At most 4.5 s with jitter: a server that is back is found within 5 s. A handshake costs 200 bytes."""
 
 
-class Circuit:
-    """Closed while calls succeed; open for a while after three failures in a row; then half open: one
-    attempt decides, and it is no request's.
+class CircuitBreaker:
+    """Closed while calls succeed. Three failures in a row open it for a pause; then it is half open, and one
+    attempt, which no request waits for, decides.
 
-    Pauses double from one second, each up to half longer or shorter, so that a hundred machines do not come
-    back at the same instant.
+    Pauses double from one second, with jitter, so that many machines do not come back at the same instant.
 
     Args:
         clock: monotonic seconds.
-        chance: in [0, 1).
-        longest_pause_s: the bound of a pause, before it is made longer or shorter.
+        chance: random numbers in [0, 1).
+        longest_pause_s: bound of a pause, before jitter.
 
     Thread: one.
     """
@@ -35,89 +38,135 @@ class Circuit:
         chance: Callable[[], float] = random.random,
         longest_pause_s: float = _LONGEST_PAUSE_S,
     ) -> None:
-        self._clock, self._chance, self._longest_pause_s = clock, chance, longest_pause_s
+        self._clock = clock
+        self._backoff = Backoff(_FIRST_PAUSE_S, longest_pause_s, _JITTER, chance)
         self._num_failures = 0
-        self._pause_s = _FIRST_PAUSE_S
-        self._next_try: float | None = None
+        self.next_attempt: float | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is sent, but for an attempt."""
-        return self._next_try is not None
+        """True while nothing but an attempt is sent."""
+        return self.next_attempt is not None
 
     @property
-    def may_try(self) -> bool:
-        """Whether it is open, and time for an attempt."""
-        return self._next_try is not None and self._clock() >= self._next_try
+    def may_attempt(self) -> bool:
+        """True if it is open and its pause is over."""
+        return self.next_attempt is not None and self._clock() >= self.next_attempt
 
     def succeeded(self) -> None:
-        """A call has succeeded: close."""
-        self._num_failures, self._pause_s, self._next_try = 0, _FIRST_PAUSE_S, None
+        """Close after a successful call."""
+        self._num_failures, self.next_attempt = 0, None
+        self._backoff.reset()
 
     def answered(self) -> None:
-        """An attempt was answered and proves little: close, but the next failure opens again, for longer."""
+        """Close after a reply that proves little; the next failure opens it again, for longer."""
         if self.is_open:
-            self._num_failures, self._next_try = _FAILURES - 1, None
+            self._num_failures, self.next_attempt = _FAILURES - 1, None
 
     def failed(self) -> None:
-        """A call has failed. While it is open and no attempt is due nothing changes: the call was begun
-        before."""
+        """Count a failed call. While it is open, only a failed attempt counts: other calls began before."""
         self._num_failures += 1
-        if self._num_failures >= _FAILURES and (not self.is_open or self.may_try):
+        if self._num_failures >= _FAILURES and (not self.is_open or self.may_attempt):
             self.open()
 
     def open(self) -> None:
         """Open for the next pause."""
         self._num_failures = max(self._num_failures, _FAILURES)
-        self._next_try = self._clock() + self._pause_s * (1.0 + _JITTER * (2.0 * self._chance() - 1.0))
-        self._pause_s = min(2.0 * self._pause_s, self._longest_pause_s)
+        self.next_attempt = self._clock() + self._backoff.next_s()
+
+    def end_pause(self) -> None:
+        """Allow an attempt at once."""
+        if self.is_open:
+            self.next_attempt = 0.0
 
 
 class Breakers:
-    """The circuits of a server: one for all that is sent to it, and one for each type of operation.
+    """Circuit breakers of a server: one for the server, and one for each type of operation.
 
-    Three failures in a row of any type open the server's; a greeting closes it. A server that answers
-    greetings and probes but hangs on values would close it again and again, so failures of a type in a row
-    count as well, and only an operation of the same type closes the circuit of that type.
+    Three failures in a row of any type open the breaker of the server; a handshake closes it. A server that
+    answers handshakes and probes but hangs on values would close it again and again. So failures of a type
+    in a row count as well, and only an operation of the same type closes the breaker of that type.
 
     Attributes:
-        server: pauses are 3 s at most. operations: by type; pauses are 60 s at most.
-        num_outages, outage_s: how often the server's circuit, or that of reads, has opened, and for how many
-            seconds one of them has been open.
+        server: its pauses are at most 3 s, before jitter.
+        operations: by type; their pauses are at most 60 s.
+        attempts: by type, the job that decides a half-open breaker.
+        retry_keys: by type, a block for an attempt.
+        num_outages: openings of the breaker of the server or of reads.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], chance: Callable[[], float] = random.random) -> None:
         self._clock = clock
-        self.server = Circuit(clock, longest_pause_s=LONGEST_SERVER_PAUSE_S)
-        self.operations = {kind: Circuit(clock) for kind in (PROBE, READ, WRITE)}
+        self.server = CircuitBreaker(clock, chance, LONGEST_SERVER_PAUSE_S)
+        self.operations = {kind: CircuitBreaker(clock, chance) for kind in (PROBE, READ, WRITE)}
+        self.attempts: dict[str, int] = {}
+        self.retry_keys: dict[str, Keys] = {}
+        self._succeeded_at = dict.fromkeys((PROBE, READ, WRITE), 0.0)
         self.num_outages = 0
         self._outage_s = 0.0
-        self._since: float | None = None
+        self._out_since: float | None = None
 
     @property
     def is_any_open(self) -> bool:
-        """Whether an attempt may be due."""
-        return self.server.is_open or any(circuit.is_open for circuit in self.operations.values())
+        """True if an attempt may become due."""
+        return self.server.is_open or any(breaker.is_open for breaker in self.operations.values())
 
     @property
     def is_out(self) -> bool:
-        """Whether nothing can be read."""
+        """True while nothing can be read."""
         return self.server.is_open or self.operations[READ].is_open
 
     @property
     def outage_s(self) -> float:
-        return self._outage_s + (0.0 if self._since is None else self._clock() - self._since)
+        """Seconds without reads: waits before each outage, and the time that a breaker was open."""
+        return self._outage_s + (0.0 if self._out_since is None else self._clock() - self._out_since)
 
-    def open_kinds(self) -> list[str]:
-        """The types of operations that are not sent now."""
-        return [kind for kind, circuit in self.operations.items() if self.server.is_open or circuit.is_open]
+    def open_kinds(self) -> set[str]:
+        """Return the types of operations that are not sent now."""
+        return {kind for kind, breaker in self.operations.items() if self.server.is_open or breaker.is_open}
+
+    def may_attempt(self, kind: str) -> bool:
+        """Return True if the pause of this type is over and no attempt is in flight."""
+        is_reachable = not self.server.is_open and kind not in self.attempts
+        return is_reachable and self.operations[kind].may_attempt
+
+    def is_attempt(self, exchange: BlockExchange) -> bool:
+        """Return True if the exchange decides the breaker of its type."""
+        return self.attempts.get(exchange.kind) == exchange.job
+
+    def note_success(self, exchange: BlockExchange) -> None:
+        """Close the breaker of the exchange's type, unless the exchange began before it opened."""
+        self._succeeded_at[exchange.kind] = exchange.ended
+        breaker = self.operations[exchange.kind]
+        if breaker.is_open and not self.is_attempt(exchange):
+            return
+        if exchange.kind == READ and not exchange.ok.any():
+            breaker.answered()  # absence of all blocks proves little for a server that hangs on values
+        else:
+            breaker.succeeded()
+
+    def note_failure(self, exchange: Exchange, error: Exception) -> bool:
+        """Count a failure; returns False if it does not count because the server is slow but answers."""
+        if isinstance(exchange, BlockExchange):
+            has_answered = exchange.submitted < self._succeeded_at[exchange.kind]
+            if has_answered and isinstance(error, QueuedTooLongError):
+                return False
+            self.retry_keys[exchange.kind] = exchange.keys.take(np.zeros(1, np.intp))
+            self.operations[exchange.kind].failed()
+        self.server.failed()
+        return True
 
     def note_outage(self, waited_s: float) -> None:
         """Count an outage that has begun, after a wait of `waited_s`, or one that has ended."""
-        if self.is_out and self._since is None:
+        if self.is_out and self._out_since is None:
             self.num_outages += 1
             self._outage_s += waited_s
-            self._since = self._clock()
-        elif not self.is_out and self._since is not None:
-            self._outage_s += self._clock() - self._since
-            self._since = None
+            self._out_since = self._clock()
+        elif not self.is_out and self._out_since is not None:
+            self._outage_s += self._clock() - self._out_since
+            self._out_since = None
+
+    def end_pauses(self) -> None:
+        """Allow an attempt of every open breaker at once."""
+        for breaker in (self.server, *self.operations.values()):
+            breaker.end_pause()

@@ -1,6 +1,7 @@
-"""A thread with one connection: it runs batches one after the other. Knows no blocks.
+"""A thread with one connection, which performs exchanges one after the other. Knows no blocks.
 
-Not the disk's pipeline: there a write waits for a sync of all, here each batch has a deadline of its own.
+The pipeline of the disk tier differs: there a write waits for a common sync, here each exchange has a
+deadline of its own.
 """
 
 from __future__ import annotations
@@ -9,123 +10,150 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from kvoffload.tiers.shared.batches import Batch, QueuedTooLongError
+from kvoffload.tiers.shared.errors import QueuedTooLongError
+from kvoffload.tiers.shared.exchanges import Exchange
 
 CONNECT_S = 0.5
 
-Connect: TypeAlias = Callable[[float], Any]
-"""Makes a connection, logged in, by the time (`time.monotonic`) that it is given: what batches speak through,
-with `close`, `abort`, `has_received` and `is_in_step` of `resp.Connection`."""
+
+class Connection(Protocol):
+    """A connection, logged in.
+
+    Attributes:
+        has_received: a byte has arrived since this was last set to False.
+        is_in_step: every reply has been read, and the server has not closed the connection.
+    """
+
+    has_received: bool
+
+    @property
+    def is_in_step(self) -> bool: ...
+    def abort(self) -> None:
+        """End the exchange in progress. Thread: any."""
+
+    def close(self) -> None: ...
 
 
-class Line:
-    """Runs batches in their order; `deliver` gets each back, on the line's thread, when it has ended. A batch
-    that somebody else has claimed is skipped.
+C = TypeVar("C", bound=Connection)
+Connect: TypeAlias = Callable[[float], C]
+"""Makes a connection until a deadline (of `time.monotonic`)."""
 
-    A batch ends by its deadline, however the network fails: it is cut short there, and the connection is
-    closed before it is delivered, so that nothing writes to its rows afterwards. The next batch gets a new
-    connection.
+
+class ConnectionThread(Generic[C]):
+    """Performs exchanges in their order and delivers each exchange when it has ended.
+
+    An exchange ends by its deadline, however the network fails: it is aborted, and its connection is closed
+    before it is delivered, so that nothing writes to its rows afterwards. An exchange claimed by the tier is
+    skipped.
 
     Args:
         name: of the thread.
+        perform: performs an exchange over a connection.
+        deliver: called on this thread.
 
-    Thread: `submit`, `stop` on one thread; neither waits.
+    Thread: `submit` and `stop` on one thread; neither waits.
     """
 
-    def __init__(self, name: str, connect: Connect, deliver: Callable[[Batch], None]) -> None:
-        self._connect, self._deliver = connect, deliver
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._connection: Any = None
+    def __init__(
+        self,
+        name: str,
+        connect: Connect[C],
+        perform: Callable[[C, Exchange], None],
+        deliver: Callable[[Exchange], None],
+    ) -> None:
+        self._connect, self._perform, self._deliver = connect, perform, deliver
+        self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
+        self._connection: C | None = None
         self._stopping = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread, unless it was started. Raises `RuntimeError` if the process can have no more."""
+        """Start the thread if necessary. Raises `RuntimeError` at the limit of threads of the process."""
         if self._thread.ident is None:
             self._thread.start()
 
-    def submit(self, batch: Batch) -> None:
-        """Run a batch after those that were submitted before it. The first starts the thread; if that cannot
-        be, the batch ends at once with the error."""
+    def submit(self, exchange: Exchange) -> None:
+        """Queue an exchange. The first one starts the thread; if that fails, the exchange ends with the
+        error."""
         try:
             self.start()
         except RuntimeError as error:
-            if batch.claim():
-                batch.error, batch.ended = error, time.monotonic()
-                self._deliver(batch)
+            if exchange.claim():
+                exchange.error, exchange.ended = error, time.monotonic()
+                self._deliver(exchange)
             return
-        self._batches.put(batch)
+        self._queue.put(exchange)
 
     @property
     def load(self) -> int:
-        """Batches that have not ended, about."""
-        return self._batches.qsize() + self._is_busy
+        """Number of exchanges that have not ended, approximately."""
+        return self._queue.qsize() + self._is_busy
 
     def stop(self) -> None:
-        """Cut short what is under way, and end the thread."""
+        """Abort the exchange in progress and end the thread."""
         self._stopping = True
-        self._batches.put(None)
+        self._queue.put(None)
         connection = self._connection
         if connection is not None:
             connection.abort()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end."""
+        """Wait for the end of the thread; return False on time-out."""
         if self._thread.ident is None:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # ---- its thread
+    # ---- on the thread
 
     def _run(self) -> None:
         while True:
-            batch = self._batches.get()
-            if batch is None:
-                self._hang_up()
+            exchange = self._queue.get()
+            if exchange is None:
+                self._close()
                 return
-            if not batch.claim():
-                continue  # the tier has given it up
+            if not exchange.claim():
+                continue  # the tier has dropped it
             self._is_busy = True
             try:
-                if time.monotonic() >= batch.deadline:
+                if time.monotonic() >= exchange.deadline:
                     raise QueuedTooLongError("deadline exceeded while queued")
-                self._say(batch)
+                self._run_one(exchange)
             except Exception as error:
-                # The network's failure, a refusal, a reset, or our bug: what comes next on this connection is
-                # the answer to something that nobody waits for any more.
-                batch.error = error
-                self._hang_up()
-            if batch.hangs_up:
-                self._hang_up()
-            batch.ended = time.monotonic()
+                # A failure of the network, a refusal, a reset, or our bug: the next bytes on this connection
+                # would be the reply to a request that nobody waits for any more.
+                exchange.error = error
+                self._close()
+            if exchange.closes_connection:
+                self._close()
+            exchange.ended = time.monotonic()
             self._is_busy = False
-            self._deliver(batch)
-            del batch  # with the last reference to the pool's rows
+            self._deliver(exchange)
+            del exchange  # with the last reference to the rows of the pool
 
-    def _say(self, batch: Batch) -> None:
+    def _run_one(self, exchange: Exchange) -> None:
         if self._connection is not None and not self._connection.is_in_step:
-            self._hang_up()  # the next answer would be the one to something else
+            self._close()  # the next reply would be the reply to another request
         if self._connection is not None:
             self._connection.has_received = False
             try:
-                batch.run(self._connection)
+                self._perform(self._connection, exchange)
                 return
             except ConnectionError:
-                # Servers, and what stands before them, close connections that were idle; one finds out when
-                # one speaks. A server that is gone is found out by the second attempt.
+                # Servers and proxies close idle connections, which shows at the next request. A second
+                # attempt on a new connection detects a server that is gone.
                 if self._connection.has_received:
                     raise
-                self._hang_up()
+                self._close()
         if not self._stopping:
-            self._connection = self._connect(min(batch.deadline, time.monotonic() + CONNECT_S))
-        if self._stopping or self._connection is None:  # to find an address may have taken long
+            self._connection = self._connect(min(exchange.deadline, time.monotonic() + CONNECT_S))
+        if self._stopping or self._connection is None:  # finding an address may have taken long
             raise ConnectionAbortedError("the tier is closed")
-        batch.run(self._connection)
+        self._perform(self._connection, exchange)
 
-    def _hang_up(self) -> None:
+    def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None

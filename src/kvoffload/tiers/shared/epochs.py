@@ -1,7 +1,7 @@
-"""The epochs that this process has seen: which one each epoch key has, and which have ended. No I/O.
+"""Epochs that this process has seen: the present number of each epoch key, and ended numbers. No I/O.
 
 A server that restores a snapshot, a backup, or a replica that missed a reset brings back an epoch that has
-ended, with its blocks. The tier resets the cache again instead of entering such an epoch.
+ended, with its blocks. The tier resets the cache again instead of using an ended epoch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_ENDED = 1 << 16
-"""Epochs that are remembered: 256 resets of a cluster, which has 256 epochs."""
+"""Ended epochs that are remembered: 256 resets of a cluster, which has 256 epochs."""
 
 
 class EpochHistory:
@@ -25,7 +25,7 @@ class EpochHistory:
     Attributes:
         has_warned: a warning about persistence has been logged.
 
-    Times are those of `time.monotonic`. Memory: about 150 bytes for each number. Thread: one.
+    Times are of `time.monotonic`. Memory: about 150 bytes for each number. Thread: one.
     """
 
     def __init__(self, most_ended: int = MOST_ENDED) -> None:
@@ -53,15 +53,16 @@ class EpochHistory:
                 self.end_number(number, now)
 
     def end_number(self, number: int, now: float) -> None:
-        """Record that this number has ended, under whichever key it was."""
+        """Record that this number has ended, under any key."""
         self._ended.setdefault(number, now)
         if len(self._ended) > self._most_ended:
             del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int, since: float) -> bool:
-        """Whether a server that has this number, asked at `since` or later, has restored it."""
+        """Return True if a server that returned this number, asked at `since` or later, has restored it."""
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Whether the number has ended, and the server may have been asked before that: proves nothing."""
+        """Return True if the number has ended, but the server may have been asked before: that proves
+        nothing."""
         return number in self._ended and not self.has_ended(number, since)

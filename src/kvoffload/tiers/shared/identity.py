@@ -1,4 +1,4 @@
-"""What a block is called in a shared engine, and the header that binds its bytes to that name.
+"""Names of blocks in a shared server, and the header that binds the bytes of a block to its name.
 
 Owns the bytes that docs/formats.md describes. Does no I/O.
 """
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,18 +41,18 @@ Headers: TypeAlias = npt.NDArray[Any]
 
 _REST = b"+"
 _ADDED_BYTES = 64
-"""What a server adds to a value, at most."""
+"""Most bytes that a server adds to a value."""
 _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 
 @cache
 def head_bytes(block_bytes: int) -> int:
-    """How many bytes of a block stand behind its header in a server; the others, if any, are a value of their
-    own (`names_of_rests`).
+    """Return the number of bytes of a block in its first value, behind the header.
 
-    Servers take memory in jemalloc's classes, four to each doubling, and a block of a power of two with its
-    header is just above one: a quarter would be lost. So a block that would lose more than a tenth is cut,
-    such that the second value just fits into the largest class that it fills.
+    The other bytes, if any, are a second value (`rest_names`). Servers allocate memory in jemalloc's size
+    classes, four to each doubling, and a block of a power of two with its header is just above a class, which
+    would waste a quarter. A block that would waste more than a tenth is split, so that the second value just
+    fits into the largest class that it fills.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
@@ -60,18 +60,18 @@ def head_bytes(block_bytes: int) -> int:
     return block_bytes + _ADDED_BYTES - _class_below(block_bytes + _ADDED_BYTES)
 
 
-def names_of_rests(names: list[bytes]) -> list[bytes]:
-    """What the second values of blocks with these names are called."""
+def rest_names(names: list[bytes]) -> list[bytes]:
+    """Return the names of the second values of these blocks."""
     return [name + _REST for name in names]
 
 
 def is_rest(name: bytes) -> bool:
-    """Whether it is the name of a second value."""
+    """Return True for the name of a second value."""
     return name.endswith(_REST)
 
 
 def _class_below(num_bytes: int) -> int:
-    """The largest of jemalloc's classes that is not larger: (4 + k) * 2^m, k from 0 to 3."""
+    """Return the largest of jemalloc's size classes up to this size: (4 + k) * 2^m, k from 0 to 3."""
     step = 1 << (num_bytes.bit_length() - 3)
     return num_bytes // step * step
 
@@ -81,69 +81,65 @@ def _class_above(num_bytes: int) -> int:
     return below if below == num_bytes else below + (1 << (num_bytes.bit_length() - 3))
 
 
-class Asked(NamedTuple):
-    """Where it is written in which epoch some blocks are.
+class EpochKeys(NamedTuple):
+    """The epoch keys that cover a batch of blocks.
 
     Attributes:
-        names: under which names. numbers: what must be there, None where that is not known.
-        of: for each block, the row of its epoch.
+        names: the keys.
+        numbers: the expected epoch under each key; None if it is not known.
+        row_of: for each block, the row of its epoch key.
     """
 
     names: list[bytes]
     numbers: Sequence[int | None]
-    of: npt.NDArray[np.intp]
+    row_of: npt.NDArray[np.intp]
 
 
-class Naming(ABC):
-    """What blocks are called, and the headers that bind their bytes to it, while no reset comes between."""
+class Epoch(ABC):
+    """Names and headers of blocks between two resets."""
 
     producer: bytes
 
     @abstractmethod
     def names(self, keys: Keys) -> list[bytes]:
-        """What each block is called; all names have one length."""
+        """Return the name of each block; all names have one length."""
 
     @abstractmethod
-    def asked(self, keys: Keys) -> Asked:
-        """What must still be as it was for these names to be valid."""
+    def epoch_keys(self, keys: Keys) -> EpochKeys:
+        """Return the epoch keys that must be unchanged for these blocks to count."""
 
     @abstractmethod
-    def _numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
-        """The number of each block's epoch, and what its checksum is seeded with besides its key."""
+    def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
+        """Return the epoch number of each block, and the seed of its checksum apart from the key."""
 
     def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
-        """The headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
-        headers, seeds = self._without_checksums(keys, block_bytes)
-        headers["checksum"] = block_checksums(addresses, block_bytes, seeds)
-        return headers
-
-    def sound(self, keys: Keys, headers: Headers, addresses: npt.NDArray[np.int64], block_bytes: int) -> Mask:
-        """Which of these blocks are what was stored under their keys, in this place. Cost: as `headers`."""
-        expected = self.headers(keys, addresses, block_bytes)
-        sound: Mask = (_words(headers) == _words(expected)).all(axis=1)
-        return sound
-
-    def _without_checksums(self, keys: Keys, block_bytes: int) -> tuple[Headers, Checksums]:
-        """The headers, and what the checksums are seeded with."""
+        """Compute the headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
         digests = keys.digests
-        numbers, seeds = self._numbers_and_seeds(digests)
+        numbers, seeds = self.numbers_and_seeds(digests)
         headers = np.zeros(len(keys), HEADER)
         headers["magic"], headers["version"] = _MAGIC, _VERSION
         headers["header_bytes"], headers["block_bytes"] = HEADER_BYTES, block_bytes
         headers["producer"] = np.frombuffer(self.producer, np.uint8)
         headers["epoch"], headers["key"] = numbers, digests
-        return headers, digests ^ seeds
+        headers["checksum"] = block_checksums(addresses, block_bytes, digests ^ seeds)
+        return headers
+
+    def sound(self, keys: Keys, headers: Headers, addresses: npt.NDArray[np.int64], block_bytes: int) -> Mask:
+        """Return the blocks that equal what was stored under their keys. Cost: as `headers`."""
+        expected = self.headers(keys, addresses, block_bytes)
+        sound: Mask = (_words(headers) == _words(expected)).all(axis=1)
+        return sound
 
 
 @dataclass(frozen=True)
-class Epoch(Naming):
-    """A place for blocks: those of one producer in one namespace, between two resets.
+class SingleEpoch(Epoch):
+    """One epoch for all blocks of a producer in a namespace.
 
     Attributes:
-        namespace: letters, digits, and ``._-``; an access rule of the engine can fence it.
-        producer: 16 bytes that say who computes the blocks.
-        number: 64 random bits. Numbers are never counted up: an engine that loses one gives out a new one,
-            and what was stored under the lost one is never found again.
+        namespace: letters, digits, and ``._-``; an access rule of the server can restrict a user to it.
+        producer: 16 bytes that identify the producer of the blocks.
+        number: 64 random bits, not a counter: a server that loses its number is given a new one, and blocks
+            of the lost number are never found again.
     """
 
     namespace: str
@@ -152,23 +148,47 @@ class Epoch(Naming):
 
     @cached_property
     def prefix(self) -> bytes:
-        """What the names of its blocks begin with."""
-        return f"{place_of(self.namespace, self.producer)}:{self.number:016x}:".encode()
+        """Prefix of the names of its blocks."""
+        return f"{producer_prefix(self.namespace, self.producer)}:{self.number:016x}:".encode()
 
     @cached_property
     def seed(self) -> np.uint64:
-        """What its checksums are seeded with, besides the block's key."""
+        """Seed of its checksums, apart from the key."""
         return seed_of(self.namespace, self.producer, self.number)
 
     def names(self, keys: Keys) -> list[bytes]:
-        """What each block is called: 72 hexadecimal digits of the key for vLLM's keys, behind the prefix."""
+        """Return the name of each block: the prefix and 72 hexadecimal digits for vLLM's keys."""
         return [self.prefix + digits for digits in hexadecimal(keys)]
 
-    def asked(self, keys: Keys) -> Asked:
-        return Asked([epoch_name(self.namespace, self.producer)], [self.number], np.zeros(len(keys), np.intp))
+    def epoch_keys(self, keys: Keys) -> EpochKeys:
+        name = epoch_name(self.namespace, self.producer)
+        return EpochKeys([name], [self.number], np.zeros(len(keys), np.intp))
 
-    def _numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
+    def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
         return np.uint64(self.number), self.seed
+
+
+class Keyspace(Protocol):
+    """The epoch keys of a producer on one server, and the epochs that they hold."""
+
+    @property
+    def epoch_keys(self) -> Sequence[bytes]: ...
+    def epoch(self, numbers: Sequence[int | None]) -> Epoch:
+        """Return the epoch with these numbers, in the order of `epoch_keys`."""
+
+
+@dataclass(frozen=True)
+class SingleKeyspace:
+    """A keyspace with one epoch, for a server that stands alone or a bucket."""
+
+    namespace: str
+    producer: bytes
+    epoch_keys: Sequence[bytes]
+
+    def epoch(self, numbers: Sequence[int | None]) -> SingleEpoch:
+        (number,) = numbers
+        assert number is not None
+        return SingleEpoch(self.namespace, self.producer, number)
 
 
 def _words(headers: Headers) -> npt.NDArray[np.uint64]:
@@ -176,34 +196,34 @@ def _words(headers: Headers) -> npt.NDArray[np.uint64]:
 
 
 def hexadecimal(keys: Keys) -> list[bytes]:
-    """Each key, two digits a byte."""
+    """Return each key as text, two digits a byte."""
     size, digits = 2 * keys.key_bytes, b"".join(keys).hex().encode()
     return [digits[at : at + size] for at in range(0, len(keys) * size, size)]
 
 
 def seed_of(namespace: str, producer: bytes, number: int) -> np.uint64:
-    """What checksums of an epoch are seeded with, besides the block's key."""
+    """Return the seed of an epoch's checksums, apart from the key."""
     text = f"{FORMAT}\0{namespace}\0".encode() + producer
     seed: np.uint64 = np.uint64(xxhash.xxh3_64_intdigest(text, number))
     return seed
 
 
-def place_of(namespace: str, producer: bytes) -> str:
-    """What the names of all epochs of a producer begin with."""
+def producer_prefix(namespace: str, producer: bytes) -> str:
+    """Return the prefix of all names of a producer."""
     return f"{FORMAT}:{namespace}:{producer.hex()}"
 
 
 def epoch_name(namespace: str, producer: bytes) -> bytes:
-    """Where an engine keeps the number of the present epoch, as 16 hexadecimal digits."""
-    return f"{place_of(namespace, producer)}:epoch".encode()
+    """Return the epoch key of a server that stands alone. Its value is 16 hexadecimal digits."""
+    return f"{producer_prefix(namespace, producer)}:epoch".encode()
 
 
 def about_name(epoch: bytes) -> bytes:
-    """The name of a producer's text, which only ``inspect`` reads, beside an epoch of that name."""
-    place, _, tag = epoch.rpartition(b":epoch")
-    return place + b":about" + tag
+    """Return the name of a producer's text, which only ``inspect`` reads, beside this epoch key."""
+    prefix, _, tag = epoch.rpartition(b":epoch")
+    return prefix + b":about" + tag
 
 
 def producer_of(fingerprint: str) -> bytes:
-    """The 16 bytes that stand for a producer."""
+    """Return the 16 bytes that identify a producer."""
     return hashlib.sha256(fingerprint.encode()).digest()[:16]

@@ -1,6 +1,7 @@
-"""What this process has learnt of the blocks in a shared tier, for a while. Knows no network.
+"""Cache of the blocks that a shared tier has or lacks. Knows no network.
 
-A hint may be wrong at any time: others write, and the engine evicts. A wrong one costs a miss, or a question.
+An entry may be wrong at any time: other machines write, and the server evicts. A wrong entry costs a miss or
+a probe.
 """
 
 from __future__ import annotations
@@ -16,80 +17,80 @@ from kvoffload.structures.jit import I64Array, U64Array
 from kvoffload.tiers.contract import Mask
 
 PRESENT_S, ABSENT_S = 60.0, 5.0
-NUM_HINTS = 1 << 20
+NUM_ENTRIES = 1 << 20
 
 
-class Hints:
-    """Which blocks are present until when, and which are absent until when.
+class PresenceCache:
+    """A direct-mapped table: the digest of a key selects its entry, and a new entry replaces the old one.
 
-    A table in which each key has one place, by its digest: a hint that comes to a place that another one has
-    replaces it. So it is bounded, and what it has forgotten is asked for again.
+    So memory is bounded, and forgotten blocks are probed again.
 
     Args:
-        num_hints: places, a power of two.
-        present_s, absent_s: how long a hint of each kind is believed.
         clock: monotonic seconds, above 0.
+        num_entries: a power of two.
+        present_s, absent_s: lifetime of an entry for a block that is present, or absent.
 
-    Memory: 16 bytes a hint. Cost: 20 to 80 ns a key in batches. Thread: one.
+    Memory: 16 bytes an entry. Cost: 20 to 80 ns a key in batches. Thread: one.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
-        num_hints: int = NUM_HINTS,
+        num_entries: int = NUM_ENTRIES,
         present_s: float = PRESENT_S,
         absent_s: float = ABSENT_S,
     ) -> None:
         self._clock, self._present_s, self._absent_s = clock, present_s, absent_s
-        # Digest xor how often all was forgotten: two that differ in that alone never have the same place.
-        self._keys = _pages(num_hints).view(np.uint64)
+        # Digest xor the number of `clear` calls: digests that differ only in that never share an entry.
+        self._keys = _small_pages(num_entries).view(np.uint64)
         self._times_cleared = np.uint64(0)
-        # When the hint ends; negative for a block that is absent; 0 for none.
-        self._until = _pages(num_hints).view(np.float64)
-        self._mask = np.uint64(num_hints - 1)
+        # End of the entry's lifetime; negative for an absent block; 0 for an empty entry.
+        self._until = _small_pages(num_entries).view(np.float64)
+        self._mask = np.uint64(num_entries - 1)
 
     def present(self, digests: U64Array) -> Mask:
-        """Which blocks are believed to be there."""
-        at = self._places(digests)
-        found: Mask = self._is_in(at, digests) & (self._until[at] > self._clock())
-        return found
+        """Return the blocks that are known to be present."""
+        at = self._entries(digests)
+        mask: Mask = self._matches(at, digests) & (self._until[at] > self._clock())
+        return mask
 
     def known(self, digests: U64Array) -> Mask:
-        """Which blocks are believed to be there, or not to be."""
-        at = self._places(digests)
-        found: Mask = self._is_in(at, digests) & (np.abs(self._until[at]) > self._clock())
-        return found
+        """Return the blocks that are known to be present or absent."""
+        at = self._entries(digests)
+        mask: Mask = self._matches(at, digests) & (np.abs(self._until[at]) > self._clock())
+        return mask
 
     def learn(self, digests: U64Array, present: Mask) -> None:
-        """These blocks are there, or not, as far as is known now."""
-        at, now = self._places(digests), self._clock()
+        """Record which of these blocks are present; the others are absent."""
+        at, now = self._entries(digests), self._clock()
         self._keys[at] = digests ^ self._times_cleared
         self._until[at] = np.where(present, now + self._present_s, -(now + self._absent_s))
 
     def forget(self, digests: U64Array) -> None:
-        """Nothing is known of these blocks."""
-        at = self._places(digests)
-        self._until[at[self._is_in(at, digests)]] = 0.0
+        """Drop the entries of these blocks."""
+        at = self._entries(digests)
+        self._until[at[self._matches(at, digests)]] = 0.0
 
     def clear(self) -> None:
-        """Nothing is known of any block. Cost: O(1), and no page is given back or zeroed: either may take
-        20 ms."""
+        """Drop all entries. Cost: O(1); freeing or zeroing the pages could take 20 ms."""
         self._times_cleared += np.uint64(1)
 
-    def _places(self, digests: U64Array) -> I64Array:
-        # numpy gives up the interpreter's lock to index with unsigned numbers, and gets it back when others
-        # are done with it: the scheduler's thread waited for milliseconds.
-        found: I64Array = (digests & self._mask).view(np.int64)
-        return found
+    def _entries(self, digests: U64Array) -> I64Array:
+        # Signed, because numpy releases the GIL to index with unsigned numbers, and the scheduler's thread
+        # would wait milliseconds to get it back.
+        entries: I64Array = (digests & self._mask).view(np.int64)
+        return entries
 
-    def _is_in(self, at: I64Array, digests: U64Array) -> Mask:
-        found: Mask = self._keys[at] == digests ^ self._times_cleared
-        return found
+    def _matches(self, at: I64Array, digests: U64Array) -> Mask:
+        mask: Mask = self._keys[at] == digests ^ self._times_cleared
+        return mask
 
 
-def _pages(count: int) -> npt.NDArray[np.uint8]:
-    """Zeros, eight bytes each, in small pages: the first use of a huge one zeroes two megabytes, and 64
-    blocks are in as many of them as there are."""
+def _small_pages(count: int) -> npt.NDArray[np.uint8]:
+    """Allocate zeros, eight bytes each, without huge pages.
+
+    The first use of a huge page zeroes two megabytes, and 64 blocks may touch 64 pages.
+    """
     memory = mmap.mmap(-1, 8 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_NOHUGEPAGE)

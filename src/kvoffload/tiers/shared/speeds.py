@@ -1,4 +1,4 @@
-"""How fast a tier is that machines share, by using it: for people at a command line, and for choosing one."""
+"""Measurement of the speed of a shared tier, for `kvoffload tier bench` and `kvoffload calibrate`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _STEP_S = 0.0002
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Of one size of blocks; medians.
+    """Medians for one block size.
 
     Attributes:
-        num_blocks: read and written at a time.
-        probe_s: to ask for 64 blocks. first_s: to read one block.
-        put_bytes_per_s, get_bytes_per_s: of whole batches, verified.
-        num_wrong: blocks that came back with other bytes: 0.
+        num_blocks: blocks of a batch.
+        probe_s: seconds of a probe of 64 blocks. first_s: seconds of a read of one block.
+        put_bytes_per_s, get_bytes_per_s: for whole batches, verified.
+        num_wrong: blocks that were read with wrong bytes: 0.
     """
 
     block_bytes: int
@@ -38,20 +38,21 @@ class Speeds:
     num_wrong: int
 
     def seconds_for(self, num_bytes: float) -> float:
-        """To ask for blocks of so many bytes together, and to read them."""
+        """Return the seconds of a probe and a read of this many bytes."""
         waiting_s = max(0.0, self.first_s - self.block_bytes / self.get_bytes_per_s)
         return self.probe_s + waiting_s + num_bytes / self.get_bytes_per_s
 
     def worth_from_bytes(self, computed_bytes_per_s: float) -> float | None:
-        """From how many bytes on reading is faster than computing as many in a second; None for never."""
+        """Return the break-even size of a read, given the bytes a second that are computed; None for
+        never."""
         gained = 1.0 / computed_bytes_per_s - 1.0 / self.get_bytes_per_s
         return self.seconds_for(0.0) / gained if gained > 0 else None
 
 
 def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
-    """Use a tier that is empty; in each round it is reset, and all blocks are written anew.
+    """Measure a tier without other users. Each round resets the tier and writes all blocks again.
 
-    Raises: `UnavailableError` if it loses blocks meanwhile.
+    Raises: `UnavailableError` if the tier loses blocks.
     """
     size = tier.block_bytes
     count = max(1, min(_MOST_BLOCKS, _MOST_BYTES // size))
@@ -67,13 +68,13 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
             raise UnavailableError("tier", tier.name, "it does not confirm a reset")
         pool[:] = content
         job, _ = tier.submit_write(keys[:count], pool, rows)
-        puts.append(_ended(tier, job, timeout_s).seconds)
+        puts.append(_wait(tier, job, timeout_s).seconds)
         pool[:] = 0
-        gets.append(_ended(tier, tier.submit_read(keys[:count], pool, rows), timeout_s).seconds)
+        gets.append(_wait(tier, tier.submit_read(keys[:count], pool, rows), timeout_s).seconds)
         num_wrong += int(np.count_nonzero((pool != content).any(axis=1)))
-        firsts.append(_ended(tier, tier.submit_read(keys[:1], pool, rows[:1]), timeout_s).seconds)
-        asked = _ended(tier, tier.submit_probe(keys[:_PROBED]), timeout_s, all_there=False)
-        probes.append(asked.seconds)
+        firsts.append(_wait(tier, tier.submit_read(keys[:1], pool, rows[:1]), timeout_s).seconds)
+        probe = _wait(tier, tier.submit_probe(keys[:_PROBED]), timeout_s, all_there=False)
+        probes.append(probe.seconds)
     moved = count * size
     return Speeds(
         block_bytes=size,
@@ -86,8 +87,8 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
     )
 
 
-def _ended(tier: SharedTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
-    """The result of the only job under way."""
+def _wait(tier: SharedTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
+    """Wait for the only job in flight."""
     until = time.monotonic() + timeout_s
     while job != NO_JOB and time.monotonic() < until:
         for result in tier.finished():
@@ -96,4 +97,4 @@ def _ended(tier: SharedTier, job: int, timeout_s: float, all_there: bool = True)
                 raise UnavailableError("tier", tier.name, f"{lost} of {len(result.ok)} blocks were lost")
             return result
         time.sleep(_STEP_S)
-    raise UnavailableError("tier", tier.name, "it does not answer, or takes nothing")
+    raise UnavailableError("tier", tier.name, "it does not answer, or accepts no blocks")

@@ -1,8 +1,8 @@
-"""A cluster of servers as one tier: which node has which blocks, and what happens when that changes.
+"""A cluster of servers as one tier: which node has which blocks, and how the tier follows changes.
 
-Owns the map. Each node is a tier of its own, with lines and a circuit: one that is dead, or hangs, costs its
-own blocks and nothing else. A block that is not where the map says is a miss, and the map is asked for again
-in the background.
+Owns the map. Each node is a tier of its own, with connections and a circuit breaker, so a node that is dead
+or hangs costs only its own blocks. A block that is not on the node that the map names is a miss, and the
+map is read again in the background.
 """
 
 from __future__ import annotations
@@ -19,66 +19,73 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.admission import Admission
-from kvoffload.errors import UnavailableError
 from kvoffload.structures.keys import Keys
+from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import JobResult, Mask, SharedTier, TierStats
 from kvoffload.tiers.divided import DividedSharedTier
-from kvoffload.tiers.shared.batches import Batch
-from kvoffload.tiers.shared.connection import CONNECT_S, Line
+from kvoffload.tiers.shared.connection import CONNECT_S, ConnectionThread
 from kvoffload.tiers.shared.epochs import EpochHistory
+from kvoffload.tiers.shared.exchanges import Exchange
 from kvoffload.tiers.shared.identity import producer_of
-from kvoffload.tiers.shared.printable import printable
-from kvoffload.tiers.shared.tier import CLOSE_S, RemoteOptions
+from kvoffload.tiers.shared.tier import CLOSE_S, ConnectingTier, RemoteOptions, RemoteTier, unavailable
 from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
-from kvoffload.tiers.valkey.divisions import NUM_DIVISIONS, division_of, tags
-from kvoffload.tiers.valkey.node import Node
+from kvoffload.tiers.valkey.divisions import NUM_DIVISIONS, DividedKeyspace, division_of, tags
+from kvoffload.tiers.valkey.protocol import Resp
 from kvoffload.tiers.valkey.resp import Connection
+from kvoffload.tiers.waiting import wait_until
 from kvoffload.transfer import Blocks, Rows
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0
-_JITTER = 0.5
-_LOOK_EVERY_S = 0.005
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 0.25, 1.0, 0.5
+_TEND_EVERY_S = 0.005
 _NOBODY = -1
 _FIRST_ROW = np.zeros(1, np.int64)
 _NODES_AT_ONCE = 8
 """Nodes that one call makes, or starts the threads of: about 2 ms of CPU time."""
 _MOST_NODES = 2 * MOST_MASTERS
-"""Nodes of the map, and those that have left it and still have jobs in flight."""
+"""Nodes of the map, and nodes that have left the map and still have jobs in flight."""
 
 
 @dataclass(eq=False)
-class _Change:
-    """A map that takes effect when all of its new nodes have been made.
+class _MapChange:
+    """A map that takes effect when all its new nodes have been made.
 
     Attributes:
-        stays: numbers of the nodes that keep their divisions. new: addresses without a node yet.
-        made: new nodes, in no use yet.
+        kept: numbers of the nodes that keep their divisions.
+        new: addresses without a node yet.
+        made: new nodes, not in use yet.
     """
 
-    found: MapQuestion
-    stays: dict[Address, int]
+    question: MapQuestion
+    kept: dict[Address, int]
     new: list[Address]
-    made: dict[Address, Node] = field(default_factory=dict)
+    made: dict[Address, RemoteTier] = field(default_factory=dict)
 
 
-class ClusterTier(DividedSharedTier):
+class ClusterTier(DividedSharedTier, ConnectingTier):
     """Blocks in a cluster that several machines share. As `RemoteTier`, node by node; in addition:
 
     - Each division of the blocks has an epoch of its own, in the slot of its blocks. A reset is confirmed
-      when every master and all replicas that are up have it.
-    - A block whose node is dead, is unknown, or has given it away is a miss. While anything is amiss the map
-      is asked for about once a second, of any node, and never on the scheduler's thread.
-    - What is in a node counts as unknown when its divisions have changed.
+      when every master and all connected replicas have it.
+    - A block whose node is dead or unknown, or no longer has it, is a miss. While something is wrong the map
+      is read about once a second, from any node, and never on the scheduler's thread.
+    - If the divisions of a node change, its blocks are unknown again.
 
     Args:
-        name: for reports and metrics; place: the cluster as people call it, for the log.
+        name: for reports and metrics. place: the cluster, for the log.
         seeds: nodes that are asked first.
-        connect: makes a connection to a node, logged in, by the time that it is given.
-        fingerprint: identifies the producer of the blocks, the same on all machines that share them.
-        admission: which blocks are written; None for all.
+        connect: makes a connection to a node, logged in, until a deadline.
+        fingerprint: identifies the producer of the blocks; equal on all machines that share them.
+        admission: chooses the blocks to write; None for all.
         clock: monotonic seconds.
 
-    Memory: 16 MiB for hints a node, as they are used. Thread: the scheduler's; three for each node, and one
+    Attributes:
+        nodes: all nodes with jobs in flight or in the map, by number. A number is never reused.
+        numbers: numbers of the nodes in the map, by address.
+        divisions: of each node, by number.
+        homes: for each division, the number of its node, or -1.
+        is_reset_wanted: divisions whose reset no node has confirmed.
+
+    Memory: 16 MiB for the presence cache of each node. Thread: the scheduler's; three for each node, and one
     for the map.
     """
 
@@ -98,56 +105,51 @@ class ClusterTier(DividedSharedTier):
         super().__init__()
         self.name, self.place, self.options = name, place, options
         self.block_bytes = self.stored_bytes = block_bytes
-        self.probe_timeout_s, self.measured_read = options.probe_timeout_s, None
-        self.identity = int.from_bytes(
-            producer_of(f"{name} cluster {options.namespace} {fingerprint}")[:8], "big"
-        )
+        self.probe_timeout_s = options.probe_timeout_s
+        identity = producer_of(f"{name} cluster {options.namespace} {fingerprint}")
+        self.identity = int.from_bytes(identity[:8], "big")
         self._seeds, self._connect = seeds, connect
         self._fingerprint, self._admission, self._clock = fingerprint, admission, clock
+        self.dialect = Resp()
         self._history = EpochHistory()
-        self._nodes: dict[int, Node] = {}
-        self._number_of: dict[Address, int] = {}
-        self._next_node = 0
-        # Which node has each division now.
-        self._homes = np.full(NUM_DIVISIONS, _NOBODY)
-        self._reset_wanted = np.zeros(NUM_DIVISIONS, np.bool_)
-        self._gone = TierStats(ready=0)
+        self.nodes: dict[int, RemoteTier] = {}
+        self.numbers: dict[Address, int] = {}
+        self.divisions: dict[int, tuple[int, ...]] = {}
+        self._next_number = 0
+        self.homes = np.full(NUM_DIVISIONS, _NOBODY)
+        self.is_reset_wanted = np.zeros(NUM_DIVISIONS, np.bool_)
+        self._removed_stats = TierStats(ready=0)
         self._changes: list[tuple[list[bytes], bool]] = []
-        self._tells_changes = False
-        self._ended: deque[Batch] = deque()
-        self._asked: MapQuestion | None = None
-        self._change: _Change | None = None
-        self._look_at = self._ask_at = 0.0
-        self._pause_s, self._num_troubles = _FIRST_PAUSE_S, 0
-        self._may_know: list[Address] = list(seeds)
+        self._reports_changes = False
+        self._ended: deque[Exchange] = deque()
+        self._question: MapQuestion | None = None
+        self._change: _MapChange | None = None
+        self._tend_at = self._ask_at = 0.0
+        self._backoff, self._num_troubles = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER), 0
+        self._candidates: list[Address] = list(seeds)
         self._pid, self._closed = os.getpid(), False
         self.last_error: Exception = TimeoutError("no node has answered")
-        tags()  # takes 50 ms, once, and not when the first map arrives
-        self._line = Line(f"kvoffload-{name}-map", self._connect_to_any, self._ended.append)
+        tags()  # takes 50 ms once, not when the first map arrives
+        self._thread = ConnectionThread(
+            f"kvoffload-{name}-map", self._connect_to_any, _ask, self._ended.append
+        )
         self._tend()
 
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait until all nodes have answered; if some do not, go on without them. Raises `UnavailableError`,
-        with what a node, or the network, says, if none does."""
-        until = time.monotonic() + timeout_s
-        while not self._is_whole() and time.monotonic() < until:
-            self._tend()
-            for node in self._nodes.values():
-                node.tend()
-            time.sleep(0.001)
-        errors = [node.last_error for node in self._nodes.values() if not node.is_well]
-        self.last_error = errors[0] if errors else self.last_error
-        if not any(node.is_well for node in self._nodes.values()):
-            why = f"{type(self.last_error).__name__}: {printable(self.last_error)}"
-            raise UnavailableError("tier", self.place, why)
+        """Wait until all nodes have answered, or go on without those that have not. Raises
+        `UnavailableError` with the error of a node or the network if none has answered."""
 
-    def measure(self, timeout_s: float) -> None:
-        """Find out how fast reads from one node are (`measured_read`), and wait for that."""
-        for node in self._nodes.values():
-            if node.is_well:
-                node.measure(timeout_s)
-                self.measured_read = node.measured_read
-                return
+        def is_complete() -> bool:
+            self._tend()
+            for node in self.nodes.values():
+                node.is_open()
+            return self.is_whole()
+
+        wait_until(is_complete, timeout_s)
+        errors = [node.peer.last_error for node in self.nodes.values() if not node.peer.is_well]
+        self.last_error = errors[0] if errors else self.last_error
+        if not any(node.peer.is_well for node in self.nodes.values()):
+            raise unavailable(self.place, self.last_error)
 
     # ---- as any tier
 
@@ -163,9 +165,8 @@ class ClusterTier(DividedSharedTier):
 
     @property
     def queue_room(self) -> int:
-        # A node that hangs has none, and must not keep the others from getting theirs. Where no node is known
-        # what is offered is dropped.
-        rooms = [self._nodes[number].queue_room for number in self._number_of.values()]
+        # A node that hangs has no room, and must not keep the others idle. Without nodes, offers are dropped.
+        rooms = [self.nodes[number].queue_room for number in self.numbers.values()]
         return max(rooms, default=sys.maxsize)
 
     def finished(self) -> list[JobResult]:
@@ -173,152 +174,158 @@ class ClusterTier(DividedSharedTier):
         return super().finished()
 
     def clear(self) -> None:
-        self._reset_wanted[:] = True
-        for number in self._number_of.values():
-            self._nodes[number].clear()
+        self.is_reset_wanted[:] = True
+        for number in self.numbers.values():
+            self.nodes[number].clear()
 
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
-        self._tells_changes = True
-        gone, self._changes = self._changes, []
-        return gone + super().take_changes()
+        self._reports_changes = True
+        changes, self._changes = self._changes, []
+        return changes + super().take_changes()
 
     def drain(self, timeout_s: float) -> bool:
-        until = time.monotonic() + timeout_s
-        while True:
+        def is_drained() -> bool:
             self._tend()
-            for number in self._number_of.values():
-                self._nodes[number].tend()
-            # What has left the map will never confirm a reset; it is asked of who has its divisions now.
-            if all(node.has_ended() for node in self._nodes.values()) and not self._reset_wanted.any():
-                return True
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.001)
+            for node in self.nodes.values():
+                node.process_ended()
+            for number in self.numbers.values():
+                self.nodes[number].is_open()
+            # A node that has left the map never confirms a reset; the node that has its divisions now does.
+            return all(node.has_no_jobs for node in self.nodes.values()) and not self.is_reset_wanted.any()
+
+        return wait_until(is_drained, timeout_s)
 
     def stats(self) -> TierStats:
-        return _sum([self._gone, *(node.stats() for node in self._nodes.values())])
+        return _sum([self._removed_stats, *(node.stats() for node in self.nodes.values())])
 
     def close(self) -> None:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._line.stop()
-        for node in self._nodes.values():
+        self._thread.stop()
+        for node in self.nodes.values():
             node.stop()
         until = time.monotonic() + CLOSE_S
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             node.join(until)
-        self._line.join(max(0.0, until - time.monotonic()))
+        self._thread.join(max(0.0, until - time.monotonic()))
 
     # ---- the map
 
     def _members(self) -> Mapping[int, SharedTier]:
-        return self._nodes
+        return self.nodes
 
     def _shares(self, keys: Keys) -> list[tuple[int, SharedTier, npt.NDArray[np.int64]]]:
-        homes = self._homes[division_of(keys)]
+        homes = self.homes[division_of(keys)]
         numbers = {*homes.tolist()} - {_NOBODY}
         if len(keys) == 1:  # engines ask key by key
-            return [(number, self._nodes[number], _FIRST_ROW) for number in numbers]
-        return [(number, self._nodes[number], np.flatnonzero(homes == number)) for number in sorted(numbers)]
+            return [(number, self.nodes[number], _FIRST_ROW) for number in numbers]
+        return [(number, self.nodes[number], np.flatnonzero(homes == number)) for number in sorted(numbers)]
 
-    def _is_whole(self) -> bool:
-        """Whether every division has a node that can hold it, as far as is known."""
-        return bool((self._homes != _NOBODY).all()) and all(
-            self._nodes[number].is_well for number in self._number_of.values()
+    def is_whole(self) -> bool:
+        """Return True if every division has a healthy node."""
+        return bool((self.homes != _NOBODY).all()) and all(
+            self.nodes[number].peer.is_well for number in self.numbers.values()
         )
 
+    def end_pauses(self) -> None:
+        """Allow the map to be read, and all nodes to be tried, at once."""
+        self._ask_at = self._tend_at = 0.0
+        for node in self.nodes.values():
+            node.end_pauses()
+
     def _tend(self) -> None:
-        """Take in the map, and ask for it where something is amiss; every 5 ms, since it is called for each
-        block."""
+        """Use a new map, and read the map again if something is wrong. Does nothing within 5 ms of the last
+        call, because it is called for each block."""
         now = self._clock()
-        if (now < self._look_at and not self._ended) or self._closed or os.getpid() != self._pid:
+        if (now < self._tend_at and not self._ended) or self._closed or os.getpid() != self._pid:
             return
-        self._look_at = now + _LOOK_EVERY_S
+        self._tend_at = now + _TEND_EVERY_S
         while self._ended:
             question = self._ended.popleft()
-            self._asked = None
+            self._question = None
             if question.error is not None:
                 self.last_error = question.error
             elif isinstance(question, MapQuestion):
-                self._follow(question)
-        self._advance()
-        self._begin_some()
-        for number in self._number_of.values():
-            if self._nodes[number].was_reset:
-                self._reset_wanted[[*self._nodes[number].divisions]] = False
-        self._let_go()
-        num_troubles = sum(self._nodes[number].num_troubles for number in self._number_of.values())
-        if num_troubles == self._num_troubles and self._is_whole():
-            self._pause_s = _FIRST_PAUSE_S
-        elif self._asked is None and now >= self._ask_at:
+                self.use_map(question)
+        self.make_some_nodes()
+        self._start_some_nodes()
+        for number in self.numbers.values():
+            if not self.nodes[number].peer.reset_wanted:
+                self.is_reset_wanted[[*self.divisions[number]]] = False
+        self._remove_some_nodes()
+        num_troubles = sum(self.nodes[number].peer.num_troubles for number in self.numbers.values())
+        if num_troubles == self._num_troubles and self.is_whole():
+            self._backoff.reset()
+        elif self._question is None and now >= self._ask_at:
             self._num_troubles = num_troubles
-            self._ask_at = now + self._pause_s * random.uniform(1.0 - _JITTER, 1.0 + _JITTER)
-            self._pause_s = min(2.0 * self._pause_s, _LONGEST_PAUSE_S)
-            self._asked = MapQuestion(deadline=time.monotonic() + CONNECT_S)
-            self._line.submit(self._asked)
+            self._ask_at = now + self._backoff.next_s()
+            self._question = MapQuestion(deadline=time.monotonic() + CONNECT_S)
+            self._thread.submit(self._question)
 
-    def _let_go(self) -> None:
+    def _remove_some_nodes(self) -> None:
         """Stop a few of the nodes that have left the map and have no job in flight."""
-        left = [number for number in self._leaving() if self._nodes[number].is_idle]
-        for number in left[:_NODES_AT_ONCE]:
-            node = self._nodes.pop(number)
+        idle = [number for number in self._leaving() if self.nodes[number].is_idle]
+        for number in idle[:_NODES_AT_ONCE]:
+            node = self.nodes.pop(number)
+            del self.divisions[number]
             node.stop()
             self._changes += node.take_changes()
-            self._gone = _sum([self._gone, replace(node.stats(), in_flight=0, circuit_open=0)])
+            stats = replace(node.stats(), in_flight=0, circuit_open=0)
+            self._removed_stats = _sum([self._removed_stats, stats])
 
     def _leaving(self) -> list[int]:
-        """Nodes that have left the map, the oldest first."""
-        return sorted(self._nodes.keys() - {*self._number_of.values()})
+        """Return the nodes that have left the map, the oldest first."""
+        return sorted(self.nodes.keys() - {*self.numbers.values()})
 
-    def _follow(self, found: MapQuestion) -> None:
-        """Begin to divide the blocks by this map. Jobs at nodes that leave it end normally."""
-        stays = {
+    def use_map(self, question: MapQuestion) -> None:
+        """Begin to divide the blocks by this map. Jobs at nodes that leave the map end normally."""
+        kept = {
             address: number
-            for address, number in self._number_of.items()
-            if found.divisions.get(address) == self._nodes[number].divisions
+            for address, number in self.numbers.items()
+            if question.divisions.get(address) == self.divisions[number]
         }
-        new = [address for address in found.divisions if address not in stays]
-        if len(self._nodes) + len(new) > _MOST_NODES:
+        new = [address for address in question.divisions if address not in kept]
+        if len(self.nodes) + len(new) > _MOST_NODES:
             for number in self._leaving()[:_NODES_AT_ONCE]:
-                self._nodes[number].stop()
-            self._num_troubles = _NOBODY  # the map is asked for again
+                self.nodes[number].stop()
+            self._num_troubles = _NOBODY  # so that the map is read again
             return
-        self._change = _Change(found, stays, new)
-        self._advance()
+        self._change = _MapChange(question, kept, new)
+        self.make_some_nodes()
 
-    def _advance(self) -> None:
-        """Make a few of the new nodes. After the last the new map replaces the old one, as a whole."""
+    def make_some_nodes(self) -> None:
+        """Make a few of the new nodes. After the last one the new map replaces the old map as a whole."""
         change = self._change
         if change is None:
             return
-        self._change = None  # an exception drops the new map, and the old one stays
+        self._change = None  # an exception drops the new map and keeps the old one
         for address in change.new[:_NODES_AT_ONCE]:
-            change.made[address] = self._new_node(address, change.found.divisions[address])
+            change.made[address] = self.new_node(address, change.question.divisions[address])
         del change.new[:_NODES_AT_ONCE]
         if change.new:
             self._change = change
             return
-        numbers = dict(change.stays)
-        for number, (address, node) in enumerate(change.made.items(), self._next_node):
-            self._nodes[number] = node
-            numbers[address] = number
-        self._next_node += len(change.made)
+        numbers = dict(change.kept)
+        for number, (address, node) in enumerate(change.made.items(), self._next_number):
+            self.nodes[number], numbers[address] = node, number
+            self.divisions[number] = change.question.divisions[address]
+        self._next_number += len(change.made)
+        self.homes[:] = _NOBODY
         for address, number in numbers.items():
-            self._nodes[number].num_replicas = change.found.num_replicas[address]
-        self._homes[:] = _NOBODY
-        for number in numbers.values():
-            self._homes[[*self._nodes[number].divisions]] = number
-            if self._reset_wanted[[*self._nodes[number].divisions]].any() and self._nodes[number].was_reset:
-                self._nodes[number].clear()  # the reset was asked for while the map changed
-        self._number_of = numbers
-        self._begin_some()
-        well = [address for address, number in numbers.items() if self._nodes[number].is_well]
-        self._may_know = [*well, *numbers, *self._seeds]
+            node, divisions = self.nodes[number], [*self.divisions[number]]
+            node.peer.num_replicas = change.question.num_replicas[address]
+            self.homes[divisions] = number
+            if self.is_reset_wanted[divisions].any() and not node.peer.reset_wanted:
+                node.clear()  # the reset was requested while the map changed
+        self.numbers = numbers
+        self._start_some_nodes()
+        well = [address for address, number in numbers.items() if self.nodes[number].peer.is_well]
+        self._candidates = [*well, *numbers, *self._seeds]
 
-    def _begin_some(self) -> None:
+    def _start_some_nodes(self) -> None:
         """Start the threads of a few nodes. A node whose threads cannot be started stays absent."""
-        waiting = [self._nodes[n] for n in self._number_of.values() if not self._nodes[n].has_begun]
+        waiting = [node for n in self.numbers.values() if not (node := self.nodes[n]).peer.has_begun]
         for node in waiting[:_NODES_AT_ONCE]:
             try:
                 node.begin()
@@ -327,32 +334,39 @@ class ClusterTier(DividedSharedTier):
                 self._log.warn("threads", "tier %s: no threads for node %s: %s", self.name, node.place, error)
                 return
 
-    def _new_node(self, address: Address, divisions: tuple[int, ...]) -> Node:
-        """A node that has these divisions, without threads yet."""
+    def new_node(self, address: Address, divisions: tuple[int, ...]) -> RemoteTier:
+        """Return a node with these divisions, without threads yet."""
         host, port = address
-        node = Node(
+        node = RemoteTier(
             self.name,
             f"{host}:{port}/{self.options.namespace}",
             lambda deadline: self._connect(address, deadline),
             self.options,
+            dialect=self.dialect,
+            keyspace=DividedKeyspace(self.options.namespace, producer_of(self._fingerprint), divisions),
             block_bytes=self.block_bytes,
             fingerprint=self._fingerprint,
-            divisions=divisions,
             admission=self._admission,
             clock=self._clock,
             history=self._history,
+            is_node=True,
         )
-        if self._reset_wanted[[*divisions]].any():
+        if self.is_reset_wanted[[*divisions]].any():
             node.clear()
-        if self._tells_changes:
-            node.take_changes()  # starts its list of changes
+        if self._reports_changes:
+            node.take_changes()  # starts its write log
         return node
 
     def _connect_to_any(self, deadline: float) -> Connection:
-        return self._connect(random.choice(self._may_know), deadline)
+        return self._connect(random.choice(self._candidates), deadline)
+
+
+def _ask(connection: Connection, exchange: Exchange) -> None:
+    assert isinstance(exchange, MapQuestion)
+    exchange.run(connection)
 
 
 def _sum(several: list[TierStats]) -> TierStats:
-    """Without a write budget."""
-    counters = [one.name for one in fields(TierStats) if one.name != "write_budget_bytes"]
+    """Add counters, without a write budget."""
+    counters = [counter.name for counter in fields(TierStats) if counter.name != "write_budget_bytes"]
     return TierStats(**{name: sum(getattr(stats, name) for stats in several) for name in counters})

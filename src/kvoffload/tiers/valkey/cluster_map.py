@@ -9,9 +9,10 @@ import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvoffload.tiers.shared.batches import Batch
+from kvoffload.tiers.shared.errors import ProtocolError, ServerError
+from kvoffload.tiers.shared.exchanges import Exchange
 from kvoffload.tiers.valkey.divisions import NUM_SLOTS, divisions_between
-from kvoffload.tiers.valkey.resp import Answer, Connection, ProtocolError, ServerError, command
+from kvoffload.tiers.valkey.resp import Answer, Connection, command
 
 Address = tuple[str, int]
 """Host and port of a node."""
@@ -26,7 +27,7 @@ MOST_MASTERS = 128
 
 
 @dataclass(eq=False, kw_only=True)
-class MapQuestion(Batch):
+class MapQuestion(Exchange):
     """Asks one node for the slots of all nodes; each time on a new connection, to whichever node is next.
 
     A node that cannot reach most masters reports the cluster as down. It may not know about a failover, so
@@ -37,7 +38,7 @@ class MapQuestion(Batch):
         num_replicas: connected replicas of each of these nodes.
     """
 
-    hangs_up: bool = True
+    closes_connection: bool = True
     divisions: dict[Address, tuple[int, ...]] = field(default_factory=dict)
     num_replicas: dict[Address, int] = field(default_factory=dict)
 

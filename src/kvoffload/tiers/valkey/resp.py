@@ -1,14 +1,12 @@
-"""One connection to a server that speaks RESP2: Valkey, Redis, and what is like them.
+"""A connection to a server that speaks RESP2, such as Valkey or Redis.
 
-Owns bytes on a socket. A value that has the expected length is received straight into its destination. Does
-not know what a value means, and never tries again: after any error the connection is closed, and never read
-further.
+Owns bytes on a socket. A value of the expected length is received directly into its destination. Knows no
+blocks, and does not retry: after an error the connection must be closed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import select
 import socket
 import ssl
@@ -18,69 +16,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvoffload.errors import KVOffloadError
 from kvoffload.tiers.shared.addresses import Addresses
+from kvoffload.tiers.shared.errors import ProtocolError, ServerError
 from kvoffload.tiers.shared.printable import MASK, printable
 
 Buffer: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ServerError | None"
 Answer: TypeAlias = "Reply | list[Answer]"
-"""A reply of any kind; what it has in arrays, too."""
+"""A reply of any type; an array is a list."""
 Block: TypeAlias = Sequence[Sequence[memoryview]]
-"""Where the values of a block belong, each in parts."""
+"""Memory for the values of a block, each in parts."""
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
-"""5 ms, as a ``timeval``: by so much a call may be late."""
+"""5 ms, as a ``timeval``: a call may exceed its deadline by this."""
 _MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
-"""`sendmsg` takes at most 1,024, as `recvmsg` does."""
+"""Buffers of one call; `sendmsg` and `recvmsg` accept 1,024."""
 MOST_AT_ONCE = 128
-"""Blocks of `blocks_into`: five buffers each."""
+"""Blocks of one `blocks_into` call: five buffers each."""
 _RECORD_BYTES = 16 << 10
 _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
-"""``:1``, with its end."""
+"""Length of ``:1`` with its line end."""
 _ELEMENT_BYTES = 16
-"""Charged for each element of an answer, besides its text: what Python needs for an object, about a third."""
+"""Charge for each element of an answer besides its text: a third of a Python object."""
 _MOST_DIGITS = 19
 _SHORT_WAIT_S = 0.05
-"""After so long what has come is looked at, also if it is less than expected."""
-_CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
-
-
-class ProtocolError(KVOffloadError):
-    """A reply that the protocol does not allow. The rest of the connection cannot be trusted.
-
-    The message has no text of the server's.
-    """
-
-
-class ServerError(KVOffloadError):
-    """An error reply: ``OOM command not allowed``. The connection is in order.
-
-    Args:
-        text: as the server sent it; the message is `printable`.
-        secrets: passwords, not to appear in the message.
-
-    Attributes:
-        code: the first word; empty if it is not of capitals, digits and underscores.
-    """
-
-    def __init__(self, text: str, *secrets: str) -> None:
-        super().__init__(printable(text, *secrets))
-        word = text.partition(" ")[0]
-        self.code = word if _CODE.fullmatch(word) else ""
+"""Longest wait for all expected bytes; then the bytes that have arrived are read."""
 
 
 @dataclass(frozen=True)
 class Login:
-    """How to get in. No form of it as text has the password.
+    """Credentials of a connection. Its text forms omit the password.
 
     Attributes:
         username: empty for the server's default user.
         password: empty for none.
-        tls: None for a connection in the clear.
+        tls: None for an unencrypted connection.
     """
 
     username: str = ""
@@ -89,7 +62,7 @@ class Login:
 
 
 def command(*words: bytes) -> bytes:
-    """A command, encoded."""
+    """Encode a command."""
     parts = [b"*%d\r\n" % len(words)]
     parts += [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
     return b"".join(parts)
@@ -99,14 +72,14 @@ class Connection:
     """A connection, logged in.
 
     Attributes:
-        host: as it was given.
-        has_received: whether anything has come since this was last set to False.
+        host: as given to the constructor.
+        has_received: a byte has arrived since this was last set to False.
 
-    Every call takes the time (of `time.monotonic`) at which it ends at the latest. So does the constructor,
-    which finds the host, connects and logs in.
+    Every call has a deadline (of `time.monotonic`), and so has the constructor, which resolves the host,
+    connects and logs in.
 
     Args:
-        addresses: kept for several connections; None for a lookup for this one alone.
+        addresses: cache of resolved hosts; None to resolve the host for this connection alone.
 
     Raises: `OSError` (`TimeoutError` at the deadline) and `ProtocolError`: then close it; `ServerError` if
         the login is refused. Thread: one, but for `abort`.
@@ -125,8 +98,8 @@ class Connection:
                 self._socket = login.tls.wrap_socket(self._socket, server_hostname=host)
             self._is_plain = login.tls is None
             if self._is_plain:
-                # The kernel ends each call after a moment, and we look at the deadline between calls. With a
-                # time-out of Python's each would be two calls, and none could wait for a whole block.
+                # The kernel ends each call after 5 ms, and the deadline is checked between calls. A time-
+                # out of Python would make two system calls of each, and none could wait for a whole block.
                 self._socket.setblocking(True)
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     self._socket.setsockopt(socket.SOL_SOCKET, option, _MOMENT)
@@ -146,42 +119,41 @@ class Connection:
             return
         words = (login.username, login.password) if login.username else (login.password,)
         self.send([command(b"AUTH", *(word.encode(errors="surrogateescape") for word in words))], deadline)
-        found = self.reply(deadline)
-        if isinstance(found, ServerError):
-            # Servers without this command, and proxies, repeat its arguments, whole or cut: only the code is
-            # kept.
-            why = ": it has no password, or no AUTH command" if found.code == "ERR" else ""
-            raise ServerError(f"{found.code or 'an error'} in reply to AUTH{why}")
-        if found != b"OK":
+        reply = self.reply(deadline)
+        if isinstance(reply, ServerError):
+            # Servers without AUTH and proxies repeat its arguments, so only the code is kept.
+            why = ": it has no password, or no AUTH command" if reply.code == "ERR" else ""
+            raise ServerError(f"{reply.code or 'an error'} in reply to AUTH{why}")
+        if reply != b"OK":
             raise ProtocolError("AUTH is answered with neither OK nor an error")
 
     def error(self, line: bytes) -> ServerError:
-        """The error of a reply line, ``-ERR ...``, without the password."""
+        """Return the error of a reply line ``-ERR ...``, without the password."""
         return ServerError(line[1:].decode(errors="surrogateescape"), self._password)
 
     def shown(self, text: str | bytes) -> str:
-        """Text of the server as it may be printed, without the password."""
+        """Return text of the server in printable layout, without the password."""
         return printable(text, self._password)
 
     def masked(self, text: str) -> str:
-        """Text of the server as it was sent, without the password: not yet printable."""
+        """Return text of the server without the password; the text is not printable yet."""
         return text.replace(self._password, MASK) if self._password else text
 
     def abort(self) -> None:
-        """Make the call that is under way fail. Thread: any."""
+        """Make the call in progress fail. Thread: any."""
         with contextlib.suppress(OSError):
             # Not `SSLSocket.shutdown`: it drops the TLS state first, and another thread may be sending.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it: from here on no byte can arrive. Idempotent."""
+        """Close the connection, so that no byte can arrive any more. Idempotent."""
         self._socket.close()
 
     @property
     def is_in_step(self) -> bool:
-        """Between exchanges: whether nothing has come that was not asked for, and the server has not hung up.
+        """True between exchanges if no unexpected byte has arrived and the connection is not closed.
 
-        Over TLS, which says things of its own, what nobody has looked at yet does not count.
+        Over TLS, whose protocol has messages of its own, bytes in the socket are not checked.
         """
         if self._begin != self._end:
             return False
@@ -194,7 +166,7 @@ class Connection:
         return False
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
-        """Send all of these, one after the other."""
+        """Send all buffers in order."""
         if not self._is_plain:
             # `SSLSocket.sendall` applies the time-out to each record of 16 KiB, not to all of them together.
             for buffer in buffers:
@@ -203,17 +175,17 @@ class Connection:
                     self._socket.settimeout(_seconds_left(deadline))
                     self._socket.sendall(view[begin : begin + _RECORD_BYTES])
             return
-        left = [memoryview(buffer) for buffer in buffers]
-        while left:
+        remaining = [memoryview(buffer) for buffer in buffers]
+        while remaining:
             _seconds_left(deadline)
             try:
-                count = self._socket.sendmsg(left[:_MOST_BUFFERS])
+                count = self._socket.sendmsg(remaining[:_MOST_BUFFERS])
             except BlockingIOError:
-                continue  # its moment is over
-            left = _behind(left, count)
+                continue  # after 5 ms
+            remaining = _without_first(remaining, count)
 
     def reply(self, deadline: float) -> Reply:
-        """A reply that is not an array, of up to 4 KiB."""
+        """Read a reply that is not an array, of up to 4 KiB."""
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
         if kind == b"+":
@@ -226,64 +198,64 @@ class Connection:
             if (length := _number(text)) == -1:
                 return None
             if not 0 <= length <= _LINE_BYTES:
-                raise ProtocolError(f"a value of {length} bytes where a small one should be")
+                raise ProtocolError(f"a value of {length} bytes where at most {_LINE_BYTES} are allowed")
             value = bytearray(length)
-            self._take(memoryview(value), deadline)
+            self._fill(memoryview(value), deadline)
             self._end_of_value(deadline)
             return bytes(value)
         raise ProtocolError(f"a reply that begins with {kind!r}")
 
     def answer(self, deadline: float) -> Answer:
-        """A reply of any kind, of up to 1 MiB; arrays are lists. For what is asked now and then."""
+        """Read a reply of any type, of up to 1 MiB; arrays are lists. For rare commands."""
         self._left = _MOST_ANSWER_BYTES
         return self._answer(deadline, _MOST_NESTED)
 
     def lines(self, count: int, deadline: float, shortest: int = _SHORTEST_LINE_BYTES) -> list[bytes]:
-        """So many replies of one line each, as they are: ``:1``, ``-ERR ...``. Faster than `reply`.
+        """Read `count` replies of one line each, unparsed: ``:1``, ``-ERR ...``. Faster than `reply`.
 
         Args:
-            shortest: bytes of the usual reply with its end. The thread is woken when so many bytes have come
-                for each reply, not for each reply that the server sends.
+            shortest: length of the usual reply with its line end. The thread is woken when that many bytes a
+                reply have arrived, instead of once for each reply.
         """
-        found: list[bytes] = []
-        while len(found) < count:
-            whole = bytes(self._buffer[self._begin : self._end]).split(b"\r\n")[:-1][: count - len(found)]
+        lines: list[bytes] = []
+        while len(lines) < count:
+            whole = bytes(self._buffer[self._begin : self._end]).split(b"\r\n")[:-1][: count - len(lines)]
             if not whole:
                 if self._end - self._begin >= _LINE_BYTES:
                     raise ProtocolError("a line without an end")
-                self._wait_for(shortest * (count - len(found)) - (self._end - self._begin), deadline)
+                self._wait_for(shortest * (count - len(lines)) - (self._end - self._begin), deadline)
                 self._receive_more(deadline)
             self._begin += sum(map(len, whole)) + 2 * len(whole)
-            found += whole
-        return found
+            lines += whole
+        return lines
 
     def short_replies(self, count: int, deadline: float) -> list[Reply]:
-        """So many replies that are values of one line, errors, or nothing. Faster than `reply`."""
-        found: list[Reply] = []
+        """Read `count` replies: values of one line, errors, or nulls. Faster than `reply`."""
+        replies: list[Reply] = []
         length = None
-        while len(found) < count:
-            # Each reply that is missing has a line at least; one that has begun is missing.
-            for line in self.lines(count - len(found), deadline):
+        while len(replies) < count:
+            # Each missing reply has at least one line; a reply that has begun is still missing.
+            for line in self.lines(count - len(replies), deadline):
                 if length is not None:
                     if len(line) != length:
                         raise ProtocolError(f"a value of {len(line)} bytes where {length} should be")
-                    found.append(line)
+                    replies.append(line)
                     length = None
                 elif line == b"$-1":
-                    found.append(None)
+                    replies.append(None)
                 elif line[:1] == b"-":
-                    found.append(self.error(line))
+                    replies.append(self.error(line))
                 elif line[:1] == b"$":
                     length = _number(line[1:])
                 else:
                     raise ProtocolError(f"a reply that begins with {line[:1]!r} where a value should be")
-        return found
+        return replies
 
     def value_into(self, parts: Sequence[memoryview], most_bytes: int, deadline: float) -> Reply:
-        """Receive a value into these, one after the other: its length, None if there is none, or the error.
+        """Receive a value into these parts; returns its length, None for a null, or the error.
 
-        A value of another length than all together is received and thrown away, if it is of `most_bytes` or
-        less; a longer one ends the connection.
+        A value of another length is discarded if it has at most `most_bytes`; a longer value is a
+        `ProtocolError`.
         """
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
@@ -295,55 +267,55 @@ class Connection:
         if length == -1:
             return None
         if length == expected:
-            for part in parts:
-                self._take(part, deadline)
+            for memory in parts:
+                self._fill(memory, deadline)
         elif 0 <= length <= most_bytes:
             scratch = memoryview(bytearray(min(length, 1 << 16)))
             for start in range(0, length, 1 << 16):
-                self._take(scratch[: min(1 << 16, length - start)], deadline)
+                self._fill(scratch[: min(1 << 16, length - start)], deadline)
         else:
             raise ProtocolError(f"a value of {length} bytes where {expected} should be")
         self._end_of_value(deadline)
         return length
 
     def blocks_into(self, blocks: Sequence[Block], deadline: float) -> int:
-        """Receive the values of these blocks, in as few calls to the kernel as can be; how many came.
+        """Receive the values of these blocks with few system calls; returns the number of blocks received.
 
-        All blocks are alike, and `MOST_AT_ONCE` at most. Where a value is not there, or of another length, it
-        ends before its block, whose replies come next: `value_into` reads them. So it does where time or the
-        connection end, if any block has come; over TLS none comes in this way. What did not come may have
-        left anything in its parts. Cost: where the last values are not there, up to `_MOMENT`.
+        Blocks have equal layouts; there are at most `MOST_AT_ONCE`. Receiving stops before a block with a
+        null or a value of another length, whose replies `value_into` reads next, and at the deadline or the
+        end of the connection once a block has arrived. The parts of later blocks have undefined contents.
+        Over TLS the result is 0. Cost: up to 5 ms more if the last values are nulls.
         """
         if not self._is_plain:
             return 0
-        form = _Form([sum(map(len, parts)) for parts in blocks[0]])
-        said, buffers = form.laid_out(blocks)
-        count, total = self._held_into(buffers), form.num_bytes * len(blocks)
-        left = _behind(buffers, count)
-        while count < total and form.is_sound(said, count):
+        layout = _BlockLayout([sum(map(len, parts)) for parts in blocks[0]])
+        framing, buffers = layout.laid_out(blocks)
+        count, total = self._move_unused(buffers), layout.num_bytes * len(blocks)
+        remaining = _without_first(buffers, count)
+        while count < total and layout.is_sound(framing, count):
             try:
-                received = self._receive(left, deadline, socket.MSG_WAITALL)
+                received = self._receive(remaining, deadline, socket.MSG_WAITALL)
             except OSError:
-                if count < form.num_bytes:
+                if count < layout.num_bytes:
                     raise
                 break
             count += received
-            left = _behind(left, received)
-        came = form.sound_blocks(said, count)
-        if (used := came * form.num_bytes) < count:
-            self._hold(b"".join(buffers)[used:count] + self._buffer[self._begin : self._end])
+            remaining = _without_first(remaining, received)
+        came = layout.sound_blocks(framing, count)
+        if (used := came * layout.num_bytes) < count:
+            self._put_back(b"".join(buffers)[used:count] + self._buffer[self._begin : self._end])
         return came
 
     # ---- inside
 
-    def _hold(self, received: bytes) -> None:
-        """Take this for what has been received and not been used."""
+    def _put_back(self, received: bytes) -> None:
+        """Replace the received and unused bytes."""
         self._held = bytearray(received.ljust(_LINE_BYTES, b"\0"))
         self._buffer = memoryview(self._held)
         self._begin, self._end = 0, len(received)
 
-    def _held_into(self, buffers: Sequence[memoryview]) -> int:
-        """Use what has been received already: how many bytes."""
+    def _move_unused(self, buffers: Sequence[memoryview]) -> int:
+        """Move unused bytes into these buffers; returns the number of bytes."""
         count = 0
         for buffer in buffers:
             size = min(len(buffer), self._end - self._begin)
@@ -375,12 +347,12 @@ class Connection:
         if kind == b"*":
             return [self._answer(deadline, most_nested - 1) for _ in range(count)]
         value = bytearray(count)
-        self._take(memoryview(value), deadline)
+        self._fill(memoryview(value), deadline)
         self._end_of_value(deadline)
         return bytes(value)
 
     def _line(self, deadline: float) -> bytes:
-        """A line of a reply, without its end."""
+        """Read a line of a reply; returns the line without its end."""
         while (at := self._held.find(b"\r\n", self._begin, self._end)) < 0:
             if self._end - self._begin >= _LINE_BYTES:
                 raise ProtocolError("a line without an end")
@@ -391,8 +363,8 @@ class Connection:
             raise ProtocolError("an empty line")
         return line
 
-    def _take(self, into: memoryview, deadline: float) -> None:
-        """Fill a buffer: with what has been received already, then from the socket."""
+    def _fill(self, into: memoryview, deadline: float) -> None:
+        """Fill a buffer with unused bytes, then from the socket."""
         filled = min(len(into), self._end - self._begin)
         into[:filled] = self._buffer[self._begin : self._begin + filled]
         self._begin += filled
@@ -407,10 +379,10 @@ class Connection:
         self._begin += 2
 
     def _wait_for(self, num_bytes: int, deadline: float) -> None:
-        """Wait until so many bytes can be received, the connection ends, or `_SHORT_WAIT_S` is over.
+        """Wait until this many bytes can be received, the connection ends, or `_SHORT_WAIT_S` is over.
 
-        A server sends the reply to each SET by itself. To be woken for each costs as much CPU time as to send
-        the block; so the kernel wakes this thread when all of them have come.
+        A server sends the reply to each SET separately, and a wake-up costs as much CPU time as sending the
+        block. So the kernel wakes this thread when all replies have arrived.
         """
         if not self._is_plain or num_bytes <= _SHORTEST_LINE_BYTES:
             return
@@ -422,84 +394,84 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _receive_more(self, deadline: float) -> None:
-        """Add to what has been received and not been used, which is less than `_LINE_BYTES`."""
-        rest = self._held[self._begin : self._end]
-        self._buffer[: len(rest)] = rest
-        self._begin, self._end = 0, len(rest)
+        """Receive more bytes behind the unused bytes, which are fewer than `_LINE_BYTES`."""
+        unused = self._held[self._begin : self._end]
+        self._buffer[: len(unused)] = unused
+        self._begin, self._end = 0, len(unused)
         self._end += self._receive([self._buffer[self._end : _LINE_BYTES]], deadline)
 
     def _receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
         while True:
-            left = _seconds_left(deadline)
+            seconds = _seconds_left(deadline)
             try:
                 if self._is_plain:
                     count = self._socket.recvmsg_into(into, 0, flags)[0]
                 else:
-                    self._socket.settimeout(left)
+                    self._socket.settimeout(seconds)
                     count = self._socket.recv_into(into[0])
             except BlockingIOError:
-                continue  # its moment is over
+                continue  # after 5 ms
             if count == 0:
                 raise ConnectionResetError("the server has closed the connection")
             self.has_received = True
             return count
 
 
-class _Form:
-    """How the values of blocks stand in a stream, if all are there: ``$LENGTH``, value, end of line.
+class _BlockLayout:
+    """Layout of blocks in a stream without nulls: ``$LENGTH``, value, line end, for each value.
 
     Attributes:
-        num_bytes: of one block in the stream.
+        num_bytes: length of one block in the stream, framing included.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lines = [b"$%d\r\n" % length for length in lengths]
         self._lengths = lengths
-        self._around = b"".join([line + _END for line in self._lines])
-        self.num_bytes = sum(lengths) + len(self._around)
+        self._framing = b"".join([line + _END for line in self._lines])
+        self.num_bytes = sum(lengths) + len(self._framing)
 
     def laid_out(self, blocks: Sequence[Block]) -> tuple[memoryview, list[memoryview]]:
-        """Room for what stands around the values, and all buffers in the order of the stream."""
-        said = memoryview(bytearray(len(self._around) * len(blocks)))
+        """Return memory for the framing, and all buffers in the order of the stream."""
+        framing = memoryview(bytearray(len(self._framing) * len(blocks)))
         buffers: list[memoryview] = []
         begin = end = 0
         for block in blocks:
             for line, parts in zip(self._lines, block, strict=True):
                 end += len(line)
-                buffers.append(said[begin:end])
+                buffers.append(framing[begin:end])
                 buffers += parts
                 begin, end = end, end + len(_END)
-        buffers.append(said[begin:end])
-        return said, buffers
+        buffers.append(framing[begin:end])
+        return framing, buffers
 
-    def is_sound(self, said: memoryview, count: int) -> bool:
-        """Whether all that stands around the values in the first `count` bytes is as it should be."""
-        whole, left = divmod(count, self.num_bytes)
-        known = whole * len(self._around)
+    def is_sound(self, framing: memoryview, count: int) -> bool:
+        """Return True if the framing in the first `count` bytes is correct."""
+        whole, remaining = divmod(count, self.num_bytes)
+        known = whole * len(self._framing)
         for line, length in zip(self._lines, self._lengths, strict=True):
-            for size, is_around in ((len(line), True), (length, False), (len(_END), True)):
-                known += min(left, size) * is_around
-                left = max(0, left - size)
-        return said[:known] == (self._around * (whole + 1))[:known]
+            for size, is_framing in ((len(line), True), (length, False), (len(_END), True)):
+                known += min(remaining, size) * is_framing
+                remaining = max(0, remaining - size)
+        return framing[:known] == (self._framing * (whole + 1))[:known]
 
-    def sound_blocks(self, said: memoryview, count: int) -> int:
-        """The blocks that have come, up to the first that is not as it should be."""
-        whole, size = count // self.num_bytes, len(self._around)
-        if said[: whole * size] == self._around * whole:
+    def sound_blocks(self, framing: memoryview, count: int) -> int:
+        """Return the number of whole blocks before the first block with wrong framing."""
+        whole, size = count // self.num_bytes, len(self._framing)
+        if framing[: whole * size] == self._framing * whole:
             return whole
-        return next(n for n in range(whole) if said[n * size : (n + 1) * size] != self._around)
+        return next(n for n in range(whole) if framing[n * size : (n + 1) * size] != self._framing)
 
 
-def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of these without their first `count` bytes."""
+def _without_first(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """Return the buffers without their first `count` bytes."""
     done = 0
     while done < len(buffers) and count >= len(buffers[done]):
         count -= len(buffers[done])
         done += 1
-    left = buffers[done:]
+    remaining = buffers[done:]
     if count:
-        left[0] = left[0][count:]
-    return left
+        remaining[0] = remaining[0][count:]
+    return remaining
 
 
 def _number(text: bytes) -> int:
@@ -509,7 +481,7 @@ def _number(text: bytes) -> int:
 
 
 def _seconds_left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0.0:
-        raise TimeoutError("its time was up")
-    return left
+    seconds = deadline - time.monotonic()
+    if seconds <= 0.0:
+        raise TimeoutError("deadline exceeded")
+    return seconds

@@ -1,6 +1,6 @@
 """The host of a bucket: connections to it, plain or TLS.
 
-Does not know how a name is resolved (`addresses`), nor what is sent over a connection.
+Knows neither the resolution of names (`addresses`) nor requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A connection that gives up when the server is silent: for replays, which are patient with answers alone."""
+"""A connection that fails when the server is silent, for replays, whose deadlines are long."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 
 from kvoffload.tiers.shared.addresses import Addresses
-from kvoffload.tiers.shared.batches import SilentError
+from kvoffload.tiers.shared.errors import SilentError
 from kvoffload.tiers.valkey.resp import Buffer, Connection, Login
 
 _PIECE_BYTES = 64 << 10
 
 
 class ImpatientConnection(Connection):
-    """As `Connection`; a call ends with `SilentError` when no byte has been received or sent for `silence_s`.
+    """A `Connection` whose calls raise `SilentError` after `silence_s` without a byte received or sent.
 
-    Sends in pieces of 64 KiB at most, each of which the server must take within `silence_s`.
+    Data is sent in pieces of 64 KiB, and the server must accept each piece within `silence_s`.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class ImpatientConnection(Connection):
                 try:
                     super().send([view[start : start + _PIECE_BYTES]], until)
                 except TimeoutError:
-                    self._raise(deadline)
+                    self._raise_timeout(deadline)
 
     def _receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
         until = self._until(deadline)
         try:
             return super()._receive(into, until, flags)
         except TimeoutError:
-            self._raise(deadline)
+            self._raise_timeout(deadline)
             raise
 
     def _until(self, deadline: float) -> float:
         return min(deadline, time.monotonic() + self._silence_s)
 
-    def _raise(self, deadline: float) -> None:
+    def _raise_timeout(self, deadline: float) -> None:
         if time.monotonic() < deadline:
             raise SilentError(f"nothing received for {self._silence_s:g} s") from None
-        raise TimeoutError("its time was up") from None
+        raise TimeoutError("deadline exceeded") from None

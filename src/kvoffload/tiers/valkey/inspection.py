@@ -1,7 +1,6 @@
-"""What servers say of themselves, what is wrong with their settings, and what is in a namespace.
+"""Reports about Valkey servers and the contents of a namespace, for `kvoffload tier`.
 
-For people at a command line. Changes nothing, but for a name of its own that is deleted at once, or ends by
-itself after a minute.
+Read-only, except for one test key, which is deleted at once or expires after a minute.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.tiers.producer_text import MAX_BYTES, unpack
-from kvoffload.tiers.shared.identity import FORMAT, HEADER_BYTES, is_rest, names_of_rests
+from kvoffload.tiers.shared.errors import ProtocolError, ServerError
+from kvoffload.tiers.shared.exchanges import Persistence
+from kvoffload.tiers.shared.identity import FORMAT, HEADER_BYTES, is_rest, rest_names
 from kvoffload.tiers.valkey.cluster_map import Address, MapQuestion
 from kvoffload.tiers.valkey.divisions import tags
-from kvoffload.tiers.valkey.persistence import Persistence, facts_of, pairs_of, persistence_of
-from kvoffload.tiers.valkey.resp import Answer, Connection, ProtocolError, ServerError, command
+from kvoffload.tiers.valkey.persistence import facts_of, pairs_of, persistence_of
+from kvoffload.tiers.valkey.resp import Answer, Connection, command
 
 Connect = Callable[[Address, float], Connection]
 
@@ -25,21 +26,21 @@ _FORGOTTEN_AFTER_S = b"60"
 _ENOUGH_SAMPLES = 64
 _NAMES_A_CALL, _LENGTHS = b"1000", 20
 _REPLY_S = 5.0
-"""A server that sends no reply for so long hangs."""
+"""Longest wait for a reply; after it the server counts as hanging."""
 MOST_NAMES = 20_000
-"""Of each node so many names are looked at, at most."""
+"""Names that are scanned on each node."""
 
 
 @dataclass(kw_only=True)
 class ServerReport:
-    """One server, by its own words. What it does not tell this user is None.
+    """Facts about one server. A fact that this user may not read is None.
 
     Attributes:
-        round_trip_s: of the shortest question.
-        refused: what a tier has to do there and this user may not, each with the server's answer.
-        warnings: settings that do not suit blocks of a cache.
-        persistence: whether it saves to a disk: ``yes``, ``no``, or ``not known`` to this user.
-        num_names: all that it has, of whomever. hits, misses, evicted: since it was started.
+        round_trip_s: shortest round trip.
+        refused: necessary commands without permission, each with the reply.
+        warnings: settings that do not suit a cache of blocks.
+        persistence: ``yes``, ``no``, or ``not known``.
+        num_names: number of all keys. hits, misses, evicted: since the start of the server.
     """
 
     address: str
@@ -62,19 +63,19 @@ class ServerReport:
 
     @property
     def is_fit(self) -> bool:
-        """Whether it can be a tier."""
+        """True if the server can be a tier."""
         return not self.refused and self.role != "slave"
 
 
 @dataclass(kw_only=True)
 class ProducerReport:
-    """What one producer has in a namespace, of the names that were looked at.
+    """Contents of one producer in a namespace, among the scanned names.
 
     Attributes:
-        producer: 32 hexadecimal digits. block_bytes: of one block, None if there is none.
-        in_epoch: blocks that can be found. older: those from before a reset, which leave in time.
-        with_end: of the blocks that were looked at closely, the share that has a time to live.
-        about: its text, packed for people; empty if the server has none. Anybody may have written it.
+        producer: 32 hexadecimal digits. block_bytes: None without blocks.
+        in_epoch: blocks of the present epoch. older: blocks from before a reset, which the server will evict.
+        with_end: 1.0 if a sampled block has a time to live, 0.0 if none has, None without a sample.
+        about: text about the producer, untrusted; empty if the server has none.
     """
 
     producer: str
@@ -87,11 +88,11 @@ class ProducerReport:
 
 @dataclass(kw_only=True)
 class NamespaceReport:
-    """What is in a namespace, from a bounded look.
+    """Contents of a namespace, from a bounded scan.
 
     Attributes:
-        looked_at: names of whomever that were looked at; num_names: those that there are.
-        refused: why there was no look.
+        looked_at: number of scanned keys, of all users. num_names: number of all keys.
+        refused: reason why the scan was refused.
     """
 
     namespace: str
@@ -102,7 +103,7 @@ class NamespaceReport:
 
 
 def nodes_of(seeds: Sequence[Address], connect: Connect, deadline: float) -> dict[Address, list[int]]:
-    """The masters of a cluster, and the divisions of each. Raises what the last node did that was asked."""
+    """Return the masters of a cluster and their divisions. Raises the error of the last node if all fail."""
     error: Exception | None = None
     for seed in seeds:
         try:
@@ -128,48 +129,48 @@ def look_at(
     ttl_s: int,
     deadline: float,
 ) -> ServerReport:
-    """What a server says of itself, and whether it can be a tier.
+    """Report facts about a server, and whether it can be a tier.
 
     Args:
-        division: one that a node of a cluster has; None for a server that stands alone.
-        ttl_s: of the blocks that will be written, 0 for none.
+        division: a division of the node of a cluster; None for a server that stands alone.
+        ttl_s: time to live of written blocks, 0 for none.
     """
 
     def ask(*words: bytes) -> Answer:
         connection.send([command(*words)], deadline)
         return connection.answer(deadline)
 
-    def asked_for_a_moment() -> float:
+    def round_trip() -> float:
         begun = time.monotonic()
-        ask(b"EXISTS", name)
+        ask(b"EXISTS", test_key)
         return time.monotonic() - begun
 
     tag = "" if division is None else f"{{{tags()[division]}}}"
-    name = f"{FORMAT}:{namespace}:ping:{tag}:{secrets.token_hex(8)}".encode()
-    tried = [
-        (b"SET", name, b"1", b"EX", _FORGOTTEN_AFTER_S),
-        (b"GET", name),
-        (b"EXISTS", name),
-        (b"DEL", name),
+    test_key = f"{FORMAT}:{namespace}:ping:{tag}:{secrets.token_hex(8)}".encode()
+    commands = [
+        (b"SET", test_key, b"1", b"EX", _FORGOTTEN_AFTER_S),
+        (b"GET", test_key),
+        (b"EXISTS", test_key),
+        (b"DEL", test_key),
     ]
-    tried += [] if division is None else [(b"CLUSTER", b"SLOTS"), (b"WAIT", b"0", b"1")]
-    answers = {words[0].decode(): ask(*words) for words in tried}
+    commands += [] if division is None else [(b"CLUSTER", b"SLOTS"), (b"WAIT", b"0", b"1")]
+    answers = {words[0].decode(): ask(*words) for words in commands}
     refused = [f"{verb}: {answer}" for verb, answer in answers.items() if isinstance(answer, ServerError)]
-    round_trip_s = min(asked_for_a_moment() for _ in range(_ROUNDS))
-    found = ServerReport(address=_text(address), round_trip_s=round_trip_s, refused=refused)
+    round_trip_s = min(round_trip() for _ in range(_ROUNDS))
+    report = ServerReport(address=_text(address), round_trip_s=round_trip_s, refused=refused)
     facts = facts_of(ask(b"INFO"))
     settings = pairs_of(ask(b"CONFIG", b"GET", b"*"))
-    _fill(found, facts)
-    found.persistence = persistence_of(facts, settings)[0].value
-    names = ask(b"DBSIZE")
-    found.num_names = names if isinstance(names, int) else None
-    found.warnings = _warnings(found, facts, settings, ttl_s, in_cluster=division is not None)
-    _make_printable(found, connection)
-    return found
+    _fill(report, facts)
+    report.persistence = persistence_of(facts, settings)[0].value
+    count = ask(b"DBSIZE")
+    report.num_names = count if isinstance(count, int) else None
+    report.warnings = _warnings(report, facts, settings, ttl_s, in_cluster=division is not None)
+    _make_printable(report, connection)
+    return report
 
 
 def look_into(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
-    """What is in a namespace of these nodes; the first `MOST_NAMES` of each, in no order."""
+    """Report the contents of a namespace on these nodes, from the first `MOST_NAMES` keys of each."""
     report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
     for connection in connections:
         for names in _scanned(connection, report, deadline):
@@ -182,7 +183,7 @@ def look_into(connections: Sequence[Connection], namespace: str, deadline: float
 
 
 def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -> list[list[bytes]]:
-    """The names in the namespace, a list for each call."""
+    """Scan the names in the namespace; returns a list for each call."""
 
     def ask(*words: bytes) -> Answer:
         (answer,) = _answers(connection, [words], deadline)
@@ -191,7 +192,7 @@ def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -
     size = ask(b"DBSIZE")
     report.num_names += size if isinstance(size, int) else 0
     pattern, cursor, looked_at = f"{FORMAT}:{report.namespace}:*".encode(), b"0", 0
-    found: list[list[bytes]] = []
+    batches: list[list[bytes]] = []
     while looked_at < MOST_NAMES:
         answer = ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _NAMES_A_CALL)
         if isinstance(answer, ServerError):
@@ -200,7 +201,7 @@ def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -
         if not (isinstance(answer, list) and len(answer) == 2 and isinstance(answer[1], list)):
             raise ProtocolError("the reply to SCAN is not a cursor and names")
         cursor = answer[0] if isinstance(answer[0], bytes) else b"0"
-        found.append(
+        batches.append(
             [name for name in answer[1] if isinstance(name, bytes) and name.startswith(pattern[:-1])]
         )
         looked_at += int(_NAMES_A_CALL)
@@ -208,7 +209,7 @@ def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -
             looked_at = size if isinstance(size, int) else looked_at
             break
     report.looked_at += min(looked_at, size) if isinstance(size, int) else looked_at
-    return found
+    return batches
 
 
 def _answers(connection: Connection, asked: Sequence[Sequence[bytes]], deadline: float) -> list[Answer]:
@@ -225,7 +226,7 @@ def _add(
     namespace: str,
     deadline: float,
 ) -> None:
-    """Count these names, and look at some of them closely."""
+    """Count these names, and sample some of them."""
     # FORMAT:NAMESPACE:PRODUCER:KIND..., where the kind is `epoch`, `about`, or the number of an epoch.
     by_kind: dict[bytes, list[bytes]] = {b"epoch": [], b"about": [], b"": []}
     for name in names:
@@ -248,8 +249,8 @@ def _add(
             report.older += 1
     for name in blocks[:_LENGTHS]:
         report = producers[connection.shown(name.split(b":")[2])]
-        asked = [(b"STRLEN", name), (b"STRLEN", *names_of_rests([name])), (b"TTL", name)]
-        first, second, ttl = _answers(connection, asked, deadline)
+        commands = [(b"STRLEN", name), (b"STRLEN", *rest_names([name])), (b"TTL", name)]
+        first, second, ttl = _answers(connection, commands, deadline)
         if isinstance(first, int) and isinstance(second, int) and first > HEADER_BYTES:
             report.block_bytes = first + second - HEADER_BYTES
         if isinstance(ttl, int):
@@ -259,7 +260,7 @@ def _add(
 def _add_abouts(
     connection: Connection, producers: dict[str, ProducerReport], names: list[bytes], deadline: float
 ) -> None:
-    """Read the producers' texts, no more of each than a tier writes."""
+    """Read the texts about producers, up to the length that a tier writes."""
     for name in names:
         producer = connection.shown(name.split(b":")[2])
         asked = (b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))
@@ -270,13 +271,13 @@ def _add_abouts(
 
 
 def _epoch_name(block: bytes) -> bytes:
-    """Where the epoch of a block is."""
+    """Return the epoch key of a block."""
     parts = block.split(b":")
     return b":".join([*parts[:3], b"epoch", *parts[4:-1]])
 
 
 def _make_printable(report: ServerReport, connection: Connection) -> None:
-    """Escape what the server has said, wherever it is in a report."""
+    """Escape server text in a report."""
     for name, value in vars(report).items():
         if isinstance(value, str):
             setattr(report, name, connection.shown(value))
@@ -308,39 +309,41 @@ def _fill(report: ServerReport, facts: Mapping[str, str]) -> None:
 def _warnings(
     report: ServerReport, facts: Mapping[str, str], settings: Mapping[str, str], ttl_s: int, in_cluster: bool
 ) -> list[str]:
-    found, policy = [], report.eviction_policy or ""
+    warnings, policy = [], report.eviction_policy or ""
     if not facts:
-        found.append("it does not tell this user of itself (INFO): its settings were not looked at")
+        warnings.append("this user may not read INFO: the settings were not checked")
     if report.role == "slave":
-        found.append("it is a replica: it takes no writes")
+        warnings.append("it is a replica: it accepts no writes")
     if report.limit_bytes == 0:
-        found.append("maxmemory is 0: it grows until the machine has no memory; set it to what it may have")
+        warnings.append("maxmemory is 0: the server grows until the machine has no memory; set a limit")
     if policy == "noeviction":
-        found.append(
-            "maxmemory-policy is noeviction: when it is full nothing new is kept; take allkeys-lru, or "
+        warnings.append(
+            "maxmemory-policy is noeviction: a full server keeps no new blocks; set allkeys-lru, or "
             "volatile-lru with ttl= in the URL"
         )
     if policy.startswith("volatile-") and not ttl_s:
-        found.append(f"maxmemory-policy is {policy}, which evicts only what has an end: give ttl= in the URL")
-    saves = "after a crash it has blocks from before a reset again, and it writes all blocks to its disk"
-    found += [f'{reason}: {saves}; set save to "" and appendonly to no'
+        warnings.append(
+            f"maxmemory-policy is {policy}, which evicts only keys with a time to live: add ttl= to the URL"
+        )
+    saves = "after a crash it restores blocks from before a reset, and it writes all blocks to its disk"
+    warnings += [f'{reason}: {saves}; set save to "" and appendonly to no'
               for reason in persistence_of(facts, settings)[1]]  # fmt: skip
     if policy.endswith("-random"):
-        found.append(
-            f"maxmemory-policy is {policy}: it halves blocks; take allkeys-lru, or volatile-lru with ttl="
+        warnings.append(
+            f"maxmemory-policy is {policy}: it evicts halves of blocks; set allkeys-lru or volatile-lru"
         )
     elif policy != "noeviction" and 0 < (samples := _number(settings, "maxmemory-samples")) < _ENOUGH_SAMPLES:
-        found.append(
-            f"maxmemory-samples is {samples}: up to a tenth of the memory will have halves of blocks; "
+        warnings.append(
+            f"maxmemory-samples is {samples}: up to a tenth of the memory will hold halves of blocks; "
             f"set it to {_ENOUGH_SAMPLES}"
         )
     if in_cluster and settings.get("cluster-require-full-coverage") == "yes":
-        found.append(
-            "cluster-require-full-coverage is yes: while one master is gone all refuse; set it to no"
+        warnings.append(
+            "cluster-require-full-coverage is yes: while one master is down all others refuse; set it to no"
         )
     if in_cluster and report.num_replicas == 0:
-        found.append("it has no replica: when it dies its blocks are gone until it is back")
-    return found
+        warnings.append("it has no replica: its blocks are unavailable while it is down")
+    return warnings
 
 
 def _number(pairs: Mapping[str, str], name: str) -> int:

@@ -1,0 +1,314 @@
+"""Requests of S3 that perform exchanges: handshake, probe, read, write.
+
+Owns the names and contents of objects (docs/formats.md), and when a block counts as read, written or present.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvoffload.tiers.contract import Mask, TierStats
+from kvoffload.tiers.s3.bucket import MOST_AT_ONCE, Bucket, BucketError, Bytes, Found, Ledger, Span
+from kvoffload.tiers.s3.http import Buffer
+from kvoffload.tiers.shared.errors import FULL, CacheResetError, ProtocolError, ServerError
+from kvoffload.tiers.shared.exchanges import BlockExchange, Handshake, PersistenceQuestion, Probe, Read, Write
+from kvoffload.tiers.shared.groups import BlockGroups, ObjectPart
+from kvoffload.tiers.shared.identity import (
+    FORMAT,
+    HEADER,
+    HEADER_BYTES,
+    Epoch,
+    SingleEpoch,
+    SingleKeyspace,
+    producer_of,
+)
+from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
+from kvoffload.transfer.copies import address_of, copy_blocks
+
+_NUM_THREADS = 4
+_EPOCH_BYTES = 16
+_EPOCH = re.compile(rb"[0-9a-f]{16}")
+WINDOW_BYTES = 1 << 20
+_FULL = {"507", "503", "429", "QuotaExceeded"}
+"""Codes of a server that has no room, or is too busy."""
+
+Request: TypeAlias = Coroutine[Any, Any, None]
+
+
+def s3_tier(
+    name: str,
+    place: str,
+    connect: Callable[[float], Bucket],
+    options: RemoteOptions,
+    *,
+    fingerprint: str,
+    ledger: Ledger,
+    group_blocks: int = 1,
+    **more: Any,
+) -> RemoteTier:
+    """Return a tier in a bucket.
+
+    Args:
+        ledger: counts the requests of all connections.
+        group_blocks: blocks in an object, equal on all machines; with 1, no path must be reported.
+        more: arguments of `RemoteTier`.
+    """
+    producer = producer_of(fingerprint)
+    keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
+    more.setdefault("num_threads", _NUM_THREADS)
+    return RemoteTier(
+        name,
+        place,
+        connect,
+        options,
+        dialect=S3(ledger, group_blocks),
+        keyspace=keyspace,
+        fingerprint=fingerprint,
+        groups=BlockGroups(group_blocks),
+        **more,
+    )
+
+
+def epoch_name(namespace: str, producer: bytes) -> bytes:
+    """Return the name of the object with the epoch. It is apart from the blocks, so that a rule that expires
+    blocks leaves it."""
+    return f"{namespace}/{FORMAT}/epochs/{producer.hex()}".encode()
+
+
+def about_name(epoch: str) -> str:
+    """Return the name of the object with a producer's text, beside the object with its epoch."""
+    place, _, producer = epoch.rpartition("/epochs/")
+    return f"{place}/abouts/{producer}"
+
+
+def object_name(epoch: Epoch, name: str) -> str:
+    """Return the name of an object with blocks."""
+    assert isinstance(epoch, SingleEpoch)
+    place = f"{epoch.namespace}/{FORMAT}/blocks/{epoch.producer.hex()}/{epoch.number:016x}"
+    return f"{place}/{name[:2]}/{name}"
+
+
+@dataclass(eq=False)
+class S3:
+    """Performs exchanges with a bucket. As `Dialect`.
+
+    Attributes:
+        ledger: counts the requests of all connections.
+        group_blocks: blocks in an object.
+        window_bytes: blocks of an object that are verified at a time, in bytes.
+        most_at_once: requests over one connection at a time.
+    """
+
+    ledger: Ledger
+    group_blocks: int = 1
+    window_bytes: int = WINDOW_BYTES
+    most_at_once: int = MOST_AT_ONCE
+    reports_persistence: bool = False
+
+    def add_costs(self, stats: TierStats) -> None:
+        stats.puts, stats.gets, stats.cost = self.ledger.puts, self.ledger.gets, self.ledger.cost
+
+    def persistence(self, connection: Bucket, exchange: PersistenceQuestion) -> None:
+        """Do nothing: a bucket is persistent, and a reset is too."""
+
+    def handshake(self, connection: Bucket, exchange: Handshake) -> None:
+        connection.run([_shake_hands(connection, exchange)], exchange.deadline)
+
+    def probe(self, connection: Bucket, exchange: Probe) -> None:
+        self._run(connection, exchange, [self._look(connection, exchange, group, exchange.ok)
+                                         for group in exchange.objects])  # fmt: skip
+
+    def read(self, connection: Bucket, exchange: Read) -> None:
+        try:
+            self._run(connection, exchange, [self._get(connection, exchange, group)
+                                             for group in exchange.objects])  # fmt: skip
+        finally:
+            damaged = [group for group in exchange.objects if exchange.damaged[group.rows].any()]
+            for group in damaged:
+                exchange.deleted[group.rows] = True
+        if damaged:
+            names = [object_name(exchange.epoch, group.name) for group in damaged]
+            connection.run(map(connection.delete, names), exchange.deadline, self.most_at_once)
+
+    def write(self, connection: Bucket, exchange: Write) -> None:
+        self._run(connection, exchange, [self._look(connection, exchange, group, exchange.was_there)
+                                         for group in exchange.objects])  # fmt: skip
+        exchange.ok |= exchange.was_there
+        missing = [group for group in exchange.objects if not exchange.was_there[group.rows].any()]
+        requests = [self._put(connection, exchange, group) for group in missing]
+        connection.run(requests, exchange.deadline, self.most_at_once)
+
+    def _object_bytes(self, exchange: BlockExchange) -> int:
+        """Return the size of every undamaged object."""
+        return self.group_blocks * (HEADER_BYTES + exchange.block_bytes)
+
+    def _run(self, bucket: Bucket, exchange: BlockExchange, requests: Iterable[Request]) -> None:
+        """Make these requests and read the epoch beside them, so that no block from before a reset counts.
+
+        If some requests fail, the others count if the epoch is unchanged.
+        """
+        assert isinstance(exchange.epoch, SingleEpoch)
+        epoch = _EpochReader(exchange.epoch)
+        try:
+            bucket.run([epoch.read(bucket), *requests], exchange.deadline, self.most_at_once)
+        finally:
+            if epoch.found != exchange.epoch.number:
+                exchange.ok[:] = False
+                if epoch.is_answered:
+                    raise CacheResetError
+        for group in exchange.objects:
+            exchange.current[group.rows] = True
+
+    async def _look(self, bucket: Bucket, exchange: BlockExchange, group: ObjectPart, there: Mask) -> None:
+        # An object of another size is damaged: a miss here; a write replaces it, and a read deletes it.
+        size = await bucket.size(object_name(exchange.epoch, group.name))
+        there[group.rows] = size == self._object_bytes(exchange)
+
+    async def _get(self, bucket: Bucket, read: Read, group: ObjectPart) -> None:
+        begin, end = int(group.at[0]), int(group.at[-1]) + 1
+        stride = HEADER_BYTES + read.block_bytes
+        span = Span(begin * stride, end * stride, self._object_bytes(read))
+        receiver = _BlockReceiver(read, group, begin, end, self.window_bytes)
+        found = await bucket.get(object_name(read.epoch, group.name), span, receiver)
+        if found is Found.ABSENT:
+            read.absent[group.rows] = True
+        elif found is Found.OTHER_SIZE:
+            read.damaged[group.rows] = True
+
+    async def _put(self, bucket: Bucket, write: Write, group: ObjectPart) -> None:
+        name, size = object_name(write.epoch, group.name), self._object_bytes(write)
+        try:
+            await bucket.put(name, size, lambda: _pieces(write, group, self.window_bytes))
+        except BucketError as error:
+            if not {error.code, error.status} & _FULL:
+                raise
+            write.refused = ServerError(f"{FULL} {error}")
+        else:
+            write.ok[group.rows] = True
+
+
+class _EpochReader:
+    """Reads the epoch of a bucket.
+
+    Attributes:
+        found: the epoch, or None. is_answered: the server has sent a response.
+    """
+
+    def __init__(self, epoch: SingleEpoch) -> None:
+        self._name = epoch_name(epoch.namespace, epoch.producer).decode()
+        self.found: int | None = None
+        self.is_answered = False
+
+    async def read(self, bucket: Bucket) -> None:
+        _, value = await bucket.value(self._name, _EPOCH_BYTES)
+        self.found, self.is_answered = _epoch_number(value), True
+
+
+class _BlockReceiver:
+    """Receives blocks of a group of an object, and verifies a few at a time while they are in the processor's
+    cache.
+
+    Args:
+        begin, end: positions of the blocks in the object.
+        window_bytes: bytes of blocks that are verified at a time.
+    """
+
+    def __init__(self, read: Read, group: ObjectPart, begin: int, end: int, window_bytes: int) -> None:
+        self._read, self._part, self._at, self._end = read, group, begin, end
+        self._stride = HEADER_BYTES + read.block_bytes
+        self._most = min(max(1, window_bytes // self._stride), end - begin)
+        self._window: Bytes | None = None
+        self._memory = memoryview(b"")
+        self._fill = 0
+
+    def room(self) -> memoryview:
+        if self._window is None:  # allocated only for an object that exists
+            self._window = np.empty((self._most, self._stride), np.uint8)
+            self._memory = memoryview(self._window.reshape(-1))  # type: ignore[arg-type]
+        return self._memory[self._fill : self._stride * min(self._most, self._end - self._at)]
+
+    def add(self, count: int) -> None:
+        assert self._window is not None
+        self._fill += count
+        num_blocks = min(self._most, self._end - self._at)
+        if self._fill == self._stride * num_blocks:
+            self._take(self._at, self._window[:num_blocks])
+            self._at, self._fill = self._at + num_blocks, 0
+
+    def _take(self, begin: int, received: Bytes) -> None:
+        """Verify blocks, and copy those that are sound into their rows.
+
+        Args:
+            begin: position of the first block in the object.
+            received: shape ``(n, header and block)``.
+
+        Raises: `TimeoutError` after the deadline, when the rows may be in other use.
+        """
+        read, group = self._read, self._part
+        if time.monotonic() >= read.deadline:
+            raise TimeoutError("deadline exceeded")
+        first, last = np.searchsorted(group.at, [begin, begin + len(received)])
+        rows, at = group.rows[first:last], group.at[first:last] - begin
+        headers = np.ascontiguousarray(received[at, :HEADER_BYTES]).view(HEADER).reshape(-1)
+        addresses = address_of(received) + at * self._stride + HEADER_BYTES
+        sound = read.epoch.sound(read.keys.take(rows), headers, addresses, read.block_bytes)
+        read.damaged[rows] = ~sound
+        copy_blocks(received[:, HEADER_BYTES:], at[sound], read.pool, read.rows[rows[sound]])
+        read.ok[rows[sound]] = True
+
+
+def _pieces(write: Write, group: ObjectPart, window_bytes: int) -> Iterator[Buffer]:
+    """Yield blocks with their headers, a few at a time while they are in the processor's cache.
+
+    Copied because an aborted PUT may still read its buffer after the rows were reused.
+    """
+    stride = HEADER_BYTES + write.block_bytes
+    most = max(1, window_bytes // stride)
+    for first in range(0, len(group.rows), most):
+        rows = group.rows[first : first + most]
+        data = np.empty((len(rows), stride), np.uint8)
+        headers = write.epoch.headers(write.keys.take(rows), write.addresses(rows), write.block_bytes)
+        data[:, :HEADER_BYTES] = headers.view(np.uint8).reshape(-1, HEADER_BYTES)
+        copy_blocks(write.pool, write.rows[rows], data[:, HEADER_BYTES:], np.arange(len(data)))
+        yield memoryview(data.reshape(-1))  # type: ignore[arg-type]
+
+
+async def _shake_hands(bucket: Bucket, exchange: Handshake) -> None:
+    name, new = exchange.epoch_keys[0].decode(), b"%016x" % secrets.randbits(64)
+    about, before = exchange.about, b""
+    if exchange.is_reset:
+        _, before = await bucket.value(name, _EPOCH_BYTES)
+        await bucket.put(name, len(new), lambda: [new])
+    else:
+        found, _ = await bucket.value(name, _EPOCH_BYTES)
+        if found is Found.ABSENT:
+            # If several machines find no epoch at once, the first one creates it and all read it.
+            await bucket.put(name, len(new), lambda: [new], only_new=True)
+            if about:
+                with contextlib.suppress(BucketError):
+                    await bucket.put(about_name(name), len(about), lambda: [about])
+    found, value = await bucket.value(name, _EPOCH_BYTES)
+    if before and value == before:  # entering it would bring back what the reset has to forget
+        raise ProtocolError("the server has acknowledged a new epoch, and still has the old one")
+    if found is Found.ABSENT:
+        raise ProtocolError("the server has no epoch, although it was just created")
+    number = _epoch_number(value)
+    if number is None:
+        raise ProtocolError(
+            f"the epoch, object {name}, is damaged: it must be 16 hexadecimal digits; "
+            "reset the cache, or delete the object"
+        )
+    exchange.numbers = (number,)
+
+
+def _epoch_number(value: bytes) -> int | None:
+    """Parse an epoch; None for anything but 16 hexadecimal digits."""
+    return int(value, 16) if _EPOCH.fullmatch(value) is not None else None

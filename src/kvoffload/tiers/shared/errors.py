@@ -1,0 +1,62 @@
+"""Errors of exchanges with a server."""
+
+from __future__ import annotations
+
+import re
+
+from kvoffload.errors import KVOffloadError
+from kvoffload.tiers.shared.printable import printable
+
+_CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
+_ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
+
+FULL = "OOM"
+"""Code of a server that has no room and evicts nothing."""
+
+
+class ProtocolError(KVOffloadError):
+    """A reply that the protocol does not allow. The rest of the connection cannot be trusted.
+
+    The message contains no text of the server.
+    """
+
+
+class ServerError(KVOffloadError):
+    """An error reply: ``OOM command not allowed``. The connection can be used further.
+
+    Args:
+        text: as the server sent it; the message is `printable`.
+        secrets: passwords to mask in the message.
+
+    Attributes:
+        code: the first word; empty unless it consists of capitals, digits and underscores.
+    """
+
+    def __init__(self, text: str, *secrets: str) -> None:
+        super().__init__(printable(text, *secrets))
+        word = text.partition(" ")[0]
+        self.code = word if _CODE.fullmatch(word) else ""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if a healthy node of a cluster reports that another node has the block."""
+        return self.code in _ELSEWHERE
+
+
+class NotSentError(ConnectionError):
+    """An exchange was dropped from the queue because a circuit breaker opened."""
+
+
+class QueuedTooLongError(TimeoutError):
+    """The deadline of an exchange was exceeded while it was queued."""
+
+
+class SilentError(TimeoutError):
+    """The server has neither sent nor taken a byte for the longest silence allowed."""
+
+
+class CacheResetError(Exception):
+    """The epoch has changed or is gone: nothing of this exchange counts."""
+
+    def __init__(self) -> None:
+        super().__init__("the cache was reset")

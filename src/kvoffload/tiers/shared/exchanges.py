@@ -1,0 +1,195 @@
+"""Exchanges with a server, as data: a request, its deadline and its partial results.
+
+The scheduler's thread creates an exchange, a connection thread fills in the results, and the scheduler's
+thread reads them after the end. If an exchange is aborted, the results that it has until then count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.contract import Mask
+from kvoffload.tiers.shared.errors import ServerError
+from kvoffload.tiers.shared.groups import ObjectPart
+from kvoffload.tiers.shared.identity import Epoch
+from kvoffload.transfer import Blocks
+from kvoffload.transfer.copies import address_of
+
+PROBE, READ, WRITE = "probe", "read", "write"
+"""Types of operations. Each has connections and a circuit breaker of its own."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Exchange:
+    """A request to a server and the replies to it.
+
+    Attributes:
+        submitted, ended: times of `time.monotonic`.
+        deadline: latest end, also for an exchange that has not begun.
+        error: reason of a failure or an abort, or None.
+        closes_connection: the connection is closed after this exchange.
+    """
+
+    deadline: float
+    submitted: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    error: Exception | None = None
+    closes_connection: bool = False
+    _unclaimed: list[None] = field(default_factory=lambda: [None])
+
+    def claim(self) -> bool:
+        """Return True to exactly one caller: the connection thread that begins it, or the tier that drops it.
+
+        Thread: any; `pop` of a list is atomic.
+        """
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
+
+@dataclass(eq=False, kw_only=True)
+class Handshake(Exchange):
+    """Reads the present epochs, or creates new epochs.
+
+    Attributes:
+        epoch_keys: the keys that hold the epochs.
+        is_reset: replace the epochs, so that all blocks are forgotten.
+        about: text about the producer, stored beside the epoch for people; empty for none.
+        num_replicas: replicas that must confirm a reset; a replica without it could take over and bring
+            earlier blocks back.
+        numbers: the epochs, in the order of `epoch_keys`; None for an epoch that is moving to another node.
+    """
+
+    epoch_keys: Sequence[bytes]
+    about: bytes = b""
+    is_reset: bool = False
+    num_replicas: int = 0
+    numbers: tuple[int | None, ...] = ()
+
+    @property
+    def known_numbers(self) -> list[int]:
+        """The epochs without None."""
+        return [number for number in self.numbers if number is not None]
+
+
+class Persistence(Enum):
+    """Persistence of a server: ON if the server saves its contents to a disk."""
+
+    OFF = "no"
+    ON = "yes"
+    UNKNOWN = "not known"
+
+
+@dataclass(eq=False, kw_only=True)
+class PersistenceQuestion(Exchange):
+    """Asks a server about its persistence. A missing permission leaves `UNKNOWN` and is no failure.
+
+    Attributes:
+        reasons: the settings that turn persistence on: ``save "3600 1"``.
+    """
+
+    persistence: Persistence = Persistence.UNKNOWN
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockExchange(Exchange):
+    """An exchange about blocks. Every such exchange checks the epoch before any block counts.
+
+    Attributes:
+        job: number of its job.
+        num_rows: rows of the job's result; the blocks of this exchange are the first of them.
+        objects: the objects of a bucket that hold these blocks.
+        current: blocks whose epoch the server has confirmed; no other block counts.
+        ok: blocks that are there, were read, or were written.
+        refused: last error reply about a single block.
+    """
+
+    kind: ClassVar[str]
+
+    job: int
+    num_rows: int
+    keys: Keys
+    epoch: Epoch
+    block_bytes: int
+    objects: Sequence[ObjectPart] = ()
+    ok: Mask = field(init=False)
+    current: Mask = field(init=False)
+    refused: ServerError | None = None
+
+    def __post_init__(self) -> None:
+        self.ok, self.current = np.zeros((2, len(self.keys)), np.bool_)
+
+
+@dataclass(eq=False, kw_only=True)
+class Probe(BlockExchange):
+    """Asks which blocks are there."""
+
+    kind = PROBE
+
+
+@dataclass(eq=False, kw_only=True)
+class Transfer(BlockExchange):
+    """An exchange that moves blocks from or to rows of a pool."""
+
+    pool: Blocks
+    rows: npt.NDArray[np.int64]
+
+    def addresses(self, which: slice | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Addresses of these blocks in memory."""
+        addresses: npt.NDArray[np.int64] = address_of(self.pool) + self.rows[which] * self.pool.strides[0]
+        return addresses
+
+    def row(self, number: int) -> memoryview:
+        """Memory of one block."""
+        return memoryview(self.pool[self.rows[number]])
+
+
+@dataclass(eq=False, kw_only=True)
+class Read(Transfer):
+    """Receives blocks into their rows and verifies them.
+
+    Attributes:
+        absent: blocks that the server does not have.
+        damaged: blocks that differ from what was stored under their key; they are deleted on the server.
+        deleted: blocks that were deleted because they share an object with a damaged block.
+    """
+
+    kind = READ
+
+    absent: Mask = field(init=False)
+    damaged: Mask = field(init=False)
+    deleted: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.absent, self.damaged, self.deleted = np.zeros((3, len(self.keys)), np.bool_)
+
+
+@dataclass(eq=False, kw_only=True)
+class Write(Transfer):
+    """Stores the blocks that the server does not have.
+
+    Attributes:
+        ttl_s: seconds until the server forgets the blocks; 0 leaves that to the server.
+        was_there: blocks that another machine had written.
+    """
+
+    kind = WRITE
+
+    ttl_s: int = 0
+    was_there: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.was_there = np.zeros(len(self.keys), np.bool_)

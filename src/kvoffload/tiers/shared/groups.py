@@ -1,0 +1,139 @@
+"""Groups of blocks that share an object of a bucket, and the names of the objects. Knows no network.
+
+A path is divided into groups of a fixed number of blocks, from its beginning; the blocks that remain at its
+end are in no group. A machine that knows a path can compute its groups, so nothing has to be looked up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.structures.jit import U64Array
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.contract import Mask
+
+_GENERATION_BLOCKS = 1 << 17
+_NAME_BYTES = 16
+
+
+class ObjectPart(NamedTuple):
+    """Blocks of a batch that lie in one object.
+
+    Attributes:
+        name: of the object: 32 hexadecimal digits.
+        rows: shape ``(n,)``; rows of the batch.
+        at: shape ``(n,)``; positions in the object, ascending.
+    """
+
+    name: str
+    rows: npt.NDArray[np.int64]
+    at: npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class FollowedPath:
+    """Progress of one request's path: blocks added to the groups, and the generation of the first of them."""
+
+    num_added: int = 0
+    generation: int = 0
+
+
+class BlockGroups:
+    """Recently reported groups, by path.
+
+    The name of a group is a digest of the keys of all its blocks, in order. So equal sequences of blocks have
+    the same name everywhere, and no other group has that name, even if keys are not chained.
+
+    Args:
+        group_blocks: blocks in an object; with 1, each block has an object of its own and no path is needed.
+        generation_blocks: blocks of one generation; the last two generations are kept.
+
+    Memory: 200 bytes a block, for the last 130,000 to 260,000 blocks. Cost: 0.2 µs a block. Thread: one.
+    """
+
+    def __init__(self, group_blocks: int, generation_blocks: int = _GENERATION_BLOCKS) -> None:
+        self.group_blocks, self.generation_blocks = group_blocks, generation_blocks
+        self._generation = 0
+        # Digest of a block's key -> name of its object, and position in the object.
+        self._young: dict[int, tuple[str, int]] = {}
+        self._old: dict[int, tuple[str, int]] = {}
+
+    def __len__(self) -> int:
+        """Number of blocks in known groups."""
+        return len(self._young) + len(self._old)
+
+    def follow(self, followed: FollowedPath, path: Keys) -> None:
+        """Add the whole groups of a path that are new since the last call."""
+        length = len(path) - len(path) % self.group_blocks
+        if self.group_blocks == 1 or length == 0:
+            return
+        if followed.generation != self._generation:  # add all again, before the old generation is dropped
+            followed.num_added, followed.generation = 0, self._generation
+        if followed.num_added < length:
+            self.add(path[followed.num_added : length])
+            followed.num_added = length
+
+    def add(self, keys: Keys) -> None:
+        """Add whole groups, one after the other."""
+        size = self.group_blocks
+        digests, joined, width = keys.digests.tolist(), b"".join(keys), size * keys.key_bytes
+        for number, start in enumerate(range(0, len(keys), size)):
+            name = _name(joined[number * width : (number + 1) * width])
+            self._young.update(
+                zip(digests[start : start + size], zip(repeat(name), range(size)), strict=False)
+            )
+        if len(self._young) >= self.generation_blocks:
+            self._old, self._young = self._young, {}
+            self._generation += 1
+
+    def forget(self) -> None:
+        """Forget all groups."""
+        self._young, self._old = {}, {}
+        self._generation += 1
+
+    def known(self, digests: U64Array) -> Mask:
+        """Return the blocks that are in a known group."""
+        if self.group_blocks == 1:
+            return np.ones(len(digests), np.bool_)
+        young, old = self._young, self._old
+        return np.array([digest in young or digest in old for digest in digests.tolist()], np.bool_)
+
+    def cut(self, keys: Keys, room: int) -> int:
+        """Return a number of first blocks, at most `room`, that splits no group if possible."""
+        count = min(room, len(keys))
+        if self.group_blocks == 1 or count == len(keys):
+            return count
+        last, young, old = self.group_blocks - 1, self._young, self._old
+        places = [young.get(digest) or old.get(digest) for digest in keys[:count].digests.tolist()]
+        ends = [row for row, place in enumerate(places) if place is not None and place[1] == last]
+        return ends[-1] + 1 if ends else count
+
+    def parts(self, keys: Keys) -> list[ObjectPart]:
+        """Return the known objects of these blocks."""
+        if self.group_blocks == 1:
+            zero = np.zeros(1, np.int64)
+            return [ObjectPart(_name(key), np.array([row]), zero) for row, key in enumerate(keys)]
+        rows: dict[str, list[tuple[int, int]]] = {}
+        for row, digest in enumerate(keys.digests.tolist()):
+            place = self._young.get(digest) or self._old.get(digest)
+            if place is not None:
+                rows.setdefault(place[0], []).append((place[1], row))
+        found = []
+        for name, places in rows.items():
+            at, numbers = zip(*sorted(places), strict=True)
+            found.append(ObjectPart(name, np.array(numbers), np.array(at)))
+        return found
+
+    def whole(self, keys: Keys) -> list[ObjectPart]:
+        """Return the objects all of whose blocks are in the batch."""
+        return [part for part in self.parts(keys) if len(part.rows) == self.group_blocks]
+
+
+def _name(keys: bytes) -> str:
+    return hashlib.sha256(keys).digest()[:_NAME_BYTES].hex()

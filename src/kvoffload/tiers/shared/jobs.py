@@ -1,0 +1,127 @@
+"""Exchanges in flight between the scheduler's thread and the connection threads.
+
+Owns the threads, and the bound of bytes in flight. Knows no results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+from kvoffload.tiers.shared.connection import Connect, ConnectionThread
+from kvoffload.tiers.shared.errors import NotSentError, QueuedTooLongError
+from kvoffload.tiers.shared.exchanges import PROBE, READ, WRITE, BlockExchange, Exchange
+
+IN_FLIGHT_BYTES = 256 << 20
+_EXPIRE_EVERY_S = 0.005
+
+
+class Jobs:
+    """Exchanges about blocks in flight, and the connection threads of each type of operation.
+
+    An exchange goes to the thread of its type with the fewest exchanges.
+
+    Args:
+        name: prefix of the threads' names.
+        num_threads: for reads, writes and probes each.
+
+    Attributes:
+        in_flight: exchanges by job.
+        ended: exchanges that have ended; connection threads append to it.
+        in_flight_bytes: bound of blocks in flight each way, in bytes.
+
+    Thread: the scheduler's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connect: Connect[Any],
+        perform: Callable[[Any, Exchange], None],
+        block_bytes: int,
+        num_threads: int,
+    ) -> None:
+        self._block_bytes = block_bytes
+        self.in_flight: dict[int, BlockExchange] = {}
+        self.in_flight_bytes = IN_FLIGHT_BYTES
+        self.ended: deque[Exchange] = deque()  # `append` and `popleft` are atomic
+        self._num_blocks = {READ: 0, WRITE: 0}
+        self._last_job = 0
+        self._expire_at = 0.0
+        self._threads = {
+            kind: [
+                ConnectionThread(f"kvoffload-{name}-{kind}", connect, perform, self.ended.append)
+                for _ in range(num_threads)
+            ]
+            for kind in (PROBE, READ, WRITE)
+        }
+
+    def next_job(self) -> int:
+        """Return the number of a new job."""
+        self._last_job += 1
+        return self._last_job
+
+    def room(self, kind: str) -> int:
+        """Return how many more blocks may be in flight."""
+        return max(0, self.in_flight_bytes // self._block_bytes - self._num_blocks[kind])
+
+    def submit(self, exchange: BlockExchange) -> int:
+        """Send an exchange about blocks; returns its job."""
+        self.in_flight[exchange.job] = exchange
+        self._count(exchange, len(exchange.keys))
+        self.send(exchange.kind, exchange)
+        return exchange.job
+
+    def send(self, kind: str, exchange: Exchange) -> None:
+        """Send any exchange over a connection for this type of operation."""
+        min(self._threads[kind], key=lambda thread: thread.load).submit(exchange)
+
+    def take_ended(self) -> Iterator[Exchange]:
+        """Yield the exchanges that have ended, after dropping queued exchanges whose deadline is exceeded."""
+        if self.in_flight and (now := time.monotonic()) >= self._expire_at:
+            self._expire_at = now + _EXPIRE_EVERY_S
+            late = [exchange for exchange in self.in_flight.values() if now >= exchange.deadline]
+            self._drop(late, QueuedTooLongError("deadline exceeded while queued"))
+        while self.ended:
+            exchange = self.ended.popleft()
+            yield exchange
+
+    def remove(self, exchange: BlockExchange) -> None:
+        """Remove an exchange that has ended."""
+        del self.in_flight[exchange.job]
+        self._count(exchange, -len(exchange.keys))
+
+    def drop_queued(self, kinds: Set[str]) -> None:
+        """End the exchanges of these types that no connection thread has begun."""
+        queued = [exchange for exchange in self.in_flight.values() if exchange.kind in kinds]
+        self._drop(queued, NotSentError("not sent: the circuit breaker has opened"))
+
+    def start(self) -> None:
+        """Start all threads. Raises `RuntimeError` if a thread cannot be started; may be called again."""
+        for thread in self._all_threads():
+            thread.start()
+
+    def stop(self) -> None:
+        """Abort exchanges in progress and end the threads; waits for nothing."""
+        for thread in self._all_threads():
+            thread.stop()
+
+    def join(self, until: float) -> None:
+        """Wait for the threads after `stop`, for all of them together until this time (`time.monotonic`)."""
+        for thread in self._all_threads():
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _count(self, exchange: BlockExchange, count: int) -> None:
+        if exchange.kind in self._num_blocks:
+            self._num_blocks[exchange.kind] += count
+
+    def _drop(self, exchanges: list[BlockExchange], why: Exception) -> None:
+        for exchange in exchanges:
+            if exchange.claim():
+                exchange.error, exchange.ended = why, time.monotonic()
+                self.ended.append(exchange)
+
+    def _all_threads(self) -> list[ConnectionThread[Any]]:
+        return [thread for threads in self._threads.values() for thread in threads]

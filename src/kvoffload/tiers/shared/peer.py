@@ -1,0 +1,296 @@
+"""A server as this process knows it: its epoch, its health, and the handshakes with it.
+
+Owns the epoch and the circuit breakers. Knows neither blocks nor threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from kvoffload.tiers.shared.circuit import Breakers
+from kvoffload.tiers.shared.connection import CONNECT_S
+from kvoffload.tiers.shared.epochs import EpochHistory
+from kvoffload.tiers.shared.errors import CacheResetError, NotSentError, ServerError
+from kvoffload.tiers.shared.exchanges import (
+    PROBE,
+    WRITE,
+    BlockExchange,
+    Exchange,
+    Handshake,
+    Persistence,
+    PersistenceQuestion,
+)
+from kvoffload.tiers.shared.identity import Epoch, Keyspace
+from kvoffload.tiers.shared.printable import printable
+
+_HANDSHAKE_S = 2 * CONNECT_S
+_RETRY_S = 1.0
+
+
+class Forget(Protocol):
+    """Called when blocks that were known may be gone."""
+
+    def __call__(self, *, same_epoch: bool) -> None:
+        """Clear the presence cache and, unless the epoch is the same, the write log."""
+
+
+class Peer:
+    """A server that holds the epochs of a keyspace.
+
+    An epoch that this process has seen end is never entered again: a server that returns one has restored a
+    snapshot, so the peer resets the cache once more and logs it.
+
+    Args:
+        name, place: the tier and the server, for the log.
+        about: text about the producer, stored beside the epoch.
+        send: sends an exchange over a connection for a type of operation.
+        forget: called when known blocks may be gone.
+        clock: monotonic seconds, for pauses.
+        history: epochs that this process has seen; the nodes of a cluster share it.
+        asks_persistence: ask the server once whether it saves to a disk.
+        gives_up_at_once: the first exceeded deadline opens the circuit breaker.
+        is_node: the server is a node of a cluster. Blocks may move to other nodes, which is no failure.
+        chance: random numbers in [0, 1), for jitter.
+
+    Attributes:
+        epoch: None while it is not known, or a reset is not confirmed.
+        is_partial: some epochs of a node are not known because they are moving to another node.
+        has_begun: handshakes are sent.
+        reset_wanted: a reset is not confirmed yet.
+        num_replicas: replicas that must confirm a reset.
+        num_troubles: exchanges that failed or found blocks on another node; each is a reason to read the map
+            of the cluster again.
+        last_error: last failure, for messages.
+        handshake: the handshake in flight.
+
+    Thread: the scheduler's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        keyspace: Keyspace,
+        *,
+        about: bytes,
+        send: Callable[[str, Exchange], None],
+        forget: Forget,
+        clock: Callable[[], float] = time.monotonic,
+        history: EpochHistory | None = None,
+        asks_persistence: bool = True,
+        gives_up_at_once: bool = False,
+        is_node: bool = False,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.name, self.place, self.keyspace = name, place, keyspace
+        self._about, self._send, self._forget, self._clock = about, send, forget, clock
+        self.history = history or EpochHistory()
+        self._gives_up_at_once, self._is_node = gives_up_at_once, is_node
+        self.breakers = Breakers(clock, chance)
+        self.epoch: Epoch | None = None
+        self.handshake: Handshake | None = None
+        self.persistence_question: PersistenceQuestion | None = None
+        self._may_ask_persistence = asks_persistence
+        self._next_handshake = 0.0
+        # Epochs found by handshakes that a reset of this process overtook.
+        self._overtaken: list[int] = []
+        self.is_partial = self.has_begun = self.is_closed = self.reset_wanted = False
+        self.num_replicas = self.num_troubles = 0
+        self.last_error: Exception = TimeoutError("it has not answered")
+        self._log = RateLimitedLog("kvoffload.remote")
+
+    @property
+    def is_well(self) -> bool:
+        """True if the server can hold all its blocks."""
+        return self.epoch is not None and not self.is_partial and not self.breakers.server.is_open
+
+    @property
+    def needs_tending(self) -> bool:
+        """True if `tend` may have something to do."""
+        return self.epoch is None or self.is_partial or self.breakers.is_any_open
+
+    def is_open(self, kind: str | None = None) -> bool:
+        """Return True if operations of this type may be sent."""
+        if self.epoch is None or self.breakers.server.is_open:
+            return False
+        return kind is None or not self.breakers.operations[kind].is_open
+
+    def may_attempt(self, kind: str) -> bool:
+        """Return True if one operation of a type whose breaker is open may be sent."""
+        return self.epoch is not None and self.breakers.may_attempt(kind)
+
+    # ---- handshakes
+
+    def start(self) -> None:
+        """Begin to send handshakes."""
+        self.has_begun = True
+        self._shake_hands()
+
+    def tend(self) -> None:
+        """Send a handshake if one may help and the pause is over."""
+        if self._clock() < self._next_handshake:
+            return
+        server = self.breakers.server
+        if server.may_attempt or (not server.is_open and (self.epoch is None or self.is_partial)):
+            self._shake_hands()
+
+    def end_pauses(self) -> None:
+        """Allow handshakes and attempts at once."""
+        self._next_handshake = 0.0
+        self.breakers.end_pauses()
+
+    def reset(self) -> None:
+        """Forget all blocks, here and on the server, as soon as the server confirms it."""
+        self.history.end(self.keyspace.epoch_keys, time.monotonic())
+        self.close_epoch()
+        self.reset_wanted = True
+        self.handshake, self._next_handshake = None, 0.0
+        self._shake_hands()
+
+    def close_epoch(self) -> None:
+        """Leave the epoch: forget known blocks, and ignore exchanges in flight."""
+        self.epoch, self.is_partial = None, False
+        self._forget(same_epoch=False)
+
+    def new_handshake(self, deadline: float) -> Handshake:
+        """Return a handshake that has not been sent."""
+        return Handshake(
+            epoch_keys=self.keyspace.epoch_keys,
+            is_reset=self.reset_wanted,
+            num_replicas=self.num_replicas,
+            about=self._about,
+            deadline=deadline,
+        )
+
+    def _shake_hands(self) -> None:
+        if self.has_begun and self.handshake is None and not self.is_closed:
+            self.handshake = self.new_handshake(time.monotonic() + _HANDSHAKE_S)
+            self._send(PROBE, self.handshake)
+
+    def take_handshake(self, handshake: Handshake) -> None:
+        """Use the result of a handshake that has ended."""
+        if handshake is not self.handshake:
+            # It was sent before a reset of this process. The server may have performed it after the reset,
+            # and returned the new epoch.
+            self._overtaken += () if handshake.is_reset else handshake.known_numbers
+        else:
+            self.handshake, self._next_handshake = None, self._clock() + _RETRY_S
+            if handshake.error is None:
+                self._accept(handshake)
+                self._ask_persistence()
+        if self.epoch is not None:
+            for number in self._overtaken:
+                if not self.history.is_present(number):
+                    self.history.end_number(number, time.monotonic())
+            self._overtaken.clear()
+
+    def take_reset(self) -> None:
+        """React to an exchange that found the epoch changed."""
+        self.close_epoch()
+        # Only an epoch that a second exchange confirms is entered. Otherwise a reply garbled by the network
+        # would end the present epoch and reset the cache for all machines.
+        self._shake_hands()
+
+    def _accept(self, handshake: Handshake) -> None:
+        """Enter the epoch of a handshake, unless it has ended."""
+        is_partial = None in handshake.numbers
+        if (is_partial and self.reset_wanted) or not self._may_enter(handshake):
+            return
+        self.history.enter(self.keyspace.epoch_keys, handshake.numbers, time.monotonic())
+        epoch = self.keyspace.epoch(handshake.numbers)
+        if not (self.is_partial and epoch == self.epoch):
+            self._forget(same_epoch=epoch == self.epoch)
+        self.reset_wanted, self.is_partial, self.epoch = False, is_partial, epoch
+
+    def _may_enter(self, handshake: Handshake) -> bool:
+        """Return True if no epoch of a handshake has ended; otherwise begin a handshake or a reset."""
+        numbers, since = handshake.known_numbers, handshake.submitted
+        if any(self.history.has_ended(number, since) for number in numbers):
+            text = (
+                "tier %s: %s has blocks from before a reset again: it has restored a snapshot, or a replica "
+                "without the reset has taken over; the cache is reset once more"
+            )
+            self._log.error("returned", text, self.name, self.place)
+            self.close_epoch()
+            self.reset_wanted = True
+            if not handshake.is_reset:
+                self._shake_hands()  # at once, before others enter it; a reset without effect waits a second
+            return False
+        if any(self.history.is_outdated(number, since) for number in numbers):
+            if self.epoch is None:
+                self._shake_hands()
+            return False
+        return True
+
+    # ---- persistence
+
+    def _ask_persistence(self) -> None:
+        if self._may_ask_persistence:
+            self._may_ask_persistence = False
+            self.persistence_question = PersistenceQuestion(deadline=time.monotonic() + _HANDSHAKE_S)
+            self._send(WRITE, self.persistence_question)  # no request waits for writes
+
+    def take_persistence(self, question: PersistenceQuestion) -> None:
+        """Warn once if the server saves to a disk."""
+        self.persistence_question = None
+        if question.persistence is Persistence.ON and not self.history.has_warned:
+            self.history.has_warned = True
+            text = (
+                "tier %s: %s saves to a disk (%s): after a crash it has blocks from before a reset again, "
+                'and an engine that did not see the reset serves them; set save to "" and appendonly to no'
+            )
+            reasons = ", ".join(question.reasons)
+            logging.getLogger("kvoffload.remote").warning(text, self.name, self.place, reasons)
+
+    # ---- health
+
+    def note(self, exchange: Exchange) -> set[str]:
+        """Count how an exchange ended; returns the types of operations that are not sent from now on."""
+        if self._is_node and self._is_elsewhere(exchange):
+            return set()
+        error = exchange.error
+        if isinstance(error, NotSentError):
+            return set()
+        before = self.breakers.open_kinds()
+        if error is None or isinstance(error, CacheResetError):
+            if not (self.breakers.server.is_open and exchange is not self.handshake):
+                self.breakers.server.succeeded()
+            if isinstance(exchange, BlockExchange):
+                self.breakers.note_success(exchange)
+        else:
+            self.last_error = error
+            if not self.is_closed:
+                self._note_failure(exchange, error)
+        self.breakers.note_outage(max(0.0, exchange.ended - exchange.submitted))
+        return self.breakers.open_kinds() - before
+
+    def _is_elsewhere(self, exchange: Exchange) -> bool:
+        """Count troubles of a node; returns True if the exchange failed because its blocks are elsewhere."""
+        reply = exchange.error or getattr(exchange, "refused", None)
+        is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere
+        if is_elsewhere or not (exchange.error is None or isinstance(exchange.error, CacheResetError)):
+            self.num_troubles += 1
+        if not is_elsewhere or exchange.error is None:
+            return False
+        self.last_error = exchange.error
+        return True
+
+    def _note_failure(self, exchange: Exchange, error: Exception) -> None:
+        was_open = self.breakers.server.is_open
+        if not self.breakers.note_failure(exchange, error):
+            return
+        is_silent = isinstance(exchange, BlockExchange) and isinstance(error, TimeoutError)
+        if self._gives_up_at_once and is_silent:
+            if not was_open:
+                self.breakers.server.open()
+                text = "tier %s: %s is silent (%.0f s): going on without it until it answers"
+                seconds = exchange.ended - exchange.submitted
+                self._log.warn("silent", text, self.name, self.place, seconds)
+        elif not (self._gives_up_at_once and was_open):  # one line is enough
+            text = "tier %s: %s does not answer as it should: %s: %s"
+            self._log.warn("health", text, self.name, self.place, type(error).__name__, printable(error))

@@ -1,0 +1,75 @@
+"""Login to Valkey servers: passwords, certificates, and connections with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+from dataclasses import replace
+from pathlib import Path
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.shared.addresses import Addresses
+from kvoffload.tiers.valkey.cluster_map import Address
+from kvoffload.tiers.valkey.resp import Connection, Login
+from kvoffload.tiers.valkey.silence import ImpatientConnection
+
+USERNAME, PASSWORD = "KVOFFLOAD_VALKEY_USERNAME", "KVOFFLOAD_VALKEY_PASSWORD"
+
+
+def find_login(password_file: str, tls: ssl.SSLContext | None) -> Login:
+    """Return the login of the environment, or of a password file. Raises `ConfigError`."""
+    password = os.environ.get(PASSWORD, "")
+    if password_file:
+        try:
+            password = password_in(password_file)
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is not text"
+            raise ConfigError("password_file", password_file, f"it cannot be read ({why})") from None
+    return Login(os.environ.get(USERNAME, ""), password, tls)
+
+
+def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
+    """Return a TLS context with these files, which may be empty. Raises `ConfigError`."""
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        if cert:
+            context.load_cert_chain(cert, cert_key or None)
+    except OSError as error:
+        raise ConfigError("ca" if not cert else "cert", ca or cert, str(error)) from None
+    return context
+
+
+def password_in(path: str) -> str:
+    """Return the password in a file, without surrounding white space. Raises `OSError`,
+    `UnicodeDecodeError`."""
+    return Path(path).read_text().strip()
+
+
+class Connector:
+    """Connects to the servers of one tier. Keeps their addresses, and rereads a changed password.
+
+    The password file is read before each connection. While it is unreadable or empty, as it may be during its
+    replacement, the last password is used.
+
+    Args:
+        password_file: empty if the password does not come from a file.
+        silence_s: connections fail when the server is silent for so long; None for never.
+
+    Thread: any; each connection thread connects by itself.
+    """
+
+    def __init__(self, login: Login, password_file: str = "", silence_s: float | None = None) -> None:
+        self.login, self._password_file, self._silence_s = login, password_file, silence_s
+        self._addresses = Addresses()
+
+    def __call__(self, address: Address, deadline: float) -> Connection:
+        """Connect and log in, until the deadline (of `time.monotonic`). Raises as `Connection`."""
+        if self._password_file:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                password = password_in(self._password_file)
+                if password and password != self.login.password:
+                    self.login = replace(self.login, password=password)
+        if self._silence_s is None:
+            return Connection(*address, self.login, deadline, self._addresses)
+        return ImpatientConnection(*address, self.login, deadline, self._addresses, silence_s=self._silence_s)

@@ -1,0 +1,367 @@
+"""Commands of RESP2 that perform exchanges: handshake, probe, read, write.
+
+Owns the commands, and when a block counts as read, written or present. Every exchange about blocks reads the
+epoch first, so that a reset by another machine is noticed before any block counts.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.tiers.contract import Mask, TierStats
+from kvoffload.tiers.shared.errors import CacheResetError, ProtocolError, ServerError
+from kvoffload.tiers.shared.exchanges import BlockExchange, Handshake, PersistenceQuestion, Probe, Read, Write
+from kvoffload.tiers.shared.identity import (
+    HEADER,
+    HEADER_BYTES,
+    EpochKeys,
+    SingleKeyspace,
+    about_name,
+    epoch_name,
+    head_bytes,
+    producer_of,
+    rest_names,
+)
+from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.valkey.persistence import ask_persistence
+from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, Reply, command
+
+WINDOW_BYTES = 4 << 20
+"""Bytes of blocks requested or sent at a time. The next window is requested before this window is received,
+and received blocks are verified while they are in the processor's cache."""
+_EPOCH = re.compile(rb"[0-9a-f]{16}")
+_ABOUT_S = b"2592000"
+"""30 days: an engine stores its text again when it connects; the text of an engine that is gone expires."""
+
+
+def valkey_tier(
+    name: str,
+    place: str,
+    connect: Callable[[float], Connection],
+    options: RemoteOptions,
+    *,
+    fingerprint: str,
+    **more: Any,
+) -> RemoteTier:
+    """Return a tier in one server that speaks RESP2. Arguments are those of `RemoteTier`."""
+    producer = producer_of(fingerprint)
+    keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
+    return RemoteTier(
+        name, place, connect, options, dialect=Resp(), keyspace=keyspace, fingerprint=fingerprint, **more
+    )
+
+
+@dataclass(eq=False)
+class Resp:
+    """Performs exchanges with a server that speaks RESP2. As `Dialect`.
+
+    Attributes:
+        window_bytes: bytes of blocks requested or sent at a time.
+        most_at_once: blocks received by one call.
+    """
+
+    window_bytes: int = WINDOW_BYTES
+    most_at_once: int = MOST_AT_ONCE
+    reports_persistence: bool = True
+
+    def add_costs(self, stats: TierStats) -> None:
+        """Add nothing: requests are free."""
+
+    def persistence(self, connection: Connection, exchange: PersistenceQuestion) -> None:
+        ask_persistence(connection, exchange)
+
+    # ---- handshake
+
+    def handshake(self, connection: Connection, exchange: Handshake) -> None:
+        # If several machines find no epoch at once, the first one creates it and all read it. Of two resets
+        # at once the later one counts; both follow what was before.
+        first, deadline = exchange.epoch_keys[0], exchange.deadline
+        options = () if exchange.is_reset else (b"NX",)
+        commands = [command(b"SET", key, b"%016x" % secrets.randbits(64), *options) + command(b"GET", key)
+                    for key in exchange.epoch_keys]  # fmt: skip
+        if exchange.about:
+            commands.append(command(b"SET", about_name(first), exchange.about, b"EX", _ABOUT_S))
+        connection.send([b"".join(commands), _rights_commands(first)], deadline)
+        found = [_read_epoch(connection, deadline) for _ in exchange.epoch_keys]
+        if exchange.about:
+            connection.reply(deadline)  # any reply will do: the text is for people
+        _check_rights(connection, deadline)
+        elsewhere = [epoch for epoch in found if isinstance(epoch, ServerError)]
+        if len(elsewhere) == len(found):
+            raise elsewhere[0]
+        if exchange.is_reset and exchange.num_replicas:
+            _wait_for_replicas(connection, exchange)
+        exchange.numbers = tuple(None if isinstance(epoch, ServerError) else epoch for epoch in found)
+
+    # ---- blocks
+
+    def probe(self, connection: Connection, exchange: Probe) -> None:
+        exchange.ok = self._present(connection, exchange, exchange.epoch.names(exchange.keys))
+
+    def read(self, connection: Connection, exchange: Read) -> None:
+        names, reading = exchange.epoch.names(exchange.keys), _Reading(connection, exchange)
+        try:
+            windows = [*self._windows(exchange, len(names))]
+            for number, window in enumerate(windows):
+                if number == 0:
+                    self._request(connection, exchange, names, window)
+                if number + 1 < len(windows):
+                    # Requested before this window is received, so that the server never waits.
+                    self._request(connection, exchange, names, windows[number + 1])
+                keys = exchange.epoch.epoch_keys(exchange.keys[window])
+                exchange.current[window] = _check_epoch(connection, exchange, keys)
+                reading.receive(window, self.most_at_once)
+        finally:
+            reading.verify()
+        _delete_damaged(connection, exchange, names)
+        # Perhaps nothing is damaged, and the replies belonged to other requests.
+        exchange.closes_connection = bool(exchange.damaged.any())
+
+    def write(self, connection: Connection, exchange: Write) -> None:
+        names = exchange.epoch.names(exchange.keys)
+        exchange.was_there = self._present(connection, exchange, names)
+        exchange.ok |= exchange.was_there
+        missing = np.flatnonzero(exchange.current & ~exchange.was_there)
+        for window in self._windows(exchange, len(missing)):
+            _store(connection, exchange, names, missing[window])
+            if exchange.refused is not None and not exchange.refused.is_elsewhere:
+                return
+
+    def _windows(self, exchange: BlockExchange, count: int) -> Iterator[slice]:
+        size = max(1, self.window_bytes // max(1, exchange.block_bytes))
+        return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+    def _present(self, connection: Connection, exchange: BlockExchange, names: list[bytes]) -> Mask:
+        """Read the epoch, and return the blocks that are there."""
+        keys, values = exchange.epoch.epoch_keys(exchange.keys), _values(exchange, names)
+        commands = _commands(b"GET", keys.names) + _commands(b"EXISTS", *values)
+        connection.send([b"".join(commands)], exchange.deadline)
+        exchange.current = _check_epoch(connection, exchange, keys)
+        found = np.zeros(len(names), np.bool_)
+        all_values = b":%d" % len(values)
+        for row, line in enumerate(connection.lines(len(names), exchange.deadline)):
+            if line == all_values:
+                found[row] = True
+            elif line[:1] == b"-":
+                exchange.refused = connection.error(line)
+            elif line not in (b":0", b":1"):
+                raise _unexpected(line)
+        return found & exchange.current
+
+    def _request(self, connection: Connection, exchange: Read, names: list[bytes], window: slice) -> None:
+        """Send the commands that read the epoch and the blocks of a window."""
+        keys = exchange.epoch.epoch_keys(exchange.keys[window])
+        # The values of a block one after the other, as they are received.
+        values = [_commands(b"GET", some) for some in _values(exchange, names[window])]
+        blocks = [get for block in zip(*values, strict=True) for get in block]
+        connection.send([b"".join(_commands(b"GET", keys.names) + blocks)], exchange.deadline)
+
+
+class _Reading:
+    """Headers and progress of a read over one connection."""
+
+    def __init__(self, connection: Connection, read: Read) -> None:
+        self._connection, self._read = connection, read
+        self._headers = np.zeros(len(read.keys), HEADER)
+        self._header_bytes = memoryview(self._headers.view(np.uint8))  # type: ignore[arg-type]
+        self._arrived: list[int] = []
+
+    def receive(self, window: slice, most_at_once: int) -> None:
+        """Receive the blocks of a window, several at a time.
+
+        A block that is absent, or of another length, is received alone; after it the number of blocks at a
+        time starts again at one.
+        """
+        read, row, at_once = self._read, window.start, most_at_once
+        while row < window.stop:
+            blocks = [self._parts(at) for at in range(row, min(row + at_once, window.stop))]
+            count = self._connection.blocks_into(blocks, read.deadline)
+            self._arrived += (row + np.flatnonzero(read.current[row : row + count])).tolist()
+            row, at_once = row + count, min(2 * at_once, most_at_once)
+            if count < len(blocks):
+                self._receive_one(row)
+                row, at_once = row + 1, 1
+        self.verify()
+
+    def verify(self) -> None:
+        """Verify the blocks that have arrived since the last call."""
+        at, read = np.array(self._arrived, np.int64), self._read
+        self._arrived.clear()
+        if len(at):
+            keys, headers = read.keys.take(at), self._headers[at]
+            read.ok[at] = read.epoch.sound(keys, headers, read.addresses(at), read.block_bytes)
+            read.damaged[at] = ~read.ok[at]
+
+    def _parts(self, row: int) -> Block:
+        """Return the memory for the values of a block."""
+        at, head, block = HEADER_BYTES * row, head_bytes(self._read.block_bytes), self._read.row(row)
+        first = [self._header_bytes[at : at + HEADER_BYTES], block[:head]]
+        return [first] if head == self._read.block_bytes else [first, [block[head:]]]
+
+    def _receive_one(self, row: int) -> None:
+        parts, read = self._parts(row), self._read
+        most = 2 * (HEADER_BYTES + read.block_bytes)  # a much longer value is no block of anybody
+        replies = [self._connection.value_into(part, most, read.deadline) for part in parts]
+        errors = [reply for reply in replies if isinstance(reply, ServerError)]
+        if errors:
+            read.refused = errors[0]
+        elif not read.current[row]:
+            pass
+        elif None in replies:
+            read.absent[row] = True
+        elif replies != [sum(map(len, part)) for part in parts]:
+            read.damaged[row] = True
+        else:
+            self._arrived.append(row)
+
+
+def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
+    """Return the names of all first values, then of all second values if blocks have two."""
+    is_whole = head_bytes(exchange.block_bytes) == exchange.block_bytes
+    return [names] if is_whole else [names, rest_names(names)]
+
+
+def _check_epoch(connection: Connection, exchange: BlockExchange, keys: EpochKeys) -> Mask:
+    """Receive the epochs and return the blocks that they confirm. Raises `CacheResetError`."""
+    confirmed, was_reset = np.zeros(len(keys.names), np.bool_), False
+    replies = connection.short_replies(len(keys.names), exchange.deadline)
+    for row, (reply, expected) in enumerate(zip(replies, keys.numbers, strict=True)):
+        if isinstance(reply, ServerError):
+            exchange.refused = reply
+            if not reply.is_elsewhere:
+                raise reply
+        elif expected is not None:
+            confirmed[row] = epoch_number(reply) == expected
+            was_reset |= not confirmed[row]
+    if was_reset:
+        raise CacheResetError
+    of_blocks: Mask = confirmed[keys.row_of]
+    return of_blocks
+
+
+def _delete_damaged(connection: Connection, read: Read, names: list[bytes]) -> None:
+    damaged = np.flatnonzero(read.damaged).tolist()
+    if damaged:
+        values = _values(read, [names[row] for row in damaged])
+        connection.send([b"".join(_commands(b"DEL", *values))], read.deadline)
+        for line in connection.lines(len(damaged), read.deadline):
+            if line[:1] not in (b":", b"-"):
+                raise _unexpected(line)
+
+
+def _store(connection: Connection, write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -> None:
+    """Send the blocks in these rows, then read all replies."""
+    per_block = 1 if head_bytes(write.block_bytes) == write.block_bytes else 2
+    connection.send(_set_commands(write, names, at), write.deadline)
+    lines = connection.lines(per_block * len(at), write.deadline, len(b"+OK\r\n"))
+    if lines.count(b"+OK") == len(lines):
+        write.ok[at] = True
+        return
+    for line in lines:
+        if line[:1] == b"-":
+            write.refused = connection.error(line)
+        elif line != b"+OK":
+            raise _unexpected(line)
+    stored = [b"+OK"] * per_block
+    write.ok[at] = [lines[n : n + per_block] == stored for n in range(0, len(lines), per_block)]
+
+
+def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+    """Return the SET commands of the blocks in these rows, as buffers: framing and values in turn."""
+    headers = write.epoch.headers(write.keys.take(at), write.addresses(at), write.block_bytes).tobytes()
+    options = [b"EX", b"%d" % write.ttl_s] if write.ttl_s else []
+    end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
+    begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
+    head = head_bytes(write.block_bytes)
+    # Equal for all blocks: the bytes before a name, and between the name and the value.
+    before = b"%b%b$%d\r\n" % (end, begin, len(names[0]))
+    between = b"\r\n$%d\r\n" % (HEADER_BYTES + head)
+    before_rest = b"%b%b$%d\r\n" % (end, begin, len(names[0]) + 1)
+    buffers: list[bytes | memoryview] = []
+    for number, row in enumerate(at.tolist()):
+        name, block = names[row], write.row(row)
+        header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+        if head == write.block_bytes:
+            buffers += (b"%b%b%b%b" % (before, name, between, header), block)
+        else:
+            (second,) = rest_names([name])
+            between_rest = b"\r\n$%d\r\n" % (write.block_bytes - head)
+            buffers += (b"%b%b%b%b" % (before, name, between, header), block[:head],
+                        b"%b%b%b" % (before_rest, second, between_rest), block[head:])  # fmt: skip
+    first = buffers[0]
+    buffers[0] = first[len(end) :]
+    buffers.append(end)
+    return buffers
+
+
+def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
+    """Return one encoded command for each row of these lists. The names in one list have equal lengths."""
+    if not names[0]:
+        return []
+    begin = b"*%d\r\n$%d\r\n%b\r\n" % (1 + len(names), len(verb), verb)
+    form = begin + b"".join([b"$%d\r\n%%b\r\n" % len(column[0]) for column in names])
+    return [form % row for row in zip(*names, strict=True)]
+
+
+def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
+    """Read the replies to SET and GET of an epoch key; returns an error if the key is on another node."""
+    replies = [connection.reply(deadline) for _ in ("SET", "GET")]
+    for reply in replies:
+        if isinstance(reply, ServerError):
+            if not reply.is_elsewhere:
+                raise reply
+            return reply
+    number = epoch_number(replies[1])
+    if number is None:
+        raise ProtocolError(
+            "the epoch was evicted at once" if replies[1] is None else
+            "the epoch in the server is not 16 hexadecimal digits; reset the cache to replace it"
+        )  # fmt: skip
+    return number
+
+
+def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
+    """Wait until the replicas have a reset. Raises `TimeoutError`."""
+    patience_ms = max(1, int(1e3 * (exchange.deadline - time.monotonic()) / 2))
+    connection.send([command(b"WAIT", b"%d" % exchange.num_replicas, b"%d" % patience_ms)], exchange.deadline)
+    count = connection.reply(exchange.deadline)
+    if isinstance(count, ServerError):
+        raise count
+    if not isinstance(count, int):
+        raise ProtocolError("the reply to WAIT is not a number")
+    if count < exchange.num_replicas:
+        raise TimeoutError(f"{count} of {exchange.num_replicas} replicas have the reset")
+
+
+def _rights_commands(epoch_key: bytes) -> bytes:
+    """Return commands that need the permissions for EXISTS and DEL, on an unused key beside an epoch key.
+
+    A tier without these permissions would be refused at each probe and leave damaged blocks in place. So a
+    handshake fails without them, as ``tier ping`` reports.
+    """
+    name = epoch_key + b":rights"
+    return command(b"EXISTS", name) + command(b"DEL", name)
+
+
+def _check_rights(connection: Connection, deadline: float) -> None:
+    """Read the replies to `_rights_commands`. Raises `ServerError`, except for a slot that has moved."""
+    for reply in [connection.reply(deadline) for _ in ("EXISTS", "DEL")]:
+        if isinstance(reply, ServerError) and not reply.is_elsewhere:
+            raise reply
+
+
+def _unexpected(line: bytes) -> ProtocolError:
+    return ProtocolError(f"an unexpected reply that begins with {line[:1]!r}")
+
+
+def epoch_number(reply: Reply) -> int | None:
+    """Parse an epoch: 16 hexadecimal digits in lower case; None for anything else."""
+    return int(reply, 16) if isinstance(reply, bytes) and _EPOCH.fullmatch(reply) else None
