@@ -53,12 +53,12 @@ class Engine:
 
 def block_hashes(tokens: list[int]) -> list[bytes]:
     """Return a hash for each full block, chained with the hashes of all blocks before."""
-    found, parent = list[bytes](), b""
+    hashes, parent = list[bytes](), b""
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         block = np.array(tokens[start : start + BLOCK_TOKENS], np.int64).tobytes()
         parent = hashlib.sha256(parent + block).digest()
-        found.append(parent)
-    return found
+        hashes.append(parent)
+    return hashes
 
 
 if __name__ == "__main__":
@@ -66,5 +66,5 @@ if __name__ == "__main__":
     conversation = list(range(20 * BLOCK_TOKENS))
     for turn in range(1, 4):
         engine.run(f"turn-{turn}", conversation[: turn * 6 * BLOCK_TOKENS])
-        asked = 6 * turn * (turn + 1) // 2
-        print(f"turn {turn}: {engine.num_computed} blocks computed of {asked} so far")
+        requested = 6 * turn * (turn + 1) // 2
+        print(f"turn {turn}: {engine.num_computed} blocks computed of {requested} so far")

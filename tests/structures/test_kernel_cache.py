@@ -67,7 +67,7 @@ def run_read_only(package: Path, code: str, **environment: str) -> subprocess.Co
     return done
 
 
-@pytest.mark.parametrize("home", ["nowhere", "home"])
+@pytest.mark.parametrize("home", [pytest.param("nowhere", marks=pytest.mark.slow), "home"])
 def test_kernels_of_a_read_only_package_are_used(tmp_path: Path, package: Path, home: str) -> None:
     environment = {"HOME": str(tmp_path / "home") if home == "home" else "/proc/none"}
     done = run_read_only(package, REPLAY, **environment)
@@ -78,6 +78,7 @@ def test_kernels_of_a_read_only_package_are_used(tmp_path: Path, package: Path, 
     assert bool(kept) == (home == "home")
 
 
+@pytest.mark.slow
 def test_without_a_cache_directory_kernels_are_compiled_with_a_warning(tmp_path: Path, package: Path) -> None:
     without_kernels(package)
     done = run_read_only(package, ONE_KERNEL, HOME="/proc/none", TMPDIR=str(tmp_path))
@@ -86,6 +87,7 @@ def test_without_a_cache_directory_kernels_are_compiled_with_a_warning(tmp_path:
     assert list(tmp_path.glob("kvoffload-kernels-*")) == [], "a directory of a process ends with it"
 
 
+@pytest.mark.slow
 def test_cached_kernels_are_not_compiled_again(tmp_path: Path, package: Path) -> None:
     without_kernels(package)
     home = str(tmp_path / "home")
@@ -95,6 +97,7 @@ def test_cached_kernels_are_not_compiled_again(tmp_path: Path, package: Path) ->
     assert "compiling" not in second.stderr
 
 
+@pytest.mark.slow
 def test_kernels_of_other_sources_are_not_used(tmp_path: Path, package: Path) -> None:
     kept = str(tmp_path / "given")
     run_read_only(package, ONE_KERNEL, NUMBA_CACHE_DIR=kept)
@@ -104,6 +107,7 @@ def test_kernels_of_other_sources_are_not_used(tmp_path: Path, package: Path) ->
     assert len(list(Path(kept).glob("kvoffload-*"))) == 2
 
 
+@pytest.mark.slow
 def test_old_kernels_of_the_package_are_not_taken_for_new_sources(tmp_path: Path, package: Path) -> None:
     with (package / "structures" / "lists.py").open("a") as source:
         source.write("# another version\n")
@@ -136,6 +140,7 @@ def test_a_directory_that_other_users_can_replace_is_not_trusted(tmp_path: Path)
     assert trusted_directory(tmp_path, DIGEST) == tmp_path / f"kvoffload-{DIGEST}"
 
 
+@pytest.mark.slow
 def test_a_truncated_kernel_file_is_compiled_again(tmp_path: Path) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     run = [sys.executable, "-c", ONE_KERNEL]

@@ -1,11 +1,10 @@
-"""A CUDA runtime in host memory: streams that lag, a pending error, registered ranges, a current device.
+"""A fake CUDA runtime in host memory, with lagging streams, a pending error and pinned ranges.
 
-`installed` puts it in the place of ``torch.cuda``. Tensors of `FakeCuda.tensor` are on a device: copies and
-kernels that touch them wait in the stream that they were submitted to, until somebody waits for the stream.
-Host memory is as CUDA sees it: a copy is asynchronous only if all of its host memory is pinned, an error if a
-part of it is, and otherwise the host waits until the stream has done it.
+`installed` replaces ``torch.cuda`` by the fake. Tensors of `FakeCuda.tensor` are on a device: copies and
+kernels on them wait in their stream until a caller waits for the stream. As with CUDA, a copy is asynchronous
+if its host memory is pinned, an error if a part of that memory is pinned, and otherwise blocks the host.
 
-What it cannot show: timing, and what a real driver does beyond the rules above.
+The fake has no timing, and no behaviour of real drivers beyond these rules.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ EARLY, LATE = "early", "late"
 
 
 class DeviceTensor(torch.Tensor):
-    """Bytes of the fake device: host memory that only the fake's streams may move."""
+    """Bytes of the fake device, in host memory. Only the fake's streams move them."""
 
     index = 0
 
@@ -48,11 +47,11 @@ class DeviceTensor(torch.Tensor):
         return True
 
     def record_stream(self, stream: Any) -> None:
-        """The allocator keeps the memory until the stream has passed; here it is never reused."""
+        """Do nothing: the fake never reuses memory."""
 
 
 class Event:
-    """A point of a stream."""
+    """A point in a stream."""
 
     def __init__(self, cuda: FakeCuda, blocking: bool) -> None:
         self.cuda, self.blocking, self.stream, self.passed = cuda, blocking, None, True
@@ -75,7 +74,7 @@ class Event:
 
 
 class Stream:
-    """Work in order; an entry may first need the events of other streams."""
+    """A queue of work; an entry may wait for events of other streams."""
 
     def __init__(self, cuda: FakeCuda, index: int) -> None:
         self.cuda, self.index, self.queue = cuda, index, deque[Callable[[], None]]()
@@ -111,15 +110,19 @@ class Stream:
 
 
 class FakeCuda:
-    """The runtime; `torch.cuda` while it is installed.
+    """The fake runtime, which replaces `torch.cuda` while installed.
 
     Attributes:
-        order: `EARLY` runs work when it is submitted, `LATE` when somebody waits, a number is a seed.
-        current: the current device; contexts: devices that calls have made a context on.
-        registered: address -> end, of memory pinned by `cudaHostRegister`; pinned: of torch's allocator.
-        last_error: pending, until `cudaGetLastError` or the check behind a launch; broken: one that stays.
-        pin_limit: bytes that can be pinned in all. host_waits: copies that the host had to wait for.
-        spins: waits for events that spin.
+        order: `EARLY` runs work on submission, `LATE` when a caller waits; a number seeds a random order.
+        current: the current device.
+        contexts: devices on which calls have created a context.
+        registered: memory pinned by `cudaHostRegister`, address to end.
+        pinned: memory of torch's pinned allocator, address to end.
+        last_error: the pending error, until `cudaGetLastError` or the check after a launch.
+        broken: a permanent error.
+        pin_limit: total bytes that can be pinned.
+        host_waits: number of copies that blocked the host.
+        spins: number of waits for events that spin.
     """
 
     def __init__(
@@ -141,11 +144,11 @@ class FakeCuda:
             self.runtime.cudaGetLastError = self.take_last_error
 
     def tensor(self, host: torch.Tensor, index: int = 0) -> Any:
-        """A tensor on a device, with these bytes."""
+        """Create a device tensor with these bytes."""
         return host.clone().as_subclass(type("DeviceTensor", (DeviceTensor,), {"index": index}))
 
     def bytes_of(self, tensor: torch.Tensor) -> Any:
-        """The bytes of a device tensor, as they are now."""
+        """Return the current bytes of a device tensor."""
         return tensor.as_subclass(torch.Tensor)
 
     # ---- as torch.cuda
@@ -203,7 +206,7 @@ class FakeCuda:
         return error
 
     def launch(self) -> None:
-        """Anybody's kernel: the check behind it raises the error that is pending, whoever has caused it."""
+        """Launch an unrelated kernel, whose check raises any pending error."""
         self.launches += 1
         if error := self.take_last_error():
             raise RuntimeError(f"CUDA error: {error}")
@@ -213,7 +216,7 @@ class FakeCuda:
             raise RuntimeError(f"CUDA error: {self.broken}")
 
     def break_device(self) -> None:
-        """From now on everything fails, as after an illegal address in a kernel."""
+        """Make all further calls fail, as after an illegal address in a kernel."""
         self.broken = self.last_error = ILLEGAL_ADDRESS
         for stream in self.streams:
             stream.queue.clear()
@@ -246,19 +249,19 @@ class FakeCuda:
         return SUCCESS
 
     def is_pinned(self, address: int, num_bytes: int) -> bool | None:
-        """Whether this host memory is pinned; None if a part of it is."""
-        found = 0
+        """Return whether this host memory is pinned; None if only a part of it is."""
+        num_pinned = 0
         for ranges in (self.registered, self.pinned):
             starts = sorted(ranges)
             at = max(0, bisect.bisect_right(starts, address) - 1)
             for start in starts[at:]:
-                found += max(0, min(ranges[start], address + num_bytes) - max(start, address))
+                num_pinned += max(0, min(ranges[start], address + num_bytes) - max(start, address))
                 if start <= address and address + num_bytes <= ranges[start]:
                     return True
-        return None if found else False
+        return None if num_pinned else False
 
     def allocate_pinned(self, made: torch.Tensor) -> torch.Tensor:
-        """torch's pinned allocator: this memory, if there is room for it."""
+        """Allocate pinned memory like torch's allocator, if there is room."""
         self.contexts.add(self.current)
         self.check()
         num_bytes = made.numel() * made.element_size()
@@ -270,7 +273,7 @@ class FakeCuda:
         return made
 
     def progress(self) -> None:
-        """Run what the order says."""
+        """Run submitted work as `order` demands."""
         for stream in self.streams:
             while stream.queue and (
                 self.order == EARLY or (self.rng is not None and self.rng.random() < 0.3)
@@ -278,10 +281,10 @@ class FakeCuda:
                 stream.run_one()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A copy between the device and the host on the current stream."""
+        """Submit a copy between device and host to the current stream."""
         self.check()
         host = source if isinstance(target, DeviceTensor) else target
-        raw = [one.as_subclass(torch.Tensor) for one in (target, source)]
+        raw = [tensor.as_subclass(torch.Tensor) for tensor in (target, source)]
         num_bytes = sum(step * (size - 1) for step, size in zip(host.stride(), host.shape, strict=True)) + 1
         pinned = self.is_pinned(host.data_ptr(), num_bytes * host.element_size()) if host.numel() else True
         if pinned is None:
@@ -297,13 +300,13 @@ class FakeCuda:
                 stream.run_one()
 
     def kernel(self, act: Callable[[], None]) -> None:
-        """A kernel on the current stream."""
+        """Submit a kernel to the current stream."""
         self.launch()
         self.current_stream().submit(act)
 
 
 class _Intercepted(TorchFunctionMode):
-    """Sends what touches a device tensor to the fake."""
+    """Redirects torch functions on device tensors to the fake."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
@@ -323,7 +326,7 @@ class _Intercepted(TorchFunctionMode):
         if func is torch.Tensor.is_pinned:
             # As torch: it looks at the first byte of the storage.
             return cuda.is_pinned(args[0].untyped_storage().data_ptr(), 1) is True
-        if func is torch.Tensor.copy_ and any(isinstance(one, DeviceTensor) for one in args[:2]):
+        if func is torch.Tensor.copy_ and any(isinstance(argument, DeviceTensor) for argument in args[:2]):
             cuda.copy(*args[:2])
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
@@ -332,7 +335,7 @@ class _Intercepted(TorchFunctionMode):
             return self._index_select(*args)
         if func is torch.Tensor.index_copy_ and isinstance(args[0], DeviceTensor):
             assert isinstance(args[2], DeviceTensor), "indices on the host"
-            raw = [one.as_subclass(torch.Tensor) for one in (args[0], *args[2:])]
+            raw = [tensor.as_subclass(torch.Tensor) for tensor in (args[0], *args[2:])]
             cuda.kernel(lambda: raw[0].index_copy_(args[1], *raw[1:]))
             return args[0]
         return func(*args, **kwargs)
@@ -346,14 +349,14 @@ class _Intercepted(TorchFunctionMode):
         assert isinstance(indices, DeviceTensor), "indices on the host"
         shape = (len(indices), *tensor.shape[1:])
         made = self._cuda.tensor(torch.zeros(shape, dtype=tensor.dtype), tensor.device.index)
-        raw = [one.as_subclass(torch.Tensor) for one in (tensor, indices, made)]
+        raw = [tensor.as_subclass(torch.Tensor) for tensor in (tensor, indices, made)]
         self._cuda.kernel(lambda: raw[2].copy_(raw[0].index_select(dimension, raw[1])))
         return made
 
 
 @contextlib.contextmanager
 def installed(cuda: FakeCuda) -> Iterator[FakeCuda]:
-    """For the block, ``torch.cuda`` is the fake, and device tensors are its."""
+    """Replace ``torch.cuda`` by the fake in a block."""
     real, torch.cuda = torch.cuda, cuda  # type: ignore[assignment]
     try:
         with _Intercepted(cuda):

@@ -1,6 +1,6 @@
-"""Flat streams of blocks, for policies beside simulators that know no requests. Standard library only.
+"""Flat streams of blocks, for comparisons with simulators without requests. Standard library only.
 
-``python tests/support/flat_streams.py NAME [PATH]`` prints a stream, a number a line, for any other program.
+``python tests/support/flat_streams.py NAME [PATH]`` prints a stream, one number a line, for other programs.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 
 
 def zipf() -> list[int]:
-    """30,000 independent draws of 6,000 blocks, block `i` in proportion to ``1 / (i + 1)``."""
+    """Draw 30,000 of 6,000 blocks independently, block `i` in proportion to ``1 / (i + 1)``."""
     rng = random.Random(7)
     cumulative = [*itertools.accumulate(1 / rank for rank in range(1, 6_001))]
     return [bisect.bisect_left(cumulative, rng.random() * cumulative[-1]) for _ in range(30_000)]
 
 
 def skewed() -> list[int]:
-    """30,000 independent draws of 5,000 blocks, block `i` in proportion to ``(i + 1) ** -0.9``."""
+    """Draw 30,000 of 5,000 blocks independently, block `i` in proportion to ``(i + 1) ** -0.9``."""
     rng = random.Random(20260101)
     cumulative = [*itertools.accumulate(1 / rank**0.9 for rank in range(1, 5_001))]
     return [bisect.bisect_left(cumulative, rng.random() * cumulative[-1]) for _ in range(30_000)]
 
 
 def bursts() -> list[int]:
-    """30,000 references: half to what was just used, three in ten to any known block, the rest to new ones.
+    """Generate 30,000 references: 50 % to recent blocks, 30 % to any known block, 20 % to new blocks.
 
-    Blocks are used again soon or hardly ever, which is what makes queues for newcomers work.
+    Blocks are reused soon or hardly ever, as policies with a queue for new blocks assume.
     """
     rng = random.Random(3)
     stream: list[int] = []
@@ -48,7 +48,7 @@ def bursts() -> list[int]:
 
 
 def conversation(path: Path) -> list[int]:
-    """The first 40,000 references of the recorded conversation trace, each request in prefix order."""
+    """Return the first 40,000 references of the recorded conversation trace, each request in prefix order."""
     stream: list[int] = []
     with path.open() as lines:
         for line in lines:
@@ -58,10 +58,10 @@ def conversation(path: Path) -> list[int]:
 
 
 def after_a_prologue(stream: list[int], capacity: int) -> list[int]:
-    """`stream` behind references that fill a cache and use its younger half again.
+    """Prepend references that fill a cache and use its younger half again.
 
-    For segmented caches: afterwards, one in which new blocks begin at the bottom and one that fills all
-    of its segments while it has room hold the same blocks in the same order. The blocks are negative.
+    For segmented caches: after these references, caches that insert new blocks at the bottom and caches that
+    first fill all segments hold the same blocks in the same order. The added blocks are negative.
     """
     filling = [*range(-capacity, 0)]
     return [*filling, *filling[capacity - capacity // 2 :], *stream]

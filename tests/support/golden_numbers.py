@@ -1,12 +1,10 @@
-"""Golden numbers: what other simulators and the papers say, as data. Nothing here was made by our own code,
-but for `DECISIONS`.
-"""
+"""Golden numbers from other simulators and the papers. Only `DECISIONS` was made by this package."""
 
 from __future__ import annotations
 
 # trace, policy, admission: capacity in blocks -> (prefix-hit ratio, blocks written)
 REPLAYS = {
-    # By the naive twins; of LRU by a plain loop over an OrderedDict as well.
+    # From the naive twins; for LRU also from a loop over an OrderedDict.
     ("made_up", "2q", "all"): {300: (0.461393, 14_421)},
     ("made_up", "2q", "reuse:2"): {300: (0.462446, 8_179)},
     ("made_up", "arc", "all"): {300: (0.482874, 14_212)},
@@ -211,8 +209,8 @@ REPLAY_TOLERANCE = {
     ("lfu", "reuse:2"): 0.0,
     ("sieve", "all"): 0.0,
     ("sieve", "reuse:2"): 0.0,
-    # Ours queues the head of a prefix last, so that it outlives its tail: up to 0.0018 more hits. The other
-    # way round, nine of these ten ratios agree to within 2e-5, and the last to within 7e-5.
+    # Our policy queues the head of a prefix last, so that it outlives the tail: up to 0.0018 more hits. With
+    # the opposite order, nine of these ten ratios agree to within 2e-5, and the last to within 7e-5.
     ("s3fifo", "all"): 0.002,
     ("s3fifo", "reuse:2"): 0.002,
 }
@@ -338,13 +336,13 @@ Capacities are such that its whole-number shares are ours.
 """
 
 FLAT_TOLERANCE = {
-    # How many keys of blocks that have left are kept is open in the paper: here as many as there are blocks.
+    # The paper leaves the number of ghosts open; here it is the capacity.
     "lirs": (0.0005, 0.0005),
-    # Equal H happens all the time when all costs are 1. Here who was used longer ago leaves.
+    # With all costs 1, H is often equal; here the least recently used block leaves.
     "gdsf": (0.003, 0.003),
-    # The paper leaves the sketch open: its size, how it ages, whether it has a doorkeeper; and who wins a
-    # duel of equals. Ours is ahead on chat, where most blocks come once. Why theirs is behind is not known:
-    # without aging ours is still ahead.
+    # The paper leaves open the size and aging of the sketch, the doorkeeper, and the winner of equal duels.
+    # Our policy has more hits on chat, where most blocks come once, also without aging. The reason is
+    # unknown.
     "wtinylfu": (0.001, 0.03),
 }
 """By how much ours may be lower, and higher; all others are equal to the last of six digits."""
