@@ -299,7 +299,10 @@ FAULTS: list[tuple[type[Any], str, str]] = [
 @pytest.fixture
 def _without_shrinking() -> Iterator[None]:
     before = settings.get_current_profile_name()
-    settings.register_profile("find", parent=settings.default, phases=[Phase.generate], database=None)
+    # Without `report_multiple_bugs=False` Hypothesis goes on to search for other failures.
+    settings.register_profile(
+        "find", parent=settings.default, phases=[Phase.generate], database=None, report_multiple_bugs=False
+    )
     settings.load_profile("find")
     yield
     settings.load_profile(before)

@@ -699,8 +699,11 @@ def test_decides_as_its_naive_twin(
 
 
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("seed", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_decides_as_its_naive_twin_for_long(store: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "num_steps"),
+    [(1, 250), pytest.param(1, 700, marks=pytest.mark.slow), pytest.param(3, 700, marks=pytest.mark.slow)],
+)
+def test_decides_as_its_naive_twin_for_long(store: str, seed: int, num_steps: int) -> None:
     attributes = {
         "history_capacity": 9,
         "sample_capacity": 1,
@@ -708,7 +711,7 @@ def test_decides_as_its_naive_twin_for_long(store: str, seed: int) -> None:
         "warm_up": 1,
         "promise": 0.0,
     }
-    script = random_script(seed, 700)
+    script = random_script(seed, num_steps)
     reached: set[str] = set()
 
     def look(manager: OffloadingManager) -> Any:

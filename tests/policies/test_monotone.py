@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,14 @@ from kvoffload.testing.audit import audit
 from kvoffload.traces.trace import Trace
 from support.naive.arc import NaiveARC
 from support.naive.lru import NaiveLRU
+from support.small_hazard import HazardOfFewKeys
 
 Requests = list[list[int]]
 
 FEWER = settings(max_examples=settings().max_examples // 2)
-"""Of each policy."""
+"""Examples of each policy."""
+
+BUILT_IN = [HazardOfFewKeys if name == "hazard" else name for name in POLICIES.names()]
 
 
 @st.composite
@@ -68,7 +72,7 @@ def prefix_hits(
 
 @given(chained_requests())
 def test_every_request_hits_no_less_in_a_larger_lru(requests: Requests) -> None:
-    by_capacity = [prefix_hits(requests, capacity) for capacity in range(1, 25)]
+    by_capacity = [prefix_hits(requests, capacity) for capacity in (1, 2, 3, 5, 8, 12, 16, 24)]
     for smaller, larger in pairwise(by_capacity):
         assert all(few <= many for few, many in zip(smaller, larger, strict=True))
 
@@ -76,9 +80,9 @@ def test_every_request_hits_no_less_in_a_larger_lru(requests: Requests) -> None:
 @FEWER
 @given(chained_requests(), st.integers(1, 30))
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
-@pytest.mark.parametrize("policy", POLICIES.names())
+@pytest.mark.parametrize("policy", BUILT_IN)
 def test_no_policy_exceeds_the_optimum(
-    policy: str, admission: str, requests: Requests, capacity: int
+    policy: Any, admission: str, requests: Requests, capacity: int
 ) -> None:
     best = optimum(trace_of(requests), capacity).prefix_hit_blocks
     assert sum(prefix_hits(requests, capacity, policy, admission)) <= best
@@ -86,8 +90,8 @@ def test_no_policy_exceeds_the_optimum(
 
 @FEWER
 @given(chained_requests())
-@pytest.mark.parametrize("policy", [*POLICIES.names(), NaiveLRU, NaiveARC])
-def test_a_cache_with_room_for_all_hits_every_known_block(policy: str, requests: Requests) -> None:
+@pytest.mark.parametrize("policy", [*BUILT_IN, NaiveLRU, NaiveARC])
+def test_a_cache_with_room_for_all_hits_every_known_block(policy: Any, requests: Requests) -> None:
     trace = trace_of(requests)
     hits = sum(prefix_hits(requests, max(1, trace.unique_blocks), policy))
     assert hits == trace.block_refs - trace.unique_blocks
@@ -95,7 +99,7 @@ def test_a_cache_with_room_for_all_hits_every_known_block(policy: str, requests:
 
 @FEWER
 @given(st.integers(1, 8), st.integers(1, 12))
-@pytest.mark.parametrize("policy", POLICIES.names())
-def test_the_head_of_a_request_that_does_not_fit_is_hit(policy: str, capacity: int, length: int) -> None:
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_the_head_of_a_request_that_does_not_fit_is_hit(policy: Any, capacity: int, length: int) -> None:
     request = [*range(length)]
     assert prefix_hits([request] * 3, capacity, policy) == [0] + [min(capacity, length)] * 2
