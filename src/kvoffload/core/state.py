@@ -34,7 +34,7 @@ class Cache(Struct):
         known: used keys of blocks that the policy does not order (`returning`). Empty unless `follows_device`
             and the policy needs them.
         expected: keys that waiting requests expect. Without room until the first request waits
-        (`make_queue`).
+            (`make_queue`).
         spares: 1 while the current store has enough room without evicting expected blocks.
         policy: address of the policy's state.
         expect, observe, finished, access, replace, remove: addresses of the policy's functions; 0 if the

@@ -191,7 +191,7 @@ def set_aside(heap: Heap, position: int) -> None:
 
 @inline
 def put_back(heap: Heap) -> None:
-    """Insert the positions that were set aside again, with their old ranks and stamps."""
+    """Reinsert the positions that were set aside, with their old ranks and stamps."""
     while heap.aside != NONE:
         position = heap.aside
         heap.aside = heap.links[position, AFTER]
