@@ -201,7 +201,7 @@ def test_slots_outside_the_pool_begin_nothing(world: Callable[..., World], versi
     one = world(version)
     copies = one.make()
     for begin in (copies.store, copies.load):
-        with pytest.raises(ValueError, match=f"of a pool of {NUM_SLOTS}"):
+        with pytest.raises(ValueError, match=f"must lie in 0 to {NUM_SLOTS - 1}"):
             begin(1, engine_blocks(3, 4), one.slots(2, slot))
     assert copies.finished() == []
     assert not one.pool.part(1).any()

@@ -1,1 +1,1 @@
-"""kvoffload inside other people's engines: one room each, and the only ones that import an engine."""
+"""Integrations into inference engines, a package for each. No other package imports an engine."""

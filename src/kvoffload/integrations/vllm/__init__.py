@@ -1,8 +1,6 @@
-"""kvoffload inside vLLM.
+"""kvoffload inside vLLM: `KVOffloadConnector` (``kv_connector``) and `KVOffloadSpec` (``spec_name``).
 
-The only package that knows vLLM, and that imports it only in use: the options and the command line work
-without it. `KVOffloadSpec` is named in ``kv_connector_extra_config``, `KVOffloadConnector` in
-``kv_connector_module_path``.
+The only package that knows vLLM. It imports vLLM only in use, so options can be checked without vLLM.
 """
 
 from __future__ import annotations
@@ -21,5 +19,5 @@ def __getattr__(name: str) -> Any:
     try:
         importlib.import_module("vllm")
     except ImportError as error:
-        raise ImportError(f"{name} is part of vLLM, which cannot be imported here: {error}") from error
+        raise ImportError(f"{name} needs vLLM, which cannot be imported: {error}") from error
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

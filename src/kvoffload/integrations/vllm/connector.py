@@ -1,6 +1,6 @@
-"""``KVOffloadConnector``: vLLM's ``OffloadingConnector`` with another scheduler side.
+"""``KVOffloadConnector``: vLLM's ``OffloadingConnector`` with our scheduler side.
 
-Owns how that side is installed, and the options that it needs. The worker's side is vLLM's.
+Owns the installation of that side and the checks of its options. The worker side is vLLM's.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, SEES_REQUESTS, chec
 
 
 class KVOffloadConnector(OffloadingConnector):
-    """Looks up a whole prefix at once, and can store blocks that the GPU drops (`store: on-device-eviction`).
+    """Looks up a whole prefix in one call; can store blocks that the GPU drops (`store: on-device-eviction`).
 
         {"kv_connector": "KVOffloadConnector", "kv_connector_module_path":
          "kvoffload.integrations.vllm.connector", "kv_role": "kv_both", "kv_connector_extra_config":
          {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "ram": "64GiB"}}
 
-    Raises `ConfigError` when the engine starts, and never later.
+    Raises `ConfigError` when the engine starts, never later.
     """
 
     connector_scheduler: Any
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False. Where CUDA graphs are used vLLM asks before it starts any process: options are checked here,
-        before weights are loaded."""
+        """Check the options and return False.
+
+        With CUDA graphs vLLM calls this before it starts any process, so wrong options end the engine before
+        it loads weights.
+        """
         checked_options(extra_config)
         return False
 
@@ -77,16 +80,14 @@ class KVOffloadConnector(OffloadingConnector):
     def _count_unrecorded(self) -> None:
         self.connector_scheduler.manager.metrics.counts["unrecorded_requests"] += 1
 
-    # ---- what a recording has to see, and else nothing
+    # ---- overridden to record requests
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """As vLLM's."""
         if self._recording is not None:
-            self._recording.asked(request, num_computed_tokens)
+            self._recording.looked_up(request, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """As vLLM's."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if self._recording is not None:
             self._recording.begins(
@@ -94,25 +95,22 @@ class KVOffloadConnector(OffloadingConnector):
             )
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        """As vLLM's."""
         if self._recording is not None:
-            self._recording.ended(request)
+            self._recording.finished(request)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        """As vLLM's."""
         if self._recording is not None:
-            self._recording.ended(request)
+            self._recording.finished(request)
         return super().request_finished_all_groups(request, block_ids)
 
     def shutdown(self) -> None:
-        """As vLLM's."""
         super().shutdown()
         if self._recording is not None:
             self._recording.recorder.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Called by vLLM when its pool of blocks exists."""
+        """Called when vLLM has created its pool of blocks."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if isinstance(self.connector_scheduler, OnDeviceEvictionScheduler):
             self.connector_scheduler.bind(gpu_block_pool, self._step_tokens)

@@ -1,7 +1,7 @@
-"""The plugin that vLLM calls in each of its processes if kvoffload is installed: it registers names.
+"""The plugin that vLLM calls in each of its processes: registers the names of our classes.
 
-With it ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` are enough. Entry-point group
-``vllm.general_plugins``; if ``VLLM_PLUGINS`` excludes it, the module paths must be given.
+With the plugin, ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` need no module paths.
+Entry-point group ``vllm.general_plugins``; if ``VLLM_PLUGINS`` excludes kvoffload, users must give the paths.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ _HOME = "kvoffload.integrations.vllm"
 
 
 def register() -> None:
-    """Register our names with vLLM; a class is imported when its name is used. Idempotent. Raises nothing.
+    """Register our names with vLLM, which imports a class when its name is used. Idempotent. Raises nothing.
 
-    vLLM calls this even if kvoffload is not used, so an error here is only a line in the log.
+    vLLM calls this even if kvoffload is not used, so an error is only logged.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -1,11 +1,11 @@
-"""Every policy of ours inside vLLM's own manager, for users who want only the policy.
+"""Our policies inside vLLM's own manager, for users who keep vLLM's manager.
 
     "kv_connector_extra_config": {"cpu_bytes_to_use": 68719476736, "eviction_policy": "hazard",
                                   "cache_policy_module_path": "kvoffload.integrations.vllm.policies"}
 
-The policy is any name of ours, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and ``arc`` are vLLM's
-own there; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or later: older versions do not
-load policies by module path. Owns the translation; does not know bytes.
+The policy is any policy name of kvoffload, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and ``arc``
+select vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or later: older
+versions do not load policies by module path. Owns the translation; does not know bytes.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ _MAX_ABSENT = 100_000
 
 
 def __getattr__(name: str) -> Any:
-    """The class for the text of ``eviction_policy``, which vLLM looks up in this module."""
+    """Return the class for a value of ``eviction_policy``, which vLLM looks up in this module."""
     if name.startswith("__"):
         raise AttributeError(name)
-    found = name.removeprefix(PREFIX)
-    POLICIES.find(found)
-    return type(f"VLLMPolicy({found})", (VLLMPolicy,), {"policy": found})
+    policy = name.removeprefix(PREFIX)
+    POLICIES.find(policy)
+    return type(f"VLLMPolicy({policy})", (VLLMPolicy,), {"policy": policy})
 
 
 class _Request:
-    """Our record of one of vLLM's requests, and the keys that were absent when it stored."""
+    """Our record of a vLLM request, with the keys that were absent when it stored."""
 
     def __init__(self, owner: VLLMPolicy, ctx: RequestContext) -> None:
         self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()
 
 
 class VLLMPolicy(CachePolicy):
-    """A policy of ours behind vLLM's interface for policies.
+    """Adapter of our policies to vLLM's interface.
 
-    vLLM's manager asks for victims before it names the new blocks, one block at a time; a policy of ours gets
-    both at once, in batches. So a manager of ours stands between: it holds the same blocks, in the same
-    states, and its plan for a batch answers the single calls that follow.
+    vLLM's manager asks for victims first and names the new blocks later, one by one. Our policies choose
+    victims and place new blocks in one batch. One of our managers therefore mirrors the blocks and their
+    states; its plan for a batch answers the single calls that follow.
 
-    It decides differently from a manager of ours alone: vLLM stores all of an offer or nothing; a policy
-    cannot refuse a block; and admission is vLLM's.
+    The decisions differ from our manager's: vLLM stores a whole offer or nothing, a policy cannot refuse a
+    block, and admission is vLLM's.
 
-    A request's whole path is refreshed when it finishes, including what the device served, and none of it is
-    evicted for its own blocks; vLLM's policies see only what was loaded or offered.
+    A finished request refreshes its whole path, including blocks that the device served, and never evicts its
+    own path. vLLM's own policies see only blocks that were loaded or offered.
 
-    Thread: the scheduler's. Cost: that of our manager, and of vLLM's single calls.
+    Thread: the scheduler's. Cost: the cost of our manager plus vLLM's single calls.
     """
 
     policy: ClassVar[str] = "lru"
@@ -76,7 +76,7 @@ class VLLMPolicy(CachePolicy):
     def get(self, key: bytes) -> Any:
         chunk = self.chunks.get(key)
         if chunk is None:
-            # A store begins with a question for every block of the offer: this gives us their order.
+            # A store begins with a lookup of every offered block, which tells us their order.
             if len(self._absent) >= _MAX_ABSENT:
                 self._absent.clear()
             self._absent.pop(key, None)
@@ -98,7 +98,9 @@ class VLLMPolicy(CachePolicy):
             entering = [key for key in entering if key in self._current.missed]
         if len(entering) != wanted:
             logger.warning(
-                "kvoffload: vLLM stores %d blocks and offered %d; not stored", wanted, len(entering)
+                "kvoffload: vLLM wants room for %d blocks and offered %d; nothing is stored",
+                wanted,
+                len(entering),
             )
             return None
         manager = self._manager_for(entering[0])
@@ -108,9 +110,9 @@ class VLLMPolicy(CachePolicy):
         if n > len(self._evictable) - own:
             return None
         try:
-            evicted = self._enter(entering, ctx)
+            evicted = self._reserve(entering, ctx)
         except PolicyError as error:
-            logger.error("kvoffload: nothing is stored from now on: %s", error)
+            logger.error("kvoffload: the policy has failed, and nothing more is stored: %s", error)
             return None
         self._evictable.difference_update(evicted)
         return [(key, self.chunks.pop(key)) for key in evicted]
@@ -122,8 +124,8 @@ class VLLMPolicy(CachePolicy):
             entering = [key]
             if ctx is not None and self._current is not None:
                 missed = self._current.missed
-                entering = [one for one in self._absent if one in missed and one not in self.chunks] or [key]
-            self._enter(entering if key in entering else [key], ctx)
+                entering = [k for k in self._absent if k in missed and k not in self.chunks] or [key]
+            self._reserve(entering if key in entering else [key], ctx)
         self._expected.discard(key)
         self.chunks[key] = chunk
 
@@ -178,13 +180,13 @@ class VLLMPolicy(CachePolicy):
     # ---- inside
 
     def _manager_for(self, key: bytes) -> OffloadingManager:
-        """Our manager, made when the first key shows the length of keys."""
+        """Return our manager, made when the first key gives the length of keys."""
         if self._manager is None:
             self._manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
         return self._manager
 
     def _request(self, req_context: Any, keys: list[bytes]) -> _Request:
-        """Our record of a request. Its path is the list of keys that vLLM has, in prefix order."""
+        """Return our record of a request. Its path is the list of keys that vLLM has, in prefix order."""
         request: _Request | None = req_context.get_state(_Request)
         # If vLLM records no positions, only the keys of this call are known.
         positions = getattr(req_context, "_offload_key_positions", None) or dict.fromkeys(keys, 0)
@@ -198,14 +200,14 @@ class VLLMPolicy(CachePolicy):
         return request
 
     def _context(self, key: bytes) -> RequestContext | None:
-        """The request that stores `key`, if it is the one of vLLM's last call."""
+        """Return the request that stores `key`, if vLLM's last call was for that request."""
         if self._current is None or key not in self._current.missed or self._current.ctx.finished:
             return None
         return self._current.ctx
 
-    def _enter(self, entering: list[bytes], ctx: RequestContext | None) -> list[bytes]:
-        """Give slots to blocks that vLLM will insert one by one; returns the keys of the evicted ones."""
-        # vLLM asks for room, and accepts no refusal.
+    def _reserve(self, entering: list[bytes], ctx: RequestContext | None) -> list[bytes]:
+        """Reserve slots for blocks that vLLM will insert one by one; returns the evicted keys."""
+        # Admitted: vLLM accepts no refusal.
         plan = self._manager_for(entering[0]).prepare_store(entering, ctx, admitted=True)
         assert plan is not None, f"no room for {entering[0].hex()}"
         evicted = list(plan.evicted)
@@ -215,7 +217,7 @@ class VLLMPolicy(CachePolicy):
         return evicted
 
     def _forget_expected(self) -> None:
-        """Free the slots of expected blocks that vLLM did not insert."""
+        """Free the reserved slots of blocks that vLLM did not insert."""
         for key in self._expected:
             self._manager_for(key).complete_store(self._storing.pop(key), success=False)
         self._expected.clear()

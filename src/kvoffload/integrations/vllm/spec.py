@@ -1,6 +1,6 @@
-"""The entry into vLLM: its ``OffloadingConnector`` makes the class of ``spec_name`` and ``spec_module_path``.
+"""``KVOffloadSpec``: the class that vLLM's ``OffloadingConnector`` makes (``spec_name``).
 
-Owns how the scheduler's and the worker's side are assembled. Decides nothing.
+Owns the assembly of the scheduler side and the worker side. Decides nothing.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.spec import open_tiers
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
-"""How long a worker waits for the memory of the others before it pins the pool: the larger of both. A GiB in
-4 KiB pages takes 0.6 s. Nobody waits for the pinning but vLLM itself (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
+"""Time that a worker waits for the other workers' memory before it pins the pool; the larger value applies.
+
+A GiB in pages of 4 KiB takes 0.6 s. Only the start of the engine waits (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
-"""Whether the connector that makes a specification offers what the GPU drops; vLLM's own does not."""
-
+"""True while a connector is made that offers blocks which the GPU drops; vLLM's own connector does not."""
 
 SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
-"""Whether the connector that makes a specification sees requests as the engine has them; vLLM's own has no
-place where we could."""
+"""True while a connector is made that passes the engine's requests to us; vLLM's own connector does not."""
 
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
-    """As `parse_options`; says each problem in a line of its own, which a traceback of vLLM's would bury."""
+    """Parse the options; logs each problem on a separate line, because vLLM's traceback would hide it."""
     try:
         return parse_options(extra_config)
     except ConfigError as error:
@@ -67,12 +66,12 @@ class KVOffloadSpec(OffloadingSpec):
     Attributes:
         options: the user's options, checked.
 
-    Raises `ConfigError` when the engine starts, with all problems at once, and never later.
+    Raises `ConfigError` with all problems when the engine starts, never later.
     """
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Our metrics, for vLLM's ``/metrics``."""
+        """Return our metrics, for vLLM's ``/metrics``."""
         return definitions()
 
     def __init__(self, *config: Any) -> None:
@@ -95,14 +94,14 @@ class KVOffloadSpec(OffloadingSpec):
                 "record", self.options.record, "allowed: only with kv_connector: KVOffloadConnector"
             )
         self.offload_prompt_only = self.options.prompt_only
-        # If all workers hold the same bytes, one of them stores and all of them load one part.
+        # If all workers hold the same bytes, one worker stores a block, and all workers load that copy.
         self.replicated_layout = self.facts.replicated
         self._missing: list[str] = []
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
     def get_manager(self) -> KVOffloadManager:
-        """The scheduler's side."""
+        """Return the scheduler side, made at the first call."""
         if self._manager is None:
             facts = self.facts
             if self.options.tiers:
@@ -118,11 +117,11 @@ class KVOffloadSpec(OffloadingSpec):
                 open_tiers=self._open_tiers if self.options.tiers else None,
                 missing_tiers=self._missing,
             )
-            logger.info("%s", self._greeting(pool, tokens))
+            logger.info("%s", self._summary(pool, tokens))
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
-        """The side of one worker, for the tensors of its layers."""
+        """Return the worker side, made at the first call, for the tensors of its layers."""
         if self._worker is None:
             layout = Layout.of(kv_caches, self.facts.blocks_per_chunk)
             pool = self._attach(1 + self.facts.rank, layout.part_bytes)
@@ -148,8 +147,8 @@ class KVOffloadSpec(OffloadingSpec):
         )
         if late:
             logger.info(
-                "kvoffload: vLLM's model runner V2 zeroes new blocks before it waits for stores that read "
-                "them; such a store is dropped (docs/vllm.md)"
+                "kvoffload: vLLM's model runner V2 may zero a block while a store reads the block; such "
+                "stores are dropped (docs/vllm.md)"
             )
         return late
 
@@ -169,7 +168,7 @@ class KVOffloadSpec(OffloadingSpec):
             capacity_bytes=self.options.ram_bytes,
         )
 
-    def _greeting(self, pool: SharedPool, tokens_per_block: int) -> str:
+    def _summary(self, pool: SharedPool, tokens_per_block: int) -> str:
         options, groups = self.options, len(self.facts.tokens_per_block)
         tokens = pool.num_slots * tokens_per_block // groups
         return (
@@ -182,24 +181,27 @@ class KVOffloadSpec(OffloadingSpec):
 
 
 def _connector() -> Any:
-    """vLLM's connector of this worker's process."""
+    """Return vLLM's connector in this worker process; None if there is none."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 def workers_wait_s(pool_bytes: int) -> float:
-    """Seconds that a worker waits for the memory of the others."""
+    """Return the seconds that a worker waits for the other workers' memory."""
     return max(WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB * pool_bytes / 2**30)
 
 
 def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> Copies:
-    """The copies for the tensors of this worker, on the host or a device."""
+    """Return the copies for the tensors of this worker, in host memory or on a device."""
     if all(tensor.tensor.device.type == "cpu" for tensor in kv_caches.tensors):
         return HostCopies(kv_caches, layout, pool.part(part))
     from kvoffload.integrations.vllm.worker_side.cuda import DeviceCopies
 
-    # To pin the pool is to touch all of it, also the parts of the others.
+    # Pinning touches the whole pool, including the parts of other workers.
     if not pool.wait_for_workers(workers_wait_s(pool.num_slots * pool.slot_stride)):
-        logger.warning("kvoffload: a worker still takes its memory: some of it may lie on the wrong node")
+        logger.warning(
+            "kvoffload: another worker has not allocated its part of the pool in time; some of its memory "
+            "may be placed on the wrong NUMA node"
+        )
     return DeviceCopies(kv_caches, layout, pool, part)

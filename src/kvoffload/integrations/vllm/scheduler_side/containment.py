@@ -1,6 +1,6 @@
-"""Keeps errors of ours away from the engine, which then runs without offloading.
+"""Containment of internal errors: the engine continues without offloading.
 
-Owns the rule. Does not know what an adapter answers instead, nor how it stops.
+Owns the rule. Does not know the answers of an adapter, nor how an adapter stops.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ class Breakable(Protocol):
 
     broken: bool
 
-    def _before_call(self) -> None:
-        """Called first in every contained method, broken or not."""
-
-    def _break(self, where: str) -> None:
-        """The method `where` raised the exception that is being handled."""
+    def stop_after_error(self, method: str) -> None:
+        """Handle the exception that `method` has raised; sets `broken`."""
 
 
-def contained(otherwise: Callable[..., T]) -> Callable[[Method[T]], Method[T]]:
+def contained(
+    answer: Any, *, before: Callable[[Any], None] | None = None
+) -> Callable[[Method[T]], Method[T]]:
     """Make a method of a `Breakable` that never raises an `Exception`.
 
-    When the method raises, and in every call once the adapter is broken, the result is that of `otherwise`
-    with the same arguments.
+    Args:
+        answer: the result if the method raises, and of every call once the adapter is broken; or a function
+            that returns the result for the arguments of the call.
+        before: called first with the adapter, also if the adapter is broken.
     """
 
     def wrap(method: Method[T]) -> Method[T]:
         @functools.wraps(method)
         def call(self: Breakable, *args: Any, **kwargs: Any) -> T:
-            self._before_call()
+            if before is not None:
+                before(self)
             if not self.broken:
                 try:
                     return method(self, *args, **kwargs)
                 except Exception:
-                    self._break(method.__name__)
-            return otherwise(*args, **kwargs)
+                    self.stop_after_error(method.__name__)
+            result: T = answer(*args, **kwargs) if callable(answer) else answer
+            return result
 
         return call
 

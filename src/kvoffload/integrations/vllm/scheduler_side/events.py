@@ -1,4 +1,4 @@
-"""Our events in vLLM's form, which its connector turns into those that its publisher sends."""
+"""Translates our events for vLLM's connector, which publishes them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from kvoffload.tiering.manager import AnyManager
 
 
 class Events:
-    """The events between two calls of vLLM's.
+    """Events that vLLM has not taken yet.
 
-    After a reset all blocks have left. vLLM describes a block by the record that it made at the offer, and
-    deletes the record when the block leaves, even if the block is stored again before vLLM asks. So for such
-    a block only the return is an event.
+    A reset removes all blocks. vLLM describes a block by a record that it makes at the offer and deletes at
+    the removal event, even if the block has been stored again in between. Only the return of that
+    block is reported.
     """
 
     def __init__(self) -> None:
-        self._left: set[bytes] = set()
+        self._removed_by_reset: set[bytes] = set()
         self._of_tiers: list[OffloadingEvent] = []
 
     def reset(self, manager: AnyManager) -> None:
-        """The manager has been reset."""
+        """Take over the events of a manager that was just reset."""
         for event in manager.take_events():
             if event.medium == RAM:
-                self._left.update(event.keys)
+                self._removed_by_reset.update(event.keys)
             else:
                 self._of_tiers.append(event)
 
     def take(self, manager: AnyManager) -> list[Any]:
-        """Events since the last call, in order."""
+        """Return the events since the last call, in order."""
         taken = []
-        if self._left:
-            states = {key: manager.lookup_key(key) for key in self._left}
-            gone = [key for key, state in states.items() if state is LookupResult.MISS]
-            self._left = {key for key, state in states.items() if state is LookupResult.HIT_PENDING}
-            if gone:
-                taken += events(base, gone, True)
+        if self._removed_by_reset:
+            states = {key: manager.lookup_key(key) for key in self._removed_by_reset}
+            missing = [key for key, state in states.items() if state is LookupResult.MISS]
+            self._removed_by_reset = {
+                key for key, state in states.items() if state is LookupResult.HIT_PENDING
+            }
+            if missing:
+                taken += events(base, missing, True)
         of_tiers, self._of_tiers = self._of_tiers, []
         for event in of_tiers + manager.take_events():
             taken += events(base, list(event.keys), event.removed, event.medium)

@@ -1,7 +1,4 @@
-"""What vLLM knows of a request, in our words.
-
-Owns the translation. Does not know what a hint is worth: policies learn that.
-"""
+"""Translates vLLM's knowledge of a request into hints. Does not know the use that policies make of them."""
 
 from __future__ import annotations
 
@@ -12,44 +9,47 @@ import msgspec
 from kvoffload.core.hints import NO_HINTS, Hints
 
 PARAMETER = "kvoffload"
-"""Where in a request's ``kv_transfer_params`` a user may say more."""
+"""The key in a request's ``kv_transfer_params`` under which users give hints."""
 
 
-class _Told(msgspec.Struct, forbid_unknown_fields=True):
+class _UserHints(msgspec.Struct, forbid_unknown_fields=True):
     session_over: bool = False
     priority: int | None = None
     time_to_live_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     tenant: str | None = None
 
 
-def told_by_user(kv_transfer_params: Any) -> Hints:
-    """What a user says: ``{"kvoffload": {"session_over": true, "priority": 1, "time_to_live_s": 600,
-    "tenant": "a"}}``, each part optional.
+def user_hints(kv_transfer_params: Any) -> Hints:
+    """Parse a user's hints: ``{"kvoffload": {"session_over": true, "priority": 1, "time_to_live_s": 600,
+    "tenant": "a"}}``, all fields optional.
 
-    Raises `ValueError` that names the field that is wrong, and what is allowed.
+    Raises `ValueError` that names the wrong field and the allowed ones.
     """
     given = kv_transfer_params.get(PARAMETER) if isinstance(kv_transfer_params, dict) else None
     if given is None:
         return NO_HINTS
     try:
-        told = msgspec.convert(given, _Told)
+        hints = msgspec.convert(given, _UserHints)
     except msgspec.ValidationError as error:
-        allowed = ", ".join(_Told.__struct_fields__)
+        allowed = ", ".join(_UserHints.__struct_fields__)
         raise ValueError(f"kv_transfer_params: {PARAMETER}: {error}; allowed: {allowed}") from error
-    return Hints("", told.session_over, told.priority or 0, told.time_to_live_s, told.tenant or "")
+    return Hints("", hints.session_over, hints.priority or 0, hints.time_to_live_s, hints.tenant or "")
 
 
-def known_at_arrival(request: Any) -> Hints:
-    """What vLLM knows of a request that has arrived: its priority; its cache salt says whose it is."""
+def arrival_hints(request: Any) -> Hints:
+    """Return the priority of a new request of vLLM; its cache salt is the tenant."""
     priority, salt = request.priority, request.cache_salt
     return Hints(priority=priority, tenant=salt or "") if priority or salt else NO_HINTS
 
 
-def known_at_end(request: Any) -> Hints:
-    """How a request of vLLM has ended: ``stop``, ``length``, ``abort``, ...; after ``stop`` also at which
-    token or string, if it was not the usual end of a text. So some models end a turn that calls tools."""
+def finish_hints(request: Any) -> Hints:
+    """Return the reason for which a request of vLLM has ended: ``stop``, ``length``, ``abort``, ...
+
+    After ``stop`` the token or string follows, unless it was the usual end of a text: some models end a turn
+    that calls tools so.
+    """
     reason = request.get_finished_reason()
     if reason is None:
         return NO_HINTS
-    where = request.stop_reason
-    return Hints(finish_reason=str(reason) if where is None else f"{reason} {where}")
+    stopped_by = request.stop_reason
+    return Hints(finish_reason=str(reason) if stopped_by is None else f"{reason} {stopped_by}")

@@ -1,4 +1,4 @@
-"""Plans of transfers under way, found by what vLLM passes when they end: a request and a set of keys."""
+"""Plans of transfers in flight, found by request and keys, which vLLM passes when a transfer ends."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ P = TypeVar("P", LoadPlan, StorePlan)
 
 
 class InFlight(Generic[P]):
-    """Plans by request. A transfer may end after its request has finished, and in parts."""
+    """Plans by request. A transfer may end after its request has finished, and in pieces."""
 
     def __init__(self) -> None:
         self._plans: dict[str, list[tuple[P, set[bytes]]]] = {}
 
     def add(self, plan: P, keys: Collection[bytes]) -> None:
-        """Keep a plan for these keys until all of it has been taken."""
+        """Keep a plan for these keys until every key has been taken."""
         if len(plan):
             self._plans.setdefault(plan.request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
-        """Plans for exactly these keys; a plan that covers more is split. Unknown keys are ignored."""
+        """Remove and return the plans of these keys; splits a plan with other keys. Ignores unknown keys."""
         wanted = set(keys)
         taken: list[P] = []
-        left: list[tuple[P, set[bytes]]] = []
-        for plan, its_keys in self._plans.pop(request_id, ()):
-            # A key is taken from one plan only: a second load of the same block has a plan of its own.
-            if its_keys <= wanted:
+        remaining: list[tuple[P, set[bytes]]] = []
+        for plan, plan_keys in self._plans.pop(request_id, ()):
+            # Take a key from one plan only: a second load of the same block has a second plan.
+            if plan_keys <= wanted:
                 taken.append(plan)
-                wanted -= its_keys
-            elif its_keys.isdisjoint(wanted):
-                left.append((plan, its_keys))
+                wanted -= plan_keys
+            elif plan_keys.isdisjoint(wanted):
+                remaining.append((plan, plan_keys))
             else:
                 for piece in plan.split():
                     (key,) = piece.keys
                     if key in wanted:
                         taken.append(piece)
                     else:
-                        left.append((piece, {key}))
-                wanted -= its_keys
-        if left:
-            self._plans[request_id] = left
+                        remaining.append((piece, {key}))
+                wanted -= plan_keys
+        if remaining:
+            self._plans[request_id] = remaining
         return taken
 
     def clear(self) -> None:
-        """Forget all plans; none will be taken."""
+        """Forget all plans."""
         self._plans.clear()
 
     def __len__(self) -> int:

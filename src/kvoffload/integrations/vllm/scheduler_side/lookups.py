@@ -1,6 +1,6 @@
-"""The state of blocks, for an engine that asks for one after the other.
+"""Lookups for an engine that asks block by block.
 
-Owns the order of a lookup (our manager, then the verification), and lookups ahead of the engine's questions.
+Owns the order of a lookup (our manager, then the verification) and lookups ahead of the engine's calls.
 Does not contain errors: the caller does.
 """
 
@@ -30,12 +30,12 @@ class Request:
     """A request in our manager.
 
     Attributes:
-        path: its keys as vLLM had recorded them when it first asked.
-        reach: number of them that are looked up ahead.
-        checks: its blocks that are being or have been verified.
+        path: the keys that vLLM had recorded at the first lookup.
+        reach: number of keys that are looked up ahead.
+        checks: verifications of the request's blocks, pending and done.
         begun_step: the last step in which vLLM may have begun the request; None while it surely waits.
-        was_preempted: it has waited again. vLLM does not report the step in which such a request resumes.
-        first_step: the step of its first lookup since it waits; None before that lookup.
+        was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
+        first_step: the step of the first lookup of the current wait; None before that lookup.
     """
 
     ctx: RequestContext
@@ -47,56 +47,56 @@ class Request:
     first_step: int | None = None
 
     def is_first_lookup(self, step: int) -> bool:
-        """Return True for the first lookup of a request; vLLM repeats the lookup in every step of a wait."""
+        """Return True in the step of the first lookup; vLLM repeats the lookup in every step of a wait."""
         if self.first_step is None:
             self.first_step = step
         return self.first_step == step
 
     def may_run(self, step: int) -> bool:
-        """Return True if the request may have begun before this step, and not waited since."""
+        """Return True if the request may have begun before this step and may still run."""
         return self.begun_step is not None and self.begun_step < step
 
     def wait_again(self) -> None:
-        """Record that the request was preempted, or that its load failed: it is looked up anew."""
+        """Record a preemption or a failed load: vLLM looks the request up again."""
         self.begun_step, self.first_step, self.was_preempted = None, None, True
 
 
 class Lookups:
-    """Looks blocks up.
+    """Looks up blocks.
 
-    vLLM's own connector asks block by block, and a call costs as much as the answer. So when the first block
-    of a path is a hit, the blocks after it are looked up at once. They stay ready until the manager is
-    changed: any such call must set `ahead` to an empty list. With tiers or verification an answer belongs to
-    one request, and nothing is looked up ahead.
+    vLLM's own connector asks block by block, and each call takes as long as the lookup. When the first block
+    of a path is a hit, the following blocks are therefore looked up in one batch. The results hold until the
+    manager changes: any call that changes the manager must set `ahead` to an empty list. With tiers or
+    verification a result belongs to one request, and nothing is looked up ahead.
 
     Attributes:
-        ahead: blocks known to be ready; the next to be asked for is at the end.
+        ahead: blocks known to be ready, in reverse order of the expected calls.
     """
 
     def __init__(self, manager: AnyManager, verifier: Verifier | None, *, tiered: bool) -> None:
         self._manager, self._verifier, self._tiered = manager, verifier, tiered
         self.ahead: list[bytes] = []
-        self._asker: Request | None = None
+        self._ahead_of: Request | None = None
 
-    def one(self, key: bytes, request: Request) -> VLLMResult:
-        """State of a block for this request."""
-        found = self._manager.lookup_key(key, request.ctx if self._tiered else None)
-        if found is _HIT:
+    def block(self, key: bytes, request: Request) -> VLLMResult:
+        """Return the state of a block for this request."""
+        state = self._manager.lookup_key(key, request.ctx if self._tiered else None)
+        if state is _HIT:
             if self._verifier is not None:
-                found = self._verifier.lookup(key, request.checks, request.ctx)
+                state = self._verifier.lookup(key, request.checks, request.ctx)
             elif request.reach and not self._tiered:
                 self._look_ahead(key, request)
-        # Not one dictionary: hashing a member of an enum runs Python code.
-        return _VLLM_HIT if found is _HIT else _VLLM_MISS if found is _MISS else _ANSWERS[found]
+        # No dictionary for the common results: hashing an enum member runs Python code.
+        return _VLLM_HIT if state is _HIT else _VLLM_MISS if state is _MISS else _ANSWERS[state]
 
     def prefix(self, keys: list[bytes], request: Request) -> tuple[int, bool]:
-        """How many leading blocks are ready, and whether to ask again because the next soon will be."""
+        """Return the number of ready leading blocks, and True if the next block may soon be ready."""
         if self._verifier is None:
-            found = self._manager.lookup(keys, request.ctx)
-            return found.num_ready, found.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
+            prefix = self._manager.lookup(keys, request.ctx)
+            return prefix.num_ready, prefix.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)
         num_ready, wait = 0, False
-        for key in keys:  # begins all the checks that will be needed
-            answer = self.one(key, request)
+        for key in keys:  # starts the verification of the whole prefix
+            answer = self.block(key, request)
             if answer is _VLLM_MISS:
                 break
             wait = wait or answer is not _VLLM_HIT
@@ -104,24 +104,24 @@ class Lookups:
         return num_ready, wait
 
     def _look_ahead(self, key: bytes, request: Request) -> None:
-        following = islice(dropwhile(lambda one: one is not key, request.path), 1, None)
+        following = islice(dropwhile(lambda other: other is not key, request.path), 1, None)
         wanted: list[Any] = list(islice(following, request.reach))
         request.reach = min(4 * request.reach, _LONGEST_REACH)
-        if self.ahead and self._asker is request:
-            # vLLM asks in another order, perhaps because of several KV groups.
+        if self.ahead and self._ahead_of is request:
+            # vLLM asks in another order, for instance because of several KV groups.
             request.reach, self.ahead = 0, []
         elif wanted:
             num_ready = self._manager.lookup(wanted, request.ctx).num_ready
-            self.ahead, self._asker = wanted[:num_ready][::-1], request
+            self.ahead, self._ahead_of = wanted[:num_ready][::-1], request
 
 
 def positions_of(req_context: Any) -> dict[bytes, int]:
-    """The end, in its request, of each block that vLLM has recorded; empty if vLLM records none."""
+    """Return the position of each key in its request, as vLLM has recorded it; empty if vLLM records none."""
     positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return positions
 
 
 def path_of(req_context: Any) -> list[bytes]:
-    """The keys of a request that vLLM has recorded, in the order of their tokens."""
+    """Return the keys of a request that vLLM has recorded, in the order of their tokens."""
     positions = positions_of(req_context)
     return sorted(positions, key=positions.__getitem__)

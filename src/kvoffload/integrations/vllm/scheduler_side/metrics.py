@@ -1,7 +1,7 @@
 """Our metrics in vLLM's ``/metrics``.
 
-Owns names and meanings of our metrics, and the counts since vLLM last asked. Bytes and seconds of loads and
-stores are vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on), from our worker's reports.
+Owns their names and descriptions, and the counts since the last report. Bytes and seconds of loads and
+stores are vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on), from our worker's results.
 """
 
 from __future__ import annotations
@@ -18,105 +18,110 @@ from kvoffload.core.policy import EvictionPolicy
 from kvoffload.tiering.lane import TieringCounts
 
 PREFIX = "vllm:kvoffload_"
-"""When an engine ends vLLM unregisters only metrics that have ``vllm`` in their names."""
+"""When an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
 
 COUNTERS = {
-    "lookup_blocks": "Blocks of each request's first lookup; lookups repeated while it waits are left out.",
-    "hit_blocks": "Blocks that were found and loaded.",
+    "lookup_blocks": "Blocks of each request's first lookup; repeated lookups while it waits do not count.",
+    "hit_blocks": "Blocks found and loaded.",
     "stored_blocks": "Blocks stored.",
-    "evicted_blocks": "Blocks that left for others.",
-    "discarded_blocks": "Blocks forgotten because they were damaged, or the cache was reset.",
-    "verification_failures": "Blocks that were not what was stored: treated as misses.",
+    "evicted_blocks": "Blocks evicted to make room.",
+    "discarded_blocks": "Blocks forgotten because they were damaged or the cache was reset.",
+    "verification_failures": "Blocks whose checksum did not match: treated as misses.",
     "failed_load_blocks": "Blocks that a worker could not load: computed again.",
     "failed_store_blocks": "Blocks that a worker could not store: forgotten.",
     "lost_blocks": "With store on-device-eviction: blocks that the GPU dropped before they were offered.",
-    "unrecorded_requests": "With record: requests that are not in the recording.",
-    "internal_errors": "Errors of ours that were contained: offloading pauses until the cache is reset.",
+    "unrecorded_requests": "With record: requests missing from the recording.",
+    "internal_errors": "Errors inside kvoffload: offloading pauses until the cache is reset.",
 }
 NATIVE_GAUGES = {
-    "cpu_cache_usage_perc": "Share of the blocks in RAM that transfers under way use.",
+    "cpu_cache_usage_perc": "Share of the blocks in RAM that transfers in flight use.",
     "cpu_cache_write_usage_perc": "Share of the blocks in RAM that are being stored.",
     "cpu_cache_read_usage_perc": "Share of the blocks in RAM that are being loaded or verified.",
 }
 NATIVE_SKIPPED = "vllm:kv_offload_stores_skipped"
-"""What vLLM's own manager calls the same: dashboards made for it go on."""
+"""Names of vLLM's own manager for the same quantities: its dashboards continue to work."""
 NATIVE_PREFIX = "vllm:kv_offload_"
 
 REFUSED = "refused_blocks"
 REASONS = {
     "admission": "refused by the admission rule or the policy",
-    "no_room": "everything else was in use",
+    "no_room": "all other blocks were in use",
 }
 GAUGES = {
-    "capacity_blocks": "Blocks that fit into RAM.",
+    "capacity_blocks": "Capacity of RAM in blocks.",
     "ready_blocks": "Blocks that can be loaded.",
-    "pinned_blocks": "Blocks that are being loaded or verified.",
-    "writing_blocks": "Blocks that are being stored.",
+    "pinned_blocks": "Blocks being loaded or verified.",
+    "writing_blocks": "Blocks being stored.",
 }
 POLICY = "policy_state"
 NOT_PROMOTED = "not_promoted_blocks"
 NOT_OFFERED = "not_offered_blocks"
 NOT_PROMOTED_REASONS = {
-    "no_room": "RAM had no room for them",
+    "no_room": "RAM had no room",
     "not_worth": "reading was expected to take longer than computing",
-    "lost": "they could not be read, or were not what was stored",
-    "stale": "they had left a tier that machines share",
+    "lost": "the read failed or the checksum did not match",
+    "stale": "the block had left a shared tier",
 }
 TIER_COUNTERS = {
-    "hits": "Blocks that requests got from this tier.",
+    "hits": "Blocks that requests loaded from this tier.",
     "written": "Blocks written.",
-    "read": "Blocks read and found sound.",
-    "evicted": "Blocks that left for others.",
+    "read": "Blocks read whose checksum matched.",
+    "evicted": "Blocks evicted to make room.",
     "refused": "Blocks refused by the tier's admission rule or policy.",
-    "dropped": "Blocks not taken because the tier was too busy or its write budget was used up.",
+    "dropped": "Blocks not written because the tier was too busy or its write budget was used up.",
     "failed": "Blocks that the medium failed to write or read.",
-    "mismatches": "Blocks that were not what was stored: treated as misses.",
-    "probes": "Blocks that a tier that machines share was asked for.",
-    "probe_hits": "Of those, how many were there.",
-    "stale": "Blocks that were believed to be there, and had left.",
-    "timeouts": "Blocks of reads, writes and probes whose time was up.",
+    "mismatches": "Blocks whose checksum did not match: treated as misses.",
+    "probes": "Blocks probed for in a shared tier.",
+    "probe_hits": "Probed blocks that were present.",
+    "stale": "Blocks that had left a shared tier although the presence cache listed them.",
+    "timeouts": "Blocks of reads, writes and probes that exceeded their deadline.",
     "errors": "Calls of the tier that raised an exception.",
     "skipped": "Blocks not written because another machine had written them.",
     "bytes_written": "Bytes of blocks written.",
     "bytes_read": "Bytes of blocks read.",
-    "outages": "How often nodes of a tier that machines share were left alone: they did not answer.",
-    "outage_s": "Seconds for which they were left alone.",
-    "puts": "Requests to a bucket that store.",
-    "gets": "Requests to a bucket that read or ask.",
-    "cost": "What these requests and the bytes received come to, at the prices that were given.",
+    "outages": "Times that the circuit breaker of a shared tier's node has opened.",
+    "outage_s": "Seconds for which circuit breakers were open.",
+    "puts": "Write requests to a bucket.",
+    "gets": "Read and probe requests to a bucket.",
+    "cost": "Cost of the bucket's requests and received bytes, at the configured prices.",
 }
 TIER_GAUGES = {
-    "capacity": "Blocks that fit.",
+    "capacity": "Capacity in blocks.",
     "ready": "Blocks that can be read.",
-    "free": "Blocks for which there is empty room.",
-    "in_flight": "Blocks that are being written or read.",
-    "circuit_open": "Nodes of a tier that machines share that are left alone: they did not answer.",
+    "free": "Free slots, in blocks.",
+    "in_flight": "Blocks being written or read.",
+    "circuit_open": "Nodes of a shared tier whose circuit breaker is open.",
     "write_budget_bytes": "Bytes that may still be written in these 24 hours, if there is a limit.",
 }
-"""Of each tier behind RAM, with the prefix ``tier_``."""
+"""Metrics of each tier behind RAM, with the prefix ``tier_``."""
+
+METRICS_INTERVAL_S = 0.1
+"""Least time between two reports while requests run."""
 
 
 def definitions() -> dict[str, Any]:
-    """The definitions of our metrics, in vLLM's form."""
+    """Return the definitions of our metrics in vLLM's form."""
     made: dict[str, Any] = {
         PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()
     }
     made |= {PREFIX + name: OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()}
-    why = "; ".join(f"{reason}: {text}" for reason, text in REASONS.items())
+    reasons = "; ".join(f"{reason}: {text}" for reason, text in REASONS.items())
     made[PREFIX + REFUSED] = OffloadingCounterMetadata(
-        documentation=f"Blocks offered and not stored, by reason ({why}).", labelnames=("reason",)
+        documentation=f"Blocks offered and not stored, by reason ({reasons}).", labelnames=("reason",)
     )
-    why = "; ".join(f"{reason}: {text}" for reason, text in NOT_PROMOTED_REASONS.items())
+    reasons = "; ".join(f"{reason}: {text}" for reason, text in NOT_PROMOTED_REASONS.items())
     made[PREFIX + NOT_PROMOTED] = OffloadingCounterMetadata(
-        documentation=f"Blocks found in a tier and not loaded from it, by reason ({why}).",
+        documentation=f"Blocks found in a tier and not loaded from it, by reason ({reasons}).",
         labelnames=("reason",),
     )
     made[PREFIX + NOT_OFFERED] = OffloadingCounterMetadata(
-        documentation="Blocks that left RAM before a tier could take them: it writes slower than blocks come."
+        documentation="Blocks evicted from RAM before a tier could take them: the tier writes too slowly."
     )
     for name, text in NATIVE_GAUGES.items():
         made[NATIVE_PREFIX + name] = OffloadingGaugeMetadata(documentation=text)
-    made[NATIVE_SKIPPED] = OffloadingCounterMetadata(documentation=f"As {PREFIX}{REFUSED}, by admission.")
+    made[NATIVE_SKIPPED] = OffloadingCounterMetadata(
+        documentation=f"The same as {PREFIX}{REFUSED} with reason admission."
+    )
     made[PREFIX + POLICY] = OffloadingGaugeMetadata(
         documentation="State of the eviction policy.", labelnames=("policy", "name")
     )
@@ -128,24 +133,35 @@ def definitions() -> dict[str, Any]:
 
 
 class Metrics:
-    """Counts since vLLM last asked.
+    """Counts since the last report to vLLM.
+
+    Args:
+        interval_s: least time between two reports while requests run.
 
     Attributes:
-        counts: the adapter's own counts since vLLM last asked; keys as in `COUNTERS`.
+        counts: the adapter's own counts since the last report; keys as in `COUNTERS`.
         num_lookups: ``lookup_blocks``; an attribute because it is counted for each block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = METRICS_INTERVAL_S) -> None:
         self.counts: Counter[str] = Counter()
         self.num_lookups = 0
+        self.interval_s, self._reported_s = interval_s, 0.0
         self._before = ManagerStats()
         self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tiers_before: Counter[tuple[str, str]] = Counter()
         self._not_promoted_before: Counter[str] = Counter()
         self._has_begun = self._has_begun_tiers = False
 
+    def is_due(self, now_s: float, *, is_idle: bool) -> bool:
+        """Return True if a report is due: after every idle step, otherwise once an interval."""
+        if now_s - self._reported_s < self.interval_s and not is_idle:
+            return False
+        self._reported_s = now_s
+        return True
+
     def take(self, counters: ManagerStats) -> OffloadingConnectorStats:
-        """Counters since the last call. At first all of them, as zeros: alerts have to see them."""
+        """Return the counters since the last report; the first report has every counter, for alerts."""
         counts, self.counts = self.counts, Counter()
         counts["lookup_blocks"], self.num_lookups = self.num_lookups, 0
         before, self._before = self._before, counters
@@ -169,7 +185,7 @@ class Metrics:
         return taken
 
     def show(self, taken: OffloadingConnectorStats, counters: ManagerStats, policy: EvictionPolicy) -> None:
-        """Gauges of the present state."""
+        """Add the gauges that have changed."""
         self._show(taken, "capacity_blocks", counters.capacity)
         self._show(taken, "ready_blocks", counters.ready)
         self._show(taken, "pinned_blocks", counters.ready - counters.evictable)
@@ -188,7 +204,7 @@ class Metrics:
         tiers: Mapping[str, Mapping[str, Any]],
         promotions: TieringCounts,
     ) -> None:
-        """The same for each tier behind RAM, from its name and its counters since it was opened."""
+        """Add the counters and gauges of each tier behind RAM, from its counts since it was opened."""
         begins, self._has_begun_tiers = not self._has_begun_tiers, True
         not_offered = promotions.not_offered - self._not_promoted_before[NOT_OFFERED]
         self._not_promoted_before[NOT_OFFERED] += not_offered
@@ -217,7 +233,7 @@ class Metrics:
         labels: tuple[str, ...] = (),
         prefix: str = PREFIX,
     ) -> None:
-        """Set a gauge if it has changed: it keeps its value, and this is called after every step."""
+        """Set a gauge if its value has changed."""
         if self._shown.get((name, labels)) != value:
             self._shown[name, labels] = value
             taken.set_gauge(prefix + name, value, labels)

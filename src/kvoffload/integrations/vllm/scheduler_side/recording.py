@@ -1,7 +1,7 @@
-"""Follows requests through vLLM's connector, for a `Recorder`: who served what of a prompt, and its end.
+"""Follows requests through vLLM's connector for a `Recorder`: the sources of each prompt, and its end.
 
-Owns what is asked of vLLM's requests. Lets no error reach the engine: a request that cannot be recorded is
-counted.
+Owns the fields that are read from vLLM's requests. No error reaches the engine: a request that cannot be
+recorded is counted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.core.hints import Hints
-from kvoffload.integrations.vllm.scheduler_side.hints import known_at_arrival, known_at_end, told_by_user
-from kvoffload.integrations.vllm.scheduler_side.record import Ended, Recorder
+from kvoffload.integrations.vllm.scheduler_side.hints import arrival_hints, finish_hints, user_hints
+from kvoffload.integrations.vllm.scheduler_side.record import FinishedRequest, Recorder
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.options import VLLMOptions
 
@@ -23,14 +23,11 @@ GPU = "gpu"
 
 
 class Recording:
-    """The requests of one engine.
+    """The unfinished requests of an engine, with the sources of their prompts.
 
     Args:
-        recorder: gets them when they have ended.
+        recorder: gets the finished requests.
         count_lost: called for each request that is not recorded.
-
-    Attributes:
-        recorder: the same.
 
     Thread: the scheduler's. Cost: a few microseconds a request, and a reference for each block.
     """
@@ -41,15 +38,17 @@ class Recording:
         self._on_gpu: dict[str, int] = {}
         self._served: dict[str, dict[str, int]] = {}
 
-    def asked(self, request: Any, gpu_tokens: int) -> None:
-        """The engine asks what lies beyond what its GPU has of a request."""
+    def looked_up(self, request: Any, gpu_tokens: int) -> None:
+        """Note the prompt tokens that the GPU's own cache holds, at each lookup of a request."""
         self._on_gpu[request.request_id] = gpu_tokens
 
     def begins(self, request: Any, sources: Callable[[], dict[Any, int]]) -> None:
-        """A request gets its blocks. Only the first time counts: after a preemption its own blocks serve it.
+        """Note the sources of a prompt when its request first begins.
+
+        A preempted request begins again, but then loads blocks that it has computed itself.
 
         Args:
-            sources: who has how many of the tokens beyond the GPU's, in vLLM's words.
+            sources: returns the number of further prompt tokens by vLLM's ``CacheHitSource``.
         """
         name = request.request_id
         if name in self._served:
@@ -58,30 +57,30 @@ class Recording:
             served = {GPU: self._on_gpu.get(name, 0)}
             served |= {str(source.value): tokens for source, tokens in sources().items()}
         except Exception:
-            logger.debug("kvoffload: sources of a request are not known", exc_info=True)
+            logger.debug("kvoffload: the sources of a request are unknown", exc_info=True)
             served = {}
         self._served[name] = {source: tokens for source, tokens in served.items() if tokens}
 
-    def ended(self, request: Any) -> None:
-        """A request has ended, however it did."""
+    def finished(self, request: Any) -> None:
+        """Hand a finished or aborted request to the recorder."""
         self._on_gpu.pop(request.request_id, None)
         served = self._served.pop(request.request_id, {})
         try:
-            if self.recorder.add(self._as_ended(request, served)):
+            if self.recorder.add(self._summary(request, served)):
                 return
         except Exception:
             logger.debug("kvoffload: a request could not be recorded", exc_info=True)
         self._count_lost()
 
-    def _as_ended(self, request: Any, served: dict[str, int]) -> Ended:
+    def _summary(self, request: Any, served: dict[str, int]) -> FinishedRequest:
         tokens = int(request.num_prompt_tokens)
         blocks = tokens // self._block_tokens
         hashes = request.block_hashes[:blocks]
         if len(hashes) < blocks or None in hashes:
             raise ValueError(f"{len(hashes)} hashes for {blocks} blocks")
-        return Ended(
+        return FinishedRequest(
             arrival_s=float(request.arrival_time),
-            ended_s=time.time(),
+            finished_s=time.time(),
             input_tokens=tokens,
             output_tokens=int(request.num_output_tokens),
             hashes=hashes,
@@ -91,18 +90,18 @@ class Recording:
 
 
 def _hints(request: Any) -> Hints:
-    """What was known of it. A string at which it stopped is a user's text, and is left out."""
-    with suppress(ValueError):  # What a user says wrongly is nothing; the engine has told them.
-        told = told_by_user(request.kv_transfer_params)
-        said = known_at_arrival(request).updated(told).updated(known_at_end(request))
+    """All hints of a request, without a stop string: that is a user's text."""
+    with suppress(ValueError):  # wrong hints are ignored; the manager has logged them
+        given = user_hints(request.kv_transfer_params)
+        hints = arrival_hints(request).updated(given).updated(finish_hints(request))
         if not isinstance(request.stop_reason, str):
-            return said
-        return replace(said, finish_reason=str(request.get_finished_reason()))
-    return known_at_arrival(request)
+            return hints
+        return replace(hints, finish_reason=str(request.get_finished_reason()))
+    return arrival_hints(request)
 
 
 def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], None]) -> Recording | None:
-    """What `options` want; None if nothing, or if no file can be made: the engine goes on without."""
+    """Start the recording that `options` ask for; None if there is none, or its file cannot be created."""
     if options.record is None:
         return None
     try:

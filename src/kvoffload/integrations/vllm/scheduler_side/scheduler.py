@@ -1,9 +1,11 @@
-"""The scheduler's side of vLLM's connector, with three changes.
+"""The scheduler side of vLLM's connector, with three changes.
 
-A whole prefix is looked up at once. The manager hears what vLLM knows of a request: when it comes, that it
-waits, and how it ends. And in the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop
-them, not when they have been computed. Owns which blocks are offered and when; our manager decides which are
-stored, and vLLM owns transfers and their fences.
+A whole prefix is looked up in one call. The manager learns when a request arrives, waits and ends. In the
+mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are computed.
+
+Owns the choice and the time of offers. Our manager decides which offered blocks are stored; vLLM owns the
+transfers and their fences. vLLM has no other hook for these changes than its private methods
+(`_maximal_prefix_lookup`, `_build_store_jobs`); tests/vllm_interfaces holds their forms in every version.
 """
 
 from __future__ import annotations
@@ -25,52 +27,52 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffload
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.core.window import Window
-from kvoffload.integrations.vllm.scheduler_side.hints import known_at_arrival, known_at_end
+from kvoffload.integrations.vllm.scheduler_side.hints import arrival_hints, finish_hints
 from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
 from kvoffload.integrations.vllm.shared.patches import take_over, watch_evictions
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
 NO_REQUEST = ""
-"""Name of the request of blocks that the GPU drops; vLLM's names are never empty."""
+"""Id of a stand-in request for blocks that the GPU drops; vLLM's ids are never empty."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler side, made by vLLM and taken over."""
+    """vLLM's scheduler side with lookups of whole prefixes and hints for our manager."""
 
     manager: KVOffloadManager
 
     @classmethod
     def of(cls, plain: OffloadingConnectorScheduler) -> Any:
-        """Take over the scheduler side that vLLM has just made."""
+        """Replace the scheduler side that vLLM has just made."""
         return take_over(cls, plain)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived, and waits for its turn: until then its blocks are expected."""
-        self.manager.hear(request.request_id, known_at_arrival(request))
+        """Pass on the hints of a new request, and protect its blocks while it waits in vLLM's queue."""
+        self.manager.add_hints(request.request_id, arrival_hints(request))
         if getattr(request, "lora_request", None) is not None:
-            self.manager.has_adapter(request.request_id)
+            self.manager.note_adapter(request.request_id)
         super().on_new_request(request)
         status = self._req_status[request.request_id]
         status.update_offload_keys()
         self.manager.expect(status.req_context)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """A request begins: what there is for it is being loaded."""
+        """End the protection of a request's blocks: the request begins, and its blocks are being loaded."""
         self.manager.withdraw(request.request_id)
         super().update_state_after_alloc(request, *arguments)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Build the jobs of a step that was scheduled. Requests preempted for it wait again.
+        """Build the jobs of a scheduled step. The blocks of preempted requests are protected again.
 
-        A reset under running requests preempts them, and the same step may begin their loads. vLLM then dies
-        of an assertion: it expects only stores of a preempted request, and waits for them. A request that
-        loads has no store under way, so it is left out of the preempted requests.
+        A reset under running requests preempts them, and the same step may begin their loads. vLLM then fails
+        an assertion, because it expects only stores of preempted requests. A request that loads has no store
+        in flight, so it is removed from the preempted requests.
         """
         preempted = scheduler_output.preempted_req_ids
         if preempted:
             loading = {job.req_id for job in self._current_batch_load_jobs.values()}
             if not loading.isdisjoint(preempted):
-                scheduler_output = copy(scheduler_output)  # the worker needs all of them
+                scheduler_output = copy(scheduler_output)  # the worker needs the complete set
                 scheduler_output.preempted_req_ids = preempted = preempted - loading
             for request_id in preempted - scheduler_output.num_scheduled_tokens.keys():
                 if (status := self._req_status.get(request_id)) is not None:
@@ -78,10 +80,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().build_connector_meta(scheduler_output)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Tokens of a hit by their source.
+        """Return the number of tokens of a hit by source.
 
-        A hit without promoted blocks comes from RAM, and a group of full attention covers all of its tokens.
-        vLLM asks for the source of each block instead: a fifth of the CPU time of a step with long hits.
+        If no block was promoted, all tokens come from RAM. vLLM's own method asks for the source of each
+        block, which takes a fifth of the CPU time of a step with long hits.
         """
         context = self._req_status[request.request_id].req_context
         covered = any(group.sliding_window_size_in_chunks is None for group in self.config.kv_group_configs)
@@ -90,14 +92,14 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
-        """A request has ended; the manager is told so later, when its last blocks have been offered."""
-        self.manager.hear(request.request_id, known_at_end(request))
+        """Pass on the reason for the end. vLLM finishes the request later, after its last offer."""
+        self.manager.add_hints(request.request_id, finish_hints(request))
         return super().request_finished(request)
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        """Number of leading blocks that are ready; None: ask again."""
+        """Return the number of ready leading blocks; None: ask again. Overrides vLLM's loop over keys."""
         wanted = list(keys)
         num_ready, wait = self.manager.lookup_prefix(wanted, req_context)
         if self._events_tracker.self_describing_enabled:
@@ -109,23 +111,23 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
 class OnDeviceEvictionScheduler(KVOffloadScheduler):
     """Stores blocks that the GPU is about to drop.
 
-    The blocks that vLLM reuses next are at the head of its list of free blocks. After each step the blocks
-    that the next step may take, the *window*, are offered, the warmest first, and copied in the background.
-    They stay free: if a block is reused while its copy is under way, vLLM's fence for the blocks of finished
-    requests applies. So nothing is pinned, and the GPU's own cache works as before.
+    vLLM reuses blocks from the head of its list of free blocks. After each step this class offers the blocks
+    that the next step may reuse, the *window*, warmest first. They are copied in the background and stay
+    free: nothing is pinned, and the GPU's own cache works as before. If a block is reused during its copy,
+    vLLM's fence for the blocks of finished requests applies.
 
-    If fewer blocks are free than a step may take, a block can be computed and dropped between two steps. Then
-    requests store at once what they have computed, as without this mode, until more blocks are free again.
+    If fewer blocks are free than the window holds, a block may be computed and dropped within two steps.
+    Running requests then store computed blocks at once, as in the mode ``on-compute``.
 
-    Blocks are lost if a step takes more than the window (as a long prefix from RAM does); the manager counts
-    them. `window` follows the largest recent step, up to half of the GPU's blocks.
+    A step that reuses more blocks than the window holds, such as a step that loads a long prefix, drops
+    blocks without an offer; the manager counts them.
 
-    vLLM takes blocks from the head of its list and frees them at its ends, so a step moves the window by as
-    many blocks as it took. Only a request that begins can take blocks out of the middle, those that it finds
-    in the GPU's cache: then the window is looked through anew.
+    vLLM takes blocks from the head of the list and frees them at both ends, so the window moves by the number
+    of blocks that a step takes. A beginning request may also take cached blocks out of the middle; then the
+    whole window is scanned again.
 
     Attributes:
-        window: the blocks at the head of the free list that are offered.
+        window: the number of blocks at the head of the free list that are offered.
 
     Cost: O(blocks that the step took or freed), and O(window) in a step in which a request begins.
     """
@@ -136,10 +138,10 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
         self.window = Window(step_blocks, max(1, block_pool.num_gpu_blocks // 2))
         self._rows = {group.group_idx: row for row, group in enumerate(groups)}
-        # The cached blocks in the window when it was last looked at: by number, each with its key then.
-        self._line = OrderedDict[int, tuple[Any, Any]]()
-        self._shuffled = False
-        self._num_gone, self._unseen = 0, dict[bytes, None]()
+        # Cached blocks of the window at the last scan: block number -> block and its key then.
+        self._offered = OrderedDict[int, tuple[Any, Any]]()
+        self._must_rescan = False
+        self._num_dropped, self._dropped_unoffered = 0, dict[bytes, None]()
         no_request = SimpleNamespace(
             request_id=NO_REQUEST, kv_transfer_params=None, is_finished=lambda: False
         )
@@ -149,109 +151,111 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             req_context=ReqContext(NO_REQUEST),
             offloading_context=RequestOffloadingContext(),
         )
-        watch_evictions(block_pool, self._drop)
+        watch_evictions(block_pool, self._on_drop)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """A request begins: it may take blocks out of the middle of the free list."""
-        self._shuffled = True
+        """Scan the window again after this step: the request may take blocks out of its middle."""
+        self._must_rescan = True
         super().update_state_after_alloc(request, *arguments)
 
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:
-        self._follow_evictions()
+        """Return the store jobs of a step. Overrides vLLM's choice of the blocks."""
+        self._process_drops()
         at_once: dict[int, Any] = {}
         if self._pool.get_num_free_blocks() < self.window.size:
             at_once = super()._build_store_jobs(scheduler_output)
         return at_once | self._store_next_victims()
 
-    def _drop(self, number: int, key: Any) -> None:
-        """The GPU drops a block."""
-        self._num_gone += 1
-        if not self._in_line(number, key):
-            self._unseen[bytes(key)] = None
+    def _on_drop(self, number: int, key: Any) -> None:
+        """Count a block that the GPU drops."""
+        self._num_dropped += 1
+        if not self._was_offered(number, key):
+            self._dropped_unoffered[bytes(key)] = None
 
-    def _in_line(self, number: int, key: Any) -> bool:
-        # By identity: a block that has been written again has another key, also where the bytes are equal.
-        found = self._line.get(number)
-        return found is not None and found[1] is key
+    def _was_offered(self, number: int, key: Any) -> bool:
+        # By identity: a block that was written again has a new key object, even with equal bytes.
+        entry = self._offered.get(number)
+        return entry is not None and entry[1] is key
 
-    def _follow_evictions(self) -> None:
-        """Process the blocks that the GPU has dropped since the last step."""
-        if not self._num_gone:
+    def _process_drops(self) -> None:
+        """Adapt the window to the blocks that the GPU has dropped since the last step."""
+        if not self._num_dropped:
             return
-        self.window.follow(self._num_gone)
-        if self._unseen:
-            self.manager.keep_dropped(list(self._unseen)[::-1])
-        self._num_gone = 0
-        self._unseen.clear()
+        self.window.follow(self._num_dropped)
+        if self._dropped_unoffered:
+            self.manager.keep_dropped(list(self._dropped_unoffered)[::-1])
+        self._num_dropped = 0
+        self._dropped_unoffered.clear()
 
     def _store_next_victims(self) -> dict[int, Any]:
-        """Jobs for the blocks that the GPU drops next."""
+        """Return store jobs for the blocks that the GPU drops next."""
         fresh: dict[int, list[tuple[int, bytes]]] = {}
-        for block, key in self._follow_window():
+        for block, key in self._new_in_window():
             group = self._group_of(block, key)
             if group is not None:
                 fresh.setdefault(group, []).append((block.block_id, bytes(key)))
         jobs: dict[int, Any] = {}
         for group, victims in fresh.items():
-            # The list begins with the coldest.
+            # The free list begins with the coldest block; the manager wants the warmest first.
             block_of = {key: block_id for block_id, key in reversed(victims)}
             output = self.manager.store_dropped(list(block_of))
             if output is None:
-                # Later: they come into the window once more.
+                # Not now: offer the blocks again at the next scan.
                 for block_id in block_of.values():
-                    del self._line[block_id]
-                self._shuffled = True
+                    del self._offered[block_id]
+                self._must_rescan = True
             elif output.keys_to_store:
                 job_id = self._generate_job_id()
                 jobs[job_id] = self._job(job_id, self._rows[group], output, block_of)
         return jobs
 
-    def _follow_window(self) -> list[tuple[Any, Any]]:
-        """Cached blocks that have come into the window since the last call, in the order of the free list."""
-        queue, line = self._pool.free_block_queue, self._line
-        # What was never cached, or is no more, is freed to the head of the list.
-        num_others, first = 0, None
+    def _new_in_window(self) -> list[tuple[Any, Any]]:
+        """Return cached blocks that have entered the window since the last call, in the free list's order."""
+        queue, offered = self._pool.free_block_queue, self._offered
+        # Blocks without a key are freed to the head of the list.
+        num_uncached, first = 0, None
         for block in islice(queue.iter_blocks_after(None), self.window.size):
             if block.block_hash is not None:
                 first = block
                 break
-            num_others += 1
-        if first is None and not self._shuffled:
+            num_uncached += 1
+        if first is None and not self._must_rescan:
             return []
-        if self._shuffled or first is None or not self._in_line(first.block_id, first.block_hash):
-            known, self._line, self._shuffled = line, OrderedDict(), False
-            return self._enter(islice(queue.iter_blocks_after(None), self.window.size), known)
-        while next(iter(line)) != first.block_id:
-            line.popitem(last=False)
-        last, _ = line[next(reversed(line))]
-        return self._enter(
-            islice(queue.iter_blocks_after(last), max(0, self.window.size - num_others - len(line)))
+        if self._must_rescan or first is None or not self._was_offered(first.block_id, first.block_hash):
+            self._offered, self._must_rescan = OrderedDict(), False
+            return self._add_cached(islice(queue.iter_blocks_after(None), self.window.size), offered)
+        while next(iter(offered)) != first.block_id:
+            offered.popitem(last=False)
+        last, _ = offered[next(reversed(offered))]
+        return self._add_cached(
+            islice(queue.iter_blocks_after(last), max(0, self.window.size - num_uncached - len(offered)))
         )
 
-    def _enter(
+    def _add_cached(
         self, blocks: Iterable[Any], known: Mapping[int, tuple[Any, Any]] = _NONE
     ) -> list[tuple[Any, Any]]:
-        """Append the cached ones of these blocks to the line; returns those that are not known."""
-        fresh, line = [], self._line
+        """Add the cached blocks among `blocks` to the offered blocks; returns the blocks not in `known`."""
+        fresh, offered = [], self._offered
         for block in blocks:
             key = block.block_hash
             if key is not None:
                 number = block.block_id
-                line[number] = entry = block, key
+                offered[number] = entry = block, key
                 if number not in known or known[number][1] is not key:
                     fresh.append(entry)
         return fresh
 
     def _group_of(self, block: Any, key: Any) -> int | None:
-        """The KV group of a cached block; None if it is not stored in this mode."""
+        """Return the KV group of a cached block; None if this mode does not store the block."""
         group = int.from_bytes(key[-4:], "big")
         row = self._rows.get(group)
         if row is None or block.is_null or self.config.kv_group_configs[row].requires_cow_source:
             return None
-        is_part = (block.block_hash_num_tokens or 0) % self.config.kv_group_configs[row].tokens_per_block
-        return None if is_part else group
+        is_partial = (block.block_hash_num_tokens or 0) % self.config.kv_group_configs[row].tokens_per_block
+        return None if is_partial else group
 
     def _job(self, job_id: int, row: int, output: Any, block_of: dict[bytes, int]) -> TransferJob:
+        """Register a store job with vLLM's bookkeeping, so that vLLM fences the blocks."""
         blocks = [block_of[key] for key in output.keys_to_store]
         for block_id in blocks:
             self._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
@@ -270,6 +274,6 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
 
     def reset_cache(self) -> None:
         super().reset_cache()
-        self._line.clear()
-        self._unseen.clear()
-        self._num_gone = 0
+        self._offered.clear()
+        self._dropped_unoffered.clear()
+        self._num_dropped = 0

@@ -1,7 +1,7 @@
-"""Verifies blocks in RAM before they count as hits, if the user wants that.
+"""Verification of blocks in RAM before they count as hits (``verify: always``).
 
-Owns the checks under way and the pins that keep a verified block unchanged until it is loaded. Does not know
-how a damaged block is handled.
+Owns the pending checks and the pins that keep a verified block unchanged until it is loaded. Does not know
+how a damaged block is reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvoffload.tiers.contract import Checksums
 
 @dataclass(eq=False)
 class _Check:
-    """One block of one request: pinned from the first lookup until it is loaded or no longer wanted."""
+    """The check of a block for a request. The block is pinned from the first lookup until it is released."""
 
     key: bytes
     plan: LoadPlan
@@ -37,12 +37,12 @@ class Checks:
 
 
 class Verifier:
-    """Answers RETRY until a thread has verified the block, then HIT; a damaged block is forgotten and MISS.
+    """Answers RETRY until a thread has verified the block, then HIT; or MISS, and forgets a damaged block.
 
-    At most half of the pool is pinned by checks: beyond that a block is MISS, so that requests that wait for
-    each other's blocks, or for more than the pool holds, can continue.
+    Checks pin at most half of the pool; beyond that a block is MISS. Otherwise requests could wait forever
+    for each other's blocks, or for more blocks than the pool holds.
 
-    Thread: the scheduler's, for all methods. One thread does the checks, at memory speed.
+    Thread: all methods on the scheduler's. One more thread runs the checks, at memory speed.
     """
 
     def __init__(self, manager: AnyManager, pool: SharedPool, on_damage: Callable[[bytes], None]) -> None:
@@ -51,7 +51,7 @@ class Verifier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
-        """The answer for a ready block and this request."""
+        """Return the state of a ready block for this request; starts its check if there is none."""
         check = checks.by_key.get(key)
         if check is None:
             if self._held >= self._limit:
@@ -69,16 +69,16 @@ class Verifier:
         return LookupResult.MISS
 
     def release(self, checks: Checks) -> None:
-        """The request has loaded its blocks, or will not load them: unpin them."""
+        """Unpin the blocks of a request that has loaded them or will not load them."""
         for key in list(checks.by_key):
             self._release(checks, key, damaged=checks.by_key[key].sound is False)
 
     def reset(self) -> None:
-        """Forget the checks: all plans are void."""
+        """Forget all checks after a reset, which has made their plans void."""
         self._held = 0
 
     def close(self) -> None:
-        """Wait for the check under way."""
+        """Cancel the queued checks and wait for the running one."""
         self._thread.shutdown(cancel_futures=True)
 
     def _release(self, checks: Checks, key: bytes, *, damaged: bool) -> None:
@@ -91,5 +91,5 @@ class Verifier:
         try:
             sound = bool(np.all(self._pool.verify(check.plan.slots, check.digests)))
         finally:
-            # Also after an error: a request that waits for an answer gets one.
+            # After an error as well: otherwise the request would wait forever.
             check.sound = sound

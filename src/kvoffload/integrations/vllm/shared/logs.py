@@ -1,4 +1,4 @@
-"""Our loggers inside vLLM."""
+"""Loggers of kvoffload inside vLLM."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ logger = logging.getLogger("vllm.kvoffload")
 
 
 def rate_limited_log() -> RateLimitedLog:
-    """Our logger with a rate limit, for failures that may repeat at every step."""
+    """Return our logger with a rate limit, for failures that may repeat in every step."""
     return RateLimitedLog(logger.name)
 
 
 class _ToVLLM(logging.Handler):
-    """Hands on what the library says: with time, process and level, and with our name in the line."""
+    """Forwards the library's log records to vLLM's logger, with the prefix ``kvoffload:``."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = logging.makeLogRecord(vars(record))
-        said.name, said.msg = logger.name, f"kvoffload: {record.msg}"
-        if logger.isEnabledFor(said.levelno):
-            logger.handle(said)
+        forwarded = logging.makeLogRecord(vars(record))
+        forwarded.name, forwarded.msg = logger.name, f"kvoffload: {record.msg}"
+        if logger.isEnabledFor(forwarded.levelno):
+            logger.handle(forwarded)
 
 
 def join_vllm() -> None:
-    """From now on the library's lines are vLLM's, unless the user has said where they go. Idempotent."""
+    """Forward the library's log to vLLM's, unless the user has configured a handler. Idempotent."""
     library = logging.getLogger("kvoffload")
     if not library.handlers:
         library.addHandler(_ToVLLM())

@@ -1,8 +1,7 @@
-"""What users may write into ``kv_connector_extra_config``: vLLM's names and ours, checked all at once.
+"""The options in ``kv_connector_extra_config``, under vLLM's names and ours, checked together.
 
-The same options may stand in a TOML file (``config``, or ``KVOFFLOAD_CONFIG``) and in the environment
-(``KVOFFLOAD_POLICY``): see `options`. Imports no vLLM: the command line checks flags with it where vLLM is
-not installed.
+A TOML file (``config``, or ``KVOFFLOAD_CONFIG``) and the environment (``KVOFFLOAD_POLICY``) may have the same
+options: see `settings.layers`. Imports no vLLM: the command line checks options on machines without vLLM.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from kvoffload.tiers.spec import SizedTierOptions, TierOptions, Tiers
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
 VERIFY = (ALWAYS, TIERS, NEVER)
-"""Which blocks are checked against their checksum when they are read: also those in RAM; those that a tier
-behind RAM has held; none."""
+"""Blocks whose checksum is checked at a read: all blocks; only blocks from tiers behind RAM; none."""
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 _NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -36,25 +34,24 @@ _Verify: TypeAlias = Literal["always", "tiers", "never"]
 
 @dataclass(frozen=True)
 class VLLMOptions:
-    """What the user asked for, checked.
+    """The user's options, checked.
 
     Attributes:
-        ram_bytes: of all workers of the engine together, as vLLM counts them.
-        policy: a name, ``module:Class`` or ``path/to/file.py:Class``; it can be imported.
-        admission: a rule.
+        ram_bytes: bytes of RAM, for all workers of the engine together, as vLLM counts.
+        policy: a name, ``module:Class`` or ``path/to/file.py:Class``; importable.
+        admission: name and parameters of an admission rule.
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``.
         prompt_only: leave out blocks computed after the prompt. True is vLLM's default, too.
-        blocks_per_chunk: engine blocks in one block of ours; None where `tokens_per_chunk` says it, or
-            neither was given. vLLM reads both for itself and gives the answer in its configuration.
+        blocks_per_chunk: engine blocks in a block of kvoffload. None if `tokens_per_chunk` gives it, or
+            neither was given; vLLM reads both options and reports the result in its configuration.
         tokens_per_chunk: the same in tokens (``block_size``).
         self_describing_events: KV events carry the tokens of their blocks.
-        tiers: behind RAM, from the fastest to the slowest.
-        tier_deadline_s: how long a request waits for tiers at the longest.
-        recompute_tokens_per_s: how fast the engine computes prompts: reads that would take longer are not
-            begun. None while it is not known.
-        record: an absolute path for a trace of what the engine is asked (`record.Recorder`).
-        record_max_bytes: at which the recording ends.
+        tiers: the tiers behind RAM, from the fastest to the slowest.
+        tier_deadline_s: the longest time that a request waits for tiers.
+        recompute_tokens_per_s: the engine's prefill speed; slower reads are not begun. None if unknown.
+        record: an absolute path for a trace of the engine's requests (`record.Recorder`).
+        record_max_bytes: size limit of the recording.
     """
 
     ram_bytes: Size = field(metadata={"option": "ram"})
@@ -73,12 +70,12 @@ class VLLMOptions:
     record_max_bytes: Size = 2**30
 
 
-ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, as the GPU drops them"
+ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, because the GPU drops single blocks"
 
 VLLMS_NAMES = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "prompt_only"}
-"""What vLLM calls options of ours."""
+"""vLLM's names of our options."""
 
-_ALLOWED_OF_VLLMS: dict[str, tuple[Any, ...]] = {
+_ALLOWED_VLLM_VALUES: dict[str, tuple[Any, ...]] = {
     "spec_name": (_SPEC,),
     "spec_module_path": (_SPEC_MODULE, f"{_SPEC_MODULE}.spec"),
     "cache_policy_module_path": (POLICIES_MODULE,),
@@ -86,39 +83,39 @@ _ALLOWED_OF_VLLMS: dict[str, tuple[Any, ...]] = {
     "canonical_layout": (False,),
 }
 _WHY = {
-    "cache_policy_module_path": f"; {_SPEC} takes policies as policy: module:Class",
-    "secondary_tiers": "; what this specification has behind RAM is its tiers",
-    "canonical_layout": "; blocks are kept as the engine lays them out",
+    "cache_policy_module_path": f"; {_SPEC} takes the policy as policy: module:Class",
+    "secondary_tiers": "; give the tiers behind RAM as tiers",
+    "canonical_layout": "; blocks keep the engine's layout",
 }
-"""Options of vLLM's own specifications that this one can only have in one way, and why."""
+"""Options of vLLM's own specifications that must have one of these values here, and the reasons."""
 
 _READ_BY_VLLM = ("sync_load_budget_bytes", "enable_telemetry", "tier_poll_interval_s", "backpressure")
-"""Options that vLLM's own connector or tiers read, in some version: they are theirs."""
+"""Options that vLLM's own connector or tiers read in some version; we ignore them."""
 
-_ALSO_KNOWN = (*_ALLOWED_OF_VLLMS, *_READ_BY_VLLM, "store_threshold", "max_tracker_size", "config")
+_ALSO_KNOWN = (*_ALLOWED_VLLM_VALUES, *_READ_BY_VLLM, "store_threshold", "max_tracker_size", "config")
 NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
-"""Every option that `parse_options` knows."""
+"""Every option that `parse_options` accepts."""
 
 
 def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
-    """Check ``kv_connector_extra_config``, vLLM's names and ours alike.
+    """Check ``kv_connector_extra_config``, with vLLM's names and ours.
 
-    Numbers may be given as text, sizes with a unit, switches as true and false. One thing under two names
-    is refused unless both say the same.
+    Numbers may be text, sizes may have a unit, switches are true or false. Two names of an option must have
+    equal values.
 
-    Raises `CombinedConfigError`: every problem with its option, its value and what is allowed; an unknown
-    option with the name that is nearest.
+    Raises `CombinedConfigError`: every problem with its option, value and allowed values; an unknown option
+    with the nearest name.
     """
     given = gathered(extra_config, OF_ENGINES, VLLMS_NAMES)
     problems = [
         ConfigError(name, given[name], f"allowed: {json.dumps(allowed[0])}{_WHY.get(name, '')}")
-        for name, allowed in _ALLOWED_OF_VLLMS.items()
+        for name, allowed in _ALLOWED_VLLM_VALUES.items()
         if given.get(name) is not None and given[name] not in allowed
     ]
-    given, wrong = _with_vllms_threshold(given)
-    problems += wrong
+    given, more_problems = _with_vllms_threshold(given)
+    problems += more_problems
     if given.get("blocks_per_chunk") is not None and given.get("block_size") is not None:
-        why = "blocks_per_chunk is given as well, which says the same; give one"
+        why = "blocks_per_chunk is given as well and has the same meaning; give one"
         problems.append(ConfigError("block_size", given["block_size"], why))
     options = read_options(
         VLLMOptions, given, WHERE, other_names=VLLMS_NAMES, also_known=_ALSO_KNOWN, problems=problems
@@ -136,14 +133,16 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
 
 
 def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
-    """What a replay can have behind RAM, and an engine cannot."""
+    """Yield the problems of tiers that a replay accepts and an engine does not."""
     seen = set[str]()
     for number, tier in enumerate(tiers):
         for path in getattr(tier, "path", ()):
             if not os.path.isabs(path):
                 yield ConfigError(f"tiers[{number}].path", path, "allowed: an absolute path")
             if (place := os.path.normpath(path)) in seen:
-                yield ConfigError(f"tiers[{number}].path", path, "allowed: a directory of one tier alone")
+                yield ConfigError(
+                    f"tiers[{number}].path", path, "allowed: a directory that no other tier uses"
+                )
             seen.add(place)
         if not tier.keeps_blocks:
             yield ConfigError(f"tiers[{number}]", str(tier), f"a {tier.name} tier keeps no blocks")
@@ -155,7 +154,7 @@ def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
 
 
 def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """vLLM's threshold and the size of its tracker are parameters of the rule ``reuse``."""
+    """Turn vLLM's threshold and tracker size into parameters of the rule ``reuse``."""
     problems, rule = list[ConfigError](), given.get("admission")
     threshold = tracker = None
     try:
@@ -168,12 +167,12 @@ def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[C
     if threshold is not None:
         native = f"reuse:{threshold}" if threshold >= 2 else DEFAULT_ADMISSION
         if rule is not None and rule != native:
-            why = f"admission is {rule!r}, which says otherwise; give one"
+            why = f"admission is {rule!r}, which contradicts it; give one"
             problems.append(ConfigError("store_threshold", threshold, why))
         rule = native
     if tracker is not None and str(rule)[:5] == "reuse":
         rule = f"{rule},max_tracker_size={tracker}"
     elif tracker is not None and rule not in (None, DEFAULT_ADMISSION):
-        why = f"it belongs to reuse, and admission is {rule!r}"
+        why = f"it is a parameter of reuse, and admission is {rule!r}"
         problems.append(ConfigError("max_tracker_size", tracker, why))
     return {**given, "admission": rule}, problems

@@ -1,10 +1,10 @@
-"""All changes to vLLM's objects at run time, each with the hook that would replace it.
+"""All changes to vLLM's objects at run time.
 
-| patch | what it changes | the hook that would replace it |
+| patch | changed object | the hook that would replace the patch |
 |---|---|---|
-| `take_over` | the scheduler side that vLLM's connector has made | a connector asks a factory for its sides |
-| `watch_evictions` | `BlockPool._maybe_evict_cached_block` | a pool tells listeners which blocks it evicts |
-| `name_failed_loads` | results of the connector's worker side | a worker names the loads that have failed |
+| `take_over` | the scheduler side that vLLM's connector has made | a factory for the sides of a connector |
+| `watch_evictions` | `BlockPool._maybe_evict_cached_block` | listeners for evictions of a pool |
+| `name_failed_loads` | results of the connector's worker side | a result that lists failed loads |
 
 Each patch changes attributes of one object, never of a class or module of vLLM.
 """
@@ -21,50 +21,50 @@ T = TypeVar("T")
 
 
 def take_over(ours: type[T], made: object) -> T:
-    """An object of `ours` with the state of the one of its base class that vLLM has made, to replace it.
+    """Return an object of class `ours` with the state of `made`, an object of the base class.
 
-    vLLM's connector makes its sides by name, and has no option for another class.
+    vLLM's connector has no option for the class of its sides.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
     return taken
 
 
-def watch_evictions(block_pool: Any, tell: Callable[[int, Any], None]) -> None:
-    """From now on call `tell` with number and key of each cached block that this pool drops."""
+def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None:
+    """Call `notify` with number and key of each cached block that this pool drops from now on."""
     evict = block_pool._maybe_evict_cached_block
 
-    def evict_and_tell(block: Any) -> Any:
+    def evict_and_notify(block: Any) -> Any:
         key = block.block_hash
         if key is not None:
-            tell(block.block_id, key)
+            notify(block.block_id, key)
         return evict(block)
 
-    block_pool._maybe_evict_cached_block = evict_and_tell
+    block_pool._maybe_evict_cached_block = evict_and_notify
 
 
 def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
-    """From now on the results of this process's connector name the requests whose loads have failed.
+    """Make the connector of this process report the requests whose loads have failed.
 
-    vLLM's connector assumes that loads succeed, but its engine can handle a failed one, as vLLM's
-    ``kv_load_failure_policy`` says: ``recompute``, which we want, computes the request again; ``fail``,
-    vLLM's default, ends it with an error. The engine survives either way.
+    vLLM's connector assumes that loads succeed, but its engine handles failed loads by
+    ``kv_load_failure_policy``: ``recompute`` computes the request again; ``fail``, vLLM's default, ends the
+    request with an error. The engine survives in both cases.
 
     Args:
-        group: the connector of the process, or one that combines several.
+        group: the connector of the process, or a connector that combines several.
         spec: the specification that made the worker; it identifies our connector.
 
-    Returns whether there is a connector that can report failed loads. If not, a failed load is reported as a
-    failed job, and the engine stops rather than compute with bytes that have not arrived.
+    Returns True if a connector can report failed loads. Otherwise a failed load is reported as a failed job,
+    and the engine stops rather than compute with missing bytes.
     """
     connector = own_connector(group, spec)
     if connector is None:
-        logger.warning("kvoffload: this engine has no way to report a failed load: it would stop")
+        logger.warning("kvoffload: this engine cannot report failed loads; it stops if a load fails")
         return False
     if connector._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         logger.warning(
-            "kvoffload: a request whose load fails ends with an error; with "
-            '"kv_load_failure_policy": "recompute" it is computed instead'
+            "kvoffload: a request whose load fails ends with an error; set "
+            '"kv_load_failure_policy": "recompute" to compute it again'
         )
     if hasattr(connector, "get_transfer_results"):
         _name_requests(connector, worker)
@@ -74,21 +74,22 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
 
 
 def own_connector(group: Any, spec: Any) -> Any | None:
-    """The connector in this process that has made this specification; None if there is none.
+    """Return the connector in this process that made this specification; None if there is none.
 
-    `group` is the connector of the process, or one that combines several.
+    `group` is the connector of the process, or a connector that combines several.
     """
     connectors = [group, *getattr(group, "_connectors", ())]
-    sides = [getattr(one, "connector_worker", None) for one in connectors]
-    ours = [one for one, side in zip(connectors, sides, strict=True) if getattr(side, "spec", None) is spec]
-    return ours[0] if ours else None
+    for connector in connectors:
+        if getattr(getattr(connector, "connector_worker", None), "spec", None) is spec:
+            return connector
+    return None
 
 
 def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
     results_of = connector.get_transfer_results
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
-        # While vLLM reports a load it forgets which request the load was for.
+        # Copied first: vLLM forgets the request of a load when it reports the load.
         requests = dict(connector.connector_worker._load_jobs)
         results = results_of(finished_req_ids)
         failed = {requests[job] for job in worker.take_failed_loads() if job in requests}
@@ -99,7 +100,7 @@ def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
 
 
 def _name_blocks(connector: Any, worker: KVOffloadWorker) -> None:
-    """The same for vLLM before 0.30, which asks for the numbers of blocks that did not arrive."""
+    """Report the blocks of failed loads, for vLLM before 0.30."""
     blocks: dict[int, list[int]] = {}
     submit = worker.submit_load
 

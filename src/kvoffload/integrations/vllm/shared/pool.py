@@ -1,13 +1,12 @@
 """The RAM pool that an engine's scheduler and workers share.
 
-Owns a file in shared memory: how the processes of one engine find it, how large it is, and that it never
-outlives them. Does not know which block is in a slot, nor what its bytes mean.
+Owns a file in shared memory: its name, its size and its removal. Does not know the blocks in its slots.
 
-Each worker takes the memory that it will use: what it touches first lies on its memory node.
+Each worker allocates the memory that it will use, so that the memory lies on the worker's NUMA node.
 
-The file has a name only while the engine starts. When the last process has attached and has its memory, the
-name is removed, so that the kernel frees the memory when the last process ends, however it ends. An engine
-that is killed while it starts leaves a file without a lock; the next start removes it.
+The file has a name only while the engine starts. When the last process has attached and allocated its memory,
+the name is removed; the kernel then frees the memory when the last process ends, in whatever way. An engine
+that is killed during its start leaves a file without a lock, which the next start removes.
 """
 
 from __future__ import annotations
@@ -36,29 +35,29 @@ from kvoffload.transfer.copies import address_of
 
 SHARED_MEMORY = Path("/dev/shm")
 SCHEDULER = 0
-"""The member without a part of the slots; the worker of rank `r` is member ``1 + r``."""
+"""The member number of the scheduler, which has no part of the slots; rank `r` is member ``1 + r``."""
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000001
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _FIRST_MEMBER = range(7)
-"""Words of the header; from `_FIRST_MEMBER` on, one for each process: 0, or its pid and how far it is."""
+"""Words of the header. From `_FIRST_MEMBER` on each process has a word: 0, or its pid and state bits."""
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
-_LOOK_AGAIN_S = 0.02
+_POLL_S = 0.02
 
 
 class SharedPool:
-    """Slots of blocks in memory shared by several processes, and a ledger of which can be trusted.
+    """Slots of blocks in shared memory, with checksums and marks of failed copies.
 
-    A slot has one *part* for each worker, and only that worker writes it. The first process to attach makes
-    the pool and decides its geometry; later ones must fit.
+    A slot has a *part* for each worker, and only that worker writes the part. The first process to attach
+    makes the pool and decides its geometry; later processes must match it.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
-        checksums: ``(num_parts, num_slots)`` uint64; taken by the workers of their parts, 0 for none.
-        failed: ``(num_parts, num_slots)`` uint8; parts that a worker could not copy. Workers only set marks
-            (`fail`), before they report a job; the scheduler, which hears of a job from all workers, takes
-            them (`take_failed`). So no worker erases what another has reported of a part that they share.
+        checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 for none.
+        failed: ``(num_parts, num_slots)`` uint8; marks of parts that a worker could not copy. Workers set
+            marks before they report a job (`fail`). Only the scheduler removes marks (`take_failed`), when
+            all workers have reported the job: no worker erases another worker's mark of a shared part.
 
-    Thread: any, as far as slots are not shared.
+    Thread: any, for distinct slots.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -89,28 +88,27 @@ class SharedPool:
         capacity_bytes: int,
         directory: Path = SHARED_MEMORY,
     ) -> SharedPool:
-        """Find the pool of this engine, or make it.
+        """Find the pool of this engine, or create it.
 
         Args:
-            engine_id: equal in the processes of one engine, and different in every other engine.
-            member: which of the engine's processes this is, from 0 to ``num_members - 1``.
-            num_parts: parts of a slot. part_bytes: the least bytes of a part that this process needs.
+            engine_id: equal in all processes of an engine, and different in every other engine.
+            member: number of this process in the engine, from 0 to ``num_members - 1``.
+            num_parts: parts of a slot. part_bytes: bytes of a part that this process needs at least.
             capacity_bytes: memory for slots, all parts together.
 
-        Raises `ConfigError` if the memory is not available, or another engine uses the pool; also if another
-        user of the machine has taken the names of files that are ours.
-        Cost: a worker takes all the memory of its part at once (`first_touch.take`), because memory that is
-        missing later would kill the process that touches it. Neither the other members nor other engines
-        wait for that.
+        Raises `ConfigError` if the memory is not available, if another engine uses the pool, or if another
+        user of the machine has created a file with our name.
+        Cost: a worker allocates all memory of its part (`first_touch.take`), because memory that is missing
+        later would kill the process that touches it. Other members and other engines do not wait for that.
         """
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         with _locked(directory):
             _remove_abandoned(directory)
-            found = sorted(directory.glob(f"{_PREFIX}{digest}-*"))
-            if found:
-                fd = _open_own(found[0], os.O_RDWR)
+            existing = sorted(directory.glob(f"{_PREFIX}{digest}-*"))
+            if existing:
+                fd = _open_own(existing[0], os.O_RDWR)
                 fcntl.flock(fd, fcntl.LOCK_SH)
-                pool = cls(found[0], fd)
+                pool = cls(existing[0], fd)
             else:
                 geometry = (_slots_for(capacity_bytes, num_parts, part_bytes), part_bytes, num_parts)
                 pool = cls._make(directory / f"{_PREFIX}{digest}-{os.getpid()}", geometry, num_members)
@@ -119,7 +117,7 @@ class SharedPool:
             except ConfigError:
                 pool.close()
                 raise
-        pool._take(member, is_maker=not found)
+        pool._take(member, is_maker=not existing)
         with _locked(directory):
             pool._members[member] |= _IS_READY
             if (pool._members & _IS_READY).all():
@@ -139,12 +137,12 @@ class SharedPool:
         return cls(path, fd)
 
     def _take(self, member: int, is_maker: bool) -> None:
-        """Take the memory of this member's share, and of header and ledger if it makes the pool."""
+        """Allocate the memory of this member, and header and ledger for the creator of the pool."""
         num_workers, address = max(1, self.num_members - 1), address_of(self._header.view(np.uint8))
         spans = _share(self, member)
         if is_maker:
             spans.insert(0, (0, self._slots_at))
-        # In a slot the parts of all workers lie side by side, and a huge page would put them on one node.
+        # A slot has the parts of all workers side by side; a huge page would put them on one NUMA node.
         if self.num_parts == 1 or not first_touch.has_several_nodes():
             first_touch.ask_for_huge_pages(address, self._num_bytes)
         try:
@@ -156,29 +154,31 @@ class SharedPool:
             raise ConfigError("ram", size(self._num_bytes), str(error)) from error
 
     def wait_for_workers(self, timeout_s: float) -> bool:
-        """Wait until every worker has its memory; False on time-out.
+        """Wait until every worker has allocated its memory; False on time-out.
 
-        Before that, whoever touches the slots of others takes their memory for them, on the wrong node.
+        A process that touches another worker's slots earlier allocates them on the wrong NUMA node.
 
-        Raises: `ConfigError` if one of them could not have it.
+        Raises: `ConfigError` if a worker could not allocate its memory.
         """
         until = time.monotonic() + timeout_s
         workers = self._members[1:]
         while not (workers & _IS_READY).all():
             if (workers & _HAS_NO_MEMORY).any():
-                raise ConfigError("ram", size(self._num_bytes), "another worker has no memory for its part")
+                raise ConfigError(
+                    "ram", size(self._num_bytes), "another worker could not allocate its part of the pool"
+                )
             if time.monotonic() > until:
                 return False
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         return True
 
     @property
     def slots(self) -> Blocks:
-        """Whole slots, all parts and padding: ``(num_slots, slot_stride)`` uint8, in place, page-aligned."""
+        """Whole slots with all parts and padding: ``(num_slots, slot_stride)`` uint8, a page-aligned view."""
         return self._slots
 
     def part(self, number: int) -> Blocks:
-        """One worker's part of every slot: ``(num_slots, part_bytes)`` uint8, in place."""
+        """Return a worker's part of every slot: a view, ``(num_slots, part_bytes)`` uint8."""
         start = number * self.part_bytes
         return self._slots[:, start : start + self.part_bytes]
 
@@ -188,27 +188,27 @@ class SharedPool:
         return address_of(self._slots)
 
     def seal(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> None:
-        """Take the checksums of the bytes in a part of these slots, for keys with these digests."""
+        """Compute and keep the checksums of a part of these slots, for keys with these digests."""
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
     def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
-        """Which slots hold, in all parts, the bytes that were stored under keys with these digests."""
+        """Return a mask of slots whose checksums match in all parts, for keys with these digests."""
         sound: Mask = np.ones(len(slots), np.bool_)
         for part in range(self.num_parts):
             sound &= self.checksums[part, slots] == self._compute(part, slots, digests)
         return sound
 
     def fail(self, part: int, slots: npt.NDArray[np.int32]) -> None:
-        """A worker could not copy its part of these slots."""
+        """Mark slots whose part a worker could not copy."""
         if len(slots):
             self.failed[part, slots] = 1
             self._header[_HAS_FAILED] = 1
 
     def take_failed(self, slots: npt.NDArray[np.int32]) -> Mask | None:
-        """Which slots have a part that a worker could not copy; None if no worker has ever failed.
+        """Return a mask of slots with a mark, and remove their marks; None if no worker has ever failed.
 
-        Removes the marks that it tells of, and no other: the scheduler asks when a job of these slots has
-        ended in all workers. The mark of a job that it has dropped costs the next one in its slot the block.
+        The scheduler calls this when a job has ended in all workers. The mark of a job that the scheduler has
+        dropped costs the next job in that slot its block.
         """
         if not self._header[_HAS_FAILED]:
             return None
@@ -218,7 +218,7 @@ class SharedPool:
         return np.asarray(marks.any(axis=0), np.bool_)
 
     def close(self) -> None:
-        """Release the memory; it is unmapped when the last view of it is gone. Idempotent."""
+        """Release the memory, which is unmapped when its last view is gone. Idempotent."""
         if self._map is None:
             return
         memory, self._map = self._map, None
@@ -228,48 +228,52 @@ class SharedPool:
         os.close(self._fd)
 
     def _compute(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> Checksums:
-        held = self._slots  # a reference of this frame: a `close` meanwhile does not unmap the memory
-        first = address_of(held) + part * self.part_bytes
+        slots_view = self._slots  # a reference that keeps the memory mapped if another thread calls `close`
+        first = address_of(slots_view) + part * self.part_bytes
         return block_checksums(first + slots.astype(np.int64) * self.slot_stride, self.part_bytes, digests)
 
     def _join(self, member: int, counts: tuple[int, int], part_bytes: int) -> None:
         if int(self._header[_MAGIC_AT]) != _MAGIC or counts != (self.num_members, self.num_parts):
             raise ConfigError(
-                "engine_id", self.path.name, "allowed: a name that no engine of another shape has"
+                "engine_id",
+                self.path.name,
+                "allowed: an id that no engine with another number of workers has",
             )
         if self._members[member]:
             raise ConfigError(
-                "engine_id", self.path.name, "allowed: a name that no other engine has; one is starting"
+                "engine_id",
+                self.path.name,
+                "allowed: an id that no other engine has; an engine with it is starting",
             )
         # The scheduler has no part; its value is only an estimate.
         if member != SCHEDULER and part_bytes > self.part_bytes:
             raise ConfigError(
                 "pipeline_parallel_size",
                 part_bytes,
-                f"a block of this worker is larger than {self.part_bytes} bytes, that of the first one; "
+                f"a block of this worker is larger than the first worker's {self.part_bytes} bytes; "
                 "pipeline stages of different size cannot share a pool",
             )
         self._members[member] = os.getpid()
 
 
 def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
-    """The whole pages of slots that this member uses before others do, as bytes of the file."""
+    """Return the spans of the file that this member allocates, in whole pages."""
     at, stride, part_bytes = pool._slots_at, pool.slot_stride, pool.part_bytes
     num_workers = max(1, pool.num_members - 1)
     if member == SCHEDULER and pool.num_members > 1:
         return []
     worker = max(0, member - 1)
     if pool.num_parts != num_workers or num_workers == 1:
-        # All use all slots: each takes as many as the others.
+        # All workers use all slots: each allocates an equal number of slots.
         first, last = (number * pool.num_slots // num_workers for number in (worker, worker + 1))
         return [(at + first * stride, (last - first) * stride)]
-    # A page that two parts share goes to whoever comes first.
+    # The first worker to touch it allocates a page that two parts share.
     start, end = worker * part_bytes // _PAGE * _PAGE, _pages((worker + 1) * part_bytes)
     return [(at + slot * stride + start, end - start) for slot in range(pool.num_slots)]
 
 
 def _sizes(num_slots: int, num_parts: int, part_bytes: int) -> tuple[int, int, int]:
-    """Bytes of a slot with its padding, of the ledger, and of the whole pool."""
+    """Return the bytes of a slot with padding, of the ledger, and of the whole pool."""
     stride, ledger = _pages(num_parts * part_bytes), _pages(9 * num_parts * num_slots)
     return stride, ledger, _PAGE + ledger + num_slots * stride
 
@@ -282,28 +286,28 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
     stride = _pages(num_parts * part_bytes)
     num_slots = min(capacity_bytes // stride, MAX_POSITIONS // 2)
     if num_slots < 1:
-        raise ConfigError("ram", capacity_bytes, f"allowed: {stride:,} bytes, which one block takes, or more")
+        raise ConfigError("ram", capacity_bytes, f"allowed: at least {stride:,} bytes, the size of a block")
     return num_slots
 
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
-    """Refuse more memory than the machine has: the kernel would kill a process for it later."""
+    """Refuse more memory than the machine has: the kernel would kill a process later."""
     free, promised = os.statvfs(directory), _promised_bytes(directory)
     here, everywhere = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
     if num_bytes > here:
-        more = "; in a container it is set by --shm-size, or shared with the host by --ipc=host"
-        raise ConfigError("ram", size(num_bytes), f"{directory} has {size(here)}{more}")
+        hint = "in a container set --shm-size, or share the host's with --ipc=host"
+        raise ConfigError("ram", size(num_bytes), f"{directory} has {size(here)} free; {hint}")
     if num_bytes > everywhere:
-        raise ConfigError("ram", size(num_bytes), f"this machine can give {size(everywhere)}")
+        raise ConfigError("ram", size(num_bytes), f"this machine has {size(everywhere)} of free memory")
 
 
 def _promised_bytes(directory: Path) -> int:
-    """Memory that members of engines that start now are about to take."""
+    """Return the bytes that engines which are starting will still allocate."""
     promised = 0
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.stat()
-            # A file of another user may have any size: only what it has taken counts, as for all of memory.
+            # Another user may give a file any size: only its allocated pages count, as used memory.
             if status.st_uid != os.geteuid():
                 continue
             promised += max(0, status.st_size - 512 * status.st_blocks)
@@ -312,10 +316,10 @@ def _promised_bytes(directory: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of this user's pools: no other process makes, finds or removes pools meanwhile.
+    """Hold the lock of this user's pools: no other process creates, finds or removes pools meanwhile.
 
-    The lock file is removed before it is unlocked. A process that waited for a removed file locks it in vain,
-    sees that its name is gone or names another file, and begins again.
+    The lock file is removed before it is unlocked. A process that waited for the removed file finds that the
+    name is gone or names another file, and begins again.
     """
     path = directory / f".{_PREFIX}{os.geteuid()}.lock"
     while True:
@@ -334,7 +338,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _is_named(fd: int, path: Path) -> bool:
-    """Whether this name still leads to this open file."""
+    """Return True if this name still leads to this open file."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
@@ -342,21 +346,21 @@ def _is_named(fd: int, path: Path) -> bool:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Open a file that only this user can have made: in shared memory anybody may take a name."""
+    """Open a file of this user: in shared memory another user may create a file with the same name."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise ConfigError("ram", str(path), f"a file that this user can open ({error.strerror})") from None
+        raise ConfigError("ram", str(path), f"this user cannot open the file ({error.strerror})") from None
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        why = f"another user ({status.st_uid}) has made it: delete it, or have it deleted"
+        why = f"user {status.st_uid} has created this file; delete it, or ask that user to delete it"
         raise ConfigError("ram", str(path), why)
     return fd
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove pools that no living process has attached: an attached process holds a lock on the file."""
+    """Remove pools without an attached process; attached processes hold a lock on the file."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

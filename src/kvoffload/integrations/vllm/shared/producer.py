@@ -1,8 +1,8 @@
 """The configuration that determines the bytes of KV blocks, as a flat mapping.
 
-Owns how vLLM's configuration becomes part of a producer's fingerprint; `producer_table` says which fields.
-Does not know weights (`kvoffload.model.weights`), tiers, or versions: a field that the table does not know is
-bound.
+Owns the translation of vLLM's configuration into a part of a producer's fingerprint; `producer_table` lists
+the fields. An unlisted field is *bound*: it is part of the fingerprint. Does not know weights
+(`kvoffload.model.weights`), tiers or versions.
 """
 
 from __future__ import annotations
@@ -36,23 +36,20 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 
 _SECRET = re.compile(r"secret|passw|credential|api_?key|access_?key|(hf|auth|bearer|session)_?token", re.I)
 _NO_DRAFT = {None, "ngram", "ngram_gpu", "suffix"}
-"""Ways of speculation without a model: they have no KV."""
+"""Methods of speculation without a draft model, and so without KV."""
 _DEEPEST = 12
 _LIBRARIES = ("torch", "flashinfer-python", "triton")
 
-
 GIVEN: ContextVar[Any] = ContextVar("kvoffload_vllm_configuration", default=None)
-"""The configuration of the engine whose connector is being made, where that connector is ours."""
+"""The configuration of the engine while `KVOffloadConnector` is made."""
 
 
 def find_configuration(spec: Any, engine_id: str) -> Any:
     """Return vLLM's configuration of the engine for which a specification is being made; None if unknown.
 
-    vLLM 0.25 gives it to the specification. Later versions do not, and do not set their current configuration
-    in the scheduler's process; there it is an argument of the connector's constructor, which is a caller.
-    Each candidate must have this engine's id.
-
-    Call it from the specification's constructor.
+    vLLM 0.25 passes the configuration to the specification. Later versions pass it only to the connector,
+    which is a caller of this function: the frame of its constructor has it. Every candidate must have this
+    engine's id. Call this function from the specification's constructor.
     """
     candidates: list[Any] = [getattr(spec, "vllm_config", None), GIVEN.get()]
     frame = sys._getframe(1)
@@ -67,45 +64,45 @@ def find_configuration(spec: Any, engine_id: str) -> Any:
 
 
 def kv_configuration(vllm_config: Any) -> dict[str, Plain]:
-    """Return what determines the bytes of a KV block besides its key and the weights.
+    """Return the settings that determine the bytes of a KV block besides its key and the weights.
 
-    The names are dotted, ``model.hf_config.rope_theta``; the values are JSON, equal on all machines: no path
-    of weights, no address, no secret.
+    Names are dotted, ``model.hf_config.rope_theta``; values are JSON and equal on all machines: no path of
+    weights, no address, no secret.
 
     Args:
         vllm_config: vLLM's configuration of an engine, resolved.
 
     Cost: some milliseconds.
     """
-    found = dict(_flat("", _section("vllm_config", vllm_config)))
-    found.update(_flat("environment.", _environment()))
-    found.update(_flat("platform.", _platform(vllm_config)))
-    return dict(sorted(found.items()))
+    settings = dict(_flat("", _section("vllm_config", vllm_config)))
+    settings.update(_flat("environment.", _environment()))
+    settings.update(_flat("platform.", _platform(vllm_config)))
+    return dict(sorted(settings.items()))
 
 
 def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> str:
-    """Return why no later process can know what this engine's blocks were computed with; empty if it can.
+    """Return the reason why a later process cannot identify the producer of this engine's blocks, or "".
 
     Args:
-        sees_requests: the connector can keep requests with an adapter away from tiers.
-        are_named: the user has named the weights for this tier (`identity` or `salt`), and answers for them.
+        sees_requests: the connector keeps requests with an adapter away from tiers.
+        are_named: the user has named the weights for this tier (`identity` or `salt`) and is responsible.
     """
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "calculate_kv_scales takes the scales of the KV cache from the first request of a process"
+        return "with calculate_kv_scales the scales of the KV cache depend on the first request of a process"
     if are_named:
         return ""
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        return "weight_transfer_config lets weights change while the engine runs"
+        return "with weight_transfer_config the weights may change while the engine runs"
     if getattr(vllm_config, "lora_config", None) is not None and not sees_requests:
         return (
-            "the key has the name and the path of a LoRA adapter, not its contents; KVOffloadConnector keeps "
-            "requests with an adapter out of tiers"
+            "keys contain the name and path of a LoRA adapter, not its contents; use KVOffloadConnector, which "
+            "keeps requests with an adapter out of tiers"
         )
     return ""
 
 
 def draft_model(vllm_config: Any) -> str:
-    """Return the name or path of the draft model, if it has KV and is another model; otherwise empty."""
+    """Return the name or path of a draft model that has KV; "" if there is none."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or getattr(speculative, "method", None) in _NO_DRAFT:
         return ""
@@ -115,7 +112,7 @@ def draft_model(vllm_config: Any) -> str:
 
 
 def commit_of(model_config: Any) -> str:
-    """Return the commit of a hub that a model was loaded from; empty if it is not known."""
+    """Return the hub commit of a model; "" if unknown."""
     return str(getattr(getattr(model_config, "hf_config", None), "_commit_hash", None) or "")
 
 
@@ -123,36 +120,36 @@ def commit_of(model_config: Any) -> str:
 
 
 def _section(name: str, config: Any) -> Plain:
-    """The bound fields of one of vLLM's configurations, and its fields that the table does not know."""
+    """Return the fields of a configuration section of vLLM, except fields without effect and secrets."""
     if config is None:
         return None
-    without = {one for names in WITHOUT_EFFECT.get(name, {}).values() for one in names.split()}
-    found: dict[str, Plain] = {}
+    without = {field for names in WITHOUT_EFFECT.get(name, {}).values() for field in names.split()}
+    section: dict[str, Plain] = {}
     for field in _names(config):
         value = getattr(config, field, None)
         if field in without or field.startswith("__") or _SECRET.search(field):
             continue
         short = field.removesuffix("_config") if name == "vllm_config" else field
-        found[short] = _value(field, value)
-    _amend(name, config, found)
-    return found
+        section[short] = _value(field, value)
+    _amend(name, config, section)
+    return section
 
 
-def _amend(name: str, config: Any, found: dict[str, Plain]) -> None:
-    """Conditions between fields."""
+def _amend(name: str, config: Any, section: dict[str, Plain]) -> None:
+    """Apply the conditions between fields of a section."""
     if name == "vllm_config":
         dummy = str(getattr(getattr(config, "load_config", None), "load_format", "")).endswith("dummy")
-        model = found.get("model")
+        model = section.get("model")
         if dummy and isinstance(model, dict):
             model["seed"] = plain(getattr(config.model_config, "seed", None))
     if name == "model_config":
         hf_config, text = getattr(config, "hf_config", None), getattr(config, "hf_text_config", None)
         if text is hf_config:
-            found.pop("hf_text_config", None)
-    if name == "multimodal_config" and found.get("mm_encoder_fp8_scale_path"):
-        found["mm_encoder_fp8_scale_path"] = _digest_of_file(str(config.mm_encoder_fp8_scale_path))
+            section.pop("hf_text_config", None)
+    if name == "multimodal_config" and section.get("mm_encoder_fp8_scale_path"):
+        section["mm_encoder_fp8_scale_path"] = _digest_of_file(str(config.mm_encoder_fp8_scale_path))
     if name == "speculative_config" and getattr(config, "method", None) in _NO_DRAFT:
-        found.clear()
+        section.clear()
 
 
 def _value(field: str, value: Any) -> Plain:
@@ -168,11 +165,11 @@ def _value(field: str, value: Any) -> Plain:
 
 
 def _of_model(config: Any) -> Plain:
-    """A Hugging Face configuration, after overrides."""
+    """Return a Hugging Face configuration, after overrides."""
     try:
         fields = config.to_dict()
     except Exception:
-        # One with code of its own may hold what cannot be copied.
+        # A configuration with custom code may hold objects that cannot be copied.
         fields = vars(config)
     return _without(plain(fields), OF_NO_MODEL)
 
@@ -196,34 +193,36 @@ def _environment() -> Plain:
 
 
 def _platform(vllm_config: Any) -> Plain:
-    """The device and the libraries of kernels: they decide rounding and the layout of pages."""
-    found: dict[str, Plain] = {}
+    """Return the device and the kernel libraries, which determine rounding and the layout of pages."""
+    platform: dict[str, Plain] = {}
     for library in _LIBRARIES:
         try:
-            found[library] = importlib.metadata.version(library)
+            platform[library] = importlib.metadata.version(library)
         except importlib.metadata.PackageNotFoundError:
             continue
     uses_transformers = getattr(vllm_config.model_config, "using_transformers_backend", None)
     if callable(uses_transformers) and uses_transformers():
-        found["transformers"] = importlib.metadata.version("transformers")
+        platform["transformers"] = importlib.metadata.version("transformers")
     from vllm.platforms import current_platform
 
-    found["device"] = str(getattr(current_platform, "device_type", ""))
+    platform["device"] = str(getattr(current_platform, "device_type", ""))
     if not current_platform.is_cpu():
-        found["capability"] = plain(current_platform.get_device_capability())
-    return found
+        platform["capability"] = plain(current_platform.get_device_capability())
+    return platform
 
 
 # ---- values
 
 
 def plain(value: Any, depth: int = 0) -> Plain:
-    """Return a value as JSON that is the same in every process: names for types, enums and functions.
+    """Return a value as JSON that is equal in every process: types, enums and functions become names.
 
-    Raises: `ConfigError` for a value that is nested too deeply.
+    Raises: `ConfigError` for a value with more than 12 levels.
     """
     if depth > _DEEPEST:
-        raise ConfigError("configuration", type(value).__name__, "it is nested too deeply to be compared")
+        raise ConfigError(
+            "configuration", type(value).__name__, "it has more than 12 levels and cannot be compared"
+        )
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, str)):
@@ -241,7 +240,7 @@ def plain(value: Any, depth: int = 0) -> Plain:
         }  # fmt: skip
     if isinstance(value, Set):
         return sorted(
-            (plain(inner, depth + 1) for inner in value), key=lambda one: json.dumps(one, sort_keys=True)
+            (plain(inner, depth + 1) for inner in value), key=lambda item: json.dumps(item, sort_keys=True)
         )
     if isinstance(value, Sequence):
         return [plain(inner, depth + 1) for inner in value]
@@ -266,7 +265,7 @@ def _of_object(value: Any, depth: int) -> Plain:
         return {
             name: plain(getattr(value, name, None), depth + 1) for name in names if not _SECRET.search(name)
         }
-    # An object of unknown state counts by its type: its text may have an address in it.
+    # Any other object counts by its type: its text may contain an address.
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

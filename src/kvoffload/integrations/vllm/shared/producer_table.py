@@ -1,7 +1,7 @@
-"""The table of what determines KV: which fields of vLLM's configuration a producer's fingerprint has.
+"""Tables of the fields of vLLM's configuration that determine KV and are part of a producer's fingerprint.
 
-Data only; `producer` applies it. A field that stands in neither table is bound. docs/integrity.md has the
-same decisions in prose.
+Data only; `producer` applies the tables. A field in neither table is bound. docs/integrity.md explains the
+decisions.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ BOUND: Mapping[str, str] = {
     "attention_config mamba_config kernel_config lora_config speculative_config diffusion_config "
     "compilation_config additional_config performance_mode",
 }  # fmt: skip
-"""Section -> the fields that determine KV. Documentation, held by a test: what stands in neither table is
-bound as well."""
+"""Section -> fields that determine KV. Documentation only, because fields in neither table are bound as well;
+a test compares it with vLLM's classes."""
 
-_AFTER = "used after the last hidden state, or for text: not for KV"
-_TOKENS = "it decides which tokens are asked for, and those are in the key"
-_KEY = "the key"
+_AFTER = "used after the last hidden state, or for text, not for KV"
+_TOKENS = "it determines the tokens, which are in the key"
+_KEY = "it is in the key"
 _WEIGHTS = "part of the identity of the weights"
-_RESOLVED = "its effect is in another field that is bound"
-_MEMORY = "how much memory, or where bytes are kept, not which bytes"
-_ROUNDING = "order of sums only, as the company of a request in a batch"
-_NETWORK = "addresses, processes and waiting times"
+_RESOLVED = "its effect is in another bound field"
+_MEMORY = "amount or place of memory, not its contents"
+_ROUNDING = "only the order of sums, like the other requests in a batch"
+_NETWORK = "addresses, processes and time-outs"
 _REPORTS = "logs, traces and counters"
 
 WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
@@ -85,7 +85,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
         _MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend "
         "sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator",
         _NETWORK: "hf_token",
-        "bound with load_format dummy, whose weights it makes; otherwise for sampling": "seed",
+        "bound with load_format dummy, where it determines the weights; otherwise for sampling": "seed",
         "removed from vLLM: without effect": "disable_cascade_attn",
     },
     "multimodal_config": {
@@ -93,7 +93,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
         _KEY: "enable_mm_embeds mm_hasher_algorithm",
         _MEMORY: "mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb "
         "skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb",
-        "where scales are written, and the margin of those": "mm_encoder_fp8_scale_save_path "
+        "place and margin of written scales": "mm_encoder_fp8_scale_save_path "
         "mm_encoder_fp8_scale_save_margin",
     },
     "cache_config": {
@@ -168,14 +168,14 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
         "encoder_compilation_time static_forward_context static_all_moe_layers",
     },
 }
-"""Section -> why -> fields without effect on KV."""
+"""Section -> reason -> fields without effect on KV."""
 
 OF_NO_MODEL: Mapping[str, str] = {
-    "_name_or_path": "a path or a name: the weights have an identity of their own",
+    "_name_or_path": "a path or a name; the weights have a separate identity",
     "_commit_hash": _WEIGHTS,
-    "transformers_version": "of the library that wrote the file",
+    "transformers_version": "version of the library that wrote the file",
 }
-"""Fields of a Hugging Face configuration that are left out, at every depth. All others are bound."""
+"""Fields of a Hugging Face configuration that are left out at every depth. All other fields are bound."""
 
 _NAMES = """
 ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN ALLOW_INSECURE_SERIALIZATION ALLOW_LONG_MAX_MODEL_LEN
@@ -226,8 +226,8 @@ WORKER_SHUTDOWN_TIMEOUT_SECONDS WSL2_ENABLE_PIN_MEMORY XGRAMMAR_CACHE_MB XLA_CAC
 XPU_USE_SAMPLER_KERNEL
 """
 ENVIRONMENT_WITHOUT_EFFECT = frozenset(f"VLLM_{name}" for name in _NAMES.split())
-"""Variables of vLLM without effect on KV: logs, addresses, times, memory, text, sampling, secrets. All others
-that are set are bound."""
+"""Variables of vLLM without effect on KV: logs, addresses, times, memory, text, sampling, secrets. All other
+variables of vLLM that are set are bound."""
 
 OTHER_VARIABLES = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",

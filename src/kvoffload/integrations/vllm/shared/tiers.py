@@ -1,4 +1,5 @@
-"""Tiers behind the RAM pool of an engine: whose blocks they hold, and how they see the pool. Runs no job."""
+"""Tiers behind an engine's RAM pool: the identity of the producer of their blocks, and their view of the
+pool. Runs no job."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.engine import cpu_capability
 
 _NAMES_OF_WEIGHTS = ("model_weights", "revision")
-"""Fields of vLLM's ``ModelConfig`` that name weights. Machines that share tell weights apart by content."""
+"""Fields of vLLM's ``ModelConfig`` that name weights. Shared tiers identify weights by content instead."""
 _SLOT_LAYOUT = 1
-"""How a slot of the pool is divided among workers and tensors: a higher number after every change of that."""
+"""Version of the layout of a slot; increment it after every change of that layout."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,10 @@ class Producer:
     """The engine that computes the blocks of its tiers.
 
     Attributes:
-        identity: the engine's own description: `EngineFacts.identity`.
-        configuration: what else determines KV: `kv_configuration`.
-        weights: names and paths of the models with KV, the main model first, each with its commit of a hub.
-        not_kept: says why no later process can use the blocks of a tier, given whether the user has named
-            the weights for that tier; empty if it can.
+        identity: `EngineFacts.identity`.
+        configuration: `kv_configuration`.
+        weights: name or path, and hub commit, of each model with KV; the main model comes first.
+        not_kept: `why_not_kept`, as a function of `are_named`.
     """
 
     identity: Mapping[str, Any]
@@ -54,23 +54,24 @@ class Producer:
 
     @classmethod
     def of(
-        cls, facts: EngineFacts, vllm_config: Any, *, sees_requests: bool = False, **more: str
+        cls, facts: EngineFacts, vllm_config: Any, *, sees_requests: bool = False, **identity: str
     ) -> Producer:
-        """The producer that an engine is; `more` is part of its identity.
+        """Return an engine as a producer; `identity` is added to the engine's own.
 
-        Raises: `ConfigError` without the configuration: blocks that outlive the process could be computed
-            with another one, and served.
+        Raises: `ConfigError` without a configuration: tiers could serve blocks of another configuration.
         """
         if vllm_config is None:
-            why = "vLLM's configuration was not found, so blocks of another one could be served; "
-            raise ConfigError("tiers", "given", why + "allowed: a specification that vLLM's connector makes")
-        more |= {name: str(getattr(vllm_config.model_config, name, None) or "") for name in _NAMES_OF_WEIGHTS}
+            why = "vLLM's configuration was not found, so blocks of another configuration could be served; "
+            raise ConfigError("tiers", "given", why + "allowed: only in vLLM's OffloadingConnector or ours")
+        identity |= {
+            name: str(getattr(vllm_config.model_config, name, None) or "") for name in _NAMES_OF_WEIGHTS
+        }
         models = [(str(facts.identity.get("model", "")), commit_of(vllm_config.model_config))]
         if draft := draft_model(vllm_config):
             speculative = vllm_config.speculative_config
             models.append((draft, commit_of(getattr(speculative, "draft_model_config", None))))
         return cls(
-            {**more, **facts.identity},
+            {**identity, **facts.identity},
             kv_configuration(vllm_config),
             tuple(models),
             lambda named: why_not_kept(vllm_config, sees_requests=sees_requests, are_named=named),
@@ -80,17 +81,15 @@ class Producer:
 def tier_owner(
     producer: Producer, facts: EngineFacts, block_bytes: int, key_bytes: int, missing: list[str]
 ) -> TierOwner:
-    """The engine as the owner of blocks in tiers.
+    """Return the engine as the owner of blocks in tiers.
 
     Args:
-        missing: gets the places of tiers that cannot be opened now. They cost their blocks, and a line in the
-            log: the engine starts without them.
+        missing: receives the places of tiers that cannot be opened. The engine starts without these tiers,
+            and logs an error.
     """
 
     def go_on_without(error: UnavailableError) -> None:
-        logger.error(
-            "kvoffload: the engine runs WITHOUT a tier behind RAM, until it is started again: %s", error
-        )
+        logger.error("kvoffload: the engine runs WITHOUT a tier behind RAM until its next start: %s", error)
         missing.append(str(error.value))
 
     return TierOwner(
@@ -104,18 +103,19 @@ def tier_owner(
 
 
 def is_named(tier: TierOptions) -> bool:
-    """Whether the user has named the weights for this tier, and answers for what they compute."""
+    """Return True if the user has named the weights for this tier and is responsible for the name."""
     return bool(getattr(tier, "salt", "") or getattr(tier, "identity", ""))
 
 
 def usable_tiers(producer: Producer, tiers: Iterable[TierOptions], missing: list[str]) -> list[TierOptions]:
-    """The tiers whose blocks a later process can identify; the others are logged and added to `missing`."""
+    """Return the tiers whose blocks a later process can identify; logs the others, adds them to `missing`."""
     usable = []
     for tier in tiers:
         if why := producer.not_kept(is_named(tier)):
             logger.error(
-                "kvoffload: the engine runs WITHOUT the tier %s: %s. To answer for that yourself, name the "
-                "weights with salt=NAME of a disk or identity=NAME of a server", tier, why
+                "kvoffload: the engine runs WITHOUT the tier %s: %s. To use the tier nevertheless, name the "
+                "weights with salt=NAME (disk) or identity=NAME (server), and change the name with the weights",
+                tier, why
             )  # fmt: skip
             missing.append(str(tier))
         else:
@@ -123,22 +123,21 @@ def usable_tiers(producer: Producer, tiers: Iterable[TierOptions], missing: list
     return usable
 
 
-def say_what_a_reset_misses(missing: Iterable[str]) -> None:
-    """A cache is reset while some of its tiers are not there to forget."""
+def log_unreached_tiers(missing: Iterable[str]) -> None:
+    """Log the tiers that a reset of the cache does not reach, because they could not be opened."""
     for place in missing:
         logger.error(
-            "kvoffload: this reset does not reach %s, which could not be opened: delete what is there, or "
-            "old blocks are served when it is back", place
+            "kvoffload: this reset does not reach %s, which could not be opened: delete its blocks, or old "
+            "blocks are served when the tier is available again", place
         )  # fmt: skip
 
 
 HOST, DISK, ELSEWHERE = "host", "disk", "external_unspecified"
-"""Members of vLLM's ``CacheHitSource``, as their values."""
+"""Values of members of vLLM's ``CacheHitSource``."""
 
 
 def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: Any) -> None:
-    """Let a request load from no tiers that it leaves out: its ``kv_load_tiers`` names them by where they
-    are. Those that machines share are remote."""
+    """Keep a request from loading from tiers that its ``kv_load_tiers`` excludes; shared tiers are remote."""
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
         return
@@ -150,7 +149,7 @@ def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: An
 
 
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
-    """The counters of each tier behind RAM, by its name (`kvoffload.tiers.spec.names_of`).
+    """Return the counters of each tier behind RAM, by name (`kvoffload.tiers.spec.names_of`).
 
     Equal names, which only tiers without options have, are numbered.
     """
@@ -162,13 +161,13 @@ def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
 
 
 def fingerprint(producer: Producer) -> str:
-    """The text that identifies a producer on this machine: equal texts compute equal bytes for equal keys.
+    """Return the identity of a producer on this machine: equal texts mean equal bytes for equal keys.
 
-    It has the configuration, the layout of KV pages on a CPU, and of each model its name and its commit of a
-    hub or, for a local directory, names, sizes and times of its files. Weights that change elsewhere without
-    another name are what the option `salt` is for.
+    The text has the configuration, the layout of KV pages on a CPU, and for each model its name and hub
+    commit, or names, sizes and times of the files of a local directory. If weights change without a change
+    of these, users set the option `salt`.
     """
-    known = {
+    parts = {
         "kvoffload": __version__.rsplit(".", 1)[0],
         "machine": platform.machine(),
         "instructions": cpu_instructions(),
@@ -177,29 +176,29 @@ def fingerprint(producer: Producer) -> str:
         **producer.identity,
         **producer.configuration,
     }
-    return json.dumps(known, sort_keys=True, default=str)
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def shared_fingerprint(producer: Producer, name: str) -> str:
-    """As `fingerprint`, for blocks that machines share: without paths and times, which differ between
-    machines and make no difference to bytes, and with an identity of the weights themselves.
+    """Return the identity of a producer for shared tiers: without paths and times, which differ between
+    machines, and with an identity of the weights.
 
     Args:
-        name: the user's name of the weights; if empty they are identified by content (`weights_identity`).
-            The configuration is part of the text with a name as well.
+        name: the user's name of the weights; without a name their content identifies them
+            (`weights_identity`). The configuration is part of the text in both cases.
 
-    Raises: `ConfigError` for keys that no other process can have, and for weights that cannot be identified.
+    Raises: `ConfigError` for keys with a random seed, and for weights that cannot be identified.
     """
     version, seed = str(producer.identity.get("vllm", "")), os.getenv("PYTHONHASHSEED", "random")
-    found = minor(version)
-    if found is not None and found < SINCE_STEADY_KEYS and not seed.isdigit():
-        why = "this vLLM seeds its keys with it: give all engines that share the same number"
+    number = minor(version)
+    if number is not None and number < SINCE_STEADY_KEYS and not seed.isdigit():
+        why = "this version of vLLM seeds its keys with it; set the same number for all engines of the tier"
         raise ConfigError("PYTHONHASHSEED", os.getenv("PYTHONHASHSEED"), why)
     weights = f"named {name}"
     if not name:
         models = producer.weights
         weights = " and ".join(f"commit {commit}" if commit else weights_identity(m) for m, commit in models)
-    known = {
+    parts = {
         "machine": platform.machine(),
         "slots": _SLOT_LAYOUT,
         "weights": weights,
@@ -211,39 +210,39 @@ def shared_fingerprint(producer: Producer, name: str) -> str:
         **producer.configuration,
     }
     if _is_on_cpu():
-        known["instructions"] = cpu_instructions()
-    return json.dumps(known, sort_keys=True, default=str)
+        parts["instructions"] = cpu_instructions()
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def cpu_instructions() -> str:
-    """The instructions of this CPU, on which the layout of KV pages depends: AMX packs keys otherwise."""
+    """Return the instruction set of this CPU, which determines the layout of KV pages: AMX packs keys."""
     torch = sys.modules.get("torch")
     has_amx = getattr(getattr(torch, "cpu", None), "_is_amx_tile_supported", bool)()
     return cpu_capability() + (" with AMX" if has_amx else "")
 
 
 def _is_on_cpu() -> bool:
-    """Whether the layout of KV pages depends on the processor's instructions."""
+    """Return True on the CPU platform, where the instruction set determines the layout of KV pages."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def _model_files(model: str) -> list[tuple[str, int, int]]:
-    given = Path(model)
-    if not model or not given.exists():
+    path = Path(model)
+    if not model or not path.exists():
         return []
-    files = {given}
-    if given.is_dir():
-        files = {path for kind in FILES_OF_A_MODEL for path in given.glob(kind) if path.is_file()}
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
+    files = {path}
+    if path.is_dir():
+        files = {file for kind in FILES_OF_A_MODEL for file in path.glob(kind) if file.is_file()}
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
 
 
 class PoolMemory:
-    """The shared pool as tiers see it: whole slots, of all workers together.
+    """The shared pool as RAM of tiers: whole slots with the parts of all workers.
 
     Args:
-        has_checksums: workers take checksums of what they store.
+        has_checksums: workers compute checksums of stored blocks.
     """
 
     def __init__(self, pool: SharedPool, has_checksums: bool) -> None:

@@ -1,10 +1,10 @@
-"""The differences between vLLM 0.25 and 0.33: no other file knows versions.
+"""The differences between vLLM 0.25 and 0.33. No other file knows versions.
 
-Most differences need no code. What only some versions call (`get_load_source`, `lock`, `on_reset_flushed`,
-`config_info`) is a method that the others never call; what only some versions pass (``expedited``,
-``req_context``) is a parameter with a default. tests/vllm_interfaces/signatures.json lists every form of
-every interface; tests/vllm_interfaces/test_versions.py checks our classes against it. The rest is here: how a
-specification learns about its engine, and how an event names its medium.
+Most differences need no code. A method that only some versions call (`get_load_source`, `lock`,
+`on_reset_flushed`, `config_info`) is never called by the others; a parameter that only some versions pass
+(``expedited``, ``req_context``) has a default. tests/vllm_interfaces/signatures.json lists every form of every
+interface; tests/vllm_interfaces/test_versions.py checks our classes against it. This file has the rest: the
+facts about an engine, and the media of events.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.logs import logger
 
 OLDEST, NEWEST = (0, 25), (0, 33)
-"""The minor versions whose interfaces we know; docs/vllm.md says which of them have been run."""
+"""The oldest and newest known minor version; docs/vllm.md lists the versions that were tested."""
 SINCE_CONNECTOR = (0, 32)
-"""Since then the scheduler side of vLLM's connector is as `KVOffloadConnector` needs it."""
+"""First version whose scheduler side has the methods that `KVOffloadConnector` overrides."""
 SINCE_SECONDARY = (0, 32)
-"""Since then vLLM's tiers are told about congestion, and tell which keys of a job have arrived."""
+"""First version whose tiers get a congestion detector, and report the loaded keys of a job."""
 SINCE_DEVICES = (0, 32)
-"""Since then vLLM has the module that pins the pool, and its copies take the arguments that ours give."""
+"""First version with the module that pins the pool, and with the present arguments of its copies."""
 
 SINCE_STEADY_KEYS = (0, 29)
-"""Since then equal tokens have equal keys in every process, with hashes of the SHA family."""
+"""First version whose SHA keys of equal tokens are equal in every process."""
 
 _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _PARALLEL_0_25 = (
@@ -42,20 +42,20 @@ _PARALLEL_0_25 = (
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a specification needs to know of its engine, from any version.
+    """Facts about the engine of a specification, from any version.
 
     Attributes:
-        engine_id: one for each engine and data-parallel rank; equal in all of its processes.
+        engine_id: unique for each engine and data-parallel rank; equal in all processes of an engine.
         extra_config: ``kv_connector_extra_config``.
-        tokens_per_block: of each KV-cache group.
-        blocks_per_chunk: engine blocks in one block of ours.
-        worker_block_bytes: KV bytes of an engine block at one worker, all layers and groups.
-        num_workers, rank: workers that share a block, and which one this is; 0 at the scheduler.
-        replicated: all workers hold the same bytes of a block (MLA under tensor parallelism), so that one
-            copy is enough.
-        enable_events: KV events are wanted.
-        identity: what the bytes of a block depend on besides its key.
-        replica: name of this engine among several data-parallel ones; empty if it is the only one.
+        tokens_per_block: tokens in a block of each KV-cache group.
+        blocks_per_chunk: engine blocks in a block of kvoffload.
+        worker_block_bytes: KV bytes of an engine block at a worker, all layers and groups.
+        num_workers, rank: number of workers that share a block, and this worker's number; 0 at the scheduler.
+        replicated: all workers hold the same bytes of a block (MLA under tensor parallelism): a single copy
+            is enough.
+        enable_events: the user wants KV events.
+        identity: settings that determine the bytes of a block besides its key.
+        replica: name of this engine among data-parallel engines; empty if there is only one.
     """
 
     engine_id: str
@@ -72,9 +72,9 @@ class EngineFacts:
 
 
 def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
-    """Facts of the engine that a specification serves, once vLLM's base constructor has run on it.
+    """Return the facts about a specification's engine, after vLLM's base constructor has run.
 
-    Since 0.26 the engine's facts are its ``config``; in 0.25 they are vLLM's two configurations.
+    Since 0.26 the specification has them in ``config``; in 0.25 vLLM's two configurations have them.
     """
     config = getattr(spec, "config", None)
     if config is None:
@@ -104,10 +104,10 @@ def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
 
 
 def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | None) -> EngineFacts:
-    """The facts with chunks of as many blocks as the user wants.
+    """Return the facts with the user's number of blocks in a chunk.
 
-    Since 0.26 vLLM reads that option itself. 0.25 knows only ``block_size``, in tokens; what it makes of that
-    is an attribute of the specification.
+    Since 0.26 vLLM reads that option itself. 0.25 has only ``block_size``, in tokens, and keeps the resulting
+    number in an attribute of the specification.
     """
     if blocks_per_chunk is None or getattr(spec, "config", None) is not None:
         return facts
@@ -116,17 +116,17 @@ def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | Non
 
 
 def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
-    """Whether this engine may overwrite a block before it waits for the stores that read the block.
+    """Return True if this engine may overwrite a block before it waits for the stores that read the block.
 
-    The fence of a step is ``handle_preemptions``. vLLM's model runner V2 calls it after it has zeroed the
-    blocks that the step has allocated and has made copy-on-write copies into them; model runner V1 calls it
-    before (docs/upstream.md, "Fences before writes"). Only models that need zeroing have such writes:
-    copy-on-write needs recurrent state, and recurrent state needs zeroing.
+    The fence of a step is ``handle_preemptions``. vLLM's model runner V1 calls it before the step writes to
+    newly allocated blocks, model runner V2 after it has zeroed them and has made copy-on-write copies
+    (docs/upstream.md, "Fences before writes"). Only models that need zeroing have these writes: copy-on-write
+    needs recurrent state, and recurrent state needs zeroing.
 
-    What a version does not say counts as late: the cost is a few blocks that are not stored.
+    A missing setting counts as late; the cost is a few blocks that are not stored.
     """
-    found = minor(version)
-    if found is not None and found < SINCE_DEVICES:
+    number = minor(version)
+    if number is not None and number < SINCE_DEVICES:
         return False  # runner V2 needs a GPU, and with a GPU these versions are refused
     if not getattr(vllm_config, "use_v2_model_runner", True):
         return False
@@ -134,12 +134,12 @@ def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bo
 
 
 def warn_of_seeds(version: str) -> None:
-    """Say so, if blocks that outlive this process have keys that no other process will ask for."""
-    found = minor(version)
-    if found is not None and found < SINCE_STEADY_KEYS and os.getenv("PYTHONHASHSEED") is None:
+    """Warn if keys are seeded for each process, so that no other process finds this one's blocks."""
+    number = minor(version)
+    if number is not None and number < SINCE_STEADY_KEYS and os.getenv("PYTHONHASHSEED") is None:
         logger.warning(
-            "kvoffload: vLLM %s seeds its keys anew in each process: what is in tiers behind RAM is not "
-            "found again after a restart, unless PYTHONHASHSEED is set",
+            "kvoffload: vLLM %s seeds its keys differently in each process: blocks in tiers behind RAM are "
+            "not found after a restart; set PYTHONHASHSEED to a number",
             version,
         )
 
@@ -147,7 +147,7 @@ def warn_of_seeds(version: str) -> None:
 def _facts_of_0_25(spec: Any, vllm_version: str) -> EngineFacts:
     parallel, cache = spec.vllm_config.parallel_config, spec.kv_cache_config
     sizes = [tensor.size for tensor in cache.kv_cache_tensors]
-    # Packed tensors are places in one allocation, and each of them has the size of all.
+    # Packed tensors lie in one allocation, and each reports the size of the whole allocation.
     packed = any(getattr(tensor, "block_stride", 0) for tensor in cache.kv_cache_tensors)
     total_bytes = sizes[0] if packed else sum(sizes)
     return EngineFacts(
@@ -182,22 +182,21 @@ def _replica(parallel: Any, index: str) -> str:
 
 
 RAM = "CPU"
-"""The medium of events about RAM, for us and for vLLM."""
+"""The medium of events about RAM, in our events and in vLLM's."""
 
 
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
-    """vLLM's event, if it has one for that: blocks became readable in RAM, or in the shared tier of that
-    name, or left it.
+    """Return vLLM's event for blocks that became readable in, or left, RAM or the shared tier `medium`.
 
-    `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since. A
-    version whose events do not say whose storage it is would take the end of a block there for its end in
-    RAM.
+    `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since. The
+    result is empty for a shared tier if events have no owner: vLLM would mistake a removal from the tier for a
+    removal from RAM.
     """
     media = getattr(base, "Medium", None)
     if medium == RAM:
-        found = base.OffloadingEvent(keys=keys, medium=RAM if media is None else media.CPU, removed=removed)
+        event = base.OffloadingEvent(keys=keys, medium=RAM if media is None else media.CPU, removed=removed)
     elif media is not None and "ownership" in getattr(base.OffloadingEvent, "__dataclass_fields__", {}):
-        found = base.OffloadingEvent(
+        event = base.OffloadingEvent(
             keys=keys,
             medium=media.STORAGE,
             removed=removed,
@@ -206,28 +205,28 @@ def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> li
         )
     else:
         return []
-    return [found]
+    return [event]
 
 
 def minor(version: str) -> tuple[int, int] | None:
-    """``(0, 32)`` of ``0.32.0+cpu``; None if there is no number, as for some builds from source."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found is not None else None
+    """Parse ``0.32.0+cpu`` to ``(0, 32)``; None without a number, as in some builds from source."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match is not None else None
 
 
-def check_version(version: str, since: tuple[int, int] = OLDEST, what: str = "kvoffload") -> None:
-    """Check at start-up that this version of vLLM is one that we know.
+def check_version(version: str, since: tuple[int, int] = OLDEST, feature: str = "kvoffload") -> None:
+    """Check the version of vLLM at start-up.
 
-    Raises `ConfigError` for a version too old for `what`. A newer version than we have tested gets a warning:
-    its interfaces may have changed.
+    Raises `ConfigError` for a version too old for `feature`. Warns about a version newer than the tested
+    versions, whose interfaces may have changed.
     """
-    found = minor(version)
+    number = minor(version)
     known = f"{_text(since)} to {_text(NEWEST)}"
-    if found is None:
-        logger.warning("kvoffload: vLLM %s has no number; known versions are %s", version, known)
-    elif found < since:
-        raise ConfigError("vllm", version, f"allowed: {what} needs vLLM {known}")
-    elif found > NEWEST:
+    if number is None:
+        logger.warning("kvoffload: vLLM %s has no version number; known versions are %s", version, known)
+    elif number < since:
+        raise ConfigError("vllm", version, f"allowed: {feature} needs vLLM {known}")
+    elif number > NEWEST:
         logger.warning("kvoffload: vLLM %s is newer than the tested versions, %s", version, known)
 
 

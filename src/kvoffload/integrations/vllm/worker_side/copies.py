@@ -1,7 +1,7 @@
-"""Copies between an engine's tensors and the pool; in host memory by our own engine, on a thread.
+"""Copies between an engine's tensors and the pool.
 
-Owns the interface, and its implementation for the CPU platform; `cuda` is for devices. Does not know keys or
-checksums, nor how a failed copy is handled.
+Owns the interface and the implementation for tensors in host memory; `cuda` has the one for devices. Does
+not know keys or checksums, nor the handling of failed copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvoffload.transfer.engine import as_blocks
 
 
 class Copied(NamedTuple):
-    """The result of a job. Without an `error` all of its bytes have arrived."""
+    """The result of a job. All bytes have arrived if `error` is None."""
 
     job: int
     num_bytes: int
@@ -28,9 +28,9 @@ class Copied(NamedTuple):
 
 
 class Copies(Protocol):
-    """Moves the blocks of jobs. Jobs of one direction end in the order in which they were submitted.
+    """Copies the blocks of jobs. Jobs of one direction end in the order in which they were submitted.
 
-    Thread: all methods on one thread. `store` and `load` may raise; then nothing has begun.
+    Thread: all methods on one thread. If `store` or `load` raises, the job has not begun.
     """
 
     def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
@@ -42,20 +42,20 @@ class Copies(Protocol):
         ...
 
     def finished(self) -> list[Copied]:
-        """Jobs that have ended since the last call."""
+        """Return the results of jobs that have ended since the last call."""
         ...
 
     def wait(self, jobs: set[int]) -> None:
-        """Return when these jobs have ended; `finished` has their results."""
+        """Wait until these jobs have ended; `finished` returns their results."""
         ...
 
     def close(self) -> None:
-        """Wait for the jobs under way, and release the tensors and the pool."""
+        """Wait for the jobs in flight, and release the tensors and the pool."""
         ...
 
 
 class HostCopies:
-    """Copies of tensors in host memory. One thread copies, while the engine's step continues."""
+    """Copies of tensors in host memory, on one thread, while the engine's step continues."""
 
     def __init__(self, kv_caches: Any, layout: Layout, part: Blocks) -> None:
         self._layout, self._part = layout, part
@@ -88,18 +88,18 @@ class HostCopies:
         for move in self._layout.moves(engine, slots.block_ids):
             for region in self._layout.regions[move.group]:
                 begin = region.start + move.inner * region.stride
-                ours = self._part[:, begin : begin + region.num_bytes]
-                copy(self._tensors[region.tensor][:, : region.num_bytes], move.blocks, ours, move.slots)
+                part = self._part[:, begin : begin + region.num_bytes]
+                copy(self._tensors[region.tensor][:, : region.num_bytes], move.blocks, part, move.slots)
             num_bytes += self._layout.num_bytes(move)
         return num_bytes, time.perf_counter() - start
 
 
-def _store(theirs: Blocks, blocks: Any, ours: Blocks, slots: Any) -> None:
-    copy_blocks(theirs, blocks, ours, slots)
+def _store(tensor: Blocks, blocks: Any, part: Blocks, slots: Any) -> None:
+    copy_blocks(tensor, blocks, part, slots)
 
 
-def _load(theirs: Blocks, blocks: Any, ours: Blocks, slots: Any) -> None:
-    copy_blocks(ours, slots, theirs, blocks)
+def _load(tensor: Blocks, blocks: Any, part: Blocks, slots: Any) -> None:
+    copy_blocks(part, slots, tensor, blocks)
 
 
 def _result(job: int, future: Future[tuple[int, float]]) -> Copied:

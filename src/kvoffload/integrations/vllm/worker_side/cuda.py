@@ -1,8 +1,8 @@
 """Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
 
-The only module for devices. Owns the pinning of the pool and its views for vLLM's copies; vLLM owns how
-bytes cross the bus (``vllm/v1/kv_offload/cpu/gpu_worker.py``, read in 0.32). The order in which vLLM's model
-runners call the worker matters as well: `versions.fences_come_late`.
+Owns the pinning of the pool and the views of the pool for vLLM's copies. vLLM owns the transfers
+(``vllm/v1/kv_offload/cpu/gpu_worker.py``, read in 0.32). The order in which vLLM's model runners call the
+worker matters as well: see `versions.fences_come_late`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from kvoffload.transfer.cuda import tensor_over
 from kvoffload.transfer.pinned import on_device, synchronized
 
 PIN_AT_ONCE_BYTES = 64 * 2**30
-"""The most that drivers pin in one call."""
+"""The largest piece of memory that drivers pin in one call."""
 
 
 class DeviceCopies:
     """Copies of tensors on a CUDA device, or another device that vLLM's kernels support.
 
-    Transfers of one direction run in order: each begins when the one before has ended, and when the engine's
-    work submitted so far is done.
+    Transfers of one direction run in order. A transfer begins when the previous transfer has ended and the
+    engine's work submitted so far is done.
     """
 
     def __init__(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> None:
         self._num_slots = pool.num_slots
-        theirs = [tensor.tensor for tensor in kv_caches.tensors]
-        self._device = theirs[0].device
+        tensors = [tensor.tensor for tensor in kv_caches.tensors]
+        self._device = tensors[0].device
         with on_device(self._device):
             self._pinned = _pin(pool)
-        ours = views_of(pool, part, layout, [tensor.page_size_bytes for tensor in kv_caches.tensors])
+        views = views_of(pool, part, layout, [tensor.page_size_bytes for tensor in kv_caches.tensors])
         self._storing, self._loading = (
             SingleDirectionOffloadingHandler(
-                gpu_tensors=list(theirs),
-                cpu_tensors=list(ours),
+                gpu_tensors=tensors,
+                cpu_tensors=views,
                 blocks_per_chunk=layout.blocks_per_chunk,
                 layer_refs_per_group=kv_caches.group_data_refs,
                 gpu_to_cpu=to_pool,
@@ -57,11 +57,11 @@ class DeviceCopies:
 
     def store(self, job: int, engine: Any, slots: SlotsSpec) -> None:
         self._check(slots)
-        _begun(self._storing.transfer_async(job, engine, slots))
+        _check_begun(self._storing.transfer_async(job, engine, slots))
 
     def load(self, job: int, engine: Any, slots: SlotsSpec) -> None:
         self._check(slots)
-        _begun(self._loading.transfer_async(job, slots, engine))
+        _check_begun(self._loading.transfer_async(job, slots, engine))
 
     def finished(self) -> list[Copied]:
         return [
@@ -69,14 +69,14 @@ class DeviceCopies:
                 result.job_id,
                 result.transfer_size or 0,
                 result.transfer_time or 0.0,
-                None if result.success else OSError("the transfer has failed"),
+                None if result.success else OSError("the transfer failed"),
             )
             for handler in (self._storing, self._loading)
             for result in handler.get_finished()
         ]
 
     def wait(self, jobs: set[int]) -> None:
-        """Return when these jobs have ended, or nothing runs on the device any more; then raise the error."""
+        """Wait until these jobs have ended. After an error, wait until the device is idle, then raise."""
         try:
             self._storing.wait(jobs)
             self._loading.wait(jobs)
@@ -85,10 +85,10 @@ class DeviceCopies:
             raise
 
     def close(self) -> None:
-        """Wait for the copies under way, release the tensors, unpin the pool. Once more does nothing.
+        """Wait for the copies in flight, release the tensors, unpin the pool. Idempotent.
 
-        Raises: the first error of vLLM's directions. Then the pool is unpinned only if the device can be
-        waited for: memory that a copy may still use stays pinned until the process ends.
+        Raises: the first error of vLLM's handlers. The pool is then unpinned only if the device has become
+        idle: memory that a copy may still use stays pinned until the process ends.
         """
         failed: Exception | None = None
         directions, self._directions = self._directions, []
@@ -102,25 +102,25 @@ class DeviceCopies:
                 for address in self._pinned:
                     host_unregister(address)
             else:
-                logger.error("kvoffload: the pool stays pinned: the device cannot be waited for")
+                logger.error("kvoffload: the pool stays pinned, because waiting for the device failed")
             self._pinned = []
         if failed is not None:
             raise failed
 
     def _check(self, slots: SlotsSpec) -> None:
-        """Raise for slots outside the pool: the kernels compute addresses without a check."""
+        """Raise `ValueError` for slots outside the pool: vLLM's kernels do not check addresses."""
         rows = slots.block_ids
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self._num_slots:
-            raise ValueError(f"slots {rows.tolist()} of a pool of {self._num_slots}")
+            raise ValueError(f"slots {rows.tolist()} must lie in 0 to {self._num_slots - 1}")
 
 
-def _begun(success: bool) -> None:
+def _check_begun(success: bool) -> None:
     if not success:
-        raise OSError("vLLM has refused the transfer")
+        raise OSError("vLLM refused the transfer")
 
 
 def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[int]) -> list[Any]:
-    """Each tensor's bytes in the pool: ``(num_slots, blocks_per_chunk * page_bytes)`` int8, in place."""
+    """Return views of each tensor in the pool: ``(num_slots, blocks_per_chunk * page_bytes)`` int8."""
     rows = pool.part(part)
     return [
         tensor_over(rows[:, start : start + size * layout.blocks_per_chunk].view(np.int8))
@@ -129,7 +129,7 @@ def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[i
 
 
 def _pin(pool: SharedPool) -> list[int]:
-    """Pin the slots; returns the addresses to unpin, none if pinning fails: copies are then slower."""
+    """Pin the slots; returns the addresses to unpin, or none if pinning fails and copies are slower."""
     address, num_bytes, began = pool.address, pool.num_slots * pool.slot_stride, time.monotonic()
     step = max(1, PIN_AT_ONCE_BYTES // pool.slot_stride) * pool.slot_stride
     pinned: list[int] = []

@@ -1,7 +1,7 @@
-"""Where the bytes of an engine block are in a slot.
+"""The layout of an engine block in a slot.
 
-Owns the places of the engine's tensors in a worker's part of a slot, and the source and destination of each
-row of a transfer. Does not know devices or pools: its results are numbers.
+Owns the offsets of the engine's tensors in a worker's part of a slot, and the source and destination of each
+row of a transfer. Does not know devices or pools: all results are numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Region(NamedTuple):
     """The bytes of a KV group's block in one tensor.
 
     Attributes:
-        tensor: number of the tensor. num_bytes: of a block there, without padding.
-        start: offset in the part of a chunk's first block; stride: bytes from one block to the next.
+        tensor: number of the tensor. num_bytes: bytes of a block in the tensor, without padding.
+        start: offset of a chunk's first block in the part; stride: bytes from one block to the next.
     """
 
     tensor: int
@@ -30,11 +30,11 @@ class Region(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The copies of one transfer that have the same place in their slots.
+    """The blocks of a transfer that lie at the same offset in their slots.
 
     Attributes:
         group: number of the KV group. inner: number of the block in its chunk.
-        blocks: rows of the engine's tensors. slots: the slot of each.
+        blocks: rows of the engine's tensors. slots: the slot of each block.
     """
 
     group: int
@@ -44,27 +44,26 @@ class Move(NamedTuple):
 
 
 class Layout:
-    """The places of all tensors in a part of a slot.
+    """The offsets of all tensors in a part of a slot.
 
-    A chunk of one KV group needs only the bytes of the tensors that hold the group's layers: tensors that are
-    in no common group share a place. So a slot has room for a hybrid model's largest group, not for all of
-    them.
+    A chunk of a KV group needs only the bytes of the tensors that hold the group's layers. Tensors without a
+    common group therefore share an offset, and a slot is as large as a hybrid model's largest group.
 
     Args:
-        page_bytes: of each tensor, with padding.
+        page_bytes: bytes of a block in each tensor, with padding.
         groups: for each KV group, the tensors of its layers as ``(tensor, bytes without padding)``.
         blocks_per_chunk: engine blocks in a slot.
 
     Attributes:
         starts: offset of each tensor in the part. part_bytes: bytes of the part.
-        regions: for each KV group, what is copied.
+        regions: for each KV group, the regions to copy.
     """
 
     def __init__(
         self, page_bytes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]], blocks_per_chunk: int
     ) -> None:
         self.blocks_per_chunk = blocks_per_chunk
-        self.starts = _places([size * blocks_per_chunk for size in page_bytes], groups)
+        self.starts = _offsets([size * blocks_per_chunk for size in page_bytes], groups)
         self.part_bytes = max(
             (start + size * blocks_per_chunk for start, size in zip(self.starts, page_bytes, strict=True)),
             default=0,
@@ -72,7 +71,7 @@ class Layout:
         self.regions = [
             [
                 Region(tensor, size, self.starts[tensor], page_bytes[tensor])
-                # Layers of one group may share a tensor; the largest of them covers the others.
+                # Layers of one group may share a tensor; the largest layer covers the others.
                 for tensor, size in sorted({t: max(b for s, b in group if s == t) for t, _ in group}.items())
             ]
             for group in groups
@@ -80,7 +79,7 @@ class Layout:
 
     @classmethod
     def of(cls, kv_caches: Any, blocks_per_chunk: int) -> Layout:
-        """The layout for vLLM's ``CanonicalKVCaches``."""
+        """Return the layout for vLLM's ``CanonicalKVCaches``."""
         return cls(
             [tensor.page_size_bytes for tensor in kv_caches.tensors],
             [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs],
@@ -88,13 +87,13 @@ class Layout:
         )
 
     def moves(self, engine: Any, slots: npt.NDArray[np.int32]) -> Iterator[Move]:
-        """The copies of one transfer.
+        """Yield the copies of a transfer.
 
         Args:
             engine: vLLM's ``GPULoadStoreSpec``: the blocks of all groups in order; the number of blocks of
                 each group, and the index of its first block in the request, because a transfer may begin in
                 the middle of a chunk.
-            slots: of the chunks of all groups, in the same order.
+            slots: the slots of the chunks of all groups, in the same order.
 
         Raises `ValueError` if the numbers of blocks and slots do not match, or a slot is negative.
         """
@@ -106,32 +105,34 @@ class Layout:
             position = first % per_chunk + np.arange(size)
             chunk, inner = position // per_chunk, position % per_chunk
             num_slots = int(chunk[-1]) + 1
-            mine = np.asarray(slots[slot_at : slot_at + num_slots], np.int64)
-            if len(mine) < num_slots or (mine < 0).any():
+            group_slots = np.asarray(slots[slot_at : slot_at + num_slots], np.int64)
+            if len(group_slots) < num_slots or (group_slots < 0).any():
                 raise ValueError(
-                    f"{size} blocks of KV group {group} need {num_slots} slots, not {mine.tolist()}"
+                    f"{size} blocks of KV group {group} need {num_slots} slots, not {group_slots.tolist()}"
                 )
-            targets, sources = mine[chunk], blocks[block_at : block_at + size]
+            targets, sources = group_slots[chunk], blocks[block_at : block_at + size]
             for number in range(min(per_chunk, size)):
                 chosen = inner == (first + number) % per_chunk
                 yield Move(group, int((first + number) % per_chunk), sources[chosen], targets[chosen])
             block_at, slot_at = block_at + size, slot_at + num_slots
         if (block_at, slot_at) != (len(blocks), len(slots)):
-            raise ValueError(f"{len(blocks)} blocks and {len(slots)} slots do not fit together")
+            raise ValueError(
+                f"{len(blocks)} blocks and {len(slots)} slots do not match the groups of the transfer"
+            )
 
     def num_bytes(self, move: Move) -> int:
-        """Bytes that a move copies."""
+        """Return the bytes that a move copies."""
         return len(move.blocks) * sum(region.num_bytes for region in self.regions[move.group])
 
 
-def _places(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """The lowest start of each tensor at which it overlaps no tensor that is in a group with it."""
+def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    """Return the lowest offset of each tensor without an overlap with a tensor of a common group."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):
-        fellows = {other for group in members if tensor in group for other in group if other < tensor}
+        neighbours = {other for group in members if tensor in group for other in group if other < tensor}
         start = 0
-        for begin, end in sorted((starts[other], starts[other] + sizes[other]) for other in fellows):
+        for begin, end in sorted((starts[other], starts[other] + sizes[other]) for other in neighbours):
             if begin < start + size and start < end:
                 start = end
         starts.append(start)

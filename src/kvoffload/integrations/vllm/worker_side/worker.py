@@ -1,7 +1,7 @@
-"""The worker's side: runs transfers, takes checksums of stored blocks, and contains failures.
+"""The worker side: runs transfers, computes checksums of stored blocks, and contains failures.
 
-Owns the jobs of one worker and the handling of those that fail. Does not decide what is stored, and does not
-know keys, only their digests.
+Owns the jobs of one worker and the handling of failed jobs. Does not choose the blocks, and does not know
+keys, only their digests.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ class _Job:
 class KVOffloadWorker(OffloadingWorker):
     """Transfers between this worker's tensors and its part of the pool.
 
-    vLLM's connector stops the engine if a job is reported as failed, so none is. If a store fails, its slots
-    are marked in the pool's ledger before it is reported, and the scheduler forgets its blocks. If a load
-    fails, its slots are marked too, and `take_failed_loads` names it, so that its request is computed again
-    (`patches`).
+    vLLM's connector stops the engine if a job is reported as failed. A failed job is therefore reported as
+    successful, and its slots are marked in the pool before: the scheduler forgets their blocks. A failed load
+    is also listed in `take_failed_loads`, so that its request is computed again (`patches`).
 
     Args:
         blocks_per_chunk: engine blocks in a slot.
-        seal: whether to take checksums of stored blocks.
+        seal: compute checksums of stored blocks.
 
     Attributes:
-        failures_are_named: `take_failed_loads` is called. If not, a failed load is reported as failed.
+        failures_are_named: vLLM calls `take_failed_loads`. Otherwise a failed load is reported as failed.
         fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read them
-            (`versions.fences_come_late`). Then the bytes of such a store are not trusted.
-        num_failed: jobs that failed. num_overwritten: stores dropped because of a late fence.
+            (`versions.fences_come_late`). These stores are dropped.
+        num_failed: failed jobs. num_overwritten: stores dropped because of a late fence.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class KVOffloadWorker(OffloadingWorker):
             compile_all()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
-        """Begin to store; always True. A chunk that is not whole is not stored."""
+        """Begin a store; returns True. Incomplete chunks are not stored."""
         blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
         job = _Job(slots, True, torn)
         if len(torn) and not len(slots.block_ids):
@@ -80,12 +79,12 @@ class KVOffloadWorker(OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any, expedited: bool = False) -> bool:
-        """Begin to load; always True."""
+        """Begin a load; returns True."""
         self._submit(job_id, _Job(src_spec, False), dst_spec, self._copies.load)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call; the ledger says which blocks failed."""
+        """Return jobs that have ended since the last call; failed blocks are marked in the pool."""
         self._collect()
         done = [(job_id, job.result) for job_id, job in self._jobs.items() if job.result is not None]
         for job_id, _ in done:
@@ -93,20 +92,20 @@ class KVOffloadWorker(OffloadingWorker):
         return [result for _, result in done]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when these jobs have ended: their blocks and slots may then be reused.
+        """Wait until these jobs have ended: their blocks and slots may then be reused.
 
-        A job fails if its end is not known when this call returns. A store whose copy had not ended before
-        this call is dropped if fences come late.
+        A job whose end is unknown after this call counts as failed. If fences come late, a store whose copy
+        had not ended before this call is dropped.
         """
-        mine = {job_id for job_id in job_ids if job_id in self._jobs}
-        copying = [job_id for job_id in sorted(mine) if not self._jobs[job_id].copied]
-        cause: Exception = OSError("its copy has not ended")
+        known = {job_id for job_id in job_ids if job_id in self._jobs}
+        copying = [job_id for job_id in sorted(known) if not self._jobs[job_id].copied]
+        cause: Exception = OSError("the copy has not ended")
         try:
-            self._copies.wait(mine)
+            self._copies.wait(known)
         except Exception as error:
             logger.exception("kvoffload: waiting for transfers failed")
             cause = error
-        self._collect(wait_for=mine)
+        self._collect(wait_for=known)
         for job_id in copying:
             job = self._jobs[job_id]
             if not job.copied:
@@ -115,16 +114,16 @@ class KVOffloadWorker(OffloadingWorker):
                 self._drop(job)
 
     def take_failed_loads(self) -> set[int]:
-        """Failed loads: `get_finished` has reported them, or will, and their bytes have not arrived."""
+        """Return loads that have failed since the last call; `get_finished` reports them as well."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
     def running(self) -> set[int]:
-        """Jobs that `get_finished` has not reported."""
+        """Return the jobs that `get_finished` has not reported."""
         return set(self._jobs)
 
     def shutdown(self) -> None:
-        """Wait for the jobs under way and close the pool, also if the copies cannot be closed."""
+        """Wait for the jobs in flight and close the pool, even if the copies cannot be closed."""
         try:
             self._copies.close()
         finally:
@@ -145,7 +144,7 @@ class KVOffloadWorker(OffloadingWorker):
         for copied in self._copies.finished():
             job = self._jobs.get(copied.job)
             if job is None or job.copied:
-                continue  # `wait` has given it up
+                continue  # `wait` has failed the job
             job.copied = True
             if copied.error is not None:
                 self._fail(copied.job, job, copied.error)
@@ -169,7 +168,7 @@ class KVOffloadWorker(OffloadingWorker):
         job.result = result
 
     def _drop(self, job: _Job) -> None:
-        """Let the scheduler forget the blocks of a store that may have read overwritten blocks."""
+        """Mark the slots of a store that may have read overwritten blocks: the scheduler forgets them."""
         self.num_overwritten += 1
         self._pool.fail(self._part, job.slots.block_ids)
 
@@ -177,7 +176,7 @@ class KVOffloadWorker(OffloadingWorker):
         self.num_failed += 1
         job.copied = True
         kind, count = "store" if job.is_store else "load", len(job.slots.block_ids)
-        text = "kvoffload: a %s of %d blocks failed; they are computed again: %s: %s"
+        text = "kvoffload: a %s of %d blocks failed; the blocks are computed again: %s: %s"
         self._log.error(kind, text, kind, count, type(error).__name__, error)
         slots = job.slots.block_ids
         self._pool.fail(self._part, slots[slots >= 0])
@@ -187,7 +186,7 @@ class KVOffloadWorker(OffloadingWorker):
         job.result = TransferResult(job_id, job.is_store or self.failures_are_named)
 
     def _seal(self, slots: SlotsSpec, result: TransferResult) -> TransferResult:
-        """Take the checksums of this worker's part of the slots."""
+        """Compute the checksums of this worker's part of the slots."""
         start = time.perf_counter()
         assert slots.digests is not None
         self._pool.seal(self._part, slots.block_ids, slots.digests)
