@@ -16,7 +16,7 @@ from kvoffload.core.policy import POLICIES
 from support.vllm_needs import POSITIONS, needs
 from support.vllm_world import HIT, MISS, PENDING, World, base, key
 
-told_by_user = pytest.importorskip("kvoffload.integrations.vllm.scheduler_side.hints").told_by_user
+user_hints = pytest.importorskip("kvoffload.integrations.vllm.scheduler_side.hints").user_hints
 
 BUILTIN = [name for name in POLICIES.names() if ":" not in name]
 
@@ -244,7 +244,7 @@ def test_a_request_that_ran_without_a_lookup_waits_for_a_step_as_well(world: Cal
     one.manager.on_schedule_end(base.ScheduleEndContext([], ["a"]))
     assert one.lookup(ctx, path) == 4
     one.manager.on_request_finished(ctx)
-    assert not one.manager._never_asked
+    assert not one.manager._arrivals
     one.check()
 
 
@@ -268,8 +268,7 @@ def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> Non
         one.manager.on_request_finished(request)
     assert one.serve("again", path) == (0, path)
     assert one.serve("again", path) == (4, [])
-    assert not one.manager._outdated
-    assert not one.manager._running
+    assert not one.manager._arrivals
 
 
 def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,10 +434,10 @@ def test_what_a_user_says_of_a_request_is_heard(tmp_path: Path) -> None:
     one.manager.lookup(key(1), ctx)
     began = one.manager._requests["a"].ctx
     assert began.hints == Hints("", True, 3, 600.0, "them")
-    one.manager.hear("a", Hints("stop"))
+    one.manager.add_hints("a", Hints("stop"))
     one.manager.on_request_finished(ctx)
     assert began.hints == Hints("stop", True, 3, 600.0, "them")
-    assert not one.manager._told
+    assert not one.manager._arrivals
 
 
 @pytest.mark.parametrize(
@@ -457,7 +456,7 @@ def test_what_a_user_says_wrongly_is_named_and_harms_nobody(
     with pytest.raises(
         ValueError, match=f"kv_transfer_params: kvoffload: .*{why}.*allowed: session_over, pri"
     ):
-        told_by_user(parameters)
+        user_hints(parameters)
     one = World(tmp_path, 4)
     ctx = with_parameters(parameters)
     one.manager.on_new_request(ctx)
@@ -468,7 +467,7 @@ def test_what_a_user_says_wrongly_is_named_and_harms_nobody(
 
 @pytest.mark.parametrize("parameters", [None, {}, {"kvoffload": None}, {"do_remote_prefill": True}])
 def test_who_says_nothing_is_not_misheard(parameters: Any) -> None:
-    assert told_by_user(parameters) is NO_HINTS
+    assert user_hints(parameters) is NO_HINTS
 
 
 def test_nothing_is_kept_of_who_ends_while_an_error_is_contained(tmp_path: Path) -> None:
@@ -477,4 +476,4 @@ def test_nothing_is_kept_of_who_ends_while_an_error_is_contained(tmp_path: Path)
     one.manager.on_new_request(ctx)
     one.manager.broken = True
     one.manager.on_request_finished(ctx)
-    assert not one.manager._told
+    assert not one.manager._arrivals

@@ -201,7 +201,7 @@ def test_what_the_engine_knows_of_a_request_reaches_the_policy(
         (NO_HINTS, Hints("length")),
         (Hints(tenant="their secret"), Hints("length", tenant="their secret")),
     ]
-    assert not engine.manager._told
+    assert not engine.manager._arrivals
     audit(core)
 
 

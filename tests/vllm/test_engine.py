@@ -115,7 +115,7 @@ def test_events_tell_what_ram_holds(engine: Any, on_llama: Expected, monkeypatch
 @needs(*COUNTS_EVERY_STEP)
 def test_metrics_under_vllms_own(engine: Any, on_llama: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``/metrics`` of a server would show of this process, once no request runs."""
-    monkeypatch.setattr("kvoffload.integrations.vllm.scheduler_side.manager.METRICS_INTERVAL_S", 1e9)
+    monkeypatch.setattr(engine.manager.metrics, "interval_s", 1e9)
     from prometheus_client import REGISTRY
 
     def value(metric: str, /, **labels: str) -> float:

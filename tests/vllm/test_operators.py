@@ -40,7 +40,7 @@ def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None
     ctx = one.request("r", [key(1), key(2)])
     assert one.lookup(ctx, [key(1)]) == 0
     one.manager.prepare_store([key(1), key(2), key(3)], ctx)
-    one.manager._shown_s = -1e9
+    one.manager.metrics.interval_s = 0.0
     then = shown(one.manager)
     assert then["kvoffload_lookup_blocks",] == 1
     assert then["kvoffload_writing_blocks",] == 3

@@ -17,7 +17,7 @@ import pytest
 from kvoffload.core.hints import Hints
 from kvoffload.errors import CombinedConfigError, TraceError
 from kvoffload.integrations.vllm.scheduler_side import record
-from kvoffload.integrations.vllm.scheduler_side.record import MOST_WAITING, Ended, Recorder
+from kvoffload.integrations.vllm.scheduler_side.record import MAX_QUEUED, FinishedRequest, Recorder
 from kvoffload.integrations.vllm.scheduler_side.recording import Recording, recording
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.traces.format import read_trace
@@ -76,13 +76,13 @@ def test_a_recording_is_a_trace(recorder: Recorder, monkeypatch: pytest.MonkeyPa
     seen = Recording(recorder, 16, lambda: lost.append(1))
     slow, quick = request("slow", 100), request("quick", 64, at=1e9 + 2)
     for one, on_gpu, served in ((slow, 0, {}), (quick, 16, {Source("host"): 32, Source("disk"): 16})):
-        seen.asked(one, 0)
-        seen.asked(one, on_gpu)
+        seen.looked_up(one, 0)
+        seen.looked_up(one, on_gpu)
         seen.begins(one, lambda served=served: served)
         seen.begins(one, lambda: {Source("host"): 99})  # after a preemption
     aborted = request("aborted", 10, at=1e9 + 1, num_output_tokens=0, get_finished_reason=lambda: None)
     for one in (aborted, quick, slow):
-        seen.ended(one)
+        seen.finished(one)
     recorder.close()
     header, *written = lines(recorder.path)
     assert header == {"kvoffload_trace": 1, "block_tokens": 16, "source": "vllm", "in_order": False}
@@ -105,7 +105,7 @@ def test_nothing_of_the_engines_hashes_is_told(tmp_path: Path) -> None:
     for _ in range(2):
         one = Recorder(tmp_path / "kv.jsonl", 1 << 20, 16)
         seen = Recording(one, 16, lambda: None)
-        seen.ended(request("a", 64, salt=7))
+        seen.finished(request("a", 64, salt=7))
         one.close()
         texts.append(one.path.read_text())
         ids.append(lines(one.path)[1]["hash_ids"])
@@ -116,9 +116,9 @@ def test_nothing_of_the_engines_hashes_is_told(tmp_path: Path) -> None:
 def test_what_is_known_of_a_request_is_recorded_and_no_text_of_its_user(recorder: Recorder) -> None:
     seen = Recording(recorder, 16, lambda: None)
     told = {"kvoffload": {"session_over": True, "time_to_live_s": 60}}
-    seen.ended(request("a", 32, cache_salt="ACME", priority=2, stop_reason=7, kv_transfer_params=told))
-    seen.ended(request("b", 32, cache_salt="ACME", stop_reason="my secret"))
-    seen.ended(request("c", 32, priority=1, kv_transfer_params={"kvoffload": {"prio": 1}}))
+    seen.finished(request("a", 32, cache_salt="ACME", priority=2, stop_reason=7, kv_transfer_params=told))
+    seen.finished(request("b", 32, cache_salt="ACME", stop_reason="my secret"))
+    seen.finished(request("c", 32, priority=1, kv_transfer_params={"kvoffload": {"prio": 1}}))
     recorder.close()
     trace = read_trace(recorder.path)
     first, second, third = map(trace.hints_of, range(3))
@@ -138,23 +138,23 @@ def test_each_life_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert [one.path.name for one in made] == ["kv.jsonl", "kv-2.jsonl", "kv-3.jsonl"]
 
 
-def ended(number: int = 0) -> Ended:
-    return Ended(number, number, 16, 1, [bytes(16)], Hints(), {})
+def finished(number: int = 0) -> FinishedRequest:
+    return FinishedRequest(number, number, 16, 1, [bytes(16)], Hints(), {})
 
 
 def test_a_full_file_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm.kvoffload").propagate = True
     one = Recorder(tmp_path / "kv.jsonl", 1000, 16)
     for number in range(100):
-        one.add(ended(number))
+        one.add(finished(number))
     one.close()
     assert 500 < one.path.stat().st_size <= 1000
     trace = read_trace(one.path)
     assert trace.requests < 20
     assert trace.timestamps_ms.tolist() == [1000 * n for n in range(trace.requests)]
-    assert not one.add(ended())
+    assert not one.add(finished())
     assert [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()] == [
-        f"kvoffload: recording to {one.path} has ended: it has its size of record_max_bytes "
+        f"kvoffload: recording to {one.path} has ended: the file has reached record_max_bytes "
         f"({one.path.stat().st_size:,} bytes)"
     ]
 
@@ -178,10 +178,10 @@ def test_a_disk_that_hangs_costs_requests_and_no_time(tmp_path: Path) -> None:
     one._file = Gated(one._file, gate)  # type: ignore[assignment]
     lost: list[int] = []
     seen = Recording(one, 16, lambda: lost.append(1))
-    for number in range(2 * MOST_WAITING):
-        seen.ended(request(str(number), 16, at=1e9 + number))
-    kept = 2 * MOST_WAITING - len(lost)
-    assert MOST_WAITING <= kept <= MOST_WAITING + 1, "what waits, and what the thread holds"
+    for number in range(2 * MAX_QUEUED):
+        seen.finished(request(str(number), 16, at=1e9 + number))
+    kept = 2 * MAX_QUEUED - len(lost)
+    assert MAX_QUEUED <= kept <= MAX_QUEUED + 1, "what waits, and what the thread holds"
     gate.set()
     one.close()
     assert read_trace(one.path).requests == kept
@@ -197,9 +197,9 @@ def test_a_disk_that_fails_ends_the_recording(tmp_path: Path, caplog: pytest.Log
     assert one._file is not None
     one._file.close()
     one._file = SimpleNamespace(write=fail, flush=lambda: None, close=lambda: None)  # type: ignore[assignment]
-    assert one.add(ended())
+    assert one.add(finished())
     one.close()
-    assert not one.add(ended())
+    assert not one.add(finished())
     assert "has ended: No space left on device" in caplog.text
 
 
@@ -211,10 +211,10 @@ def test_a_request_that_cannot_be_recorded_is_counted(recorder: Recorder) -> Non
         raise KeyError("x")
 
     seen.begins(request("fine", 32), broken)
-    seen.ended(request("fine", 32))
-    seen.ended(request("no hashes", 32, block_hashes=[]))
-    seen.ended(request("a gap", 32, block_hashes=[None, b"x"]))
-    seen.ended(SimpleNamespace(request_id="strange"))
+    seen.finished(request("fine", 32))
+    seen.finished(request("no hashes", 32, block_hashes=[]))
+    seen.finished(request("a gap", 32, block_hashes=[None, b"x"]))
+    seen.finished(SimpleNamespace(request_id="strange"))
     recorder.close()
     assert [line["input_length"] for line in lines(recorder.path)[1:]] == [32]
     assert len(lost) == 3
@@ -226,7 +226,7 @@ def test_a_bug_of_the_thread_ends_the_recording_only(
     logging.getLogger("vllm.kvoffload").propagate = True
     one = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16)
     monkeypatch.setattr(record, "encode_line", lambda line: 1 / 0)
-    one.add(ended())
+    one.add(finished())
     one.close()
     assert "internal error: ZeroDivisionError" in caplog.text
     assert read_only_header(one.path)

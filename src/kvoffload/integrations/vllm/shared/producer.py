@@ -95,8 +95,8 @@ def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> s
         return "with weight_transfer_config the weights may change while the engine runs"
     if getattr(vllm_config, "lora_config", None) is not None and not sees_requests:
         return (
-            "keys contain the name and path of a LoRA adapter, not its contents; use KVOffloadConnector, which "
-            "keeps requests with an adapter out of tiers"
+            "keys contain the name and path of a LoRA adapter, not its contents; use KVOffloadConnector, "
+            "which keeps requests with an adapter out of tiers"
         )
     return ""
 

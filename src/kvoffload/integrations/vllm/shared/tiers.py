@@ -114,7 +114,7 @@ def usable_tiers(producer: Producer, tiers: Iterable[TierOptions], missing: list
         if why := producer.not_kept(is_named(tier)):
             logger.error(
                 "kvoffload: the engine runs WITHOUT the tier %s: %s. To use the tier nevertheless, name the "
-                "weights with salt=NAME (disk) or identity=NAME (server), and change the name with the weights",
+                "weights with salt=NAME (disk) or identity=NAME (server), and change the name with them",
                 tier, why
             )  # fmt: skip
             missing.append(str(tier))

@@ -2,9 +2,9 @@
 
 Most differences need no code. A method that only some versions call (`get_load_source`, `lock`,
 `on_reset_flushed`, `config_info`) is never called by the others; a parameter that only some versions pass
-(``expedited``, ``req_context``) has a default. tests/vllm_interfaces/signatures.json lists every form of every
-interface; tests/vllm_interfaces/test_versions.py checks our classes against it. This file has the rest: the
-facts about an engine, and the media of events.
+(``expedited``, ``req_context``) has a default. tests/vllm_interfaces/signatures.json lists every form of
+every interface; tests/vllm_interfaces/test_versions.py checks our classes against it. This file has the rest:
+the facts about an engine, and the media of events.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> li
     """Return vLLM's event for blocks that became readable in, or left, RAM or the shared tier `medium`.
 
     `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since. The
-    result is empty for a shared tier if events have no owner: vLLM would mistake a removal from the tier for a
-    removal from RAM.
+    result is empty for a shared tier if events have no owner: vLLM would take a removal from the tier
+    for a removal from RAM.
     """
     media = getattr(base, "Medium", None)
     if medium == RAM:
