@@ -35,31 +35,31 @@ class Server:
             return str(response.read().decode())
 
     def stream(self, prompt: list[int]) -> list[int]:
-        """What the server says to a prompt, piece by piece, as tokens."""
+        """Return the tokens of a streamed answer to a prompt."""
         body = {"model": "m", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
         request = urllib.request.Request(
             self.url + "/v1/completions",
             json.dumps(body | {"ignore_eos": True}).encode(),
             {"Content-Type": "application/json"},
         )
-        said = ""
+        text = ""
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             for line in response:
                 data = line.decode().strip().removeprefix("data: ")
                 if data and data != "[DONE]":
-                    said += json.loads(data)["choices"][0]["text"]
-        return [int(word.removeprefix("t")) for word in said.split()]
+                    text += json.loads(data)["choices"][0]["text"]
+        return [int(word.removeprefix("t")) for word in text.split()]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name, labels of vLLM's own left out."""
-        found: dict[str, float] = {}
+        """Return the metrics by name, without vLLM's own labels."""
+        metrics: dict[str, float] = {}
         for line in self.get("/metrics").splitlines():
             match = re.fullmatch(r"(vllm:[a-z_]+)\{(.*)\} (\S+)", line)
             if match:
                 reason = re.search(r'(?:reason|name)="([^"]*)"', match[2].replace("model_name", ""))
                 name = match[1] + (f":{reason[1]}" if reason else "")
-                found[name] = found.get(name, 0.0) + float(match[3])
-        return found
+                metrics[name] = metrics.get(name, 0.0) + float(match[3])
+        return metrics
 
     def serve_until(self, metric: str, value: float, prompts: list[list[int]]) -> dict[str, float]:
         """The metrics as soon as this one is so large; they move only while requests are served."""
@@ -83,23 +83,23 @@ def kill(process: Any) -> None:
 
 
 def living(group: int) -> list[str]:
-    """Processes of a group. Those that are dead and that nobody has asked about do not count."""
-    found = []
+    """Return the living processes of a group; zombies do not count."""
+    living_pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
-            if int(its_group) == group and state not in "ZX":
-                found.append(stat.parent.name)
-    return found
+            state, _, process_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(process_group) == group and state not in "ZX":
+                living_pids.append(stat.parent.name)
+    return living_pids
 
 
 @contextmanager
 def running(
     model: Path, log: Path, *, workers: int = 1, line: str = "", **options: Any
 ) -> Iterator[tuple[Server, Any]]:
-    """A server with our offloading, until the block ends; then everything of it is killed.
+    """Run a server with our offloading, and kill all of its processes at the end of the block.
 
-    `line` is what a user types instead: ``vllm serve MODEL`` and our flag.
+    `line` replaces the default command: ``vllm serve MODEL`` with our flag.
     """
     port = free_port()
     transfer = {
@@ -166,6 +166,6 @@ def ours_in_shared_memory(directory: Path) -> list[Path]:
 
 
 def typed(page: str) -> str:
-    """The first line with ``vllm serve`` of a page of this project, as a shell has it."""
+    """Return the first line with ``vllm serve`` of a documentation page, with continuation lines joined."""
     text = (Path(__file__).parents[2] / page).read_text().replace("\\\n", "")
     return next(line for line in text.splitlines() if _TYPED.match(line))

@@ -1,7 +1,7 @@
 """A device whose copies run as early or as late as its events allow, in front of a real engine on the CPU.
 
-Owns the order of copies and of the zeroing of new blocks. The model, vLLM's scheduler and connector, and all
-of ours are real. Does not know what a wrong answer is: see `traffic.drive`.
+Owns the order of copies and of the zeroing of new blocks. Model, scheduler, connector and our
+classes are real. Does not check answers: `vllm_traffic.drive` does.
 
 A copy of a CUDA stream may run at any time between its submission and the first call that waits for it. The
 model's own work has always run when it was submitted, because the CPU build computes at once; so a late copy
@@ -27,7 +27,7 @@ from kvoffload.integrations.vllm.worker_side import copies
 
 EARLY, LATE = "early", "late"
 LATEST_POLLS = 6
-"""A late copy has run when its result was asked for so often: a step asks once."""
+"""Number of polls after which a late copy runs; a step polls once."""
 
 V1, V2 = "V1", "V2"
 """Model runners: V1 waits for the fence of a step before it zeroes the step's new blocks, V2 afterwards."""
@@ -38,11 +38,11 @@ class OrderedCopies:
 
     Args:
         host: our copies on the CPU, whose tensors and layout are used.
-        order: `EARLY` runs a copy when it is submitted; `LATE` when somebody waits for it, or has asked for
-            its result `LATEST_POLLS` times; a number is the seed of random points in between.
+        order: `EARLY` runs a copy when it is submitted; `LATE` when `wait` is called for it, or after
+            `LATEST_POLLS` polls; a number is the seed of random points in between.
 
     Attributes:
-        num_copies: copies that have run; forced: those that ran because somebody waited.
+        num_copies: copies that have run; forced: copies that ran because of `wait`.
     """
 
     def __init__(self, host: Any, order: str | int) -> None:
@@ -109,11 +109,11 @@ def zeroing_of_new_blocks() -> Iterator[None]:
 
 
 def put_in_order(engine: Any, runner: str, order: str | int, *, guarded: bool = True) -> OrderedCopies:
-    """From now on this engine zeroes blocks where `runner` does, and copies as `order` says.
+    """Make this engine zero blocks at the time of `runner`, and copy in this order.
 
     Args:
         engine: started within `zeroing_of_new_blocks`.
-        guarded: whether our worker knows which runner this is; otherwise it believes in V1.
+        guarded: our worker knows the runner; otherwise it assumes V1.
     """
     engine.drain()
     worker, host = engine.worker, engine.worker._copies

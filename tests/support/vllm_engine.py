@@ -1,8 +1,8 @@
 """A tiny model with random weights, and engines that run it.
 
-Engines compute in float32 unless a test says otherwise: in bf16 a logit is rounded by as much as two tokens
-may be apart, and answers depend on the processor and on how a prompt was split. Everything that is compared
-runs in one thread, with the same block size: see the traps in the documentation of vLLM's CPU backend.
+Engines compute in float32 by default. In bf16 the rounding of a logit may exceed the difference between two
+tokens, and answers depend on the processor and on the splits of a prompt. Compared engines run in one thread,
+with the same block size: see the documentation of vLLM's CPU backend.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     TORCHDYNAMO_DISABLE="1",  # log-probs would compile a kernel for half a minute
-    # One thread, on any core. With two, each of the thousands of small operations waits for both, and on a
-    # machine that has other things to do that is a slice of the scheduler each time: fifty times slower.
-    # vLLM's own variable binds the workers of servers only, and to a core that others may be using.
+    # One thread, on any core. With two threads each of the thousands of small operations waits for both: on a
+    # busy machine that is fifty times slower.
+    # vLLM's own variable binds only the workers of servers, and to a core that may be busy.
     OMP_NUM_THREADS="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
@@ -58,7 +58,7 @@ TOKENIZER = {
     "decoder": None,
     "model": {"type": "WordLevel", "vocab": {f"t{n}": n for n in range(1024)}, "unk_token": "t0"},
 }
-"""For servers, which have to speak: a word for each token."""
+"""A tokenizer for servers, with a word for each token."""
 
 HYBRID = LLAMA | {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -106,7 +106,7 @@ def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) 
 
 
 class Engine:
-    """One vLLM engine in this process, and what of ours is inside it."""
+    """A vLLM engine in this process, with access to our parts in it."""
 
     def __init__(
         self, model: Path, offload: dict[str, Any] | None, *, connector: bool = False, **settings: Any
@@ -191,13 +191,13 @@ class Engine:
         return [output.outputs[0] for output in outputs]
 
     def tokens(self, prompts: list[list[int]], tokens: int = 16) -> list[list[int]]:
-        """What the engine answers to each prompt."""
+        """Return the tokens of each answer."""
         return [list(output.token_ids) for output in self.generate(prompts, tokens)]
 
     def drain(self) -> None:
-        """Step until no transfer is under way, and the connector has heard that all requests are finished.
+        """Step until no transfer is in flight, and all requests have finished.
 
-        As a server does: every step's counts reach ``/metrics``, also those of steps without an answer.
+        Like in a server, the counts of every step reach ``/metrics``.
         """
         deadline = time.monotonic() + PATIENCE_S
         while self.core.scheduler.has_requests():
@@ -210,7 +210,7 @@ class Engine:
         assert self.core.reset_prefix_cache()
 
     def close(self) -> None:
-        """End the engine, so that another one can start in this process. Once more does nothing."""
+        """End the engine, so that another engine can start in this process. Idempotent."""
         if not hasattr(self, "llm"):
             return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory

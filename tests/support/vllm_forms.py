@@ -30,16 +30,16 @@ def forms(interface: str, version: str) -> dict[str, str]:
 
 
 def signature(form: str) -> Signature:
-    """What a recorded function takes; its defaults are not recorded, only that there are some."""
-    kind, found = Parameter.POSITIONAL_OR_KEYWORD, []
+    """Parse the signature of a recorded function; a recorded default has no value."""
+    kind, parameters = Parameter.POSITIONAL_OR_KEYWORD, []
     for name in filter(None, form.partition("(")[2].rstrip(")").split(", ")):
         if name.startswith("**"):
-            found.append(Parameter(name[2:], Parameter.VAR_KEYWORD))
+            parameters.append(Parameter(name[2:], Parameter.VAR_KEYWORD))
         elif name.startswith("*"):
             if name != "*":
-                found.append(Parameter(name[1:], Parameter.VAR_POSITIONAL))
+                parameters.append(Parameter(name[1:], Parameter.VAR_POSITIONAL))
             kind = Parameter.KEYWORD_ONLY
         else:
             default = ... if name.endswith("=") else Parameter.empty
-            found.append(Parameter(name.rstrip("="), kind, default=default))
-    return Signature(found)
+            parameters.append(Parameter(name.rstrip("="), kind, default=default))
+    return Signature(parameters)

@@ -50,19 +50,19 @@ class Theirs:
 
     def begin(self, request: str, keys: list[bytes]) -> Any:
         ctx = vllm_base.ReqContext(request)
-        for position, one in enumerate(keys):
-            note_position(ctx, one, position)
+        for position, block_key in enumerate(keys):
+            note_position(ctx, block_key, position)
         self.manager.on_new_request(ctx)
         return ctx
 
     def hits(self, keys: list[bytes], ctx: Any) -> int:
-        for count, one in enumerate(keys):
-            if self.manager.lookup(one, ctx) is not vllm_base.LookupResult.HIT:
+        for count, block_key in enumerate(keys):
+            if self.manager.lookup(block_key, ctx) is not vllm_base.LookupResult.HIT:
                 return count
         return len(keys)
 
-    def holds(self, one: bytes) -> bool:
-        return self.manager._policy.get(one) is not None
+    def holds(self, block_key: bytes) -> bool:
+        return self.manager._policy.get(block_key) is not None
 
 
 class Ours:
@@ -85,8 +85,8 @@ class Ours:
         self.manager.finish_request(ctx)
         return hits, [] if plan is None else list(plan.keys)
 
-    def holds(self, one: bytes) -> bool:
-        return self.manager.lookup([one]).num_ready == 1
+    def holds(self, block_key: bytes) -> bool:
+        return self.manager.lookup([block_key]).num_ready == 1
 
 
 def random_paths(seed: int, count: int, longest: int) -> list[list[bytes]]:

@@ -1,4 +1,4 @@
-"""Tests that not every version of vLLM can run: each skip names the version and what it lacks."""
+"""Tests that not every version of vLLM can run: each skip names the version and the missing feature."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ VERSION = versions.minor(__version__) or versions.NEWEST
 """The minor version that is installed, as ``(0, 32)``; a build without a number counts as the newest."""
 
 MAY_RESET = VERSION >= (0, 27)
-"""Whether caches may be reset under running requests. 0.25 then keeps the numbers of their transfers, and
+"""True if caches may be reset under running requests. 0.25 then keeps the numbers of their transfers, and
 dies when one of them is preempted (KeyError in build_connector_meta). 0.25 and 0.26 do not tell a manager the
 end of requests that had ended, with transfers still running, when the caches were reset."""
 
 MAY_ABORT = VERSION != (0, 26)
-"""Whether requests may be aborted: 0.26 stores what they have not computed, and dies (an assertion in
+"""True if requests may be aborted: 0.26 stores what they have not computed, and dies (an assertion in
 _build_store_jobs), with its own manager as well."""
 
-# What is needed: since when vLLM has it, and what it is.
+# Features that tests need: the first version, and a description.
 CONNECTOR = versions.SINCE_CONNECTOR, "the scheduler's side that KVOffloadConnector builds on"
 DEVICES = versions.SINCE_DEVICES, "the module that pins memory for copies on devices"
 SECONDARY = versions.SINCE_SECONDARY, "tiers as KVOffloadDisk is one"
@@ -39,10 +39,10 @@ FILTERS = (0, 27), "requests that leave out tiers"
 
 
 def lacks(since: tuple[int, int], what: str) -> str:
-    """Why a test of something that vLLM has since that version is skipped; empty if it is not."""
+    """Return the reason to skip a test of a feature since that version; empty to run the test."""
     return f"vLLM {__version__} lacks {what}: since {since[0]}.{since[1]}" if since > VERSION else ""
 
 
 def needs(since: tuple[int, int], what: str) -> pytest.MarkDecorator:
-    """The mark of such a test."""
+    """Return the mark of a test that needs this feature."""
     return pytest.mark.skipif(since > VERSION, reason=lacks(since, what))

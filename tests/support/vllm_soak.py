@@ -1,13 +1,13 @@
-"""Real engines under stress for as long as SOAK_SECONDS says (600), with options drawn at random.
+"""Real engines under stress for SOAK_SECONDS (600), with random options.
 
     make soak SOAK_SECONDS=3600 SEED=17
 
-Every answer is compared with that of an engine without offloading; after each round nothing may be left in
+Every answer is compared with the answer of an engine without offloading. After each round nothing may be in
 flight, and the manager is audited. Where blocks are verified, the pool is damaged between rounds. Three
-engines in five have a Valkey server behind RAM, which is killed every 20 s and is back empty 5 s later.
+engines in five have a Valkey server behind RAM, which is killed every 20 s and starts empty 5 s later.
 Engines of one model with different configurations (`CHANGES`) share one disk and one server. Last, copies run
-in random orders on an engine that zeroes new blocks (`copy_orders`). The seed is printed; it repeats all that
-time does not decide.
+in random orders on an engine that zeroes new blocks (`copy_orders`). The seed is printed; it repeats all
+that does not depend on time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COPY_ORDERS = 6
 
 
 def soak(seconds: float, seed: int) -> bool:
-    """Whether everything was right until the time was up."""
+    """Run until the time is up; returns True if every answer was right."""
     rng, totals = random.Random(seed), Counter[str]()
     chats = conversations(seed, documents=8, turns=4)
     with tempfile.TemporaryDirectory() as directory, running(Path(directory)) as valkey:
@@ -105,8 +105,9 @@ def on_disk(path: str, policy: str) -> dict[str, Any]:
 
 
 def drawn(rng: random.Random, disk: str, valkey: str) -> tuple[dict[str, Any], bool]:
-    """Options of an engine, and whether it has our connector. An engine finds on the disk what one before it
-    has left there, and in Valkey what has been left since the last kill.
+    """Draw the options of an engine, and the choice of our connector.
+
+    The disk has blocks of previous engines, and Valkey has blocks since its last kill.
     """
     options: dict[str, Any] = {
         "ram": rng.choice(["4MiB", "6MiB", "12MiB"]),
@@ -149,7 +150,7 @@ def killed_again_and_again(server: Server, totals: Counter[str]) -> Iterator[Non
 
 
 def is_right(engine: Engine, expected: Any, seed: int, totals: Counter[str]) -> bool:
-    """Whether all answers of a round of requests are; it also ends with nothing left in flight."""
+    """Run a round of requests, check that nothing is in flight; returns True if all answers were right."""
     outcome = drive(engine, *expected, seed, REQUESTS_PER_ROUND, aborts=0.1, resets=0.003)
     if isinstance(core := engine.manager.core, TieredManager):
         assert core.settle(PATIENCE_S), "a tier does not end its jobs"
@@ -162,13 +163,13 @@ def is_right(engine: Engine, expected: Any, seed: int, totals: Counter[str]) -> 
 
 
 def count_tiers(core: Any, totals: Counter[str]) -> None:
-    """What an engine has had from each of its tiers, and what it has met there."""
+    """Add up hits, writes and failures of each tier of an engine."""
     if not isinstance(core, TieredManager):
         return
     for name, hits, stats in zip(core.tier_names, core.hit_blocks[1:], core.tier_stats(), strict=True):
         met = {"written": stats.written, "failed": stats.failed, "late": stats.timeouts, "stale": stats.stale}
-        for what, number in {"engines": 1, "hits": hits, "damaged": stats.mismatches, **met}.items():
-            totals[f"{name}: {what}"] += number
+        for event, number in {"engines": 1, "hits": hits, "damaged": stats.mismatches, **met}.items():
+            totals[f"{name}: {event}"] += number
 
 
 def blocks(name: str) -> int:

@@ -1,7 +1,7 @@
 """Modules in place of vLLM's, as far as our copies on devices need them, made from recorded signatures.
 
-Every function takes exactly what the version's own takes. The handler moves bytes between tensors in host
-memory when it is waited for, and not before: as a device may be that late.
+Every function has the signature of that version. The handler moves bytes between tensors in host memory when
+`wait` is called, and not before, because a device may be that late.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ OURS = "kvoffload.integrations.vllm"
 
 @dataclass
 class Device:
-    """What the stand-ins have been told.
+    """The calls that the stand-ins have received, and the failures that they play.
 
     Attributes:
-        log: in order: ``pin``, ``unpin`` and ``shutdown``, with what they were about.
-        handlers: those that were made. refused: which call of `host_register` is refused, from 0.
+        log: calls in order: ``pin``, ``unpin`` and ``shutdown``, with their arguments.
+        handlers: all handlers. refused: which call of `host_register` is refused, from 0.
         failing: a direction whose `shutdown` raises; refusing: whether transfers are refused, or fail later.
         stuck: a direction whose `wait` raises.
         seen: called at each call about pinning.
@@ -46,7 +46,7 @@ class Device:
     def host_register(self, ptr: int, num_bytes: int) -> bool:
         self.seen()
         self.log.append(("pin", ptr, num_bytes))
-        return sum(one[0] == "pin" for one in self.log) - 1 != self.refused
+        return sum(entry[0] == "pin" for entry in self.log) - 1 != self.refused
 
     def host_unregister(self, ptr: int) -> None:
         self.seen()
@@ -54,11 +54,11 @@ class Device:
 
     @property
     def pinned(self) -> list[tuple[int, int]]:
-        """Address and bytes of what `host_register` was asked for."""
-        return [one[1:] for one in self.log if one[0] == "pin"]
+        """Address and bytes of each call of `host_register`."""
+        return [entry[1:] for entry in self.log if entry[0] == "pin"]
 
-    def times(self, what: str) -> list[tuple[Any, ...]]:
-        return [one for one in self.log if one[0] == what]
+    def times(self, call: str) -> list[tuple[Any, ...]]:
+        return [entry for entry in self.log if entry[0] == call]
 
 
 class Handler:
@@ -136,7 +136,7 @@ class Handler:
 
 
 def as_recorded(form: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, which takes what was recorded and nothing else."""
+    """Return `call` with the recorded signature."""
     takes = signature(form)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def handler_class(device: Device, version: str) -> type:
 
 
 def modules_of(device: Device, version: str, *, is_cpu: bool) -> dict[str, ModuleType | None]:
-    """What our modules import, by name; None where the version has no such module."""
+    """Return the modules of vLLM that ours import, by name; None for a module that the version lacks."""
     offload = "vllm.v1.kv_offload"
     made: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": f"{version}.0"},
@@ -195,7 +195,7 @@ def _empty_class(name: str) -> type:
 
 @contextmanager
 def standing_in(device: Device, version: str, *, is_cpu: bool = False) -> Iterator[None]:
-    """For the block, importing vLLM gives the stand-ins, and importing our modules makes new ones."""
+    """In the block, imports of vLLM return the stand-ins, and imports of our modules make new modules."""
 
     def concerned(name: str) -> bool:
         return name.split(".")[0] == "vllm" or name == OURS or name.startswith(f"{OURS}.")

@@ -12,23 +12,23 @@ import numpy as np
 from kvoffload.testing.audit import audit
 
 PATIENCE_S = 900.0
-"""Of everything that waits: it ends what hangs, and nothing that is merely slow."""
+"""Time limit of every wait: long enough for a slow machine."""
 
 CERTAIN_MARGIN = 0.01
 ANSWER_TOKENS = 16
 TOKENS_THAT_PREEMPT = 32
-"""Of an answer: a block. Where every request grows by one, the small engine of the tests preempts in every
-run, a dozen times among 60 requests; with 8 tokens it is a matter of timing, and sometimes never."""
+"""Tokens of an answer: a block. The small engine then preempts about a dozen times among 60 requests; with 8
+tokens preemption depends on timing."""
 
 
 def note_position(ctx: Any, key: bytes, position: int) -> None:
-    """As vLLM's connector does since 0.31."""
+    """Record a position, like vLLM's connector since 0.31."""
     if hasattr(ctx, "set_offload_key_position"):
         ctx.set_offload_key_position(key, position)
 
 
 def touch_path(manager: Any, ctx: Any, keys: list[bytes]) -> None:
-    """As vLLM's connector did before 0.31 after each lookup and store, with all keys of the request."""
+    """Touch all keys of a request, like vLLM's connector before 0.31 after each lookup and store."""
     if not hasattr(ctx, "set_offload_key_position"):
         manager.touch(keys, ctx)
 
@@ -60,7 +60,7 @@ def certain_answers(
     shortest: int = 2,
     least: float = 0.5,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, and what the engine answers to each when it is alone and computed, as far as that is certain.
+    """Return prompts, and the certain tokens of the engine's answer to each, served alone and computed.
 
     With random weights two tokens may be equally probable to the last digit, and which of them wins depends
     on how the prompt was split and on its company, with offloading and without. An answer ends before the
@@ -72,24 +72,26 @@ def certain_answers(
     1e-6, summed up over four layers), a thousandth of it. In bf16 a step is 0.06, and no margin would leave
     enough tokens.
     """
-    found = []
+    certain = []
     for prompt in prompts:
         assert engine.core.reset_prefix_cache()
         (output,) = engine.generate([prompt], tokens, logprobs=2)
         answer = []
         for token, alternatives in zip(output.token_ids, output.logprobs, strict=True):
-            first, second, *_ = sorted((one.logprob for one in alternatives.values()), reverse=True)
+            first, second, *_ = sorted(
+                (token_logprob.logprob for token_logprob in alternatives.values()), reverse=True
+            )
             if first - second < margin:
                 break
             answer.append(token)
         if len(answer) >= shortest:
-            found.append((prompt, answer))
-    assert len(found) >= least * len(prompts), f"{len(found)} of {len(prompts)} answers are certain"
-    return [prompt for prompt, _ in found], [answer for _, answer in found]
+            certain.append((prompt, answer))
+    assert len(certain) >= least * len(prompts), f"{len(certain)} of {len(prompts)} answers are certain"
+    return [prompt for prompt, _ in certain], [answer for _, answer in certain]
 
 
 class Expected:
-    """What an engine without offloading answers, one prompt after the other; certain, however it is split.
+    """Certain answers of an engine without offloading, one prompt after the other.
 
     Attributes:
         prompts: nine whole blocks each, none of them in common. answers: to them, all tokens.
@@ -104,9 +106,9 @@ class Expected:
         self.chats, self.chat_answers = certain_answers(engine, conversations(2, documents=8, turns=4), 8)
 
     def check(self, engine: Any, count: int) -> None:
-        """The first `count` prompts, one after the other, are answered so."""
-        found = [engine.tokens([prompt])[0] for prompt in self.prompts[:count]]
-        assert found == self.answers[:count]
+        """Check the answers to the first `count` prompts, one after the other."""
+        answers = [engine.tokens([prompt])[0] for prompt in self.prompts[:count]]
+        assert answers == self.answers[:count]
 
 
 def reset_engine(engine: Any, *, connector: bool = True) -> bool:
@@ -143,10 +145,10 @@ def answer_across_a_reset(engine: Any, prompt: list[int], tokens: int) -> list[i
 
 @dataclass
 class Outcome:
-    """What a run of requests gave.
+    """The results of a run of requests.
 
     Attributes:
-        wrong: requests whose tokens were others than expected, as ``(number of the prompt, tokens)``.
+        wrong: requests with unexpected tokens, as ``(number of the prompt, tokens)``.
     """
 
     finished: int = 0
@@ -173,8 +175,8 @@ def drive(
     Args:
         tokens: of each answer.
         aborts: share of the requests that are aborted, at a random time. None where vLLM dies of it.
-        resets: probability of a reset at each step: of the engine's cache, of ours, or of both. None where
-            vLLM dies of it.
+        resets: probability at each step of a reset of the engine's cache, our cache, or both. None if vLLM
+            dies of it.
     """
     from vllm import SamplingParams
 
@@ -236,10 +238,9 @@ def check_nothing_is_left(engine: Any) -> None:
 
 
 class Recorder:
-    """Digests of blocks of the engine when they are stored, and after they have been loaded.
+    """Compares the bytes of blocks at their store and after their load.
 
-    Stands between our worker and its copies; a block is known by its slot, and what a slot holds is checked
-    by the key that the manager has for it.
+    Wraps our worker's copies; blocks are identified by the manager's key of their slot.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -265,14 +266,14 @@ class Recorder:
                 self.different += digest != self.stored[place]
 
     def _digests(self, blocks: Any, slots: Any) -> dict[Any, bytes]:
-        layout, tensors, found = self._copies._layout, self._copies._tensors, {}
+        layout, tensors, digests = self._copies._layout, self._copies._tensors, {}
         for move in layout.moves(blocks, slots.block_ids):
             for block, slot in zip(move.blocks.tolist(), move.slots.tolist(), strict=True):
                 parts = [
                     tensors[r.tensor][block, : r.num_bytes].tobytes() for r in layout.regions[move.group]
                 ]
-                found[(self._engine.manager.core.index.key_at(slot), move.inner)] = b"".join(parts)
-        return found
+                digests[(self._engine.manager.core.index.key_at(slot), move.inner)] = b"".join(parts)
+        return digests
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._copies, name)
@@ -281,7 +282,7 @@ class Recorder:
 def damage(engine: Any, how: str) -> None:
     """Put other bytes into every slot of the pool: numbers, because a NaN would stay behind in the engine.
 
-    Its kernels multiply what a block held before with zero, beyond the end of a sequence.
+    Its kernels multiply old contents of a block by zero, beyond the end of a sequence.
     """
     slots = engine.manager._pool._slots
     if how == "zeros":

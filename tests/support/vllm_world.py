@@ -51,35 +51,35 @@ class World:
         """A request as the connector makes it: it notes the keys of one group after the other."""
         ctx, self.paths[name] = base.ReqContext(name), keys
         per_group = len(keys) // groups
-        for position, one in enumerate(keys):
-            note_position(ctx, one, position % per_group + 1)
+        for position, block_key in enumerate(keys):
+            note_position(ctx, block_key, position % per_group + 1)
         self.manager.on_new_request(ctx)
         return ctx
 
     def lookup(self, ctx: Any, keys: list[bytes]) -> int | None:
-        """As vLLM's connector does: leading hits, or None to ask again."""
+        """Look up keys like vLLM's connector: returns the leading hits, or None to ask again."""
         hits, wait = 0, False
-        for one in keys:
-            found = self.manager.lookup(one, ctx)
-            if found is MISS:
+        for block_key in keys:
+            state = self.manager.lookup(block_key, ctx)
+            if state is MISS:
                 break
-            wait = wait or found is not HIT
+            wait = wait or state is not HIT
             hits += 1
         touch_path(self.manager, ctx, self.paths.get(ctx.req_id, keys))
         return None if wait else hits
 
     def hits(self, ctx: Any, keys: list[bytes]) -> int:
-        """The same, asked until there is an answer."""
+        """Look up repeatedly until there is an answer."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            found = self.lookup(ctx, keys)
-            if found is not None:
-                return found
+            hits = self.lookup(ctx, keys)
+            if hits is not None:
+                return hits
             self.manager.on_schedule_end(base.ScheduleEndContext([], []))
         raise AssertionError("no answer")
 
     def store(self, ctx: Any, keys: list[bytes]) -> Any:
-        """Offer, and copy what was chosen."""
+        """Offer blocks, and copy the chosen blocks."""
         output = self.manager.prepare_store(keys, ctx)
         if output is not None:
             self.write(output)
@@ -89,17 +89,17 @@ class World:
 
     def write(self, output: Any) -> None:
         spec = output.store_spec
-        for one, slot in zip(output.keys_to_store, spec.block_ids.tolist(), strict=True):
-            self.pool.part(0)[slot] = np.resize(np.frombuffer(one, np.uint8), 4096)
+        for block_key, slot in zip(output.keys_to_store, spec.block_ids.tolist(), strict=True):
+            self.pool.part(0)[slot] = np.resize(np.frombuffer(block_key, np.uint8), 4096)
         if spec.digests is not None:
             self.pool.seal(0, spec.block_ids, spec.digests)
 
     def read(self, spec: Any) -> list[bytes]:
-        """Which keys a worker would find."""
+        """Return the keys that the slots hold."""
         return [self.pool.part(0)[slot, :36].tobytes() for slot in spec.block_ids.tolist()]
 
     def serve(self, name: str, keys: list[bytes]) -> tuple[int, list[bytes]]:
-        """A whole request, nothing else meanwhile: hits, and what was stored."""
+        """Serve a request alone; returns the hits and the stored keys."""
         ctx = self.request(name, keys)
         hits = self.hits(ctx, keys)
         if hits:
@@ -112,7 +112,7 @@ class World:
         return hits, stored
 
     def check(self) -> None:
-        """Every structure agrees, and the events say what is here."""
+        """Audit the manager, and compare the events with its blocks."""
         assert not self.manager.broken
         audit(self.manager.core)
         for event in self.manager.take_events():

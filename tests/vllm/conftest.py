@@ -26,7 +26,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_engine() -> Iterator[Callable[..., Engine]]:
-    """A function that starts an engine; the one before is ended first, because a process has room for one."""
+    """A function that starts an engine and ends the previous one: a process has room for one engine."""
     running: list[Engine] = []
 
     def start(*args: Any, **settings: Any) -> Engine:
@@ -42,11 +42,11 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture(scope="session")
 def on_llama(start_engine: Callable[..., Engine], llama: Path) -> Expected:
-    """What the tiny model answers without offloading."""
+    """Answers of the tiny model without offloading."""
     return Expected(start_engine(llama, None))
 
 
 @pytest.fixture(scope="session")
 def on_hybrid(start_engine: Callable[..., Engine], hybrid: Path) -> Expected:
-    """What the model with two KV groups answers without offloading."""
+    """Answers of the model with two KV groups without offloading."""
     return Expected(start_engine(hybrid, None, num_gpu_blocks_override=44))

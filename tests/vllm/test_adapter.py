@@ -30,15 +30,15 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for item in made:
+        item.close()
 
 
 @pytest.mark.parametrize("policy", BUILTIN)
 @pytest.mark.parametrize("verify", ["tiers", "always"])
 def test_every_policy_serves_what_was_stored(world: Callable[..., World], policy: str, verify: str) -> None:
     """Random trees of requests; every hit is read, and is the block that it should be."""
-    rng, one = (
+    rng, rig = (
         random.Random(f"{policy}{verify}"),
         world(24, policy=policy, verify=verify, admission="reuse:2"),
     )
@@ -48,154 +48,154 @@ def test_every_policy_serves_what_was_stored(world: Callable[..., World], policy
         keys = [key(1000 * trunk + position) for position in range(length)]
         if rng.random() < 0.5:
             keys += [key(10**6 + 100 * rng.randrange(40) + position) for position in range(rng.randrange(4))]
-        served += one.serve(str(number), keys)[0]
-        one.check()
+        served += rig.serve(str(number), keys)[0]
+        rig.check()
     assert served > 100
 
 
 def test_a_hit_refreshes_what_the_device_served(world: Callable[..., World]) -> None:
-    one = world(4)
+    rig = world(4)
     path = [key(1), key(2), key(3)]
-    one.serve("first", path)
-    one.serve("other", [key(8)])
-    ctx = one.request("turn 2", path)
+    rig.serve("first", path)
+    rig.serve("other", [key(8)])
+    ctx = rig.request("turn 2", path)
     # The device has the first two: vLLM asks for the third, and has noted all of them.
-    assert one.hits(ctx, path[2:]) == 1
-    one.manager.prepare_load(path[2:], ctx)
-    one.manager.complete_load(set(path[2:]), ctx)
-    one.manager.on_request_finished(ctx)
-    one.serve("new", [key(9)])
-    assert [one.manager.core.lookup_key(k).name for k in [*path, key(8)]] == ["HIT", "HIT", "HIT", "MISS"]
+    assert rig.hits(ctx, path[2:]) == 1
+    rig.manager.prepare_load(path[2:], ctx)
+    rig.manager.complete_load(set(path[2:]), ctx)
+    rig.manager.on_request_finished(ctx)
+    rig.serve("new", [key(9)])
+    assert [rig.manager.core.lookup_key(k).name for k in [*path, key(8)]] == ["HIT", "HIT", "HIT", "MISS"]
 
 
 def test_retries_count_once(world: Callable[..., World]) -> None:
-    one = world(4, admission="reuse:2")
-    ctx = one.request("r", [key(1)])
+    rig = world(4, admission="reuse:2")
+    ctx = rig.request("r", [key(1)])
     for _ in range(5):
-        assert one.manager.lookup(key(1), ctx) is MISS
-        assert one.manager.prepare_store([key(1)], ctx).keys_to_store == []
-        one.manager.on_schedule_end(base.ScheduleEndContext([], ["r"]))
-    one.manager.on_request_finished(ctx)
-    assert one.serve("again", [key(1)])[1] == [key(1)]
+        assert rig.manager.lookup(key(1), ctx) is MISS
+        assert rig.manager.prepare_store([key(1)], ctx).keys_to_store == []
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], ["r"]))
+    rig.manager.on_request_finished(ctx)
+    assert rig.serve("again", [key(1)])[1] == [key(1)]
 
 
 @needs(*POSITIONS)
 def test_a_partial_store_keeps_the_head_of_every_group(world: Callable[..., World]) -> None:
     """vLLM offers one group after the other; what is stored comes back in its order."""
-    one = world(4)
+    rig = world(4)
     keys = [key(number, group) for group in (0, 1) for number in range(5)]
-    ctx = one.request("r", keys, groups=2)
-    output = one.store(ctx, keys)
+    ctx = rig.request("r", keys, groups=2)
+    output = rig.store(ctx, keys)
     assert output.keys_to_store == [key(0, 0), key(1, 0), key(0, 1), key(1, 1)]
-    assert one.read(output.store_spec) == output.keys_to_store, "slots in the same order"
+    assert rig.read(output.store_spec) == output.keys_to_store, "slots in the same order"
 
 
 def test_a_prefix_larger_than_the_pool_keeps_its_head_and_ends(world: Callable[..., World]) -> None:
-    one = world(4)
+    rig = world(4)
     path = [key(number) for number in range(9)]
-    assert one.serve("r", path) == (0, path[:4])
-    ctx = one.request("again", path)
-    assert one.hits(ctx, path) == 4
-    one.manager.prepare_load(path[:4], ctx)
-    assert one.manager.prepare_store(path[4:], ctx) is None, "a transfer runs: later, perhaps"
-    one.manager.complete_load(set(path[:4]), ctx)
-    output = one.manager.prepare_store(path[4:], ctx)
+    assert rig.serve("r", path) == (0, path[:4])
+    ctx = rig.request("again", path)
+    assert rig.hits(ctx, path) == 4
+    rig.manager.prepare_load(path[:4], ctx)
+    assert rig.manager.prepare_store(path[4:], ctx) is None, "a transfer runs: later, perhaps"
+    rig.manager.complete_load(set(path[:4]), ctx)
+    output = rig.manager.prepare_store(path[4:], ctx)
     assert output.keys_to_store == [], "never: not to be offered again at each step"
 
 
 def test_transfers_end_late_and_in_pieces(world: Callable[..., World]) -> None:
-    one = world(8)
+    rig = world(8)
     path = [key(number) for number in range(4)]
-    ctx = one.request("r", path)
-    one.store(ctx, path)
-    one.manager.on_request_finished(ctx)
-    one.manager.complete_store({path[2], path[0]}, ctx)
-    other = one.request("s", path)
-    assert [one.manager.lookup(k, other) for k in path] == [HIT, PENDING, HIT, PENDING]
-    one.manager.complete_store({path[1]}, ctx, success=False)
-    one.manager.complete_store({path[3]}, ctx)
-    assert [one.manager.lookup(k, other) for k in path] == [HIT, MISS, HIT, HIT]
-    spec = one.manager.prepare_load([path[0], path[2]], other)
-    assert one.read(spec) == [path[0], path[2]]
-    one.manager.on_request_finished(other)
-    one.manager.complete_load({path[2]}, other)
-    assert one.manager.core.stats().ready - one.manager.core.stats().evictable == 1
-    one.manager.complete_load({path[0]}, other)
-    one.check()
-    assert one.manager.core.stats().evictable == 3
+    ctx = rig.request("r", path)
+    rig.store(ctx, path)
+    rig.manager.on_request_finished(ctx)
+    rig.manager.complete_store({path[2], path[0]}, ctx)
+    other = rig.request("s", path)
+    assert [rig.manager.lookup(k, other) for k in path] == [HIT, PENDING, HIT, PENDING]
+    rig.manager.complete_store({path[1]}, ctx, success=False)
+    rig.manager.complete_store({path[3]}, ctx)
+    assert [rig.manager.lookup(k, other) for k in path] == [HIT, MISS, HIT, HIT]
+    spec = rig.manager.prepare_load([path[0], path[2]], other)
+    assert rig.read(spec) == [path[0], path[2]]
+    rig.manager.on_request_finished(other)
+    rig.manager.complete_load({path[2]}, other)
+    assert rig.manager.core.stats().ready - rig.manager.core.stats().evictable == 1
+    rig.manager.complete_load({path[0]}, other)
+    rig.check()
+    assert rig.manager.core.stats().evictable == 3
 
 
 def test_what_a_worker_could_not_copy_is_forgotten(world: Callable[..., World]) -> None:
-    one = world(8)
+    rig = world(8)
     path = [key(number) for number in range(4)]
-    ctx = one.request("r", path)
-    output = one.store(ctx, path)
-    one.pool.fail(0, output.store_spec.block_ids[1:2])
-    one.manager.complete_store(set(path), ctx)
-    assert one.hits(ctx, path) == 1
-    spec = one.manager.prepare_load([path[0], path[2]], ctx)
-    one.pool.fail(0, spec.block_ids[:1])
-    one.manager.complete_load({path[0], path[2]}, ctx)
-    assert one.hits(ctx, path) == 0
-    assert one.manager.lookup(path[2], ctx) is HIT
-    one.manager.on_request_finished(ctx)
-    one.check()
-    assert one.serve("again", path) == (0, path[:2]), "and can be stored again"
+    ctx = rig.request("r", path)
+    output = rig.store(ctx, path)
+    rig.pool.fail(0, output.store_spec.block_ids[1:2])
+    rig.manager.complete_store(set(path), ctx)
+    assert rig.hits(ctx, path) == 1
+    spec = rig.manager.prepare_load([path[0], path[2]], ctx)
+    rig.pool.fail(0, spec.block_ids[:1])
+    rig.manager.complete_load({path[0], path[2]}, ctx)
+    assert rig.hits(ctx, path) == 0
+    assert rig.manager.lookup(path[2], ctx) is HIT
+    rig.manager.on_request_finished(ctx)
+    rig.check()
+    assert rig.serve("again", path) == (0, path[:2]), "and can be stored again"
 
 
 def test_damage_is_a_miss_before_it_is_a_hit(world: Callable[..., World]) -> None:
-    one = world(24, verify="always")
+    rig = world(24, verify="always")
     path = [key(number) for number in range(6)]
-    one.serve("r", path)
-    later = one.manager._verifier._thread = Later()
-    plan = one.manager.core.prepare_load([path[3]])
-    one.pool.part(0)[plan.slots[0], 17] ^= 4
-    one.manager.core.unpin(plan)
-    ctx, same_time = one.request("a", path), one.request("b", path)
-    assert one.lookup(ctx, path) is None
-    assert one.lookup(same_time, path) is None
+    rig.serve("r", path)
+    later = rig.manager._verifier._thread = Later()
+    plan = rig.manager.core.prepare_load([path[3]])
+    rig.pool.part(0)[plan.slots[0], 17] ^= 4
+    rig.manager.core.unpin(plan)
+    ctx, same_time = rig.request("a", path), rig.request("b", path)
+    assert rig.lookup(ctx, path) is None
+    assert rig.lookup(same_time, path) is None
     while later.tasks:
         later.run()
-    assert one.hits(ctx, path) == 3
-    assert one.hits(same_time, path) == 3
-    assert one.manager.metrics.counts["verification_failures"] in (1, 2)
+    assert rig.hits(ctx, path) == 3
+    assert rig.hits(same_time, path) == 3
+    assert rig.manager.metrics.counts["verification_failures"] in (1, 2)
     for request in (ctx, same_time):
-        one.manager.on_request_finished(request)
-    one.check()
+        rig.manager.on_request_finished(request)
+    rig.check()
 
 
 def test_a_verification_that_fails_is_a_miss(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = world(8, verify="always")
+    rig = world(8, verify="always")
     path = [key(number) for number in range(3)]
-    one.serve("r", path)
+    rig.serve("r", path)
 
     def fail(*_: Any) -> None:
         raise OSError("gone")
 
-    monkeypatch.setattr(one.pool, "verify", fail)
-    ctx = one.request("a", path)
-    assert one.hits(ctx, path) == 0
-    one.manager.on_request_finished(ctx)
-    one.check()
+    monkeypatch.setattr(rig.pool, "verify", fail)
+    ctx = rig.request("a", path)
+    assert rig.hits(ctx, path) == 0
+    rig.manager.on_request_finished(ctx)
+    rig.check()
 
 
 def test_waiting_for_verification_holds_up_nobody(world: Callable[..., World]) -> None:
     """Requests that wait, verified, pin at most half of the pool; others get what is left, or a miss."""
-    one = world(8, verify="always")
+    rig = world(8, verify="always")
     path = [key(number) for number in range(8)]
-    one.serve("r", path)
-    waiting = one.request("waits", path)
-    assert one.hits(waiting, path) == 4
-    other = one.request("other", path)
-    assert one.hits(other, path) == 0
-    assert one.store(one.request("new", [key(99)]), [key(99)]).keys_to_store == [key(99)]
-    one.manager.on_schedule_end(base.ScheduleEndContext(["waits"], []))
-    assert one.hits(other, path) > 0
+    rig.serve("r", path)
+    waiting = rig.request("waits", path)
+    assert rig.hits(waiting, path) == 4
+    other = rig.request("other", path)
+    assert rig.hits(other, path) == 0
+    assert rig.store(rig.request("new", [key(99)]), [key(99)]).keys_to_store == [key(99)]
+    rig.manager.on_schedule_end(base.ScheduleEndContext(["waits"], []))
+    assert rig.hits(other, path) > 0
     for request in (waiting, other):
-        one.manager.on_request_finished(request)
-    one.check()
+        rig.manager.on_request_finished(request)
+    rig.check()
 
 
 @pytest.mark.parametrize("begins", ["loads", "stores", "runs"])
@@ -203,119 +203,119 @@ def test_a_preempted_request_loads_in_the_step_after_the_report(
     world: Callable[..., World], begins: str
 ) -> None:
     """vLLM dies if the step that reports a preemption, by a reset, also begins a load of the request."""
-    one, path = world(8), [key(number) for number in range(4)]
-    one.serve("r", path)
-    ctx = one.request("a", path)
-    assert one.hits(ctx, path) == 4
+    rig, path = world(8), [key(number) for number in range(4)]
+    rig.serve("r", path)
+    ctx = rig.request("a", path)
+    assert rig.hits(ctx, path) == 4
     if begins == "loads":
-        one.manager.prepare_load(path, ctx)
-        one.manager.complete_load({*path}, ctx)
+        rig.manager.prepare_load(path, ctx)
+        rig.manager.complete_load({*path}, ctx)
     elif begins == "stores":
-        one.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
-        one.store(ctx, [key(50)])  # as vLLM does: in the step, after its end was reported
+        rig.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
+        rig.store(ctx, [key(50)])  # as vLLM does: in the step, after its end was reported
     else:
-        one.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
-    assert one.lookup(ctx, path) is None
-    assert one.lookup(ctx, path) is None
-    one.manager.on_schedule_end(base.ScheduleEndContext([], ["a"]))
-    assert one.hits(ctx, path) == 4
+        rig.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
+    assert rig.lookup(ctx, path) is None
+    assert rig.lookup(ctx, path) is None
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], ["a"]))
+    assert rig.hits(ctx, path) == 4
     # Not reported, as after a load that failed: it waits for one step.
-    one.manager.prepare_load(path, ctx)
-    one.manager.complete_load({*path}, ctx)
-    assert one.lookup(ctx, path) is None
-    one.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    rig.manager.prepare_load(path, ctx)
+    rig.manager.complete_load({*path}, ctx)
+    assert rig.lookup(ctx, path) is None
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
     # vLLM does not report that a preempted request resumes, here without a load: it may run after any answer.
     for _ in range(3):
-        assert one.lookup(ctx, path) == 4
-        one.manager.on_schedule_end(base.ScheduleEndContext([], []))
-        assert one.lookup(ctx, path) is None
-        one.manager.on_schedule_end(base.ScheduleEndContext([], []))
-    one.manager.on_request_finished(ctx)
-    one.check()
+        assert rig.lookup(ctx, path) == 4
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        assert rig.lookup(ctx, path) is None
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    rig.manager.on_request_finished(ctx)
+    rig.check()
 
 
 def test_a_request_that_ran_without_a_lookup_waits_for_a_step_as_well(world: Callable[..., World]) -> None:
     """vLLM asks for nothing where the GPU's cache covers the prompt."""
-    one, path = world(8), [key(number) for number in range(4)]
-    one.serve("r", path)
-    ctx = one.request("a", path)
-    one.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
-    assert one.lookup(ctx, path) is None
-    one.manager.on_schedule_end(base.ScheduleEndContext([], ["a"]))
-    assert one.lookup(ctx, path) == 4
-    one.manager.on_request_finished(ctx)
-    assert not one.manager._arrivals
-    one.check()
+    rig, path = world(8), [key(number) for number in range(4)]
+    rig.serve("r", path)
+    ctx = rig.request("a", path)
+    rig.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
+    assert rig.lookup(ctx, path) is None
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], ["a"]))
+    assert rig.lookup(ctx, path) == 4
+    rig.manager.on_request_finished(ctx)
+    assert not rig.manager._arrivals
+    rig.check()
 
 
 def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> None:
-    one = world(8, verify="always")
+    rig = world(8, verify="always")
     path = [key(number) for number in range(4)]
-    one.serve("r", path)
-    ctx = one.request("a", path)
-    assert one.hits(ctx, path) == 4
-    one.manager.prepare_load(path, ctx)
-    other = one.request("b", path)
-    one.lookup(other, path)
-    one.store(other, [key(50), key(51)])
-    one.manager.reset_cache()
-    one.check()
-    assert one.manager.core.stats().free == 8
+    rig.serve("r", path)
+    ctx = rig.request("a", path)
+    assert rig.hits(ctx, path) == 4
+    rig.manager.prepare_load(path, ctx)
+    other = rig.request("b", path)
+    rig.lookup(other, path)
+    rig.store(other, [key(50), key(51)])
+    rig.manager.reset_cache()
+    rig.check()
+    assert rig.manager.core.stats().free == 8
     # Neither is ever completed. Both go on, and store nothing of what the reset was to forget.
-    assert one.hits(ctx, path) == 0
-    assert one.store(ctx, path).keys_to_store == []
+    assert rig.hits(ctx, path) == 0
+    assert rig.store(ctx, path).keys_to_store == []
     for request in (ctx, other):
-        one.manager.on_request_finished(request)
-    assert one.serve("again", path) == (0, path)
-    assert one.serve("again", path) == (4, [])
-    assert not one.manager._arrivals
+        rig.manager.on_request_finished(request)
+    assert rig.serve("again", path) == (0, path)
+    assert rig.serve("again", path) == (4, [])
+    assert not rig.manager._arrivals
 
 
 def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = world(8)
+    rig = world(8)
     path = [key(number) for number in range(4)]
-    one.serve("r", path)
+    rig.serve("r", path)
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")
 
     for call in ("lookup_key", "prepare_load", "prepare_store", "finish_request", "take_events", "counters"):
         with monkeypatch.context() as broken:
-            broken.setattr(one.manager.core, call, fail)
-            ctx = one.request(call, path)
-            if one.lookup(ctx, path):
-                spec = one.manager.prepare_load(path, ctx)
+            broken.setattr(rig.manager.core, call, fail)
+            ctx = rig.request(call, path)
+            if rig.lookup(ctx, path):
+                spec = rig.manager.prepare_load(path, ctx)
                 assert (spec.block_ids.tolist() == [-1] * 4) == (call == "prepare_load")
-                one.manager.complete_load(set(path), ctx)
-            output = one.manager.prepare_store([key(70)], ctx)
-            one.manager.complete_store(set(output.keys_to_store), ctx)
-            one.manager.on_request_finished(ctx)
-            assert one.manager.take_events() is not None
-            one.manager.get_stats()
-        assert one.manager.broken, call
-        assert one.manager.lookup(path[0], one.request("after", path)) is MISS
-        one.manager.reset_cache()
-        assert not one.manager.broken
-        one.manager.take_events()
-        one.resident.clear()
-        assert one.serve("again", path) == (0, path)
-        one.check()
+                rig.manager.complete_load(set(path), ctx)
+            output = rig.manager.prepare_store([key(70)], ctx)
+            rig.manager.complete_store(set(output.keys_to_store), ctx)
+            rig.manager.on_request_finished(ctx)
+            assert rig.manager.take_events() is not None
+            rig.manager.get_stats()
+        assert rig.manager.broken, call
+        assert rig.manager.lookup(path[0], rig.request("after", path)) is MISS
+        rig.manager.reset_cache()
+        assert not rig.manager.broken
+        rig.manager.take_events()
+        rig.resident.clear()
+        assert rig.serve("again", path) == (0, path)
+        rig.check()
 
 
 def test_keys_of_another_length(world: Callable[..., World]) -> None:
-    one = world(8)
+    rig = world(8)
     path = [bytes([number]) * 20 for number in range(4)]
-    ctx = one.request("r", path)
-    assert one.hits(ctx, path) == 0
-    output = one.manager.prepare_store(path, ctx)
+    ctx = rig.request("r", path)
+    assert rig.hits(ctx, path) == 0
+    output = rig.manager.prepare_store(path, ctx)
     assert output.keys_to_store == path
-    one.manager.complete_store(set(path), ctx)
-    assert one.hits(ctx, path) == 4
-    one.check()
+    rig.manager.complete_store(set(path), ctx)
+    assert rig.hits(ctx, path) == 4
+    rig.check()
 
 
 class Later:
-    """An executor that works when it is told to."""
+    """An executor that runs its work on request."""
 
     def __init__(self) -> None:
         self.tasks: list[Callable[[], None]] = []
@@ -414,30 +414,30 @@ class Script:
 @given(data=st.data(), policy=st.sampled_from(["lru", "arc", "s3fifo"]))
 def test_any_order(tmp_path_factory: pytest.TempPathFactory, verify: str, data: Any, policy: str) -> None:
     """Requests begin, ask, load, store, end in pieces and finish in any order, with resets between."""
-    one = World(tmp_path_factory.mktemp("pool"), 6, verify=verify, policy=policy)
-    script = Script(one, lambda below: data.draw(st.integers(0, below - 1)))
+    rig = World(tmp_path_factory.mktemp("pool"), 6, verify=verify, policy=policy)
+    script = Script(rig, lambda below: data.draw(st.integers(0, below - 1)))
     for _ in range(data.draw(st.integers(5, 60))):
         script.step()
     script.drain()
-    one.close()
+    rig.close()
 
 
 def with_parameters(parameters: Any, name: str = "a") -> Any:
     return base.ReqContext(name, kv_transfer_params=parameters)
 
 
-def test_what_a_user_says_of_a_request_is_heard(tmp_path: Path) -> None:
-    one = World(tmp_path, 4)
+def test_hints_of_a_user_reach_the_manager(tmp_path: Path) -> None:
+    rig = World(tmp_path, 4)
     said = {"session_over": True, "priority": 3, "time_to_live_s": 600, "tenant": "them"}
     ctx = with_parameters({"kvoffload": said, "other": 1})
-    one.manager.on_new_request(ctx)
-    one.manager.lookup(key(1), ctx)
-    began = one.manager._requests["a"].ctx
+    rig.manager.on_new_request(ctx)
+    rig.manager.lookup(key(1), ctx)
+    began = rig.manager._requests["a"].ctx
     assert began.hints == Hints("", True, 3, 600.0, "them")
-    one.manager.add_hints("a", Hints("stop"))
-    one.manager.on_request_finished(ctx)
+    rig.manager.add_hints("a", Hints("stop"))
+    rig.manager.on_request_finished(ctx)
     assert began.hints == Hints("stop", True, 3, 600.0, "them")
-    assert not one.manager._arrivals
+    assert not rig.manager._arrivals
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_what_a_user_says_of_a_request_is_heard(tmp_path: Path) -> None:
         ("session_over", "Expected `object`, got `str`"),
     ],
 )
-def test_what_a_user_says_wrongly_is_named_and_harms_nobody(
+def test_wrong_hints_of_a_user_are_named_and_ignored(
     tmp_path: Path, said: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameters = {"kvoffload": said}
@@ -457,23 +457,23 @@ def test_what_a_user_says_wrongly_is_named_and_harms_nobody(
         ValueError, match=f"kv_transfer_params: kvoffload: .*{why}.*allowed: session_over, pri"
     ):
         user_hints(parameters)
-    one = World(tmp_path, 4)
+    rig = World(tmp_path, 4)
     ctx = with_parameters(parameters)
-    one.manager.on_new_request(ctx)
-    assert one.manager.lookup(key(1), ctx) is MISS
-    one.manager.on_request_finished(ctx)
-    assert not one.manager.broken
+    rig.manager.on_new_request(ctx)
+    assert rig.manager.lookup(key(1), ctx) is MISS
+    rig.manager.on_request_finished(ctx)
+    assert not rig.manager.broken
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"kvoffload": None}, {"do_remote_prefill": True}])
-def test_who_says_nothing_is_not_misheard(parameters: Any) -> None:
+def test_parameters_without_hints_give_none(parameters: Any) -> None:
     assert user_hints(parameters) is NO_HINTS
 
 
-def test_nothing_is_kept_of_who_ends_while_an_error_is_contained(tmp_path: Path) -> None:
-    one = World(tmp_path, 4)
+def test_a_request_that_ends_after_an_error_leaves_nothing(tmp_path: Path) -> None:
+    rig = World(tmp_path, 4)
     ctx = with_parameters({"kvoffload": {"priority": 1}})
-    one.manager.on_new_request(ctx)
-    one.manager.broken = True
-    one.manager.on_request_finished(ctx)
-    assert not one.manager._arrivals
+    rig.manager.on_new_request(ctx)
+    rig.manager.broken = True
+    rig.manager.on_request_finished(ctx)
+    assert not rig.manager._arrivals

@@ -1,4 +1,4 @@
-"""`KVOffloadConnector` in a real engine: prefixes at once, and storing what the GPU is about to drop."""
+"""`KVOffloadConnector` in a real engine: lookups of whole prefixes, and the victim tier."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, on_llam
     engine.drain()
     assert max(asked) == 9
     assert sources
-    assert all(ours == theirs for ours, theirs in sources)
+    assert all(our_item == vllm_item for our_item, vllm_item in sources)
     assert engine.manager.core.stats().loaded >= 9
     audit(engine.manager.core)
     before = engine.manager.core.stats().loaded
@@ -208,7 +208,7 @@ def test_what_the_engine_knows_of_a_request_reaches_the_policy(
 def test_what_waiting_requests_will_ask_for_is_expected(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
-    """One request at a time runs, and the others wait for it."""
+    """A single request runs at a time, and the others wait."""
     engine = start_engine(llama, {"ram": "32MiB"}, connector=True, max_num_seqs=1, **SMALL_STEPS)
     core, seen = engine.manager.core, list[int]()
     withdraw = core.withdraw

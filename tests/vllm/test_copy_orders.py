@@ -25,7 +25,7 @@ REQUESTS, SEED = 60, 20261124
 
 @pytest.fixture(scope="module")
 def victim(start_engine: Callable[..., Any], llama: Path, on_llama: Expected) -> Any:
-    """An engine that stores what the GPU drops, and zeroes new blocks."""
+    """An engine with a victim tier that zeroes new blocks."""
     with zeroing_of_new_blocks():
         return start_engine(llama, VICTIM, connector=True, **SMALL_STEPS)
 
@@ -59,7 +59,7 @@ def test_no_answer_is_wrong(victim: Any, on_llama: Expected, runner: str, order:
 def test_the_emulation_shows_wrong_answers_without_the_guard(
     victim: Any, on_llama: Expected, order: str
 ) -> None:
-    """Negative control: V2's order, and a worker that believes in V1. The guard mends the same requests."""
+    """Negative control: V2's order, and a worker that assumes V1's. The guard corrects the same requests."""
     put_in_order(victim, V2, order, guarded=False)
     wrong = {seed: wrong_answers(victim, on_llama, seed) for seed in range(3)}
     while not any(wrong.values()):
@@ -90,7 +90,7 @@ def test_no_disk_keeps_overwritten_blocks(
 def test_blocks_stored_when_they_are_computed(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected, connector: bool
 ) -> None:
-    """The engine has room for two requests: the blocks of one that ends are taken in the next step."""
+    """The engine has room for two requests: the next step takes the blocks of a finished request."""
     with zeroing_of_new_blocks():
         engine = start_engine(llama, {"ram": "32MiB", "prompt_only": False}, connector=connector)
     for order in (EARLY, LATE):

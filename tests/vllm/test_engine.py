@@ -1,4 +1,4 @@
-"""A real engine that offloads through us: tokens stay the same, blocks come back, and the test can fail."""
+"""A real engine that offloads through kvoffload: equal tokens, loaded blocks, and a control that fails."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ THREE = 3
 
 
 def logprobs(engine: Any, prompt: list[int]) -> list[dict[int, float]]:
-    """Of each token: the five most probable ones, and how probable they were."""
+    """Return the five most probable tokens at each position, with their log-probabilities."""
     output = engine.generate([prompt], logprobs=5)[0]
-    return [{token: one.logprob for token, one in step.items()} for step in output.logprobs]
+    return [{token: item.logprob for token, item in step.items()} for step in output.logprobs]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_reset_under_a_request_that_loads_in_the_same_step(engine: Any, on_lla
 
 
 def test_log_probs_are_those_of_the_engines_own_hits(engine: Any, on_llama: Expected) -> None:
-    """To the last bit: both compute the same twelve tokens behind the same 288."""
+    """Equal to the last bit: both compute the same twelve tokens after the same 288."""
     for prompt in on_llama.prompts[:THREE]:
         engine.tokens([prompt])
         before = loaded(engine)
@@ -84,8 +84,10 @@ def test_log_probs_are_those_of_the_engines_own_hits(engine: Any, on_llama: Expe
         assert loaded(engine) == before + 9
 
 
-def test_events_tell_what_ram_holds(engine: Any, on_llama: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM publishes, applied to a set, is what our manager holds, with the tokens of each block."""
+def test_events_match_the_contents_of_ram(
+    engine: Any, on_llama: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published events, applied to a set, give the blocks of our manager, with their tokens."""
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -114,14 +116,14 @@ def test_events_tell_what_ram_holds(engine: Any, on_llama: Expected, monkeypatch
 
 @needs(*COUNTS_EVERY_STEP)
 def test_metrics_under_vllms_own(engine: Any, on_llama: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``/metrics`` of a server would show of this process, once no request runs."""
+    """Metrics of this process in ``/metrics`` of a server, when no request runs."""
     monkeypatch.setattr(engine.manager.metrics, "interval_s", 1e9)
     from prometheus_client import REGISTRY
 
     def value(metric: str, /, **labels: str) -> float:
         label = {"model_name": engine.llm.llm_engine.model_config.served_model_name, "engine": "0"}
-        found = REGISTRY.get_sample_value(f"vllm:{metric}", label | labels)
-        return 0.0 if found is None else found
+        sample = REGISTRY.get_sample_value(f"vllm:{metric}", label | labels)
+        return 0.0 if sample is None else sample
 
     assert engine.tokens([on_llama.prompts[0]])[0] == on_llama.answers[0]
     engine.forget_device()
@@ -144,9 +146,9 @@ def test_metrics_under_vllms_own(engine: Any, on_llama: Expected, monkeypatch: p
 
 @pytest.mark.parametrize("how", ["zeros", "noise", "other slots"])
 def test_wrong_bytes_change_the_tokens(engine: Any, on_llama: Expected, how: str) -> None:
-    """The negative control: without verification the engine computes with whatever is loaded."""
+    """The negative control: without verification the engine computes with the damaged bytes."""
     assert engine.core.reset_prefix_cache(reset_connector=True)
-    # What earlier tests have stored of these prompts, in other slots, would be right bytes.
+    # Blocks of these prompts that earlier tests stored in other slots would have the right bytes.
     engine.manager._pool._slots[:] = 0
     on_llama.check(engine, THREE)
     engine.forget_device()
@@ -160,7 +162,7 @@ def test_wrong_bytes_change_the_tokens(engine: Any, on_llama: Expected, how: str
     engine.forget_device()
     for answer, right in zip(answers, on_llama.answers, strict=False):
         wrong = sum(map(operator.ne, answer, right))
-        assert wrong > ANSWER_TOKENS / 2, "by far, so that no processor rounds it away"
+        assert wrong > ANSWER_TOKENS / 2, "far more tokens than rounding can change"
     on_llama.check(engine, THREE)
 
 
@@ -174,7 +176,7 @@ def test_a_failing_worker_stops_nothing(
         engine.forget_device()
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("told to fail")
+        raise RuntimeError("a failing copy")
 
     monkeypatch.setattr(engine.worker._copies, "_copy", fail)
     assert engine.tokens([on_llama.prompts[0]])[0] == on_llama.answers[0]
@@ -213,7 +215,7 @@ def test_stress(engine: Any, on_llama: Expected, seed: int) -> None:
 
 
 def test_bf16_keeps_its_bytes(start_engine: Callable[..., Any], llama: Path) -> None:
-    """What users run. Its answers depend on the processor: what comes back is compared, not what follows."""
+    """The type that users run. Answers depend on the processor, so the test compares loaded bytes instead."""
     chats = conversations(2, documents=8, turns=4)
     engine = start_engine(llama, {"ram": "4MiB", "policy": "arc"}, dtype="bfloat16")
     recorder = Recorder(engine)

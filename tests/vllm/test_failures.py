@@ -1,4 +1,4 @@
-"""How failed loads are named, in the two ways that versions of vLLM ask for it."""
+"""Reports of failed loads, in the two forms that versions of vLLM have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.integrations.vllm.shared.patches import name_failed_loads
 
 
 class Worker:
-    """As ours: some jobs run, some of them failed."""
+    """A stand-in for our worker, with running and failed jobs."""
 
     def __init__(self) -> None:
         self.jobs: set[int] = set()
@@ -35,7 +35,7 @@ SPEC = object()
 
 
 def connector_with(**more: Any) -> Any:
-    """One of vLLM's, whose worker's side is ours."""
+    """Return a stand-in for vLLM's connector with our worker side."""
     return SimpleNamespace(
         connector_worker=SimpleNamespace(_load_jobs={4: "a", 5: "b"}, spec=SPEC),
         _vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute")),

@@ -27,7 +27,7 @@ CHANGES = {
     "rope_theta": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}},
     "rms_norm_eps": {"hf_overrides": {"rms_norm_eps": 0.1}},
 }
-"""What a user may change of a model without another directory."""
+"""Settings that change a model's KV without another directory."""
 
 
 class Tiers:
@@ -43,7 +43,7 @@ class Tiers:
         ]
 
     def with_adapter(self, adapter: Path | None, *, offload: bool, connector: bool = True) -> list[list[int]]:
-        """Answers of an engine with LoRA, to the first two prompts; `hits` are those of the disk."""
+        """Answers of an engine with LoRA, to the first two prompts; `hits` counts hits on the disk."""
         options = (
             {"ram": "6MiB", "tiers": self._tiers[:1], "tier_deadline_s": PATIENCE_S} if offload else None
         )
@@ -134,7 +134,7 @@ def tiers(
 
 
 def test_an_engine_with_the_same_configuration_finds_the_blocks(tiers: Tiers) -> None:
-    """The control: what the other tests do not find is there."""
+    """The control for the other tests, which find no block."""
     assert sum(tiers.life()[1]) == BLOCKS
 
 
@@ -148,7 +148,7 @@ def test_an_override_of_the_models_configuration_is_another_producer(tiers: Tier
 
 
 def test_another_model_dtype_under_an_fp8_cache_is_another_producer(tiers: Tiers) -> None:
-    """bfloat16 rounds otherwise on other processors: bytes are told apart by who finds them."""
+    """bfloat16 rounds differently on other processors, so the test compares hits, not answers."""
     import torch
 
     if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
@@ -161,7 +161,7 @@ def test_another_model_dtype_under_an_fp8_cache_is_another_producer(tiers: Tiers
 def test_an_adapter_that_was_trained_again_under_its_path_gets_no_block_of_before(
     tiers: Tiers, tmp_path: Path
 ) -> None:
-    """Keys have its name and path. Requests without an adapter use the same tier."""
+    """Keys have the adapter's name and path. Requests without an adapter use the same tier."""
     before = tiers.with_adapter(write_adapter(tmp_path / "adapter", 1), offload=True)
     adapter = write_adapter(tmp_path / "adapter", 2)
     plain = tiers.with_adapter(adapter, offload=False)
@@ -177,6 +177,6 @@ def test_an_adapter_that_was_trained_again_under_its_path_gets_no_block_of_befor
 def test_with_adapters_and_vllms_own_connector_an_engine_runs_without_tiers(
     tiers: Tiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not tell which requests have one."""
+    """That connector does not show which requests have an adapter."""
     tiers.with_adapter(None, offload=True, connector=False)
     assert "WITHOUT the tier disk" in caplog.text

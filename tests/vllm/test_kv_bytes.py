@@ -1,6 +1,6 @@
-"""Bytes of a token by `kvoffload.model.kv_bytes` are those that vLLM allocates, for kinds of attention.
+"""`kvoffload.model.kv_bytes` gives the bytes that vLLM allocates, for each kind of attention.
 
-Sizes of a plan are divided by it: with it wrong, every answer is. Engines have dummy weights.
+A plan divides sizes by these bytes. The engines have dummy weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KV events, as vLLM publishes them, become the trace of what it was asked: beside a recording of it."""
+"""KV events of vLLM become the trace of its requests: beside a recording of it."""
 
 from __future__ import annotations
 
@@ -57,17 +57,19 @@ def test_events_of_an_engine_are_its_requests(
     assert inferred.block_tokens == recorded.block_tokens == 32
     lengths = np.diff(recorded.offsets).tolist()
     assert lengths == [len(prompt) // 32 for prompt in prompts]
-    found = np.diff(inferred.offsets).tolist()
+    result = np.diff(inferred.offsets).tolist()
     # What came back from RAM is stored on the device anew, and an event too.
-    assert found == [*lengths[:4]], "the last one is unseen: the device had all of its whole blocks"
-    assert inferred.refs.tolist() == recorded.refs[: sum(found)].tolist(), "the same blocks in the same order"
+    assert result == [*lengths[:4]], "the last one is unseen: the device had all of its whole blocks"
+    assert inferred.refs.tolist() == recorded.refs[: sum(result)].tolist(), (
+        "the same blocks in the same order"
+    )
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     return value

@@ -1,4 +1,4 @@
-"""What is offered when, from vLLM's own pool of blocks; without an engine."""
+"""The offers of a victim tier, with vLLM's own pool of blocks and without an engine."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Setting:
         return blocks
 
     def finish(self, blocks: list[Any]) -> None:
-        """It ends: vLLM frees the tail first."""
+        """End a request: vLLM frees the tail first."""
         self.pool.free_blocks(reversed(blocks))
 
     def step(self) -> dict[int, Any]:
@@ -103,7 +103,7 @@ class Setting:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often vLLM's own way of storing was taken."""
+    """Number of calls of vLLM's own store path."""
     calls: list[int] = []
 
     def build(self: Any, output: Any) -> dict[int, Any]:
@@ -156,7 +156,7 @@ def test_a_block_that_was_used_again_is_offered_again() -> None:
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_window_is_followed_whatever_happens_to_the_free_list(data: Any) -> None:
-    """What is in the window has been offered, and once as long as it stays there."""
+    """Every block in the window was offered, once for each stay in the window."""
     setting, names = Setting(24), iter(range(10**6))
     setting.side.window.largest = data.draw(st.integers(2, 24))
     running: list[list[Any]] = []
@@ -195,10 +195,10 @@ def test_the_window_is_followed_whatever_happens_to_the_free_list(data: Any) -> 
             elif what == "find":
                 cached = [block for block in free if block.block_hash is not None]
                 begin = data.draw(st.integers(0, len(cached)))
-                found = cached[begin : begin + data.draw(st.integers(0, 4))]
-                if found:
-                    setting.find(found)
-                    running.append(found)
+                result = cached[begin : begin + data.draw(st.integers(0, 4))]
+                if result:
+                    setting.find(result)
+                    running.append(result)
         in_list = {block.block_id: block.block_hash for block in setting.free()}
         offered = {number: key for number, key in offered.items() if in_list.get(number) is key}
         window &= in_list.keys()
@@ -230,7 +230,7 @@ def test_without_room_the_offer_is_made_again() -> None:
     assert setting.manager.offered == ["cd"]
 
 
-def test_what_left_unseen_is_told() -> None:
+def test_blocks_dropped_without_an_offer_are_reported() -> None:
     setting = Setting(8)
     setting.finish(setting.run("abcdefgh"))
     setting.step()

@@ -1,4 +1,4 @@
-"""What operators see of our manager inside vLLM: metrics, sources of hits, options, lines in the log."""
+"""Our manager inside vLLM as operators see it: metrics, sources of hits, options, log lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.vllm_world import World, key
 
 
 def shown(manager: Any) -> dict[tuple[str, ...], float]:
-    """What the last step has told vLLM, by name and labels."""
+    """Return the metrics of the last step, by name and labels."""
     taken = manager.get_stats()
     values: dict[str, Any] = vars(taken)["data"]["data"] if taken is not None else {}
     return {
@@ -31,81 +31,81 @@ def shown(manager: Any) -> dict[tuple[str, ...], float]:
 
 
 def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None:
-    one = World(tmp_path, 6)
-    first = shown(one.manager)
+    rig = World(tmp_path, 6)
+    first = shown(rig.manager)
     zeros = {("kvoffload_" + name,): 0 for name in COUNTERS}
     zeros |= {("kvoffload_refused_blocks", reason): 0 for reason in REASONS}
     assert zeros.items() <= first.items()
     assert first["kv_offload_stores_skipped",] == 0
-    ctx = one.request("r", [key(1), key(2)])
-    assert one.lookup(ctx, [key(1)]) == 0
-    one.manager.prepare_store([key(1), key(2), key(3)], ctx)
-    one.manager.metrics.interval_s = 0.0
-    then = shown(one.manager)
+    ctx = rig.request("r", [key(1), key(2)])
+    assert rig.lookup(ctx, [key(1)]) == 0
+    rig.manager.prepare_store([key(1), key(2), key(3)], ctx)
+    rig.manager.metrics.interval_s = 0.0
+    then = shown(rig.manager)
     assert then["kvoffload_lookup_blocks",] == 1
     assert then["kvoffload_writing_blocks",] == 3
     assert then["kv_offload_cpu_cache_usage_perc",] == then["kv_offload_cpu_cache_write_usage_perc",] == 0.5
     assert ("kvoffload_evicted_blocks",) not in then, "nothing has changed"
-    one.close()
+    rig.close()
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_waiting_request_counts_once(tmp_path: Path, at_once: bool) -> None:
     """vLLM repeats the lookup in every step in which the request cannot be scheduled."""
-    one, path = World(tmp_path, 40), [key(number) for number in range(30)]
-    one.serve("stores", path)
-    one.manager.metrics.num_lookups = 0
-    ctx = one.request("r", path)
-    asks = (lambda: one.manager.lookup_prefix(path, ctx)) if at_once else (lambda: one.lookup(ctx, path))
+    rig, path = World(tmp_path, 40), [key(number) for number in range(30)]
+    rig.serve("stores", path)
+    rig.manager.metrics.num_lookups = 0
+    ctx = rig.request("r", path)
+    asks = (lambda: rig.manager.lookup_prefix(path, ctx)) if at_once else (lambda: rig.lookup(ctx, path))
     for _ in range(5):
         assert asks() == ((30, False) if at_once else 30)
-        one.manager.on_schedule_end(base.ScheduleEndContext([], []))
-    assert one.manager.metrics.num_lookups == 30
-    one.manager.on_schedule_end(base.ScheduleEndContext(["r"], []))
-    one.manager.on_schedule_end(base.ScheduleEndContext([], ["r"]))
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    assert rig.manager.metrics.num_lookups == 30
+    rig.manager.on_schedule_end(base.ScheduleEndContext(["r"], []))
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], ["r"]))
     asks()
-    assert one.manager.metrics.num_lookups == 60, "preempted: the blocks are looked up and loaded once more"
-    one.manager.on_request_finished(ctx)
-    one.close()
+    assert rig.manager.metrics.num_lookups == 60, "preempted: the blocks are looked up and loaded once more"
+    rig.manager.on_request_finished(ctx)
+    rig.close()
 
 
 @pytest.mark.parametrize("key_bytes", [20, 36])
 def test_keys_of_any_length_where_vllm_notes_no_positions(tmp_path: Path, key_bytes: int) -> None:
     """vLLM before 0.31; its hash may be xxhash."""
-    one = World(tmp_path, 6)
+    rig = World(tmp_path, 6)
     keys = [number.to_bytes(key_bytes, "big") for number in range(4)]
     for name in ("a", "b"):
         ctx = base.ReqContext(name)
-        one.manager.on_new_request(ctx)
-        hits = one.lookup(ctx, keys)
+        rig.manager.on_new_request(ctx)
+        hits = rig.lookup(ctx, keys)
         assert hits == (0 if name == "a" else 4)
         if not hits:
-            output = one.manager.prepare_store(keys, ctx)
+            output = rig.manager.prepare_store(keys, ctx)
             assert output.keys_to_store == keys
-            one.manager.complete_store(set(keys), ctx)
-        one.manager.on_request_finished(ctx)
-    assert not one.manager.broken
-    one.pool.close()
+            rig.manager.complete_store(set(keys), ctx)
+        rig.manager.on_request_finished(ctx)
+    assert not rig.manager.broken
+    rig.pool.close()
 
 
 def with_a_tier(tmp_path: Path) -> World:
     """A world whose tier has the blocks of the keys 1 and 2, and its RAM as well."""
-    one = World(tmp_path, 16)
-    tier = ScriptedTier(one.pool.slot_stride, immediate=True)
-    one.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
-    one.manager._build(36)
-    one.serve("stores", [key(1), key(2)])
-    one.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    rig = World(tmp_path, 16)
+    tier = ScriptedTier(rig.pool.slot_stride, immediate=True)
+    rig.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
+    rig.manager._build(36)
+    rig.serve("stores", [key(1), key(2)])
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
     assert len(tier.blocks) == 2
-    return one
+    return rig
 
 
-def come_up(one: World, ctx: Any) -> int | None:
-    """Ask for the keys 1 and 2 until what is in the tier has come up."""
-    assert one.lookup(ctx, [key(1), key(2)]) is None
+def come_up(rig: World, ctx: Any) -> int | None:
+    """Look up the keys 1 and 2 until their blocks in the tier are promoted."""
+    assert rig.lookup(ctx, [key(1), key(2)]) is None
     for _ in range(4):
-        one.manager.on_schedule_end(base.ScheduleEndContext([], []))
-        found = one.lookup(ctx, [key(1), key(2)])
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        found = rig.lookup(ctx, [key(1), key(2)])
     return found
 
 
@@ -113,47 +113,47 @@ def come_up(one: World, ctx: Any) -> int | None:
 def test_where_a_hit_came_from(tmp_path: Path) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    one = with_a_tier(tmp_path)
-    in_ram = one.request("in ram", [key(1), key(2)])
-    assert one.lookup(in_ram, [key(1), key(2)]) == 2
-    assert CacheHitSource(one.manager.get_load_source(key(1), in_ram)) is CacheHitSource.HOST
-    one.manager.on_request_finished(in_ram)
-    OffloadingManager.reset(one.manager.core)
-    from_tier = one.request("from tier", [key(1), key(2)])
-    assert come_up(one, from_tier) == 2
-    assert CacheHitSource(one.manager.get_load_source(key(1), from_tier)) is CacheHitSource.DISK
+    rig = with_a_tier(tmp_path)
+    in_ram = rig.request("in ram", [key(1), key(2)])
+    assert rig.lookup(in_ram, [key(1), key(2)]) == 2
+    assert CacheHitSource(rig.manager.get_load_source(key(1), in_ram)) is CacheHitSource.HOST
+    rig.manager.on_request_finished(in_ram)
+    OffloadingManager.reset(rig.manager.core)
+    from_tier = rig.request("from tier", [key(1), key(2)])
+    assert come_up(rig, from_tier) == 2
+    assert CacheHitSource(rig.manager.get_load_source(key(1), from_tier)) is CacheHitSource.DISK
 
 
 @needs(*FILTERS)
 def test_requests_that_leave_out_storage(tmp_path: Path) -> None:
-    one = with_a_tier(tmp_path)
-    OffloadingManager.reset(one.manager.core)
-    refuses = one.request("refuses", [key(1), key(2)])
+    rig = with_a_tier(tmp_path)
+    OffloadingManager.reset(rig.manager.core)
+    refuses = rig.request("refuses", [key(1), key(2)])
     refuses.load_tier_filter = base.TierFilter(matchers=(base.TierMatcher(medium=base.Medium.CPU),))
-    assert one.lookup(refuses, [key(1), key(2)]) == 0
-    assert come_up(one, one.request("takes all", [key(1), key(2)])) == 2
+    assert rig.lookup(refuses, [key(1), key(2)]) == 0
+    assert come_up(rig, rig.request("takes all", [key(1), key(2)])) == 2
 
 
 def test_a_load_that_failed_is_no_failure_of_what_comes_into_its_slot_next(tmp_path: Path) -> None:
     """A tier fills the slot: no worker stores there, and says that the slot is sound again."""
-    one, keys = World(tmp_path, 2), [key(1)]
-    tier = ScriptedTier(one.pool.slot_stride, immediate=True)
-    one.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
-    one.manager._build(36)
-    one.serve("stores", keys)
-    one.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    rig, keys = World(tmp_path, 2), [key(1)]
+    tier = ScriptedTier(rig.pool.slot_stride, immediate=True)
+    rig.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
+    rig.manager._build(36)
+    rig.serve("stores", keys)
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
     for number in range(6):
-        ctx = one.request(f"r{number}", keys)
-        while one.lookup(ctx, keys) is None:
-            one.manager.on_schedule_end(base.ScheduleEndContext([], []))
-        spec = one.manager.prepare_load(keys, ctx)
+        ctx = rig.request(f"r{number}", keys)
+        while rig.lookup(ctx, keys) is None:
+            rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        spec = rig.manager.prepare_load(keys, ctx)
         if number % 2 == 0:
-            one.pool.fail(0, spec.block_ids)
-        one.manager.complete_load({*keys}, ctx)
-        one.manager.on_request_finished(ctx)
-        assert one.manager.metrics.counts["failed_load_blocks"] == number // 2 + 1
-    assert not one.manager.broken
-    one.close()
+            rig.pool.fail(0, spec.block_ids)
+        rig.manager.complete_load({*keys}, ctx)
+        rig.manager.on_request_finished(ctx)
+        assert rig.manager.metrics.counts["failed_load_blocks"] == number // 2 + 1
+    assert not rig.manager.broken
+    rig.close()
 
 
 def test_problems_with_options_are_lines_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,9 +205,9 @@ def test_a_disk_behind_vllms_ram_needs_a_version_that_can_use_it(monkeypatch: py
 
 
 def test_a_reset_says_which_tiers_it_does_not_reach(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = World(tmp_path, 6)
-    one.manager._missing_tiers = ["/nvme1/kv"]
+    rig = World(tmp_path, 6)
+    rig.manager._missing_tiers = ["/nvme1/kv"]
     with caplog.at_level("ERROR", "vllm.kvoffload"):
-        one.manager.reset_cache()
+        rig.manager.reset_cache()
     assert "this reset does not reach /nvme1/kv" in caplog.text
-    one.close()
+    rig.close()

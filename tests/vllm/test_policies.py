@@ -28,7 +28,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_policy.py"
 
 
 class Inside(Theirs):
-    """vLLM's manager with a policy of ours, as vLLM makes it."""
+    """Return vLLM's manager with one of our policies, as vLLM makes it."""
 
     def __init__(self, capacity: int, policy: str, threshold: int = 1) -> None:
         self.manager: Any = CPUOffloadingManager(
@@ -41,15 +41,17 @@ def agree(inside: Any) -> None:
     """vLLM's manager and ours behind its policy hold the same blocks, in the same states."""
     policy = inside.manager._policy
     assert isinstance(policy, policies.VLLMPolicy)
-    ours = policy._manager
-    assert ours is not None
-    audit(ours)
+    our_side = policy._manager
+    assert our_side is not None
+    audit(our_side)
     resident = {
-        ours.index.key_at(slot) for slot in range(ours.capacity_blocks) if ours.slots.ref_cnt[slot] >= -1
+        our_side.index.key_at(slot)
+        for slot in range(our_side.capacity_blocks)
+        if our_side.slots.ref_cnt[slot] >= -1
     }
     assert resident == set(policy.chunks)
     counted = vars(inside.manager)[f"_num_evictable_cache_{'chunks' if VERSION >= (0, 30) else 'blocks'}"]
-    assert ours.stats().evictable == counted == len(policy._evictable)
+    assert our_side.stats().evictable == counted == len(policy._evictable)
     assert not policy._expected
 
 
@@ -58,15 +60,15 @@ def agree(inside: Any) -> None:
 @pytest.mark.parametrize("threshold", [1, 2])
 def test_our_lru_decides_as_vllms(seed: int, threshold: int) -> None:
     """Whole paths that fit: equal hits, stores, evictions in order, and contents. The seed is in the name."""
-    theirs, ours = Theirs(64, "lru", threshold), Inside(64, "kvoffload-lru", threshold)
+    vllm_side, our_side = Theirs(64, "lru", threshold), Inside(64, "kvoffload-lru", threshold)
     paths = random_paths(seed, 500, 20)
     for number, path in enumerate(paths):
-        assert ours.serve(str(number), path) == theirs.serve(str(number), path), f"request {number}"
-        assert ours.evicted == theirs.evicted, f"request {number}"
-    everything = {one for path in paths for one in path}
-    assert [ours.holds(one) for one in everything] == [theirs.holds(one) for one in everything]
-    assert ours.evicted, "the test must evict"
-    agree(ours)
+        assert our_side.serve(str(number), path) == vllm_side.serve(str(number), path), f"request {number}"
+        assert our_side.evicted == vllm_side.evicted, f"request {number}"
+    everything = {item for path in paths for item in path}
+    assert [our_side.holds(item) for item in everything] == [vllm_side.holds(item) for item in everything]
+    assert our_side.evicted, "the test must evict"
+    agree(our_side)
 
 
 def _that_refuses_none(policy: str) -> str:
@@ -77,10 +79,10 @@ def _that_refuses_none(policy: str) -> str:
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_every_policy_decides_as_in_our_manager(policy: str) -> None:
     """Paths that fit: the manager around the policy makes no difference, unless the policy refuses."""
-    inside, ours = Inside(64, f"kvoffload-{policy}"), Ours(64, _that_refuses_none(policy))
+    inside, our_side = Inside(64, f"kvoffload-{policy}"), Ours(64, _that_refuses_none(policy))
     for number, path in enumerate(random_paths(7, 500, 20)):
-        assert inside.serve(str(number), path) == ours.serve(str(number), path), f"request {number}"
-        assert inside.evicted == ours.evicted, f"request {number}"
+        assert inside.serve(str(number), path) == our_side.serve(str(number), path), f"request {number}"
+        assert inside.evicted == our_side.evicted, f"request {number}"
     assert inside.evicted
     agree(inside)
 
@@ -104,7 +106,7 @@ def test_pins_failures_and_resets() -> None:
     inside.manager.complete_store(output.keys_to_store[2:], ctx, success=False)
     inside.manager.complete_store(output.keys_to_store[:2], ctx)
     agree(inside)
-    assert [inside.holds(one) for one in path] == [True, True, False, False]
+    assert [inside.holds(item) for item in path] == [True, True, False, False]
     reader = inside.begin("reader", path)
     for _ in range(2):
         inside.manager.prepare_load(path[:2], reader)
@@ -122,8 +124,8 @@ def test_pins_failures_and_resets() -> None:
     agree(inside)
     inside.manager.reset_cache()
     agree(inside)
-    for one in (reader, writer, ctx):
-        inside.manager.on_request_finished(one)
+    for item in (reader, writer, ctx):
+        inside.manager.on_request_finished(item)
     inside.serve("after", path)
     agree(inside)
 
@@ -148,7 +150,7 @@ def test_what_vllm_does_not_insert_after_all_is_given_back() -> None:
     policy = policies.__getattr__("lru")(4)
     ctx = ReqContext("r")
     names = [key(number) for number in range(4)]
-    assert [policy.get(one) for one in names] == [None] * 4
+    assert [policy.get(item) for item in names] == [None] * 4
     policy.on_store_miss(names, ctx)
     policy.insert(names[0], "chunk 0")
     assert policy._expected == set(names[1:])
@@ -163,17 +165,17 @@ def test_calls_of_other_versions(version: str) -> None:
     """0.27 knows no misses and no ends of requests; 0.33 passes the request to `insert`."""
     policy = policies.__getattr__("arc")(2)
     for number in range(6):
-        one, ctx = key(number), ReqContext(str(number))
-        assert policy.get(one) is None
+        rig, ctx = key(number), ReqContext(str(number))
+        assert policy.get(rig) is None
         if version == "0.33":
-            policy.on_store_miss([one], ctx)
+            policy.on_store_miss([rig], ctx)
         if len(policy.chunks) == 2:
-            ((gone, chunk),) = policy.evict(1, {one})
+            ((gone, chunk),) = policy.evict(1, {rig})
             assert chunk == gone.hex()
-        policy.insert(one, one.hex(), **({"req_context": ctx} if version == "0.33" else {}))
-        policy.mark_evictable(one)
+        policy.insert(rig, rig.hex(), **({"req_context": ctx} if version == "0.33" else {}))
+        policy.mark_evictable(rig)
         if version == "0.27":
-            policy.touch([one], ctx)
+            policy.touch([rig], ctx)
     assert len(policy.chunks) == 2
     audit(policy._manager)
 
@@ -181,21 +183,21 @@ def test_calls_of_other_versions(version: str) -> None:
 @pytest.mark.parametrize("policy", ["lru", "arc", "2q"])
 def test_what_vllm_touches_again_and_again_is_one_use(policy: str) -> None:
     """Before 0.31 its connector touches the whole path of a request when it looks up and when it stores."""
-    one = policies.__getattr__(policy)(4)
+    rig = policies.__getattr__(policy)(4)
     for number in range(3):
         path, ctx = [key(2 * number), key(2 * number + 1)], ReqContext(str(number))
-        assert [one.get(name) for name in path] == [None, None]
-        one.touch(path, ctx)
-        for gone, _ in one.evict(2, set(path)) if number == 2 else ():
+        assert [rig.get(name) for name in path] == [None, None]
+        rig.touch(path, ctx)
+        for gone, _ in rig.evict(2, set(path)) if number == 2 else ():
             assert gone in {key(0), key(1)}
         for name in path:
-            one.insert(name, name.hex())
-            one.mark_evictable(name)
-        one.touch(path, ctx)
-    assert one._manager is not None
-    audit(one._manager)
+            rig.insert(name, name.hex())
+            rig.mark_evictable(name)
+        rig.touch(path, ctx)
+    assert rig._manager is not None
+    audit(rig._manager)
     if policy == "arc":
-        t1, t2, _, _ = one._manager.policy.lists()  # type: ignore[attr-defined]
+        t1, t2, _, _ = rig._manager.policy.lists()  # type: ignore[attr-defined]
         assert (len(t1), len(t2)) == (4, 0), "each was used once"
 
 
@@ -209,20 +211,20 @@ def test_hit_ratios_on_a_real_trace(recorded_trace_path: Callable[[str], Path], 
     """
     trace = read_trace(recorded_trace_path("conversation_first60"))
     keys = [key(number) for number in range(trace.unique_blocks)]
-    inside, ours = Inside(1_000, f"kvoffload-{policy}"), Ours(1_000, _that_refuses_none(policy))
+    inside, our_side = Inside(1_000, f"kvoffload-{policy}"), Ours(1_000, _that_refuses_none(policy))
     hits = [0, 0]
     for row in range(1_500):
         path = [keys[code] for code in trace.refs[slice(*trace.offsets[row : row + 2])]]
-        found, expected = inside.serve(str(row), path), ours.serve(str(row), path)
-        hits = [hits[0] + found[0], hits[1] + expected[0]]
-        assert found == expected or lacks(*ORDER), f"request {row}"
+        result, expected = inside.serve(str(row), path), our_side.serve(str(row), path)
+        hits = [hits[0] + result[0], hits[1] + expected[0]]
+        assert result == expected or lacks(*ORDER), f"request {row}"
     assert abs(hits[0] - hits[1]) <= hits[1] / 100
     agree(inside)
 
 
 def test_difference_vllm_stores_all_of_an_offer_or_nothing() -> None:
-    inside, ours = Inside(4, "kvoffload-lru"), Ours(4, "lru")
+    inside, our_side = Inside(4, "kvoffload-lru"), Ours(4, "lru")
     path = [key(number) for number in range(6)]
     assert inside.serve("r", path) == (0, [])
-    assert ours.serve("r", path) == (0, path[:4])
+    assert our_side.serve("r", path) == (0, path[:4])
     agree(inside)

@@ -100,7 +100,7 @@ def made(model: Path, **settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def config(llama: Path) -> Any:
-    """With every section, also those that a plain Llama does not have."""
+    """A configuration with every section, including sections that a plain Llama lacks."""
     config = made(llama)
     for section in ("lora_config", "speculative_config", "diffusion_config"):
         object.__setattr__(config, section, blank(section))
@@ -110,14 +110,14 @@ def config(llama: Path) -> Any:
 
 
 def blank(section: str) -> Any:
-    """One of vLLM's configurations with defaults, and None where there is none."""
-    found = object.__new__(class_of(section))
+    """Return a configuration section of vLLM with defaults; None for a missing default."""
+    result = object.__new__(class_of(section))
     for field in dataclasses.fields(class_of(section)):
         value = None
         if field.default is not dataclasses.MISSING:
             value = getattr(field.default, "default", field.default)
-        object.__setattr__(found, field.name, None if "Undefined" in repr(value) else value)
-    return found
+        object.__setattr__(result, field.name, None if "Undefined" in repr(value) else value)
+    return result
 
 
 def with_field(config: Any, section: str, field: str, value: Any) -> Any:
@@ -196,8 +196,8 @@ def test_a_changed_field_of_the_models_own_configuration_is_another_producer(
     setattr(hf_config, field, value)
     changed = with_field(config, "model_config", "hf_config", hf_config)
     changed = with_field(changed, "model_config", "hf_text_config", hf_config)
-    found, before = kv_configuration(changed), kv_configuration(config)
-    names = {name for name in {*found, *before} if found.get(name) != before.get(name)}
+    result, before = kv_configuration(changed), kv_configuration(config)
+    names = {name for name in {*result, *before} if result.get(name) != before.get(name)}
     assert names
     assert all(name.startswith(f"model.hf_config.{field}") for name in names)
 
@@ -211,9 +211,9 @@ def test_a_changed_field_of_the_models_own_configuration_is_another_producer(
     ],
     ids=["number", "array", "partial"],
 )
-def test_values_of_any_type_are_told_apart(one: Any, other: Any) -> None:
-    assert plain(one) == plain(copy.copy(one))
-    assert plain(one) != plain(other)
+def test_values_of_any_type_are_told_apart(rig: Any, other: Any) -> None:
+    assert plain(rig) == plain(copy.copy(rig))
+    assert plain(rig) != plain(other)
 
 
 def test_a_model_of_one_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_model_of_one_file_is_known_by_its_size_and_time(tmp_path: Path) -> No
 
 
 def test_a_field_that_nobody_knows_is_bound(config: Any) -> None:
-    """As a newer vLLM may have."""
+    """Return a class with a field that a newer vLLM may have."""
 
     @dataclasses.dataclass
     class NewerCacheConfig(class_of("cache_config")):  # type: ignore[misc]
@@ -234,8 +234,8 @@ def test_a_field_that_nobody_knows_is_bound(config: Any) -> None:
 
     newer = object.__new__(NewerCacheConfig)
     newer.__dict__.update(config.cache_config.__dict__, squeezing=2)
-    found = kv_configuration(with_field(config, "vllm_config", "cache_config", newer))
-    assert found["cache.squeezing"] == 2
+    result = kv_configuration(with_field(config, "vllm_config", "cache_config", newer))
+    assert result["cache.squeezing"] == 2
 
 
 def test_the_mapping_is_json_and_the_same_for_a_copy_of_the_model_elsewhere(
@@ -270,9 +270,9 @@ def test_the_seed_counts_for_random_weights_only(llama: Path) -> None:
 def test_no_secret_is_in_the_mapping(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "hunter2")
     extra = {"s3_secret_access_key": "hunter2", "uri": "s3://weights"}
-    found = kv_configuration(with_field(config, "load_config", "model_loader_extra_config", extra))
-    assert "hunter2" not in json.dumps(found)
-    assert found["load.model_loader_extra_config.uri"] == "s3://weights"
+    result = kv_configuration(with_field(config, "load_config", "model_loader_extra_config", extra))
+    assert "hunter2" not in json.dumps(result)
+    assert result["load.model_loader_extra_config.uri"] == "s3://weights"
 
 
 def test_variables_that_change_kv_are_bound(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

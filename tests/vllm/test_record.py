@@ -1,4 +1,4 @@
-"""``record`` in a real engine: the recording is what was asked, and says who served it."""
+"""``record`` in a real engine: the recording has the requests and the sources of their prompts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_was_asked_is_recorded(
     assert np.diff(trace.offsets).tolist() == [9, 9, 9, 9, 9, 1]
     # Without a limit a replay finds what device and RAM served together.
     report = Replay(trace, ReplayConfig(trace.unique_blocks)).run()
-    assert report.prefix_hit_blocks * 32 == sum(sum(one.values()) for one in served)
+    assert report.prefix_hit_blocks * 32 == sum(sum(item.values()) for item in served)
     assert engine.manager.metrics.counts["unrecorded_requests"] == 0
 
 

@@ -67,12 +67,12 @@ def vllm_config(model: str, rope_theta: float) -> Any:
 
 
 def made_by_a_connector(vllm_config: Any, tier: dict[str, Any], pool: Any, spec: Any) -> Any:
-    """As in vLLM, whose connector's constructor is among the callers with the engine's configuration."""
+    """Make a tier as vLLM does: a caller's frame has the engine's configuration."""
     return SecondaryTierFactory.create_secondary_tier(tier, pool.data, spec)
 
 
 class Life:
-    """One life of a tier, and a RAM of its own."""
+    """A tier from open to close, with a new RAM."""
 
     def __init__(
         self, path: Path | None, model: str = "model", rope_theta: float = 1e4, **options: Any
@@ -258,19 +258,19 @@ def test_an_error_of_ours_stops_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def step(life: Life, numbers: Sequence[int]) -> list[Any]:
-    """What a step of vLLM finds of these blocks."""
+    """Return the results of a step's lookups of these blocks."""
     assert not [*life.tier.get_finished_jobs()]
-    found = life.lookup(numbers)
+    result = life.lookup(numbers)
     life.tier.on_schedule_end(None)
-    return found
+    return result
 
 
 def until_known(life: Life, numbers: Sequence[int]) -> list[Any]:
     deadline = time.monotonic() + PATIENCE_S
-    while RETRY in (found := step(life, numbers)):
+    while RETRY in (state := step(life, numbers)):
         assert life.tier.has_pending_work()
         assert time.monotonic() < deadline
-    return found
+    return state
 
 
 @pytest.fixture

@@ -54,8 +54,8 @@ def test_a_second_life_answers_from_the_disk_of_the_first(
             cut_off = [clients.submit(server.stream, prompt) for prompt in prompts]
             kill(process)
         for future, answer in zip(cut_off, answers, strict=True):
-            said = [] if future.exception() else future.result()
-            assert said == answer[: len(said)], "all have ended, none with something else"
+            tokens = [] if future.exception() else future.result()
+            assert tokens == answer[: len(tokens)], "every stream has ended, none with a wrong token"
     assert not ours_in_shared_memory(tmp_path)
     with running(llama, tmp_path / "second.log", **options) as (server, _):
         assert [server.stream(prompt) for prompt in prompts] == answers
@@ -64,7 +64,7 @@ def test_a_second_life_answers_from_the_disk_of_the_first(
 
 
 def test_two_workers_share_each_block(llama: Path, on_llama: Expected, tmp_path: Path) -> None:
-    """Each holds half of the heads; blocks are verified. The answers are those of one."""
+    """Each holds half of the heads; blocks are verified. The answers equal the answers of a single worker."""
     prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]
     with running(llama, tmp_path / "server.log", workers=2, verify="always") as (server, _):
         assert not ours_in_shared_memory(tmp_path)
@@ -95,7 +95,7 @@ def test_calibrate_measures_a_server(llama: Path, tmp_path: Path) -> None:
 def test_the_line_of_the_readme_is_what_a_shell_takes(
     llama: Path, on_llama: Expected, tmp_path: Path
 ) -> None:
-    """As it stands there, but for the model, and for a size that every machine has."""
+    """The line of the README with another model, and with a size that every machine has."""
     line = typed("README.md")
     assert "--ram 64GiB" in line
     prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]

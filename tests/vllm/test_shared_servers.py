@@ -45,8 +45,9 @@ def valkey(tmp_path: Path) -> Iterator[valkey_server.Server]:
 def servers(
     llama: Path, valkey: valkey_server.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Server, Server]]:
-    """Started with the line of docs/cluster.md, but for sizes, names and patience; each has the model in a
-    place of its own.
+    """Two servers, started by the line of docs/cluster.md with other sizes, names and time-outs.
+
+    Each server has a copy of the model.
     """
     line = typed("docs/cluster.md")
     for theirs, ours in (
@@ -69,10 +70,10 @@ def servers(
 
 
 class Load:
-    """Clients that ask for one prompt after the other until they are told to stop.
+    """Clients that send prompts one after the other until they are stopped.
 
     Attributes:
-        answers: how many each client has had. wrong: prompts whose answer was another one.
+        answers: number of answers of each client. wrong: prompts with a wrong answer.
     """
 
     def __init__(self, servers: tuple[Server, Server], expected: Expected, num_prompts: int) -> None:

@@ -1,4 +1,4 @@
-"""A disk behind the RAM of a real engine: what one life has stored answers the next one, or is a miss."""
+"""A disk behind the RAM of a real engine: blocks of one engine are hits or misses of the next engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lives(start_engine: Callable[..., Any], llama: Path, tmp_path_factory: pytes
 
 @pytest.fixture(scope="module")
 def first_life(on_llama: Expected, lives: Any) -> Expected:
-    """All of it is computed, and written to the disk; what the engine answers."""
+    """The first engine computes all prompts and writes their blocks to the disk."""
     engine = lives()
     for prompt, answer in zip(on_llama.prompts[:SIX], on_llama.answers, strict=False):
         assert engine.tokens([prompt])[0] == answer
@@ -62,14 +62,14 @@ def first_life(on_llama: Expected, lives: Any) -> Expected:
 
 
 def tier_metric(engine: Any, name: str) -> Any:
-    """What ``/metrics`` of a server would show of the disk."""
+    """Return a metric of the disk as ``/metrics`` of a server shows it."""
     model = engine.llm.llm_engine.model_config.served_model_name
     label = {"model_name": model, "engine": "0", "tier": "disk"}
     return REGISTRY.get_sample_value(f"vllm:kvoffload_tier_{name}", label)
 
 
 def test_the_second_life_answers_from_the_firsts_disk(lives: Any, first_life: Expected) -> None:
-    """All at once: prefixes of 54 blocks want to come up into 48 slots, and nobody waits for ever."""
+    """All prompts together: 54 blocks are promoted into 48 slots, and no request waits forever."""
     engine = lives()
     assert engine.manager.core.tier_stats()[0].restored == 54
     assert engine.tokens(first_life.prompts[:SIX]) == first_life.answers[:SIX]

@@ -112,11 +112,11 @@ def test_what_is_stored_is_loaded(
     for size, group in zip(transfer[0], GROUPS, strict=True):
         here = slice(start, start + size)
         pairs = zip(from_blocks.block_ids[here], to_blocks.block_ids[here], strict=True)
-        for ours, theirs in pairs:
+        for our_item, vllm_item in pairs:
             for tensor, num_bytes in group:
-                stored = source.tensors[tensor].tensor[int(ours), :num_bytes]
-                assert torch.equal(target.tensors[tensor].tensor[int(theirs), :num_bytes], stored)
-                touched.add((tensor, int(theirs)))
+                stored = source.tensors[tensor].tensor[int(our_item), :num_bytes]
+                assert torch.equal(target.tensors[tensor].tensor[int(vllm_item), :num_bytes], stored)
+                touched.add((tensor, int(vllm_item)))
         start += size
     for number, tensor in enumerate(target.tensors):
         for block in range(20):
@@ -167,14 +167,14 @@ def test_vllms_copies_put_bytes_where_ours_do(
         for src, dst, num_bytes in zip(*(array.tolist() for array in arrays), strict=True):
             ctypes.memmove(dst, src, num_bytes)
         block_at, slot_at = block_at + size, slot_at + chunks
-    theirs = pool.part(1).copy()
+    vllm_side = pool.part(1).copy()
     pool._slots[:] = 0
-    ours = copies.HostCopies(source, layout, pool.part(1))
-    ours.store(1, blocks, slots)
-    ours.wait({1})
-    assert theirs.any()
-    assert np.array_equal(theirs, pool.part(1))
-    ours.close()
+    our_side = copies.HostCopies(source, layout, pool.part(1))
+    our_side.store(1, blocks, slots)
+    our_side.wait({1})
+    assert vllm_side.any()
+    assert np.array_equal(vllm_side, pool.part(1))
+    our_side.close()
     del handler
     pool.close()
 
@@ -183,30 +183,30 @@ def test_a_failed_job_is_marked_and_reported_as_done(tmp_path: Path) -> None:
     source = kv_caches(1)
     layout = Layout.of(source, 1)
     pool = make_pool(tmp_path, layout)
-    one = worker.KVOffloadWorker(
+    rig = worker.KVOffloadWorker(
         pool, 0, copies.HostCopies(source, layout, pool.part(0)), blocks_per_chunk=1, seal=False
     )
-    one.failures_are_named = True
+    rig.failures_are_named = True
     good = specs.SlotsSpec(np.array([4], np.int32))
     absent, short = specs.SlotsSpec(np.array([-1], np.int32)), specs.SlotsSpec(np.array([4, 5], np.int32))
     block = base.GPULoadStoreSpec([3], [1, 0, 0], [0, 0, 0])
     beyond = base.GPULoadStoreSpec([99], [1, 0, 0], [0, 0, 0])
     for job, (submit, args) in enumerate(
         [
-            (one.submit_store, (block, good)),
-            (one.submit_store, (block, short)),
-            (one.submit_store, (beyond, good)),
-            (one.submit_load, (absent, block)),
-            (one.submit_load, (good, beyond)),
+            (rig.submit_store, (block, good)),
+            (rig.submit_store, (block, short)),
+            (rig.submit_store, (beyond, good)),
+            (rig.submit_load, (absent, block)),
+            (rig.submit_load, (good, beyond)),
         ]
     ):
         assert submit(job, *args)
-        one.wait({job})
-        (result,) = one.get_finished()
+        rig.wait({job})
+        (result,) = rig.get_finished()
         assert (result.job_id, result.success) == (job, True)
         assert taken(pool) == [[], [4, 5], [4], [], [4]][job]
-        assert one.take_failed_loads() == ({job} if job >= 3 else set())
-    one.shutdown()
+        assert rig.take_failed_loads() == ({job} if job >= 3 else set())
+    rig.shutdown()
 
 
 class HeldCopies:
@@ -247,9 +247,9 @@ class HeldCopies:
 def held(tmp_path: Path, *, seal: bool = False) -> tuple[Any, HeldCopies, SharedPool]:
     layout = Layout.of(kv_caches(1), 1)
     pool, moving = make_pool(tmp_path, layout), HeldCopies()
-    one = worker.KVOffloadWorker(pool, 0, moving, blocks_per_chunk=1, seal=seal)
-    one.failures_are_named = True
-    return one, moving, pool
+    rig = worker.KVOffloadWorker(pool, 0, moving, blocks_per_chunk=1, seal=seal)
+    rig.failures_are_named = True
+    return rig, moving, pool
 
 
 def slots_of(*slots: int) -> Any:
@@ -261,70 +261,70 @@ ONE_BLOCK = base.GPULoadStoreSpec([3], [1, 0, 0], [0, 0, 0])
 
 @pytest.mark.parametrize("seal", [False, True])
 def test_a_store_is_dropped_if_its_fence_comes_late(tmp_path: Path, seal: bool) -> None:
-    """Only a store whose copy had ended before the fence has read what it should."""
-    one, moving, pool = held(tmp_path, seal=seal)
-    one.fences_come_late = True
+    """Only a store whose copy had ended before the fence has read valid bytes."""
+    rig, moving, pool = held(tmp_path, seal=seal)
+    rig.fences_come_late = True
     for job in (1, 2, 3):
-        one.submit_store(job, ONE_BLOCK, slots_of(job))
-    one.submit_load(4, slots_of(9), ONE_BLOCK)
+        rig.submit_store(job, ONE_BLOCK, slots_of(job))
+    rig.submit_load(4, slots_of(9), ONE_BLOCK)
     moving.end(1)
-    assert {result.job_id for result in one.get_finished()} <= {1}
-    one.wait({1, 2, 4})
-    assert {result.job_id for result in one.get_finished()} - {1} == {2, 4}
+    assert {result.job_id for result in rig.get_finished()} <= {1}
+    rig.wait({1, 2, 4})
+    assert {result.job_id for result in rig.get_finished()} - {1} == {2, 4}
     assert taken(pool) == [2]
-    assert (one.num_overwritten, one.num_failed) == (1, 0)
-    assert one.take_failed_loads() == set(), "a load writes to blocks that were zeroed before it began"
+    assert (rig.num_overwritten, rig.num_failed) == (1, 0)
+    assert rig.take_failed_loads() == set(), "a load writes to blocks that were zeroed before it began"
     moving.end(3)
-    one.wait({3})
+    rig.wait({3})
     assert taken(pool) == [3], "when its copy ended is not known"
-    one.shutdown()
+    rig.shutdown()
 
 
 def test_a_job_whose_wait_failed_is_a_failed_job(tmp_path: Path) -> None:
-    """Its blocks may be overwritten while it is copied."""
-    one, moving, pool = held(tmp_path)
-    one.submit_store(1, ONE_BLOCK, slots_of(1))
-    one.submit_store(2, ONE_BLOCK, slots_of(2))
-    one.submit_load(3, slots_of(7), ONE_BLOCK)
+    """The engine may overwrite the blocks during the copy."""
+    rig, moving, pool = held(tmp_path)
+    rig.submit_store(1, ONE_BLOCK, slots_of(1))
+    rig.submit_store(2, ONE_BLOCK, slots_of(2))
+    rig.submit_load(3, slots_of(7), ONE_BLOCK)
     moving.end(2)
     moving.failing = RuntimeError("the event is gone")
-    one.wait({1, 2, 3})
-    assert {(result.job_id, result.success) for result in one.get_finished()} == {
+    rig.wait({1, 2, 3})
+    assert {(result.job_id, result.success) for result in rig.get_finished()} == {
         (1, True),
         (2, True),
         (3, True),
     }
     assert taken(pool) == [1, 7], "2 had ended in time"
-    assert one.take_failed_loads() == {3}
-    assert one.num_failed == 2
+    assert rig.take_failed_loads() == {3}
+    assert rig.num_failed == 2
     moving.end(1, 3)
-    assert one.get_finished() == [], "their late results are no news"
+    assert rig.get_finished() == [], "their late results are no news"
     moving.failing = None
-    one.shutdown()
+    rig.shutdown()
 
 
 def test_a_job_that_has_not_ended_after_the_wait_is_a_failed_job(tmp_path: Path) -> None:
-    one, moving, pool = held(tmp_path)
+    rig, moving, pool = held(tmp_path)
     moving.ends_on_wait = False
-    one.submit_store(1, ONE_BLOCK, slots_of(1))
-    one.wait({1})
-    assert [result.job_id for result in one.get_finished()] == [1]
+    rig.submit_store(1, ONE_BLOCK, slots_of(1))
+    rig.wait({1})
+    assert [result.job_id for result in rig.get_finished()] == [1]
     assert taken(pool) == [1]
-    one.shutdown()
+    rig.shutdown()
 
 
 def test_a_worker_closes_its_pool_also_when_its_copies_fail(tmp_path: Path) -> None:
-    one, moving, pool = held(tmp_path, seal=True)
+    rig, moving, pool = held(tmp_path, seal=True)
     moving.failing = RuntimeError("the device is gone")
     with pytest.raises(RuntimeError, match="the device is gone"):
-        one.shutdown()
+        rig.shutdown()
     assert pool._map is None
     with pytest.raises(RuntimeError, match="after shutdown"):
-        one._sealer.submit(int)
+        rig._sealer.submit(int)
 
 
 def test_no_worker_erases_what_another_has_reported(tmp_path: Path) -> None:
-    """Of MLA under tensor parallelism all workers use one part: one stores, and all load."""
+    """With MLA under tensor parallelism all workers share a part: one stores, and all load."""
     source = kv_caches(1)
     layout = Layout.of(source, 1)
     sizes = {"num_members": 3, "num_parts": 1, "part_bytes": layout.part_bytes, "capacity_bytes": 16 * 4096}
@@ -341,8 +341,8 @@ def test_no_worker_erases_what_another_has_reported(tmp_path: Path) -> None:
     first.submit_store(2, base.GPULoadStoreSpec([3], [1, 0, 0], [0, 0, 0]), slots)
     first.wait({2})
     assert taken(scheduler) == [4]
-    for one in (first, second):
-        one.shutdown()
+    for item in (first, second):
+        item.shutdown()
     scheduler.close()
 
 
@@ -366,15 +366,15 @@ def test_chunks_that_are_not_whole_are_not_stored(
     source = kv_caches(1)
     layout = Layout.of(source, 3)
     pool = make_pool(tmp_path, layout)
-    one = worker.KVOffloadWorker(
+    rig = worker.KVOffloadWorker(
         pool, 0, copies.HostCopies(source, layout, pool.part(0)), blocks_per_chunk=3, seal=True
     )
     pool._slots[:] = 7
     blocks = base.GPULoadStoreSpec(list(range(sum(sizes))), [*sizes, 0], [*firsts, 0])
     slots = specs.SlotsSpec(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.uint64), [2, 3])
-    one.submit_store(1, blocks, slots)
-    one.wait({1})
-    (result,) = one.get_finished()
+    rig.submit_store(1, blocks, slots)
+    rig.wait({1})
+    (result,) = rig.get_finished()
     assert result.success
     assert taken(pool) == torn
     assert [slot for slot in range(5) if (pool.part(0)[slot] == 7).all()] == torn
@@ -388,7 +388,7 @@ def test_chunks_that_are_not_whole_are_not_stored(
                     stored = source.tensors[tensor].tensor[start + number, :num_bytes].numpy().view(np.uint8)
                     assert np.array_equal(pool.part(0)[slot, at : at + num_bytes], stored)
         start += size
-    one.submit_store(2, base.GPULoadStoreSpec(list(range(15)), [6, 9, 0], [3, 0, 0]), slots)
-    one.wait({2})
+    rig.submit_store(2, base.GPULoadStoreSpec(list(range(15)), [6, 9, 0], [3, 0, 0]), slots)
+    rig.wait({2})
     assert taken(pool) == []
-    one.shutdown()
+    rig.shutdown()

@@ -1,6 +1,6 @@
-"""Copies on devices without a device: `cuda` behind stand-ins that take what each version of vLLM takes.
+"""Copies on devices without a device: `cuda` on stand-ins with the signatures of each version of vLLM.
 
-What they cannot show: that the kernels and streams of vLLM do what their names say.
+The stand-ins cannot show that vLLM's kernels and streams are correct.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ GROUPS = [[(0, 96), (1, 60)], [(2, 96), (1, 64)], [(3, 32)]]
 """Three KV groups over four tensors: one is shared, one is padded."""
 NUM_BLOCKS, NUM_SLOTS = 20, 16
 
-# Of each group: blocks of the engine, and the number of the first one in its request.
+# Engine blocks of each group, and the index of the first block in its request.
 TRANSFERS = [([3, 1, 0], [0, 0, 0]), ([3, 6, 3], [0, 3, 6]), ([0, 4, 0], [0, 2, 0]), ([1, 0, 5], [5, 0, 1])]
 
 with_devices = pytest.mark.parametrize("version", versions_since(SINCE_DEVICES))
 
 
 def kv_caches(seed: int) -> Any:
-    """As vLLM's ``CanonicalKVCaches``."""
+    """Return a stand-in for vLLM's ``CanonicalKVCaches``."""
     generator = torch.Generator().manual_seed(seed)
     return SimpleNamespace(
         tensors=[
@@ -93,8 +93,8 @@ class World:
 
 
 @pytest.fixture(autouse=True)
-def _lines_go_where_they_went() -> Iterator[None]:
-    """A specification lets the library's log lines join vLLM's, for good."""
+def _restore_log_handlers() -> Iterator[None]:
+    """A specification forwards the library's log to vLLM's for the rest of the process."""
     library = logging.getLogger("kvoffload")
     before = [*library.handlers]
     yield
@@ -110,12 +110,12 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for rig in made:
+        rig.close()
 
 
 def engine_blocks(*blocks: int, sizes: list[int] | None = None, firsts: list[int] | None = None) -> Any:
-    """As vLLM's ``GPULoadStoreSpec``."""
+    """Return a stand-in for vLLM's ``GPULoadStoreSpec``."""
     return SimpleNamespace(
         block_ids=np.array(blocks),
         group_sizes=sizes or [len(blocks), 0, 0],
@@ -129,34 +129,34 @@ def engine_blocks(*blocks: int, sizes: list[int] | None = None, firsts: list[int
 def test_what_is_stored_is_loaded(
     world: Callable[..., World], version: str, per_chunk: int, transfer: tuple[list[int], list[int]]
 ) -> None:
-    """The pool holds the bytes that copies in host memory would put there, and they come back."""
-    one, (sizes, firsts) = world(version, per_chunk), transfer
+    """The pool holds the same bytes as after copies in host memory, and a load restores them."""
+    rig, (sizes, firsts) = world(version, per_chunk), transfer
     rng, count = np.random.default_rng(1), sum(transfer[0])
     stored = engine_blocks(*rng.permutation(NUM_BLOCKS)[:count], sizes=sizes, firsts=firsts)
     chunks = [
         -(-(size + first % per_chunk) // per_chunk) for size, first in zip(*transfer, strict=True) if size
     ]
-    slots = one.slots(*rng.permutation(NUM_SLOTS)[: sum(chunks)])
-    copies = one.make()
+    slots = rig.slots(*rng.permutation(NUM_SLOTS)[: sum(chunks)])
+    copies = rig.make()
     copies.store(7, stored, slots)
-    assert not one.pool.part(1).any(), "a device has not begun"
+    assert not rig.pool.part(1).any(), "a device has not begun"
     copies.wait({7})
     (result,) = copies.finished()
     num_bytes = sum(size * sum(n for _, n in group) for size, group in zip(sizes, GROUPS, strict=True))
     assert result == (7, num_bytes, 0.5, None)
     assert copies.finished() == []
-    on_device = one.pool.part(1).copy()
+    on_device = rig.pool.part(1).copy()
     assert on_device.any()
-    assert not one.pool.part(0).any(), "the other worker's part"
-    one.pool.part(1)[:] = 0
-    host = one.host_copies(one.caches)
+    assert not rig.pool.part(0).any(), "the other worker's part"
+    rig.pool.part(1)[:] = 0
+    host = rig.host_copies(rig.caches)
     host.store(1, stored, slots)
     host.wait({1})
     host.close()
-    assert np.array_equal(on_device, one.pool.part(1))
+    assert np.array_equal(on_device, rig.pool.part(1))
 
-    before = [tensor.tensor.clone() for tensor in one.caches.tensors]
-    for tensor in one.caches.tensors:
+    before = [tensor.tensor.clone() for tensor in rig.caches.tensors]
+    for tensor in rig.caches.tensors:
         tensor.tensor.zero_()
     copies.load(8, stored, slots)
     copies.wait({8})
@@ -165,7 +165,7 @@ def test_what_is_stored_is_loaded(
     for size, group in zip(sizes, GROUPS, strict=True):
         for block in stored.block_ids[at : at + size].tolist():
             for number, size_of in group:
-                here = one.caches.tensors[number].tensor[block, :size_of]
+                here = rig.caches.tensors[number].tensor[block, :size_of]
                 assert torch.equal(here, before[number][block, :size_of])
                 touched += 1
         at += size
@@ -177,20 +177,20 @@ def test_what_is_stored_is_loaded(
 def test_each_direction_is_in_order_and_has_its_own_results(
     world: Callable[..., World], version: str
 ) -> None:
-    one = world(version)
-    copies = one.make()
-    storing, loading = one.device.handlers
+    rig = world(version)
+    copies = rig.make()
+    storing, loading = rig.device.handlers
     assert (storing.given.gpu_to_cpu, loading.given.gpu_to_cpu) == (True, False)
-    copies.store(1, engine_blocks(3, 4), one.slots(0, 1))
-    copies.store(2, engine_blocks(5), one.slots(0))
-    copies.load(3, engine_blocks(6), one.slots(0))
+    copies.store(1, engine_blocks(3, 4), rig.slots(0, 1))
+    copies.store(2, engine_blocks(5), rig.slots(0))
+    copies.load(3, engine_blocks(6), rig.slots(0))
     copies.wait({1})
-    assert [job for job, _, _ in storing.waiting] == [2], "no longer than it must"
+    assert [job for job, _, _ in storing.waiting] == [2], "a wait ends with its own jobs"
     assert [job for job, _, _ in loading.waiting] == [3]
     assert [result.job for result in copies.finished()] == [1]
     copies.wait({2, 3})
     assert {result.job for result in copies.finished()} == {2, 3}
-    tensor = one.caches.tensors[0].tensor
+    tensor = rig.caches.tensors[0].tensor
     assert torch.equal(tensor[6], tensor[5]), "slot 0 holds what the second store put there"
     copies.close()
 
@@ -198,14 +198,14 @@ def test_each_direction_is_in_order_and_has_its_own_results(
 @with_devices
 @pytest.mark.parametrize("slot", [-1, NUM_SLOTS, 2**30])
 def test_slots_outside_the_pool_begin_nothing(world: Callable[..., World], version: str, slot: int) -> None:
-    one = world(version)
-    copies = one.make()
+    rig = world(version)
+    copies = rig.make()
     for begin in (copies.store, copies.load):
         with pytest.raises(ValueError, match=f"must lie in 0 to {NUM_SLOTS - 1}"):
-            begin(1, engine_blocks(3, 4), one.slots(2, slot))
+            begin(1, engine_blocks(3, 4), rig.slots(2, slot))
     assert copies.finished() == []
-    assert not one.pool.part(1).any()
-    copies.store(2, engine_blocks(3, 4), one.slots(2, NUM_SLOTS - 1))
+    assert not rig.pool.part(1).any()
+    copies.store(2, engine_blocks(3, 4), rig.slots(2, NUM_SLOTS - 1))
     copies.wait({2})
     assert [result.job for result in copies.finished()] == [2]
     copies.close()
@@ -215,18 +215,18 @@ def test_slots_outside_the_pool_begin_nothing(world: Callable[..., World], versi
 def test_the_pool_is_pinned_in_pieces_that_end_with_slots(
     world: Callable[..., World], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = world(version)
-    stride = one.pool.slot_stride
-    monkeypatch.setattr(one.ours, "PIN_AT_ONCE_BYTES", 5 * stride + 1)
-    copies = one.make()
-    pieces = one.device.pinned
+    rig = world(version)
+    stride = rig.pool.slot_stride
+    monkeypatch.setattr(rig.ours, "PIN_AT_ONCE_BYTES", 5 * stride + 1)
+    copies = rig.make()
+    pieces = rig.device.pinned
     assert [num_bytes // stride for _, num_bytes in pieces] == [5, 5, 5, 1]
-    assert [address - one.pool.address for address, _ in pieces] == [0, 5 * stride, 10 * stride, 15 * stride]
+    assert [address - rig.pool.address for address, _ in pieces] == [0, 5 * stride, 10 * stride, 15 * stride]
     assert sum(num_bytes for _, num_bytes in pieces) == NUM_SLOTS * stride
-    assert all(handler.given.host_memory_is_pinned for handler in one.device.handlers)
-    assert not one.device.times("unpin")
+    assert all(handler.given.host_memory_is_pinned for handler in rig.device.handlers)
+    assert not rig.device.times("unpin")
     copies.close()
-    assert one.device.log[-6:] == [
+    assert rig.device.log[-6:] == [
         *[("shutdown", "store"), ("shutdown", "load")],
         *[("unpin", address) for address, _ in pieces],
     ]
@@ -241,20 +241,20 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one = world(version, refused=refused)
-    monkeypatch.setattr(one.ours, "PIN_AT_ONCE_BYTES", 5 * one.pool.slot_stride)
+    rig = world(version, refused=refused)
+    monkeypatch.setattr(rig.ours, "PIN_AT_ONCE_BYTES", 5 * rig.pool.slot_stride)
     with caplog.at_level(logging.WARNING, "vllm.kvoffload"):
-        copies = one.make()
+        copies = rig.make()
     assert "cannot be pinned" in caplog.text
-    assert len(one.device.pinned) == refused + 1, "no piece after the refused one"
-    assert one.device.times("unpin") == [("unpin", address) for address, _ in one.device.pinned[:refused]]
-    assert not any(handler.given.host_memory_is_pinned for handler in one.device.handlers)
-    copies.store(1, engine_blocks(3), one.slots(2))
+    assert len(rig.device.pinned) == refused + 1, "no piece after the refused one"
+    assert rig.device.times("unpin") == [("unpin", address) for address, _ in rig.device.pinned[:refused]]
+    assert not any(handler.given.host_memory_is_pinned for handler in rig.device.handlers)
+    copies.store(1, engine_blocks(3), rig.slots(2))
     copies.wait({1})
     assert [result.error for result in copies.finished()] == [None]
-    assert one.pool.part(1)[2].any()
+    assert rig.pool.part(1)[2].any()
     copies.close()
-    assert len(one.device.times("unpin")) == refused, "nothing twice"
+    assert len(rig.device.times("unpin")) == refused, "nothing twice"
 
 
 @with_devices
@@ -264,29 +264,29 @@ def test_closing_goes_on_when_a_direction_fails(
     world: Callable[..., World], version: str, failing: str, can_wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool is unpinned if nothing can run any more, and otherwise stays as it is."""
-    one, waited = world(version), list[Any]()
-    copies = one.make()
-    one.device.failing = failing
-    monkeypatch.setattr(one.ours, "synchronized", lambda device: waited.append(device) or can_wait)
+    rig, waited = world(version), list[Any]()
+    copies = rig.make()
+    rig.device.failing = failing
+    monkeypatch.setattr(rig.ours, "synchronized", lambda device: waited.append(device) or can_wait)
     with pytest.raises(RuntimeError, match="the device is gone"):
         copies.close()
-    assert not any(handler.is_open for handler in one.device.handlers)
+    assert not any(handler.is_open for handler in rig.device.handlers)
     assert waited == [torch.device("cpu")]
-    assert len(one.device.times("unpin")) == (len(one.device.pinned) if can_wait else 0)
+    assert len(rig.device.times("unpin")) == (len(rig.device.pinned) if can_wait else 0)
     copies.close()
-    assert len(one.device.times("shutdown")) == 2, "nothing twice"
+    assert len(rig.device.times("shutdown")) == 2, "nothing twice"
 
 
 @with_devices
 def test_the_pool_is_pinned_and_unpinned_on_the_tensors_device(
     world: Callable[..., World], version: str
 ) -> None:
-    one, runtime, where = world(version), fake_cuda.FakeCuda(), list[int]()
-    one.device.seen = lambda: where.append(runtime.current)
+    rig, runtime, where = world(version), fake_cuda.FakeCuda(), list[int]()
+    rig.device.seen = lambda: where.append(runtime.current)
     with fake_cuda.installed(runtime):
-        for tensor in one.caches.tensors:
+        for tensor in rig.caches.tensors:
             tensor.tensor = runtime.tensor(tensor.tensor, 3)
-        copies = one.make()
+        copies = rig.make()
         copies.close()
     assert where == [3, 3]
     assert runtime.current == 0
@@ -297,16 +297,16 @@ def test_the_pool_is_pinned_and_unpinned_on_the_tensors_device(
 def test_a_wait_that_fails_waits_for_the_device_before_it_raises(
     world: Callable[..., World], version: str, stuck: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has waited may overwrite the blocks."""
-    one, waited = world(version), list[Any]()
-    copies = one.make()
-    copies.store(1, engine_blocks(3), one.slots(2))
-    one.device.stuck = stuck
-    monkeypatch.setattr(one.ours, "synchronized", lambda device: waited.append(device) or True)
+    """The caller may overwrite the blocks after a wait, even after a failed one."""
+    rig, waited = world(version), list[Any]()
+    copies = rig.make()
+    copies.store(1, engine_blocks(3), rig.slots(2))
+    rig.device.stuck = stuck
+    monkeypatch.setattr(rig.ours, "synchronized", lambda device: waited.append(device) or True)
     with pytest.raises(RuntimeError, match="the event is gone"):
         copies.wait({1})
     assert waited == [torch.device("cpu")]
-    one.device.stuck = ""
+    rig.device.stuck = ""
     copies.wait({1})
     assert waited == [torch.device("cpu")]
     copies.close()
@@ -316,15 +316,15 @@ def test_a_wait_that_fails_waits_for_the_device_before_it_raises(
 def test_a_refused_transfer_raises_and_a_failed_one_is_an_error(
     world: Callable[..., World], version: str
 ) -> None:
-    """vLLM's own say so in no version; if one did, bytes that have not arrived must not be believed in."""
-    one = world(version)
-    copies = one.make()
-    one.device.refusing = "at once"
+    """No version reports this today; if one did, the missing bytes must not count as loaded."""
+    rig = world(version)
+    copies = rig.make()
+    rig.device.refusing = "at once"
     for begin in (copies.store, copies.load):
         with pytest.raises(OSError, match="refused"):
-            begin(1, engine_blocks(3), one.slots(2))
-    one.device.refusing = "later"
-    copies.store(2, engine_blocks(3), one.slots(2))
+            begin(1, engine_blocks(3), rig.slots(2))
+    rig.device.refusing = "later"
+    copies.store(2, engine_blocks(3), rig.slots(2))
     copies.wait({2})
     (result,) = copies.finished()
     assert result.job == 2
@@ -340,7 +340,7 @@ def test_a_worker_waits_longer_for_a_larger_pool(version: str) -> None:
 
 
 @with_devices
-def test_how_long_pinning_took_is_logged(
+def test_the_time_for_pinning_is_logged(
     world: Callable[..., World], version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "vllm.kvoffload"):
@@ -358,7 +358,7 @@ def test_an_engine_with_a_gpu_is_not_refused(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS[: VERSIONS.index(versions_since(SINCE_DEVICES)[0])])
 def test_an_engine_with_a_gpu_is_refused_before_vllm_has_what_it_needs(version: str) -> None:
-    """In one line when the engine starts, not by an error of an import in its workers."""
+    """The engine gets one line at its start, and no import error in its workers."""
     with standing_in(Device(), version):
         with pytest.raises(ImportError):
             importlib.import_module(f"{OURS}.worker_side.cuda")

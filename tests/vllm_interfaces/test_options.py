@@ -1,4 +1,4 @@
-"""What may stand in ``kv_connector_extra_config``, and what is said of the rest."""
+"""The options in ``kv_connector_extra_config``, and the messages for wrong options."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_size_must_be_given(given: dict[str, Any]) -> None:
         ("prompt_only", "offload_prompt_only", False, True, "prompt_only"),
     ],
 )
-def test_two_names_of_one_thing(ours: str, vllms: str, one: Any, other: Any, field: str) -> None:
+def test_two_names_of_an_option(ours: str, vllms: str, one: Any, other: Any, field: str) -> None:
     base = {} if ours == "ram" else {"ram": 4096}
     expected = getattr(parse_options({**base, ours: one}), field)
     for given in ({vllms: one}, {ours: one, vllms: one}):
@@ -82,9 +82,9 @@ def test_every_policy(policy: str) -> None:
 
 @pytest.mark.parametrize("name", ["policy", "eviction_policy"])
 def test_unknown_policy_names_the_nearest(name: str) -> None:
-    found = message(ram=1, **{name: "hazzard"})
-    assert found.startswith(f"{name}: 'hazzard' is not possible; allowed: ")
-    assert "did you mean hazard?" in found
+    text = message(ram=1, **{name: "hazzard"})
+    assert text.startswith(f"{name}: 'hazzard' is not possible; allowed: ")
+    assert "did you mean hazard?" in text
 
 
 @pytest.mark.parametrize("rule", [*ADMISSIONS.names(), "reuse:3"])
@@ -138,9 +138,9 @@ def test_size_of_the_tracker() -> None:
     ],
 )
 def test_impossible_values(name: str, value: object) -> None:
-    found = message(ram=1, **{name: value})
-    assert found.startswith(f"{name}: {value!r} is not possible; ")
-    assert "allowed" in found
+    text = message(ram=1, **{name: value})
+    assert text.startswith(f"{name}: {value!r} is not possible; ")
+    assert "allowed" in text
 
 
 def test_a_switch_is_written_as_in_json() -> None:
@@ -169,17 +169,17 @@ DISK = {"type": "disk", "path": "/data/kv", "capacity": "500GiB"}
         ({**DISK, "max_write_bytes_per_day": "much"}, "tiers[0].max_write_bytes_per_day: 'much'"),
     ],
 )
-def test_a_tier_that_cannot_be(tier: object, problem: str) -> None:
-    found = message(ram=1, tiers=[tier])
-    assert problem in found
-    assert "is not possible; " in found
+def test_wrong_tiers_are_named(tier: object, problem: str) -> None:
+    text = message(ram=1, tiers=[tier])
+    assert problem in text
+    assert "is not possible; " in text
 
 
 def test_tiers() -> None:
-    found = parse_options(
+    text = parse_options(
         {"ram": "1GiB", "tiers": [DISK, {**DISK, "path": ["/a", "/b"], "policy": "arc", "salt": "v2"}]}
     ).tiers
-    assert found == (
+    assert text == (
         DiskOptions(path=("/data/kv",), capacity="500GiB"),
         DiskOptions(path=("/a", "/b"), capacity="500GiB", policy="arc", salt="v2"),
     )
@@ -187,19 +187,19 @@ def test_tiers() -> None:
 
 def test_directories_share_the_capacity_and_one_budget(tmp_path: Path) -> None:
     paths = tuple(str(tmp_path / name) for name in "ab")
-    one = DiskOptions(path=paths[:1], capacity="1MiB").open(TierOwner(4096, 36, "model", "replica"))
+    single = DiskOptions(path=paths[:1], capacity="1MiB").open(TierOwner(4096, 36, "model", "replica"))
     both = DiskOptions(path=paths, capacity="2MiB", max_write_bytes_per_day=1 << 30).open(OWNER)
-    assert (one.name, both.name) == ("disk", "disk")
-    assert both.stats().capacity == 2 * one.stats().capacity > 0
-    assert (one.stats().write_budget_bytes, both.stats().write_budget_bytes) == (None, 1 << 30)
-    for tier in (one, both):
+    assert (single.name, both.name) == ("disk", "disk")
+    assert both.stats().capacity == 2 * single.stats().capacity > 0
+    assert (single.stats().write_budget_bytes, both.stats().write_budget_bytes) == (None, 1 << 30)
+    for tier in (single, both):
         tier.close()
     slabs = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("kvoffload-*.slab"))
     assert slabs == ["a", "a/replica", "b"]
 
 
-def test_who_goes_on_without_a_directory_hears_which_one_is_missing(tmp_path: Path) -> None:
-    """One of two, then both: a tier is what is left of it, and tiers are those that are left."""
+def test_missing_directories_are_reported_to_an_owner_that_continues_without_them(tmp_path: Path) -> None:
+    """First one of two directories is missing, then both; the owner gets the remaining tiers."""
     missing: list[UnavailableError] = []
     owner = TierOwner(4096, 36, "model", go_on_without=missing.append)
     both = DiskOptions(path=(str(tmp_path / "a"), str(tmp_path / "b")), capacity="2MiB")
@@ -214,9 +214,9 @@ def test_who_goes_on_without_a_directory_hears_which_one_is_missing(tmp_path: Pa
     second.close()
     held.append(DirectoryLock(made(tmp_path / "b"), RateLimitedLog("test")))
     missing.clear()
-    (left,) = open_tiers([both, alone], owner)
+    (remaining,) = open_tiers([both, alone], owner)
     assert [error.value for error in missing] == [str(tmp_path / "a"), str(tmp_path / "b")]
-    left.close()
+    remaining.close()
     for lock in held:
         lock.release()
     for tier in open_tiers([both, alone], owner):
@@ -253,12 +253,12 @@ def test_a_tier_that_cannot_be_opened_leaves_nothing_locked(tmp_path: Path, fail
         {"store": "on-device-eviction", "verify": "always", "self_describing_kv_events": True},
     ],
 )
-def test_what_vllm_understands_is_understood(given: dict[str, Any]) -> None:
+def test_options_of_vllm_are_accepted(given: dict[str, Any]) -> None:
     assert set(given) <= set(NAMES)
     parse_options({"ram": 1, **given})
 
 
-def test_chunks_are_said_once() -> None:
+def test_the_size_of_chunks_is_given_once() -> None:
     assert "give one" in message(ram=1, blocks_per_chunk=3, block_size=48)
 
 
@@ -267,10 +267,10 @@ def test_chunks_are_said_once() -> None:
     [("evction_policy", "eviction_policy"), ("RAM", ""), ("cpu_bytes", "cpu_bytes_to_use"), ("zzz", "")],
 )
 def test_unknown_options_name_the_nearest(name: str, near: str) -> None:
-    found = message(ram=1, **{name: 1})
-    assert "there is no such option" in found
-    assert (f"did you mean {near}?" in found) == bool(near)
-    assert ", ".join(NAMES) in found
+    text = message(ram=1, **{name: 1})
+    assert "there is no such option" in text
+    assert (f"did you mean {near}?" in text) == bool(near)
+    assert ", ".join(NAMES) in text
 
 
 def test_all_problems_at_once() -> None:

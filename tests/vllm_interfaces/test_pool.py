@@ -1,4 +1,4 @@
-"""The pool that processes share: how they find it, what they refuse, and that nothing is left of it."""
+"""The pool that processes share: discovery, refusals, and removal."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from support.timeouts import HANGS_S
 
 @pytest.fixture
 def attach(tmp_path: Path) -> Callable[..., SharedPool]:
-    """A function that attaches one member of an engine of two workers."""
+    """A function that attaches a member of an engine with two workers."""
 
-    def one(member: int, engine: str = "e", **changes: Any) -> SharedPool:
+    def attach_member(member: int, engine: str = "e", **changes: Any) -> SharedPool:
         settings = {
             "num_members": 3,
             "num_parts": 2,
@@ -45,7 +45,7 @@ def attach(tmp_path: Path) -> Callable[..., SharedPool]:
         } | changes
         return SharedPool.attach(engine, member=member, **settings)
 
-    return one
+    return attach_member
 
 
 def pools_in(directory: Path) -> list[Path]:
@@ -71,7 +71,7 @@ def test_members_share_slots_and_the_name_goes_with_the_last(
         pool.close()
 
 
-def test_failures_are_taken_once_and_only_those_that_are_told(attach: Callable[..., SharedPool]) -> None:
+def test_each_failure_is_taken_once(attach: Callable[..., SharedPool]) -> None:
     first, second, scheduler = attach(1), attach(2), attach(0)
     slots = np.array([3, 5, 6], np.int32)
     assert scheduler.take_failed(slots) is None
@@ -79,15 +79,15 @@ def test_failures_are_taken_once_and_only_those_that_are_told(attach: Callable[.
     second.fail(1, slots[:2])
 
     class Late:
-        """The ledger, in which a worker marks one more slot as soon as the scheduler has read."""
+        """Marks of failures, to which a worker adds another as soon as the scheduler has read."""
 
         def __init__(self, marks: Any) -> None:
             self.marks = marks
 
         def __getitem__(self, at: Any) -> Any:
-            found = self.marks[at].copy()
+            marks = self.marks[at].copy()
             first.fail(0, slots[2:])
-            return found
+            return marks
 
         def __setitem__(self, at: Any, value: int) -> None:
             self.marks[at] = value
@@ -100,7 +100,7 @@ def test_failures_are_taken_once_and_only_those_that_are_told(attach: Callable[.
     assert scheduler.take_failed(slots).tolist() == [False] * 3
 
 
-def test_checksums_are_of_all_parts_and_of_this_key(attach: Callable[..., SharedPool]) -> None:
+def test_checksums_cover_all_parts_and_the_key(attach: Callable[..., SharedPool]) -> None:
     first, second, scheduler = attach(1), attach(2), attach(0)
     slots, digests = np.array([2, 5], np.int32), Keys.pack([b"a" * 8, b"b" * 8], 8).digests
     first.part(0)[:] = 1
@@ -115,27 +115,29 @@ def test_checksums_are_of_all_parts_and_of_this_key(attach: Callable[..., Shared
 
 
 def test_two_engines_do_not_share(attach: Callable[..., SharedPool]) -> None:
-    one, other = attach(1, "one"), attach(1, "other")
-    one.part(0)[:] = 1
+    pool, other = attach(1, "one"), attach(1, "other")
+    pool.part(0)[:] = 1
     assert not other.part(0).any()
-    with pytest.raises(ConfigError, match="allowed: a name that no other engine has; one is starting"):
+    with pytest.raises(
+        ConfigError, match="allowed: an id that no other engine has; an engine with it is starting"
+    ):
         attach(1, "one")
-    with pytest.raises(ConfigError, match="of another shape"):
+    with pytest.raises(ConfigError, match="with another number of workers"):
         attach(2, "one", num_parts=1)
     with pytest.raises(ConfigError, match="pipeline stages"):
         attach(2, "one", part_bytes=6001)
 
 
-def test_what_cannot_be_had_is_refused_at_once(attach: Callable[..., SharedPool], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which one block takes"):
+def test_a_pool_without_memory_is_refused_at_once(attach: Callable[..., SharedPool], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the size of a block"):
         attach(1, capacity_bytes=1)
     with pytest.raises(ConfigError, match="--shm-size"):
         attach(1, capacity_bytes=2**60)
     assert not pools_in(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["killed", "left"])
-def test_what_a_dead_engine_leaves_is_removed(
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_the_pool_of_a_dead_engine_is_removed(
     attach: Callable[..., SharedPool], tmp_path: Path, how: str
 ) -> None:
     code = f"""
@@ -165,7 +167,7 @@ def test_what_a_dead_engine_leaves_is_removed(
     else:
         assert child.stdout.readline() == b"up\n"
         pool = attach(1)
-        assert len(pools_in(tmp_path)) == 2, "that of a living engine stays"
+        assert len(pools_in(tmp_path)) == 2, "the pool of a living engine remains"
         child.stdin.close()
         assert child.wait() == 0
     pool.close()
@@ -173,10 +175,10 @@ def test_what_a_dead_engine_leaves_is_removed(
     child.stdout.close()
 
 
-def test_nobody_else_can_keep_an_engine_from_starting(
+def test_another_user_cannot_keep_an_engine_from_starting(
     attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any user may lock a directory like /dev/shm, which is no harm, or take a name there, which is said."""
+    """Another user may lock /dev/shm, without effect, or create a file with our name, which is reported."""
     holder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     attach(1).close()
@@ -193,12 +195,12 @@ def test_nobody_else_can_keep_an_engine_from_starting(
     somebody_else = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: somebody_else)
     lock.rename(tmp_path / f".kvoffload-{os.geteuid()}.lock")
-    with pytest.raises(ConfigError, match=r"another user .* has made it"):
+    with pytest.raises(ConfigError, match=r"user .* has created this file"):
         attach(1)
     assert precious.read_text() == "data"
 
 
-def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
+def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
     """Two engines start at once: the second waits for a lock file that the first one removes."""
     order, waiting = list[str](), threading.Event()
 
@@ -230,7 +232,7 @@ import sys
 from pathlib import Path
 from kvoffload.integrations.vllm.shared import pool
 directory, inside = Path(sys.argv[1]), Path(sys.argv[2])
-for _ in range(300):
+for _ in range(100):
     with pool._locked(directory):
         inside.mkdir()
         inside.rmdir()
@@ -248,7 +250,7 @@ def test_only_one_of_many_processes_has_the_lock(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shared_memory() -> Iterator[Path]:
-    """A directory of its own in shared memory, where the kernel says which pages of a file there are."""
+    """A new directory in shared memory, where the kernel reports the allocated pages of a file."""
     directory = Path(tempfile.mkdtemp(prefix="of-a-test-", dir=SHARED_MEMORY))
     yield directory
     shutil.rmtree(directory)
@@ -258,7 +260,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def taken(pool: SharedPool, directory: Path) -> list[list[int]]:
-    """For each page of a slot, the slots that have it: the kernel has taken memory for it."""
+    """Return, for each page of a slot, the slots in which the kernel has allocated the page."""
     (file,) = pools_in(directory)
     fd = os.open(file, os.O_RDONLY)
 
@@ -272,12 +274,12 @@ def taken(pool: SharedPool, directory: Path) -> list[list[int]]:
 
     first = os.fstat(fd).st_size - pool.num_slots * pool.slot_stride
     assert all(is_there(at) for at in range(0, first, PAGE)), "header and ledger"
-    found = [
+    slots_of_pages = [
         [slot for slot in range(pool.num_slots) if is_there(first + slot * pool.slot_stride + page)]
         for page in range(0, pool.slot_stride, PAGE)
     ]
     os.close(fd)
-    return found
+    return slots_of_pages
 
 
 ALL, NONE = [*range(10)], list[int]()
@@ -286,7 +288,7 @@ ALL, NONE = [*range(10)], list[int]()
 def test_each_worker_takes_the_memory_of_its_own_part(
     attach: Callable[..., SharedPool], shared_memory: Path
 ) -> None:
-    """So that it lies on the memory node of that worker."""
+    """The memory then lies on the NUMA node of that worker."""
     sizes = {"part_bytes": 2 * PAGE, "capacity_bytes": 40 * PAGE, "directory": shared_memory}
     scheduler = attach(0, **sizes)
     assert taken(scheduler, shared_memory) == [NONE] * 4
@@ -337,7 +339,7 @@ def test_a_kernel_that_cannot_touch_pages_for_us_reserves_them(
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """A thread of the name ``slow`` says that it begins to take memory, and waits until it may."""
+    """A thread named ``slow`` reports that it begins to allocate, and waits for permission."""
     begun, go_on, take = threading.Event(), threading.Event(), first_touch.take
 
     def wait_and_take(*args: Any) -> None:
@@ -381,7 +383,7 @@ def test_a_pool_keeps_its_name_and_workers_wait_until_all_have_their_memory(
         pool.close()
 
 
-def test_memory_that_is_gone_when_it_is_taken_is_said(
+def test_memory_that_runs_out_during_the_allocation_is_reported(
     attach: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, take = attach(1), first_touch.take
@@ -393,7 +395,7 @@ def test_memory_that_is_gone_when_it_is_taken_is_said(
     with pytest.raises(ConfigError, match=r"ram: .*No space left"):
         attach(2)
     assert not pools_in(tmp_path)
-    with pytest.raises(ConfigError, match="another worker has no memory"):
+    with pytest.raises(ConfigError, match="another worker could not allocate its part of the pool"):
         first.wait_for_workers(HANGS_S)
     first.close()
     monkeypatch.setattr(first_touch, "take", take)
@@ -403,9 +405,9 @@ def test_memory_that_is_gone_when_it_is_taken_is_said(
 def test_memory_that_another_engine_is_about_to_take_is_not_promised_again(
     attach: Callable[..., SharedPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first engine has room for all of its pool, and half of its workers have taken theirs."""
+    """The first engine fits, and half of its workers have allocated their memory."""
     monkeypatch.setattr(pool_module, "available_bytes", lambda: 15 * 12288)
-    one = attach(1, "one", part_bytes=4096, capacity_bytes=10 * 8192)
+    pool = attach(1, "one", part_bytes=4096, capacity_bytes=10 * 8192)
     monkeypatch.setattr(pool_module, "available_bytes", lambda: 15 * 12288 - 5 * 8192)
     with pytest.raises(ConfigError, match="of free memory"):
         attach(1, "other", capacity_bytes=10 * 12288)
@@ -413,7 +415,7 @@ def test_memory_that_another_engine_is_about_to_take_is_not_promised_again(
     attach(0, "one", part_bytes=4096)
     monkeypatch.setattr(pool_module, "available_bytes", lambda: 10 * 12288 + 8192)
     attach(1, "other", capacity_bytes=10 * 12288).close()
-    one.close()
+    pool.close()
 
 
 SMALL_MEMORY = """
@@ -432,7 +434,7 @@ SMALL_MEMORY = """
     running = [attach("running", member, 4 * mib) for member in (1, 2, 0)]
     for part in (0, 1):
         running[1 + part].part(part)[:] = 7
-    # Between this engine's look at what is free and the touch somebody else takes it.
+    # Another file takes the memory after this engine has checked the free memory and before it allocates.
     first = attach("unlucky", 1, 8 * mib)
     (directory / "other").write_bytes(bytes(6 * mib))
     try:
@@ -447,8 +449,8 @@ SMALL_MEMORY = """
 """
 
 
-def test_shared_memory_that_is_full_is_said_and_harms_nobody(tmp_path: Path) -> None:
-    """On a small file system in memory: a page that is not there would kill the process that touches it."""
+def test_full_shared_memory_is_reported_and_kills_no_process(tmp_path: Path) -> None:
+    """On a small file system in memory, where a missing page would kill the process that touches it."""
     child = [sys.executable, "-c", textwrap.dedent(SMALL_MEMORY), str(tmp_path)]
     script = 'mount -t tmpfs -o size=16m none "$0" && exec "$@"'
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -466,14 +468,14 @@ def test_shared_memory_that_is_full_is_said_and_harms_nobody(tmp_path: Path) -> 
     assert "left: ['other']" in done.stdout
 
 
-def test_shared_memory_is_where_it_should_be() -> None:
+def test_no_pool_remains_in_shared_memory() -> None:
     assert SHARED_MEMORY.is_dir()
-    found = [file.name for file in SHARED_MEMORY.glob("kvoffload-*")]
-    left = [name for name in found if not Path(f"/proc/{name.split('-')[-1]}").exists()]
-    assert not left, "by another test; those of engines that run are theirs"
+    names = [file.name for file in SHARED_MEMORY.glob("kvoffload-*")]
+    abandoned = [name for name in names if not Path(f"/proc/{name.split('-')[-1]}").exists()]
+    assert not abandoned, "left by another test; pools of running engines do not count"
 
 
-def test_a_verifier_is_closed_when_the_check_under_way_has_ended() -> None:
+def test_closing_a_verifier_waits_for_the_running_check() -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     class Slow:
@@ -498,7 +500,7 @@ def test_a_verifier_is_closed_when_the_check_under_way_has_ended() -> None:
     assert not closing.is_alive()
 
 
-def test_a_file_of_another_user_promises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_reserves_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "kvoffload-dead-1"
     with path.open("wb") as file:
         file.truncate(10 * 2**40)

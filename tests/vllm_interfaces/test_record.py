@@ -1,4 +1,4 @@
-"""What an engine was asked, recorded: without vLLM, against a stand-in for its requests."""
+"""Recordings of an engine's requests, without vLLM: its requests are stand-ins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.run_cli import kvoffload
 
 
 class Reason(IntEnum):
-    """As vLLM's: the most frequent one is 0."""
+    """A stand-in for vLLM's enum of reasons, whose most frequent member is 0."""
 
     STOP = 0
 
@@ -65,7 +65,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Source(NamedTuple):
-    """As vLLM's."""
+    """A stand-in for vLLM's ``CacheHitSource``."""
 
     value: str
 
@@ -73,16 +73,16 @@ class Source(NamedTuple):
 def test_a_recording_is_a_trace(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.integrations.vllm.scheduler_side.recording.time.time", lambda: 1e9 + 7.5)
     lost: list[int] = []
-    seen = Recording(recorder, 16, lambda: lost.append(1))
+    follower = Recording(recorder, 16, lambda: lost.append(1))
     slow, quick = request("slow", 100), request("quick", 64, at=1e9 + 2)
-    for one, on_gpu, served in ((slow, 0, {}), (quick, 16, {Source("host"): 32, Source("disk"): 16})):
-        seen.looked_up(one, 0)
-        seen.looked_up(one, on_gpu)
-        seen.begins(one, lambda served=served: served)
-        seen.begins(one, lambda: {Source("host"): 99})  # after a preemption
+    for item, on_gpu, served in ((slow, 0, {}), (quick, 16, {Source("host"): 32, Source("disk"): 16})):
+        follower.looked_up(item, 0)
+        follower.looked_up(item, on_gpu)
+        follower.begins(item, lambda served=served: served)
+        follower.begins(item, lambda: {Source("host"): 99})  # after a preemption
     aborted = request("aborted", 10, at=1e9 + 1, num_output_tokens=0, get_finished_reason=lambda: None)
-    for one in (aborted, quick, slow):
-        seen.finished(one)
+    for item in (aborted, quick, slow):
+        follower.finished(item)
     recorder.close()
     header, *written = lines(recorder.path)
     assert header == {"kvoffload_trace": 1, "block_tokens": 16, "source": "vllm", "in_order": False}
@@ -95,30 +95,32 @@ def test_a_recording_is_a_trace(recorder: Recorder, monkeypatch: pytest.MonkeyPa
     assert np.diff(trace.offsets).tolist() == [6, 0, 4]
     assert trace.refs[6:].tolist() == trace.refs[:4].tolist(), "equal hashes, equal ids"
     assert [trace.hints_of(i).finish_reason for i in range(3)] == ["stop", "", "stop"]
-    assert (lost, seen._served, seen._on_gpu) == ([], {}, {})
+    assert (lost, follower._served, follower._on_gpu) == ([], {}, {})
     done = kvoffload("replay", recorder.path, "--capacity", "4", "--no-data", "--quiet", "--format", "json")
     assert json.loads(done.stdout)["prefix_hit_blocks"] == 4
 
 
-def test_nothing_of_the_engines_hashes_is_told(tmp_path: Path) -> None:
+def test_a_recording_has_none_of_the_engines_hashes(tmp_path: Path) -> None:
     texts, ids = [], []
     for _ in range(2):
-        one = Recorder(tmp_path / "kv.jsonl", 1 << 20, 16)
-        seen = Recording(one, 16, lambda: None)
-        seen.finished(request("a", 64, salt=7))
-        one.close()
-        texts.append(one.path.read_text())
-        ids.append(lines(one.path)[1]["hash_ids"])
+        item = Recorder(tmp_path / "kv.jsonl", 1 << 20, 16)
+        follower = Recording(item, 16, lambda: None)
+        follower.finished(request("a", 64, salt=7))
+        item.close()
+        texts.append(item.path.read_text())
+        ids.append(lines(item.path)[1]["hash_ids"])
     assert not set(ids[0]) & set(ids[1])
     assert all((bytes([7, 0]) * 16).hex() not in text for text in texts)
 
 
 def test_what_is_known_of_a_request_is_recorded_and_no_text_of_its_user(recorder: Recorder) -> None:
-    seen = Recording(recorder, 16, lambda: None)
-    told = {"kvoffload": {"session_over": True, "time_to_live_s": 60}}
-    seen.finished(request("a", 32, cache_salt="ACME", priority=2, stop_reason=7, kv_transfer_params=told))
-    seen.finished(request("b", 32, cache_salt="ACME", stop_reason="my secret"))
-    seen.finished(request("c", 32, priority=1, kv_transfer_params={"kvoffload": {"prio": 1}}))
+    follower = Recording(recorder, 16, lambda: None)
+    given = {"kvoffload": {"session_over": True, "time_to_live_s": 60}}
+    follower.finished(
+        request("a", 32, cache_salt="ACME", priority=2, stop_reason=7, kv_transfer_params=given)
+    )
+    follower.finished(request("b", 32, cache_salt="ACME", stop_reason="my secret"))
+    follower.finished(request("c", 32, priority=1, kv_transfer_params={"kvoffload": {"prio": 1}}))
     recorder.close()
     trace = read_trace(recorder.path)
     first, second, third = map(trace.hints_of, range(3))
@@ -130,12 +132,12 @@ def test_what_is_known_of_a_request_is_recorded_and_no_text_of_its_user(recorder
     assert all(text not in recorder.path.read_text() for text in ("ACME", "secret"))
 
 
-def test_each_life_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_each_start_writes_a_new_file(tmp_path: Path) -> None:
     made = [Recorder(tmp_path / "kv.jsonl", 1 << 20, 16) for _ in range(3)]
-    for one in made:
-        one.close()
-        one.close()
-    assert [one.path.name for one in made] == ["kv.jsonl", "kv-2.jsonl", "kv-3.jsonl"]
+    for item in made:
+        item.close()
+        item.close()
+    assert [item.path.name for item in made] == ["kv.jsonl", "kv-2.jsonl", "kv-3.jsonl"]
 
 
 def finished(number: int = 0) -> FinishedRequest:
@@ -144,23 +146,23 @@ def finished(number: int = 0) -> FinishedRequest:
 
 def test_a_full_file_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm.kvoffload").propagate = True
-    one = Recorder(tmp_path / "kv.jsonl", 1000, 16)
+    item = Recorder(tmp_path / "kv.jsonl", 1000, 16)
     for number in range(100):
-        one.add(finished(number))
-    one.close()
-    assert 500 < one.path.stat().st_size <= 1000
-    trace = read_trace(one.path)
+        item.add(finished(number))
+    item.close()
+    assert 500 < item.path.stat().st_size <= 1000
+    trace = read_trace(item.path)
     assert trace.requests < 20
     assert trace.timestamps_ms.tolist() == [1000 * n for n in range(trace.requests)]
-    assert not one.add(finished())
+    assert not item.add(finished())
     assert [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()] == [
-        f"kvoffload: recording to {one.path} has ended: the file has reached record_max_bytes "
-        f"({one.path.stat().st_size:,} bytes)"
+        f"kvoffload: recording to {item.path} has ended: the file has reached record_max_bytes "
+        f"({item.path.stat().st_size:,} bytes)"
     ]
 
 
 class Gated:
-    """A file on a disk that does not answer until it is let."""
+    """A file whose writes wait until the gate is open."""
 
     def __init__(self, file: Any, gate: threading.Event) -> None:
         self._file, self._gate = file, gate
@@ -174,47 +176,47 @@ class Gated:
 
 
 def test_a_disk_that_hangs_costs_requests_and_no_time(tmp_path: Path) -> None:
-    one, gate = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16), threading.Event()
-    one._file = Gated(one._file, gate)  # type: ignore[assignment]
+    item, gate = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16), threading.Event()
+    item._file = Gated(item._file, gate)  # type: ignore[assignment]
     lost: list[int] = []
-    seen = Recording(one, 16, lambda: lost.append(1))
+    follower = Recording(item, 16, lambda: lost.append(1))
     for number in range(2 * MAX_QUEUED):
-        seen.finished(request(str(number), 16, at=1e9 + number))
+        follower.finished(request(str(number), 16, at=1e9 + number))
     kept = 2 * MAX_QUEUED - len(lost)
-    assert MAX_QUEUED <= kept <= MAX_QUEUED + 1, "what waits, and what the thread holds"
+    assert MAX_QUEUED <= kept <= MAX_QUEUED + 1, "the queue, and the request that the thread holds"
     gate.set()
-    one.close()
-    assert read_trace(one.path).requests == kept
+    item.close()
+    assert read_trace(item.path).requests == kept
 
 
 def test_a_disk_that_fails_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm.kvoffload").propagate = True
-    one = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16)
+    item = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16)
 
     def fail(data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    assert one._file is not None
-    one._file.close()
-    one._file = SimpleNamespace(write=fail, flush=lambda: None, close=lambda: None)  # type: ignore[assignment]
-    assert one.add(finished())
-    one.close()
-    assert not one.add(finished())
+    assert item._file is not None
+    item._file.close()
+    item._file = SimpleNamespace(write=fail, flush=lambda: None, close=lambda: None)  # type: ignore[assignment]
+    assert item.add(finished())
+    item.close()
+    assert not item.add(finished())
     assert "has ended: No space left on device" in caplog.text
 
 
 def test_a_request_that_cannot_be_recorded_is_counted(recorder: Recorder) -> None:
     lost: list[int] = []
-    seen = Recording(recorder, 16, lambda: lost.append(1))
+    follower = Recording(recorder, 16, lambda: lost.append(1))
 
     def broken() -> dict[Any, int]:
         raise KeyError("x")
 
-    seen.begins(request("fine", 32), broken)
-    seen.finished(request("fine", 32))
-    seen.finished(request("no hashes", 32, block_hashes=[]))
-    seen.finished(request("a gap", 32, block_hashes=[None, b"x"]))
-    seen.finished(SimpleNamespace(request_id="strange"))
+    follower.begins(request("fine", 32), broken)
+    follower.finished(request("fine", 32))
+    follower.finished(request("no hashes", 32, block_hashes=[]))
+    follower.finished(request("a gap", 32, block_hashes=[None, b"x"]))
+    follower.finished(SimpleNamespace(request_id="strange"))
     recorder.close()
     assert [line["input_length"] for line in lines(recorder.path)[1:]] == [32]
     assert len(lost) == 3
@@ -224,12 +226,12 @@ def test_a_bug_of_the_thread_ends_the_recording_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("vllm.kvoffload").propagate = True
-    one = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16)
+    item = Recorder(tmp_path / "kv.jsonl", 1 << 30, 16)
     monkeypatch.setattr(record, "encode_line", lambda line: 1 / 0)
-    one.add(finished())
-    one.close()
+    item.add(finished())
+    item.close()
     assert "internal error: ZeroDivisionError" in caplog.text
-    assert read_only_header(one.path)
+    assert read_only_header(item.path)
 
 
 def read_only_header(path: Path) -> bool:
@@ -252,9 +254,9 @@ def test_the_option(tmp_path: Path) -> None:
         with pytest.raises(CombinedConfigError, match=r"allowed: an absolute path, NAME\.jsonl"):
             options(record=wrong)
     assert recording(options(), 16, lambda: None) is None
-    found = recording(options(record=str(tmp_path / "kv.jsonl")), 16, lambda: None)
-    assert found is not None
-    found.recorder.close()
+    started = recording(options(record=str(tmp_path / "kv.jsonl")), 16, lambda: None)
+    assert started is not None
+    started.recorder.close()
 
 
 def test_a_place_that_cannot_be_written_costs_the_recording(

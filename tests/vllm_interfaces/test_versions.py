@@ -1,6 +1,6 @@
-"""Our classes against the interfaces of every version of vLLM that we claim to know, without vLLM.
+"""Our classes against the interfaces of every known version of vLLM, without vLLM.
 
-tests/vllm_interfaces/signatures.json says what those are, and how it was made: tools/vllm_signatures.py.
+tests/vllm_interfaces/signatures.json has the interfaces; tools/vllm_signatures.py writes that file.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ OURS = {
 
 
 def our_classes() -> dict[str, dict[str, ast.arguments]]:
-    """Every class of our room, with the parameters of its methods; from the text, for vLLM is not here."""
-    found = {}
+    """Return every class of the package with the parameters of its methods, read from the source."""
+    result = {}
     for path in OUR_ROOM.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
-                found[node.name] = {
+                result[node.name] = {
                     method.name: method.args for method in node.body if isinstance(method, ast.FunctionDef)
                 }
-    return found
+    return result
 
 
 def test_every_version_is_known() -> None:
@@ -66,26 +66,28 @@ def test_every_version_is_known() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("interface", list(OURS))
 def test_our_class_takes_every_call(interface: str, version: str) -> None:
-    """All that is abstract is there, and whatever we have takes what that version passes."""
-    ours = our_classes()[OURS[interface]]
+    """Every abstract method exists, and our methods take the arguments that the version passes."""
+    our_class = our_classes()[OURS[interface]]
     for member, form in forms(interface, version).items():
         if "(" not in form or member == "__init__":
             continue
         marks, _, listed = form.rstrip(")").partition("(")
         if "abstractmethod" in marks:
-            assert member in ours, f"{OURS[interface]} lacks {member}, which is abstract in {version}"
-        if member not in ours or "property" in marks:
+            assert member in our_class, f"{OURS[interface]} lacks {member}, which is abstract in {version}"
+        if member not in our_class or "property" in marks:
             continue
         passed = [name.rstrip("=") for name in listed.split(", ") if name]
-        args = ours[member]
-        names = [one.arg for one in (*args.posonlyargs, *args.args)]
+        args = our_class[member]
+        names = [parameter.arg for parameter in (*args.posonlyargs, *args.args)]
         required = len(names) - len(args.defaults)
         where = f"{OURS[interface]}.{member} in {version}: called with {passed}, takes {names}"
         assert args.vararg is not None or len(passed) <= len(names), where
         assert args.vararg is not None or required <= len(passed), where
         # Positions are what callers of abstract methods use; those that are passed by name are these.
         for by_name in {"success", "expedited", "req_context"} & set(passed):
-            assert args.kwarg is not None or by_name in names + [one.arg for one in args.kwonlyargs], where
+            assert args.kwarg is not None or by_name in names + [
+                parameter.arg for parameter in args.kwonlyargs
+            ], where
 
 
 BUILT_ON = {
@@ -101,8 +103,8 @@ BUILT_ON = {
 
 
 @pytest.mark.parametrize("interface", list(BUILT_ON))
-def test_what_the_connector_builds_on_is_the_same(interface: str) -> None:
-    """Since the version from which on it is offered."""
+def test_the_methods_that_the_connector_overrides_are_unchanged(interface: str) -> None:
+    """Unchanged since the first version that the connector supports."""
     first, *others = [forms(interface, version) for version in versions_since(SINCE_CONNECTOR)]
     assert others
     for other in others:
@@ -117,28 +119,28 @@ OF_A_HANDLER = ("transfer_async", "get_finished", "wait", "shutdown")
 
 
 def calls_of_devices() -> list[tuple[str, ast.Call]]:
-    """Calls of vLLM in `cuda`: what is called, of which its own methods of the same name are no part."""
-    found = []
+    """Return the calls of vLLM in `cuda`, by name of the called function; our own methods do not count."""
+    result = []
     for node in ast.walk(ast.parse((OUR_ROOM / "worker_side" / "cuda.py").read_text())):
         if isinstance(node, ast.Call):
             called = node.func
             if isinstance(called, ast.Name) and called.id in (HANDLER, "host_register", "host_unregister"):
-                found.append((called.id, node))
+                result.append((called.id, node))
             elif isinstance(called, ast.Attribute) and called.attr in OF_A_HANDLER:
-                found.append((called.attr, node))
-    return found
+                result.append((called.attr, node))
+    return result
 
 
 @pytest.mark.parametrize("version", versions_since(SINCE_DEVICES))
 def test_vllms_copies_on_devices_take_our_calls(version: str) -> None:
-    """And they are all that `cuda` needs of vLLM."""
+    """`cuda` calls nothing else of vLLM."""
     handler, registering = forms(HANDLER, version), forms(HOST_REGISTER, version)
     calls = calls_of_devices()
     assert {name for name, _ in calls} == {HANDLER, *OF_A_HANDLER, *registering}
     for name, call in calls:
         of_a_class = name not in registering
         form = (handler if of_a_class else registering)["__init__" if name == HANDLER else name]
-        by_name = {one.arg: one.value for one in call.keywords if one.arg is not None}
+        by_name = {parameter.arg: parameter.value for parameter in call.keywords if parameter.arg is not None}
         assert len(by_name) == len(call.keywords), "spelled out, so that it can be checked"
         signature(form).bind(*["self"] * of_a_class, *call.args, **by_name)
 
@@ -169,7 +171,7 @@ def test_an_engine_whose_connector_is_not_found_counts_as_late() -> None:
 
 
 def test_devices_are_not_claimed_for_versions_that_do_not_take_our_calls() -> None:
-    """The version before lacks what pins the pool."""
+    """The previous version lacks the module that pins the pool."""
     before = VERSIONS[: VERSIONS.index(versions_since(SINCE_DEVICES)[0])]
     assert before
     assert not any(forms(HOST_REGISTER, version) for version in before)
@@ -182,18 +184,18 @@ def test_versions() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.32.0+cpu", "0.33.9"])
-def test_a_known_version_says_nothing(version: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_known_version_logs_nothing(version: str, caplog: pytest.LogCaptureFixture) -> None:
     check_version(version)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("version", ["0.24.9", "0.9.2"])
-def test_an_old_version_says_so(version: str) -> None:
+def test_an_old_version_is_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=r"vllm: .*kvoffload needs vLLM 0.25 to 0.33"):
         check_version(version)
 
 
-def test_a_part_may_need_a_newer_one() -> None:
+def test_a_feature_may_need_a_newer_version() -> None:
     with pytest.raises(ConfigError, match=r"the connector needs vLLM 0.32 to 0.33"):
         check_version("0.31.0", since=(0, 32), what="the connector")
 
@@ -258,16 +260,14 @@ def test_facts_of_0_25(stride: int, expected: int) -> None:
     assert spec.block_size_factor == 3, "its scheduler reads it there"
 
 
-def test_keys_that_no_other_process_has_are_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_seeded_keys_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     for version in ("0.29.0", "0.33.0", "dev"):
         warn_of_seeds(version)
     assert not caplog.records
     warn_of_seeds("0.28.0")
-    assert "vLLM 0.28.0 seeds its keys anew" in caplog.text
-    assert "unless PYTHONHASHSEED is set" in caplog.text
+    assert "vLLM 0.28.0 seeds its keys differently" in caplog.text
+    assert "set PYTHONHASHSEED to a number" in caplog.text
     caplog.clear()
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     warn_of_seeds("0.28.0")
@@ -290,7 +290,7 @@ class NewestEvent:
     ownership: str | None = None
 
 
-def test_events_of_a_shared_tier_are_for_versions_that_know_whose_storage_it_is() -> None:
+def test_events_of_a_shared_tier_need_events_with_an_owner() -> None:
     old = SimpleNamespace(OffloadingEvent=SimpleNamespace, Medium=SimpleNamespace(CPU="c", STORAGE="s"))
     assert events(old, [b"k"], False, "valkey") == []
     new = SimpleNamespace(
@@ -303,16 +303,16 @@ def test_events_of_a_shared_tier_are_for_versions_that_know_whose_storage_it_is(
 
 
 class Factory:
-    """As vLLM's factories: a name is taken once."""
+    """A stand-in for vLLM's factories, which take each name once."""
 
     def __init__(self) -> None:
         self._registry: dict[str, tuple[str, str]] = {}
 
-    def tell(self, name: str, module_path: str, class_name: str) -> None:
+    def register(self, name: str, module_path: str, class_name: str) -> None:
         assert name not in self._registry
         self._registry[name] = (module_path, class_name)
 
-    register_spec = register_connector = tell
+    register_spec = register_connector = register
 
 
 def test_the_plugin_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
