@@ -48,7 +48,7 @@ def test_a_second_life_answers_from_the_disk_of_the_first(
         assert metrics["vllm:kvoffload_policy_state:target_t1_blocks"] >= 0
         greeting = (tmp_path / "first.log").read_text()
         assert re.search(
-            r"kvoffload: 128 blocks of 32 tokens, room for 4,096 tokens in 0.02 GiB; policy arc", greeting
+            r"kvoffload: 128 blocks of 32 tokens, room for 4,096 tokens in 16 MiB; policy arc", greeting
         )
         with ThreadPoolExecutor(FOUR) as clients:
             cut_off = [clients.submit(server.stream, prompt) for prompt in prompts]

@@ -121,7 +121,7 @@ def test_an_engine_whose_disk_cannot_be_opened_serves_from_ram(
     lock = DirectoryLock(lives.path, RateLimitedLog("test"))
     with caplog.at_level(logging.ERROR, "vllm.kvoffload"):
         engine = lives()
-    assert f"WITHOUT a tier behind RAM, until it is started again: path: '{lives.path}'" in caplog.text
+    assert f"WITHOUT a tier behind RAM until its next start: path: '{lives.path}'" in caplog.text
     first_life.check(engine, 2)
     engine.forget_device()
     first_life.check(engine, 2)
