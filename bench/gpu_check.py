@@ -1,15 +1,15 @@
-"""Everything of ours that needs a GPU, in one command: ``make gpu-check``, or ``python bench/gpu_check.py``.
+"""All checks that need a GPU, in one command: ``make gpu-check``, or ``python bench/gpu_check.py``.
 
 Needs torch and numba, and no network; some minutes, and longer where vLLM is installed. Without
-a GPU it runs on CPU tensors, so that it is known to work; those figures say nothing of a GPU. Prints one page
-and a table of what ran, what passed, and what was not run and why; writes the same as JSON; and ends with 1
-if something failed.
+a GPU it runs on CPU tensors to test itself; these figures are not valid for a GPU. Prints one page and a
+table of the parts that passed, failed or did not run, with reasons; writes the same as JSON; and exits with 1
+if a part failed.
 
     equality    every way across the bus, both directions, layouts of several shapes: the bytes are compared
     bandwidth   ours against one copy of the same bytes between pinned memory and the device (cudaMemcpyAsync)
     threshold   runs against gathering for scattered blocks: where should `RUN_BYTES` be?
-    overlap     how much of a store is hidden behind a computation
-    checks      what the verification of a block costs the host
+    overlap     the share of a store that a computation hides
+    checks      the host's time for the verification of a block
     vllm        what vLLM uses, each in its own process (`gpu_check_vllm.py`): the copies, then engines with
                 model runners V1 and V2, CUDA graphs, zeroing of new blocks, and two GPUs
 """
@@ -63,7 +63,7 @@ class Machine:
         return np.zeros((num_blocks, block_bytes), np.uint8)
 
     def seconds(self, act: Callable[[], object], rounds: int = 5) -> float:
-        """Median of some rounds; the first does not count."""
+        """Return the median of several rounds, without the first."""
         taken = []
         for _ in range(rounds + 1):
             self.wait()
@@ -108,7 +108,7 @@ def rows_of(kind: str, num_rows: int, count: int) -> Rows:
 
 
 def equality(machine: Machine, sizes: list[int]) -> dict[str, Any]:
-    """Store blocks, load them into other rows, compare with what a loop would have done."""
+    """Store blocks, load them into other rows, and compare with the result of a loop."""
     cases, wrong = 0, []
     for block_bytes in sizes:
         num_blocks = max(16, min(64, 64 * MIB // block_bytes))
@@ -133,7 +133,7 @@ def equality(machine: Machine, sizes: list[int]) -> dict[str, Any]:
 def there_and_back(
     tensor: Any, pool: npt.NDArray[np.uint8], device_rows: Rows, slots: Rows, run_bytes: int | None
 ) -> npt.NDArray[np.uint8]:
-    """Store rows, and load them again in reverse order; the tensor's bytes then."""
+    """Store rows, and load them in reverse order; returns the tensor's bytes."""
     usual = ways.RUN_BYTES
     ways.RUN_BYTES = usual if run_bytes is None else run_bytes
     engine = copy_engine_for(tensor)
@@ -149,7 +149,7 @@ def there_and_back(
 
 
 class Bench:
-    """A device tensor and a pool with as many blocks, and what it takes to move them."""
+    """A device tensor and a pool of equal size, with timed copies between them."""
 
     def __init__(self, machine: Machine, block_bytes: int, total_bytes: int) -> None:
         self.machine, self.num_blocks = machine, total_bytes // block_bytes
@@ -172,7 +172,7 @@ class Bench:
         self.engine.load(self.pool, np.arange(self.num_blocks), device_rows).wait()
 
     def raw_gb_per_s(self) -> dict[str, float]:
-        """One copy of as many bytes, of pinned memory where there is a device."""
+        """Measure one copy of the same bytes, with pinned memory on a device."""
         pinned = torch.empty(self.total_bytes, dtype=torch.uint8, pin_memory=self.machine.is_gpu)
         flat = self.tensor.view(-1)[: self.total_bytes]
         seconds = {
@@ -201,7 +201,7 @@ def bandwidth(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict
 
 
 def threshold(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict[str, Any]]:
-    """Scattered blocks in runs of one, and gathered: which is faster at which size?"""
+    """Compare single copies of scattered blocks with gathered copies, for several block sizes."""
     usual, found = ways.RUN_BYTES, []
     for block_bytes in sizes:
         bench = Bench(machine, block_bytes, total_bytes)
@@ -222,7 +222,7 @@ def threshold(machine: Machine, sizes: list[int], total_bytes: int) -> list[dict
 
 
 def overlap(machine: Machine, total_bytes: int) -> dict[str, Any]:
-    """A store beside matrix products: 1 where it is hidden altogether, 0 where they wait for each other."""
+    """Measure the overlap of a store with matrix products: 1 if fully hidden, 0 if they run in turn."""
     bench = Bench(machine, 2 * MIB, total_bytes)
     size = 4096 if machine.is_gpu else 512
     left = torch.rand((size, size), device=machine.device, dtype=torch.float32)
@@ -253,7 +253,7 @@ def overlap(machine: Machine, total_bytes: int) -> dict[str, Any]:
 
 
 def checks(machine: Machine, sizes: list[int]) -> list[dict[str, Any]] | str:
-    """Checksums of blocks in a pool, by one thread."""
+    """Measure checksums of blocks in a pool, with one thread."""
     if importlib.util.find_spec("xxhash") is None:
         return "not measured: xxhash is not installed here"
     from kvoffload.tiers.checksum import checksums
@@ -281,7 +281,7 @@ ON_THE_CPU = ["--requests", "24", "--documents", "5"]
 
 
 def vllm_parts(is_gpu: bool) -> list[dict[str, Any]]:
-    """The parts that need vLLM, one process after the other."""
+    """Run the parts that need vLLM, each in a separate process."""
     if importlib.util.find_spec("vllm") is None:
         return [{"part": "vllm", "status": "not run", "why": f"vLLM is not installed for {sys.executable}"}]
     device = ["--device", "cuda" if is_gpu else "cpu"]
@@ -295,7 +295,7 @@ def vllm_parts(is_gpu: bool) -> list[dict[str, Any]]:
 
 
 def vllm_part(arguments: list[str]) -> list[dict[str, Any]]:
-    """Run one of them; what its process has written, and that it has failed if it has written nothing."""
+    """Run a part that needs vLLM; returns its results, or a failure if its process wrote nothing."""
     script, name = Path(__file__).with_name("gpu_check_vllm.py"), " ".join(arguments)
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "parts.json"
@@ -317,7 +317,7 @@ def vllm_part(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def of_page(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of the page as the table has them."""
+    """Return the parts of the page as rows of the table."""
     wrong = found["equality"]["wrong"]
     rows = [
         {
@@ -336,7 +336,7 @@ def of_page(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(parts: list[dict[str, Any]]) -> str:
-    """What ran, what passed, and what was not run and why."""
+    """Print the parts that passed, failed or did not run, with reasons."""
     width = max(len(one["part"]) for one in parts)
     lines = []
     for one in parts:
@@ -349,7 +349,7 @@ def table(parts: list[dict[str, Any]]) -> str:
 
 
 def report(found: dict[str, Any]) -> str:
-    """One page."""
+    """Print the page."""
     lines = []
     for name, part in found.items():
         lines.append(f"\n{name}")

@@ -51,7 +51,7 @@ def part(name: str, status: str, why: str = "", **numbers: Any) -> Part:
 
 
 def caches(device: str, page_bytes: int, num_blocks: int, seed: int) -> Any:
-    """As vLLM's ``CanonicalKVCaches``: two KV groups over three tensors, one page with padding."""
+    """Return ``CanonicalKVCaches`` with two KV groups over three tensors, one of them with padding."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +70,7 @@ def caches(device: str, page_bytes: int, num_blocks: int, seed: int) -> Any:
 
 
 class Case:
-    """One transfer there and back, and the pool that it goes through."""
+    """A transfer to a pool and back."""
 
     def __init__(self, device: str, page_bytes: int, per_chunk: int, chunks: int, directory: Path) -> None:
         from vllm.v1.kv_offload.base import GPULoadStoreSpec
@@ -105,7 +105,7 @@ class Case:
         return [tensor.tensor.cpu().numpy().copy() for tensor in self.caches.tensors]
 
     def expected(self, before: list[Any]) -> tuple[Any, list[Any]]:
-        """The part of the pool after the store, and the tensors after the load, by loops."""
+        """Compute with loops the pool after the store, and the tensors after the load."""
         pool = np.zeros_like(self.pool.part(1))
         after = [one.copy() for one in before]
         for move, back in zip(self._moves(self.stored), self._moves(self.loaded), strict=True):
@@ -121,7 +121,7 @@ class Case:
         return self.layout.moves(engine, self.slots.block_ids)
 
     def run(self, copies: Any) -> list[str]:
-        """What is wrong after a store and a load by these copies; and what they took for it."""
+        """Store and load with these copies; returns the differences and the times."""
         before = self.bytes_of()
         pool, after = self.expected(before)
         wrong = []
@@ -146,7 +146,7 @@ class Case:
 
 
 def makers(device: str) -> Iterator[tuple[str, str, Callable[[Case], Any]]]:
-    """The copies to compare with loops: a name, the device of their tensors, and a function."""
+    """Yield the copies to compare with loops: name, device of the tensors, and function."""
     from kvoffload.integrations.vllm.worker_side.copies import HostCopies
 
     yield "on the host", "cpu", lambda case: HostCopies(case.caches, case.layout, case.pool.part(1))
@@ -167,7 +167,7 @@ def makers(device: str) -> Iterator[tuple[str, str, Callable[[Case], Any]]]:
 
 
 def check_copies(device: str) -> Iterator[Part]:
-    """A part for each kind of copies and pool."""
+    """Check each kind of copies and pool; a part for each."""
     for name, where, make in makers(device):
         cases, kernels, wrong = 0, 0, []
         for page_kib, per_chunk, chunks in itertools.product(PAGES_KIB, (1, 3), (2, 24)):
@@ -194,7 +194,7 @@ def shared_memory() -> str | None:
 
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
-    """What is given to `LLM`."""
+    """Return the arguments of `LLM`."""
     found: dict[str, Any] = {
         "max_num_batched_tokens": 128,
         "num_gpu_blocks_override": 48,
@@ -210,7 +210,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_engine(chosen: argparse.Namespace) -> Iterator[Part]:
-    """The answers of an engine without offloading, twice, and with each store mode."""
+    """Compare an engine with each store mode with two runs of an engine without offloading."""
     conftest, traffic = of_tests("engine"), of_tests("traffic")
     margin, shortest = (traffic.CERTAIN_MARGIN, 2) if chosen.device == "cpu" else (BF16_MARGIN, 1)
     settings, name = settings_of(chosen), label(chosen)
@@ -275,12 +275,12 @@ def drive(engine: Any, prompts: Any, answers: Any, chosen: argparse.Namespace) -
 
 
 def zeroing(wanted: bool) -> Any:
-    """Context in which engines that start zero new blocks; nothing if that is not wanted."""
+    """Return a context in which new engines zero new blocks, or an empty context."""
     return of_tests("copy_orders").zeroing_of_new_blocks() if wanted else contextlib.nullcontext()
 
 
 def of_tests(name: str) -> Any:
-    """A module of tests/support: engines, traffic for them, and expected answers."""
+    """Import a module of tests/support."""
     return importlib.import_module(f"support.vllm_{name}")
 
 
@@ -292,7 +292,7 @@ def label(chosen: argparse.Namespace) -> str:
 
 
 def why_not(chosen: argparse.Namespace) -> str:
-    """Why this part cannot run here; empty if it can."""
+    """Return the reason why this part cannot run; empty if it can."""
     from vllm import __version__
     from vllm.platforms import current_platform
 

@@ -4,10 +4,10 @@
 
 The cut: of the second half of the agentic recording the first 300 requests of 16 sessions that run side by
 side, each cut to its first 32 blocks. A block of the trace (512 tokens) becomes one block of the engine (32
-tokens), whose token ids follow from its number; so what is shared stays shared. The model is the tiny one of
+tokens), whose token ids follow from its number; so shared blocks stay shared. The model is the tiny one of
 tests/vllm, in one thread, in bf16 as users run theirs: no answers are compared.
 
-Every side is an engine in a process of its own. They take turns, a slice of the trace each, while the others
+Every side is an engine in a separate process. They take turns, a slice of the trace each, while the others
 wait: the machine's mood hits all alike. Ratios are to vLLM's LRU, of the same slice in the same round;
 medians of them. Hits are the same in every round but for what transfers under way leave to chance.
 
@@ -54,7 +54,7 @@ BASE = "vLLM lru"
 
 
 def cut(path: Path, requests: int, longest: int) -> list[list[int]]:
-    """Block numbers of each request."""
+    """Return the block numbers of each request."""
     with lzma.open(path, "rt") as lines:
         rows = [json.loads(line) for line in lines]
     sessions: list[str] = []
@@ -74,7 +74,7 @@ def cut(path: Path, requests: int, longest: int) -> list[list[int]]:
 
 
 def prompt_of(blocks: list[int]) -> list[int]:
-    """Token ids: equal blocks are equal tokens."""
+    """Return token ids; equal blocks have equal tokens."""
     prompt: list[int] = []
     for block in blocks:
         rng = random.Random(block)
@@ -83,7 +83,7 @@ def prompt_of(blocks: list[int]) -> list[int]:
 
 
 def tiny() -> Any:
-    """The model and the engine of tests/vllm."""
+    """Return the model and the engine class of tests/vllm."""
     sys.path.insert(0, str(ROOT / "tests"))
     return importlib.import_module("support.vllm_engine")
 
@@ -92,13 +92,13 @@ def tiny() -> Any:
 
 
 class Clock:
-    """CPU time spent in some calls; a call inside another counts once."""
+    """CPU time in a set of calls; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds, self._depth = 0.0, 0
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, timed."""
+        """Return the call with its CPU time measured."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
@@ -121,10 +121,10 @@ _CALLS = (
 
 
 class Side:
-    """One engine that replays slices, and what is measured.
+    """An engine that replays slices, with its measurements.
 
     Attributes:
-        clock: what times are taken with.
+        clock: CPU time of the measured calls.
     """
 
     def __init__(self, model: Path, offload: dict[str, Any] | None, options: argparse.Namespace) -> None:
@@ -183,7 +183,7 @@ class Side:
         cache.get_computed_blocks = noted
 
     def replay(self, name: str, prompts: list[list[int]]) -> dict[str, Any]:
-        """Serve these prompts, `AT_ONCE` at a time; what it took."""
+        """Serve these prompts, `AT_ONCE` at a time; returns the measurements."""
         from vllm import SamplingParams
 
         llm, waiting = self.engine.llm.llm_engine, list(enumerate(prompts))
@@ -223,12 +223,12 @@ class Side:
         }
 
     def forget(self) -> None:
-        """Begin the next round as the first."""
+        """Empty all caches before the next round."""
         self.engine.llm.reset_prefix_cache(reset_connector=True)
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Replay what the parent asks for: a line in, a line out."""
+    """Replay the parent's slices: reads a line, writes a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     prompts = [prompt_of(blocks) for blocks in cut(options.trace, options.requests, options.longest)]
@@ -249,7 +249,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 class Process:
-    """An engine in a process of its own."""
+    """An engine in a separate process."""
 
     script = __file__
 
@@ -277,7 +277,7 @@ class Process:
         self.answer()
 
     def answer(self) -> str:
-        """The next line that it prints."""
+        """Return the next line that the process prints."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -286,21 +286,21 @@ class Process:
         return line
 
     def replay(self, *slice_of_round: int) -> dict[str, Any]:
-        """Have it replay a slice."""
+        """Let the process replay a slice."""
         assert self._process.stdin is not None
         print(json.dumps(slice_of_round), file=self._process.stdin, flush=True)
         found: dict[str, Any] = json.loads(self.answer())
         return found
 
     def end(self) -> None:
-        """End it, and wait."""
+        """End the process, and wait for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
 
 
 def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Every slice of every round, in turns: side -> what each slice took."""
+    """Run every slice of every round on each side in turn; returns side -> measurements of its slices."""
     names = [
         name
         for name in (SIDES | (KEYED if options.keyed else {}))
@@ -326,7 +326,7 @@ def run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def summary(took: dict[str, list[dict[str, Any]]], rounds: int) -> list[dict[str, Any]]:
-    """A row for each side."""
+    """Return a row for each side."""
     rows = []
     base = took.get(BASE)
     for name, slices in took.items():
@@ -356,7 +356,7 @@ def summary(took: dict[str, list[dict[str, Any]]], rounds: int) -> list[dict[str
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table of docs/performance.md."""
+    """Print the table of docs/performance.md."""
     print("| side | hit ratio | GPU hit tokens | RAM hit tokens | TTFT p50 / p90 ms | tokens/s | throughput "
           "| TTFT | manager µs/request | lookup µs/request |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -378,7 +378,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is replayed, in which engines."""
+    """Add the options of the trace and the engines."""
     traces = Path(os.environ.get("KVOFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
     parser.add_argument("--trace", type=Path, default=traces / "agentic_coding" / "agentic_3h.jsonl.xz")
     parser.add_argument("--requests", type=int, default=300)

@@ -1,8 +1,8 @@
-"""What it costs vLLM's scheduler to find out how long a hit is: ``python bench/vllm_lookup.py``.
+"""CPU time of a prefix lookup in vLLM's scheduler: ``python bench/vllm_lookup.py``.
 
-vLLM's own loop, which asks a manager key by key, against its manager and against ours; and
-`KVOffloadConnector`, which asks ours once. All prefixes are hits. Each round is a new request with keys of
-its own, noted by position as vLLM does; the sides take turns in one process. CPU time of the thread.
+Compares vLLM's own loop over keys, with its manager and with ours, with `KVOffloadConnector`, which makes one
+call. All prefixes are hits. Each round is a new request with new keys, recorded by position as vLLM does; the
+sides take turns in one process. The unit is CPU time of the thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTHS, CAPACITY, ROUNDS = (16, 128, 1024, 4096), 8192, 21
 
 
 def context(name: str, keys: list[bytes]) -> Any:
-    """A request as vLLM's connector describes it."""
+    """Return a request as vLLM's connector describes it."""
     made = ReqContext(name)
     for position, key in enumerate(keys):
         made.set_offload_key_position(key, position)
@@ -37,12 +37,12 @@ def context(name: str, keys: list[bytes]) -> Any:
 
 
 def keys_of(count: int) -> list[bytes]:
-    """New ``bytes`` each time: a request does not bring those that the manager keeps."""
+    """Return keys as new ``bytes`` objects, because a request never has the manager's objects."""
     return [bytes(make_offload_key(number.to_bytes(32, "big"), 0)) for number in range(count)]
 
 
 def side(kind: type[Any], manager: Any) -> Callable[[str, list[bytes]], float]:
-    """Look up a prefix as this scheduler's side does; the seconds that it took."""
+    """Look up a prefix with this scheduler side; returns CPU seconds."""
     scheduler: Any = object.__new__(kind)
     scheduler.manager = manager
     scheduler._events_tracker = SimpleNamespace(
@@ -63,7 +63,7 @@ def side(kind: type[Any], manager: Any) -> Callable[[str, list[bytes]], float]:
 
 
 def fill(manager: Any) -> Any:
-    """A manager that holds the longest prefix."""
+    """Return a manager with the longest prefix in its cache."""
     ctx, keys = context("fill", keys_of(max(LENGTHS))), keys_of(max(LENGTHS))
     manager.on_new_request(ctx)
     output = manager.prepare_store(keys, ctx)

@@ -1,7 +1,7 @@
 """vLLM's own offloading manager where there is no GPU, for comparisons: its decisions, our copies.
 
-``CPUOffloadingSpec`` refuses to make a worker on a CPU; nothing else of it does. Here the worker is
-kvoffload's, which reads vLLM's specifications too, so that both sides of a comparison move bytes alike.
+``CPUOffloadingSpec`` only refuses to make a worker on a CPU. Here the worker is kvoffload's, which also reads
+vLLM's specifications, so both sides of a comparison copy alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
 
 
 class _Worker(KVOffloadWorker):
-    """Stores what vLLM says, whole chunks or not."""
+    """A worker that stores incomplete chunks as well."""
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return super().submit_store(job_id, src_spec, SlotsSpec(dst_spec.block_ids))
@@ -28,7 +28,7 @@ class NativeOnCPU(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's manager and policies with a worker for CPU tensors; for one worker."""
 
     def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
-        """Our worker, and a pool of its own as large as vLLM's manager thinks."""
+        """Return our worker with a separate pool of the size that vLLM's manager assumes."""
         layout = Layout.of(kv_caches, self.blocks_per_chunk)
         pool = SharedPool.attach(
             self.config.engine_id,

@@ -1,12 +1,12 @@
-"""vLLM's real scheduler with each way of offloading, and no model: what a request costs its thread.
+"""vLLM's real scheduler with each way of offloading, and no model: the CPU time of a request.
 
     .venv-vllm/bin/python bench/vllm_scheduler.py [--rounds 5]
 
 Every side has a scheduler of vLLM's own, with its connector, in one process. A step is `schedule` and
-`update_from_output`; the model's answers are made up, and transfers end one step after they were begun. The
+`update_from_output`; the model's answers are invented, and transfers end one step after their start. The
 sides take turns, a round of requests each. RAM has as many blocks for all of them.
 
-*whole*: CPU time of a request in both calls, less that of the side without offloading. *manager*: the part
+*whole*: CPU time of a request in both calls, minus the time without offloading. *manager*: the time
 spent in calls of the offloading manager. Ratios are to vLLM's LRU in the same round; medians of rounds.
 """
 
@@ -59,7 +59,7 @@ MANAGER_CALLS = (
 
 
 class Traffic(NamedTuple):
-    """What is served. `prompts`: how many different ones come again and again; 0: each is new."""
+    """A kind of traffic. `prompts`: number of different prompts that repeat; 0 if every prompt is new."""
 
     step_tokens: int
     prompt_tokens: int
@@ -81,7 +81,7 @@ TRAFFIC = (
 
 
 class Side:
-    """One scheduler, its connector, and stand-ins for model and transfers."""
+    """A scheduler, its connector, and stand-ins for model and transfers."""
 
     def __init__(self, model: Path, options: dict[str, Any] | None, traffic: Traffic) -> None:
         tokens, per_prompt = traffic.block_tokens, traffic.prompt_tokens // traffic.block_tokens
@@ -145,7 +145,7 @@ class Side:
         return timed
 
     def serve(self, prompts: list[list[int]], names: str) -> None:
-        """Serve these requests, and add up what it costs."""
+        """Serve these requests, and add up their CPU time."""
         waiting = [
             Request(
                 f"{names}-{number}",
@@ -168,7 +168,7 @@ class Side:
             self.whole_s += time.thread_time() - began
 
     def _answers(self, step: Any) -> ModelRunnerOutput:
-        """Every request whose prompt is computed gets a token; transfers of the last step have ended."""
+        """Return a token for every request whose prompt is computed; the last step's transfers end."""
         names = list(step.num_scheduled_tokens)
         sampled = []
         for name in names:
@@ -194,12 +194,12 @@ class Side:
         )
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Reset the measurements."""
         self.manager_s = self.whole_s = 0.0
 
 
 def measure(model: Path, traffic: Traffic, rounds: int, requests: int) -> None:
-    """Print one kind of traffic."""
+    """Measure a kind of traffic and print its rows."""
     sides = {name: Side(model, options, traffic) for name, options in SIDES.items()}
     chance = random.Random(11)
 

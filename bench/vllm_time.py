@@ -1,14 +1,14 @@
-"""The timed replay against real engines: who hits how much, and who is how much faster.
+"""The timed replay compared with real engines: hits, and times relative to no offloading.
 
     KVOFFLOAD_TRACES=... .venv-vllm/bin/python bench/vllm_time.py [--rounds 1] [--requests 200]
 
-The trace, the model, the engines and their turns are those of `bench/vllm_engine.py`. One more engine,
-without offloading, computes prompts of several lengths alone, before the others run and after them: from that
-follow the costs of a step, of a token and of attention (`calibration.fit`), and the speed of generating.
-Copies are measured with the product's kernels. That, the sizes of the engines, and two requests at a time are
-all that the timed replay is told.
+Trace, model, engines and their turns are as in `bench/vllm_engine.py`. One more engine,
+without offloading, computes prompts of several lengths alone, before the others run and after them: these
+times give the costs of a step, of a token and of attention (`calibration.fit`), and the speed of generation.
+Copies are measured with the product's kernels. The timed replay gets only these measurements, the sizes of
+the engines, and the limit of two requests at a time.
 
-Engines compute in one thread, so CPU seconds are those of a machine that has nothing else to do; prompts
+Engines compute in one thread, so CPU seconds do not depend on other work of the machine; prompts
 and sides are timed in them. Times to first tokens are not compared: on a busy machine they are the machine's.
 """
 
@@ -54,7 +54,7 @@ SIDES = {
 
 
 def measure(options: argparse.Namespace) -> None:
-    """In a process of its own: for each line, the time of every prompt and of a generated token."""
+    """Run in a separate process: for each line read, write the times of every prompt and of a token."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     side = bench.Side(options.model, None, options)
@@ -73,12 +73,12 @@ def measure(options: argparse.Namespace) -> None:
 
 
 class Measuring(bench.Process):
-    """The engine that measures."""
+    """The measuring engine."""
 
     script = __file__
 
     def times(self) -> list[Any]:
-        """(tokens, seconds to the first token, seconds of a further token) of every prompt."""
+        """Return (tokens, seconds to the first token, seconds of a further token) of every prompt."""
         assert self._process.stdin is not None
         print("", file=self._process.stdin, flush=True)
         found: list[Any] = json.loads(self.answer())
@@ -86,7 +86,7 @@ class Measuring(bench.Process):
 
 
 def machine_of(times: list[Any]) -> Machine:
-    """What the timed replay is told of this machine."""
+    """Return the machine of the timed replay, from measurements."""
     tokens, seconds, generating = zip(*times, strict=True)
     step_s, linear, squared = fit_prefill(tokens, seconds, STEP_TOKENS)
     block = bench.Side._block_bytes()
@@ -105,7 +105,7 @@ def machine_of(times: list[Any]) -> Machine:
 
 
 def trace_of(requests: list[list[int]]) -> Trace:
-    """The same cut as a trace: blocks of the engine, no times."""
+    """Return the same cut as a trace with the engine's blocks, without times."""
     ids = list(dict.fromkeys(block for blocks in requests for block in blocks))
     codes = {block: code for code, block in enumerate(ids)}
     return Trace(
@@ -120,7 +120,7 @@ def trace_of(requests: list[list[int]]) -> Trace:
 
 
 def simulated(trace: Trace, machine: Machine, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """What the replays say of each side, with a clock and without."""
+    """Return the results of the replays for each side, with and without a clock."""
     timing = Timing(machine, bench.Side._block_bytes(), step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE)
     rows = {}
     for name, offload in SIDES.items():
@@ -142,19 +142,19 @@ def simulated(trace: Trace, machine: Machine, options: argparse.Namespace) -> di
 
 
 class AtDrop(VictimOffload):
-    """A victim tier that gets blocks at the moment at which the device drops them, as without a clock."""
+    """A victim tier that gets a block when the device drops the block, as in a replay without a clock."""
 
     def dropped(self, codes: Sequence[int]) -> None:
-        """Stored at once."""
+        """Store dropped blocks at once."""
         if codes and (plan := self.manager.prepare_store(self._of([*codes][::-1]))) is not None:
             self._copy(plan)
 
     def scheduled(self) -> None:
-        """No window."""
+        """Offer nothing: there is no window."""
 
 
 def why(trace: Trace, machine: Machine, options: argparse.Namespace) -> None:
-    """Where the hits of a victim tier go that a replay without a clock promises: one step after the other."""
+    """Explain, step by step, the hits of a victim tier that only a replay without a clock has."""
     timing = Timing(machine, bench.Side._block_bytes(), step_tokens=STEP_TOKENS, at_once=bench.AT_ONCE)
     blocks, most = options.gpu_blocks, np.maximum(np.diff(trace.offsets) - 1, 0)
     for policy in ("lru", "hazard"):
