@@ -75,3 +75,11 @@ class Client(SharingClient):
     def try_again_now(self) -> None:
         """End all pauses."""
         self.tier.end_pauses()
+
+    def come_back(self) -> None:
+        """Wait until the tier is open, without pauses."""
+        until = time.monotonic() + PATIENCE_S
+        while not self.tier.is_open("read"):
+            self.try_again_now()
+            assert time.monotonic() < until
+            time.sleep(0.001)

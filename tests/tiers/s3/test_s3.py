@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.tiers.contract import NO_JOB, JobResult
+from kvoffload.tiers.contract import JobResult
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.shared.identity import HEADER_BYTES
 from kvoffload.tiers.spec import TierOwner, parse_tier
@@ -26,6 +27,7 @@ from kvoffload.tiers.striped import StripedTier
 from support.fault_proxy import FaultProxy
 from support.s3_client import BLOCK_BYTES, PACK, PATH, STRIDE, Client, digests
 from support.s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, S3Server, running
+from support.shared_tier_contract import Rig, SharedTierContract
 from support.sharing_client import CANARY, some_keys
 
 
@@ -78,6 +80,12 @@ def make() -> Iterator[Callable[..., Client]]:
 @pytest.fixture
 def client(make: Callable[..., Client], rclone: Rclone) -> Client:
     return make(rclone.port)
+
+
+class TestSharedTier(SharedTierContract):
+    @pytest.fixture
+    def rig(self, rclone: Rclone, proxy: FaultProxy, make: Callable[..., Client]) -> Rig:
+        return Rig(rclone, proxy, partial(make, rclone.port), partial(make, proxy.port))
 
 
 # ---- one machine, and another
@@ -158,15 +166,6 @@ def test_half_an_object_that_is_believed_to_be_there_is_written_all_the_same(cli
     assert client.write(1, 2, 3, 4) == [1, 2, 3, 4]
 
 
-def test_only_what_the_rule_admits_is_written(make: Callable[..., Client], rclone: Rclone) -> None:
-    client = make(rclone.port, admission="reuse:2")
-    assert client.write(1, 2, 3, 4) == []
-    client.tier.finish_request(client.record, some_keys(1, 2, 3, 4))
-    assert client.tier.stats().refused == 4
-    client.record = client.tier.begin_request("second")
-    assert client.write(1, 2, 3, 4) == [1, 2, 3, 4]
-
-
 def test_what_is_in_flight_is_bounded(client: Client) -> None:
     client.tier.jobs.in_flight_bytes = 6 * BLOCK_BYTES
     assert client.tier.queue_room == 6
@@ -195,81 +194,7 @@ def test_requests_are_counted_with_their_price(make: Callable[..., Client], rclo
     assert read.cost == pytest.approx(read.puts * 0.005 + read.gets * 0.0005 + gigabytes * 1e3)
 
 
-@pytest.mark.parametrize(
-    "options", [{"fingerprint": "other weights"}, {"namespace": "tenant-b"}, {"identity": "x"}]
-)
-def test_others_blocks_are_not_served(
-    client: Client, make: Callable[..., Client], rclone: Rclone, options: dict[str, str]
-) -> None:
-    client.write(1, 2, 3, 4)
-    other = make(rclone.port, **options)
-    assert other.probe(1) == []
-    assert other.read(1) == []
-
-
-@pytest.mark.slow
-def test_both_may_write_the_same_at_once(make: Callable[..., Client], tmp_path: Path) -> None:
-    with running(Moto, tmp_path) as server:
-        write_the_same_at_once([make(server.port, most_at_once=16) for _ in range(3)])
-
-
-def write_the_same_at_once(clients: list[Client]) -> None:
-    threads = [threading.Thread(target=one.write, args=PATH) for one in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for one in clients:
-        assert one.read(*PATH[:20]) == [*PATH[:20]]
-
-
-def test_after_close_nothing_is_there_and_nothing_raises(client: Client, rclone: Rclone) -> None:
-    client.write(*PATH[:4])
-    with rclone.stopped():
-        job = client.begin_read(1)
-        client.tier.close()
-        client.tier.close()
-    assert not client.wait(job).ok.any()
-    assert client.believes(1) == [False]
-    assert client.write(*PATH[4:8]) == client.read(1) == client.probe(1) == []
-    assert (client.pool[1:] == CANARY).all()
-
-
 # ---- resets
-
-
-def test_a_reset_is_for_all(make: Callable[..., Client], any_server: S3Server) -> None:
-    """The bound of staleness: no read that begins after a reset was confirmed returns an older block."""
-    client, other = make(any_server.port, namespace="reset"), make(any_server.port, namespace="reset")
-    client.write(*PATH[:8])
-    assert other.read(*PATH[:8]) == [*PATH[:8]]
-    with any_server.stopped():
-        client.tier.clear()
-        assert client.believes(1) == [False], "closed until the server has confirmed it"
-        assert client.read(*PATH[:8]) == []
-        assert not client.tier.drain(0.01)
-    assert client.tier.drain(PATIENCE_S)
-    assert client.believes(1) == [None]
-    assert other.believes(1) == [True], "it has not heard of it"
-    assert other.read(*PATH[:8]) == []
-    other.come_back()
-    assert other.believes(1, 8) == [None, None], "and now it has"
-    assert other.write(*PATH[:4]) == [*PATH[:4]]
-    assert client.probe(*PATH[:8]) == [*PATH[:4]]
-
-
-@pytest.mark.parametrize("asks", ["probe", "write"])
-def test_whoever_asks_first_hears_of_a_reset(
-    client: Client, make: Callable[..., Client], rclone: Rclone, asks: str
-) -> None:
-    other = make(rclone.port)
-    other.write(*PATH[:4])
-    client.tier.clear()
-    assert client.tier.drain(PATIENCE_S)
-    assert getattr(other, asks)(*PATH[:8]) == [], "nothing of a batch counts that began before it was known"
-    other.come_back()
-    assert other.believes(1) == [None]
-    assert client.probe(1) == []
 
 
 def test_a_bucket_that_has_lost_its_epoch_is_given_a_new_one(client: Client, rclone: Rclone) -> None:
@@ -492,27 +417,6 @@ def test_nothing_takes_longer_than_its_deadline(
     assert (client.pool == CANARY).all(), "what comes late is written nowhere"
 
 
-def test_a_slow_network_is_only_slow(proxy: FaultProxy, make: Callable[..., Client]) -> None:
-    client = make(proxy.port)
-    client.write(*PATH[:4])
-    proxy.set(delay_s=0.01, bytes_per_s=2e6)
-    assert client.read(1, 2, 3, 4) == [1, 2, 3, 4]
-
-
-def test_a_connection_that_was_closed_while_idle_costs_nothing(
-    proxy: FaultProxy, make: Callable[..., Client]
-) -> None:
-    client = make(proxy.port)
-    client.write(*PATH[:4])
-    for _ in range(3):
-        proxy.drop_connections()
-        time.sleep(0.1)  # for the client to see it
-        assert client.read(1, 2) == [1, 2]
-        assert client.probe(9) == []
-        client.tier.presence.forget(digests(9))
-    assert client.tier.stats().failed == 0
-
-
 @pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Slow Down", "404 Not Found", "200 OK"])
 def test_a_server_that_answers_something_else(
     proxy: FaultProxy, make: Callable[..., Client], status: str
@@ -551,30 +455,6 @@ def test_a_server_that_has_no_time_for_writes_is_a_dropped_write(
     proxy.set()
     client.try_again_now()
     assert client.write(*PATH[:8]) == [*PATH[:8]]
-
-
-def test_a_dead_server_costs_nothing_and_is_found_again(
-    proxy: FaultProxy, make: Callable[..., Client]
-) -> None:
-    client = make(proxy.port)
-    client.write(*PATH[:4])
-    proxy.set(refuse=True)
-    proxy.drop_connections()
-    for _ in range(3):
-        assert client.read(1) == []
-    assert not client.tier.is_open()
-    assert client.tier.stats().circuit_open == 1
-    requests = client.tier.stats().gets
-    assert client.write(*PATH[4:8]) == client.read(1) == client.probe(1) == []
-    assert client.tier.submit_probe(some_keys(1)) == NO_JOB
-    assert client.believes(1, 9) == [False, False], "nobody waits for it"
-    assert client.tier.stats().dropped == 4
-    assert client.tier.stats().gets == requests, "and nobody asks it"
-    proxy.set()
-    client.come_back()
-    assert client.tier.stats().circuit_open == 0
-    assert client.probe(1) == [1]
-    assert client.read(1) == [1]
 
 
 # ---- how it is described, and what is said of it

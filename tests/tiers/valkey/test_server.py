@@ -10,9 +10,9 @@ import dataclasses
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
-from kvoffload.tiers.contract import NO_JOB, JobResult
+from kvoffload.tiers.contract import JobResult
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.shared.identity import HEADER_BYTES, Epoch, head_bytes, rest_names
@@ -29,7 +29,8 @@ from kvoffload.tiers.spec import TierOwner, parse_tier
 from kvoffload.tiers.valkey.login import PASSWORD, USERNAME
 from kvoffload.tiers.valkey.resp import Login
 from support.fault_proxy import FaultProxy
-from support.sharing_client import CANARY, NUM_SLOTS, some_keys
+from support.shared_tier_contract import Rig, SharedTierContract
+from support.sharing_client import NUM_SLOTS, some_keys
 from support.valkey_client import BLOCK_BYTES, Client
 from support.valkey_server import PATIENCE_S, Server, redis, running, self_signed, valkey
 
@@ -73,6 +74,12 @@ def make() -> Iterator[Callable[..., Client]]:
     yield one
     for client in made:
         client.tier.close()
+
+
+class TestSharedTier(SharedTierContract):
+    @pytest.fixture
+    def rig(self, server: Server, proxy: FaultProxy, make: Callable[..., Client]) -> Rig:
+        return Rig(server, proxy, partial(make, server), partial(make, proxy))
 
 
 # ---- one machine
@@ -127,20 +134,6 @@ def test_what_is_there_is_not_written_again(
     assert other.believes(1, 2, 3) == [True] * 3
 
 
-def test_only_what_the_rule_admits_is_written(make: Callable[..., Client], server: Server) -> None:
-    client = make(server, admission="reuse:2")
-    keys, rows = some_keys(1, 2), np.arange(2)
-    record = client.tier.begin_request("first")
-    for _ in range(2):
-        job, _ = client.tier.submit_write(keys, client.pool, rows, record)
-        assert job == NO_JOB, "it counts once a request, however often it is offered"
-    client.tier.finish_request(record, keys)
-    assert client.tier.stats().refused == 4
-    job, taken = client.tier.submit_write(keys, client.pool, rows, client.tier.begin_request("second"))
-    assert taken.all()
-    assert client.wait(job).ok.all()
-
-
 def test_what_is_being_written_is_not_written_twice(client: Client, server: Server) -> None:
     with server.stopped():
         job, taken = client.tier.submit_write(some_keys(1, 2), client.pool, np.arange(2))
@@ -193,19 +186,6 @@ def test_a_child_has_no_part_in_it(client: Client) -> None:
     assert client.read(1) == [1], "the parent's connections are as they were"
 
 
-def test_after_close_nothing_is_there_and_nothing_raises(client: Client, server: Server) -> None:
-    client.write(1)
-    with server.stopped():
-        job = client.begin_read(1)
-        client.tier.close()
-        client.tier.close()
-    assert not client.wait(job).ok.any()
-    assert client.believes(1) == [False]
-    assert client.write(1) == client.read(1) == client.probe(1) == []
-    assert (client.pool == CANARY).all()
-    assert not [t for t in threading.enumerate() if t.name.startswith("kvoffload-valkey") and not t.daemon]
-
-
 def test_a_server_needs_no_more_memory_than_blocks_have(
     tmp_path: Path, make: Callable[..., Client], block_bytes: int
 ) -> None:
@@ -233,31 +213,6 @@ def test_one_machine_hits_what_another_has_computed(
     assert other.read(1, 2) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "options", [{"fingerprint": "other weights"}, {"namespace": "tenant-b"}, {"identity": "x"}]
-)
-def test_others_blocks_are_not_served(
-    client: Client, make: Callable[..., Client], server: Server, options: dict[str, str]
-) -> None:
-    client.write(1)
-    other = make(server, **options)
-    assert other.probe(1) == []
-    assert other.read(1) == []
-
-
-def test_both_may_write_the_same_at_once(server: Server, make: Callable[..., Client]) -> None:
-    clients = [make(server) for _ in range(4)]
-    numbers = list(range(1, 41))
-    threads = [threading.Thread(target=one.write, args=numbers) for one in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for one in clients:
-        assert one.read(*numbers) == numbers
-    assert len(server.blocks()) == 40
-
-
 def test_a_wrong_hint_is_a_stale_miss_and_learnt_at_once(client: Client, server: Server) -> None:
     client.write(1, 2)
     server.say("DEL", client.name(1))
@@ -267,41 +222,6 @@ def test_a_wrong_hint_is_a_stale_miss_and_learnt_at_once(client: Client, server:
     assert result.stale.tolist() == [True, False]
     assert client.believes(1, 2) == [False, True]
     assert client.tier.stats().stale == 1
-
-
-def test_a_reset_is_for_all(client: Client, make: Callable[..., Client], server: Server) -> None:
-    """The bound of staleness: no read that begins after a reset was confirmed returns an older block."""
-    other = make(server)
-    numbers = list(range(1, 21))
-    client.write(*numbers)
-    assert other.read(*numbers) == numbers
-    with server.stopped():
-        client.tier.clear()
-        assert client.believes(1) == [False], "closed until the server has confirmed it"
-        assert client.read(*numbers) == []
-        assert not client.tier.drain(0.01)
-    assert client.tier.drain(PATIENCE_S)
-    assert client.believes(1) == [None]
-    assert other.believes(1) == [True], "it has not heard of it"
-    assert other.read(*numbers) == []
-    other.come_to_terms()
-    assert other.believes(1, 20) == [None, None], "and now it has"
-    assert other.write(1) == [1]
-    assert client.probe(1, 2) == [1]
-
-
-@pytest.mark.parametrize("asks", ["probe", "write"])
-def test_whoever_asks_first_hears_of_a_reset(
-    client: Client, make: Callable[..., Client], server: Server, asks: str
-) -> None:
-    other = make(server)
-    other.write(1)
-    client.tier.clear()
-    assert client.tier.drain(PATIENCE_S)
-    assert getattr(other, asks)(1, 2) == [], "nothing of a batch counts that began before it was known"
-    other.come_to_terms()
-    assert other.believes(1) == [None]
-    assert client.probe(1, 2) == []
 
 
 def test_a_reset_between_two_windows_of_a_read(
@@ -686,13 +606,6 @@ def test_a_connection_that_brought_damage_is_not_used_again(
     assert proxy.num_connections > connections
 
 
-def test_a_slow_network_is_only_slow(proxy: FaultProxy, make: Callable[..., Client]) -> None:
-    client = make(proxy)
-    client.write(1, 2)
-    proxy.set(delay_s=0.01, bytes_per_s=2e6)
-    assert client.read(1, 2) == [1, 2]
-
-
 FAULTS: dict[str, dict[str, Any]] = {
     "hangs": {"hang": True},
     "one byte a second": {"bytes_per_s": 1.0},
@@ -728,50 +641,6 @@ def test_nothing_takes_longer_than_its_deadline(
     client.come_to_terms()
     client.probe(9)
     assert (client.pool == after).all(), "what comes late is written nowhere"
-
-
-def test_a_connection_that_was_closed_while_idle_costs_nothing(
-    proxy: FaultProxy, make: Callable[..., Client]
-) -> None:
-    client = make(proxy)
-    client.write(1, 2)
-    for _ in range(3):
-        proxy.drop_connections()
-        assert client.read(1, 2) == [1, 2]
-        assert client.write(3) == [3]
-        assert client.probe(4) == []
-        client.tier.presence.clear()
-    assert client.tier.stats().failed == 0
-
-
-def test_a_dead_server_costs_nothing_and_is_found_again(
-    proxy: FaultProxy, make: Callable[..., Client]
-) -> None:
-    client = make(proxy)
-    client.write(1)
-    proxy.set(refuse=True)
-    proxy.drop_connections()
-    for _ in range(3):
-        assert client.read(1) == []
-    client.come_to_terms(is_open=False)
-    stats = client.tier.stats()
-    assert stats.circuit_open == 1
-    connections = proxy.num_connections
-    assert client.write(1) == client.read(1) == client.probe(1) == []
-    assert client.tier.submit_probe(some_keys(1)) == NO_JOB
-    assert client.believes(1, 2) == [False, False], "nobody waits for it"
-    assert client.tier.stats().dropped == 1
-    assert proxy.num_connections == connections, "and nobody asks it"
-    client.try_again_now()
-    assert client.believes(1) == [False]
-    proxy.set()
-    until = time.monotonic() + PATIENCE_S
-    while client.believes(1) == [False]:
-        client.try_again_now()
-        assert time.monotonic() < until
-    assert client.tier.stats().circuit_open == 0
-    assert client.probe(1) == [1]
-    assert client.read(1) == [1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
